@@ -1,0 +1,266 @@
+"""What to cast, how, and to which dtype: frozen configs, recipes, and every error of theirs.
+
+The field names are those of ``torchao.float8`` 0.18, so that a config carries over. A config is
+never changed after construction: ``None`` stays ``None`` in the fields, and the two methods
+:meth:`Float8LinearConfig.cast_config` and :meth:`CastConfig.dtype_for` say what it means.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from fp8_dist.dtypes import FLOAT8_DTYPES, e4m3, e5m2, short_name
+
+Operand = Literal["input", "weight", "grad_output"]
+Gemm = Literal["output", "grad_input", "grad_weight"]
+
+# The left and the right operand of each GEMM, and the operand whose second use it is.
+GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+
+
+class ScalingType(enum.Enum):
+    """Where the scale of a cast comes from."""
+
+    DYNAMIC = "dynamic"
+    """From the amax of the tensor itself, now."""
+    DELAYED = "delayed"
+    """From the tensor's amax history."""
+    DISABLED = "disabled"
+    """No cast: the operand stays in high precision."""
+
+    def short_str(self) -> str:
+        return {"dynamic": "dyn", "delayed": "del", "disabled": "dis"}[self.value]
+
+
+class ScalingGranularity(enum.Enum):
+    """What one scale covers."""
+
+    TENSORWISE = "tensorwise"
+    """The whole (global) tensor."""
+    AXISWISE = "axiswise"
+    """One row or column: size 1 along the reduced dim."""
+
+    def short_str(self) -> str:
+        return {"tensorwise": "ten", "axiswise": "axs"}[self.value]
+
+
+class Float8LinearRecipeName(enum.Enum):
+    """Names of the ready-made configs that :meth:`Float8LinearConfig.from_recipe_name` knows."""
+
+    TENSORWISE = "tensorwise"
+    """One dynamic scale per tensor; float8 weight, input and output-gradient gathers."""
+
+
+def _check_type(field: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise TypeError(f"CastConfig.{field} must be a {expected.__name__}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class CastConfig:
+    """How one operand is cast to float8.
+
+    Attributes:
+        scaling_type: where the scale comes from.
+        scaling_granularity: what one scale covers.
+        target_dtype: a float8 dtype; ``None`` means the operand's default (e4m3 for input and
+            weight, e5m2 for grad_output).
+    """
+
+    scaling_type: ScalingType = ScalingType.DYNAMIC
+    scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
+    target_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check_type("scaling_type", self.scaling_type, ScalingType)
+        _check_type("scaling_granularity", self.scaling_granularity, ScalingGranularity)
+        if self.target_dtype is not None and self.target_dtype not in FLOAT8_DTYPES:
+            raise ValueError(
+                f"CastConfig.target_dtype={self.target_dtype} is not a float8 dtype; use one of "
+                f"{', '.join(map(str, FLOAT8_DTYPES))}, or None for the operand's default"
+            )
+        if self.scaling_type is ScalingType.DELAYED:
+            raise NotImplementedError(
+                "CastConfig: ScalingType.DELAYED is not implemented; use ScalingType.DYNAMIC"
+            )
+        if self.scaling_granularity is ScalingGranularity.AXISWISE:
+            raise NotImplementedError(
+                "CastConfig: ScalingGranularity.AXISWISE is not implemented; use TENSORWISE"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """False where the operand stays in high precision."""
+        return self.scaling_type is not ScalingType.DISABLED
+
+    def dtype_for(self, operand: Operand) -> torch.dtype:
+        """The float8 dtype of this cast when it is applied to ``operand``."""
+        if self.target_dtype is not None:
+            return self.target_dtype
+        return e5m2() if operand == "grad_output" else e4m3()
+
+    def short_str(self, operand: Operand) -> str:
+        """For example ``dyn_ten_e4m3fn``, or ``dis`` where nothing is cast."""
+        if not self.enabled:
+            return self.scaling_type.short_str()
+        dtype = short_name(self.dtype_for(operand))
+        return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}_{dtype}"
+
+
+@dataclass(frozen=True)
+class Float8GemmConfig:
+    """How one float8 GEMM accumulates.
+
+    Attributes:
+        use_fast_accum: accumulate in the reduced precision of the tensor cores (Hopper). It
+            allows a faster kernel and never demands one: the emulation stays exact.
+    """
+
+    use_fast_accum: bool = False
+
+
+@dataclass(frozen=True)
+class Float8LinearConfig:
+    """Configuration of a :class:`fp8_dist.Float8Linear`.
+
+    Attributes:
+        cast_config_input, cast_config_weight, cast_config_grad_output: the cast of each operand.
+        cast_config_input_for_grad_weight, cast_config_weight_for_grad_input,
+        cast_config_grad_output_for_grad_weight: the cast of the operand in its second GEMM;
+            ``None`` means the same as in the first.
+        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: the three GEMMs.
+        enable_fsdp_float8_all_gather: FSDP2 gathers the weight as float8.
+        pad_inner_dim: pad operands to the multiples of 16 that a GPU's float8 GEMM needs;
+            otherwise misaligned local shapes are an error on such a device.
+        emulate: multiply in a wider type also where the device has a float8 GEMM.
+        force_recompute_fp8_weight_in_bwd: torchao's deprecated switch. Only ``False`` is taken.
+        round_scales_to_power_of_2: round the quantization multiplier down to a power of two.
+        amax_scope: ``"global"``: every scale is that of the global tensor. ``"rank"``: operands
+            that never leave their rank are scaled by their local amax, which saves their
+            all-reduce and deviates from the single-device result.
+        amax_history_len: length of the amax history of ``ScalingType.DELAYED``.
+        cache_float8_shards: keep the float8 copy of a weight's local shard (1 byte per element)
+            until the weight changes, so that micro-batches cast once.
+    """
+
+    cast_config_input: CastConfig = CastConfig()
+    cast_config_input_for_grad_weight: CastConfig | None = None
+    cast_config_weight: CastConfig = CastConfig()
+    cast_config_weight_for_grad_input: CastConfig | None = None
+    cast_config_grad_output: CastConfig = CastConfig()
+    cast_config_grad_output_for_grad_weight: CastConfig | None = None
+    gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
+    gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
+    gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
+    enable_fsdp_float8_all_gather: bool = False
+    pad_inner_dim: bool = False
+    emulate: bool = False
+    force_recompute_fp8_weight_in_bwd: bool = False
+    round_scales_to_power_of_2: bool = False
+    amax_scope: Literal["global", "rank"] = "global"
+    amax_history_len: int = 16
+    cache_float8_shards: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_gemm_pairs()
+        self._check_operand_dtypes()
+        self._check_fsdp_gather()
+        if self.amax_scope not in ("global", "rank"):
+            raise ValueError(
+                f"Float8LinearConfig.amax_scope={self.amax_scope!r}: use 'global' or 'rank'"
+            )
+        if self.amax_history_len != 16:
+            raise ValueError(
+                f"Float8LinearConfig.amax_history_len={self.amax_history_len} has no effect: it "
+                "belongs to ScalingType.DELAYED, which no operand of this config uses"
+            )
+        if self.force_recompute_fp8_weight_in_bwd:
+            raise ValueError(
+                "Float8LinearConfig.force_recompute_fp8_weight_in_bwd=True has no meaning here: "
+                "the weight is kept as float8 and FSDP2 gathers it again by itself; drop the flag"
+            )
+
+    def cast_config(self, operand: Operand, gemm: Gemm) -> CastConfig:
+        """The cast of ``operand`` in ``gemm``, with ``None`` fields resolved."""
+        first = getattr(self, f"cast_config_{operand}")
+        second = {
+            ("input", "grad_weight"): self.cast_config_input_for_grad_weight,
+            ("weight", "grad_input"): self.cast_config_weight_for_grad_input,
+            ("grad_output", "grad_weight"): self.cast_config_grad_output_for_grad_weight,
+        }.get((operand, gemm))
+        return second or first
+
+    def gemm_config(self, gemm: Gemm) -> Float8GemmConfig:
+        """The config of one of the three GEMMs."""
+        return {
+            "output": self.gemm_config_output,
+            "grad_input": self.gemm_config_grad_input,
+            "grad_weight": self.gemm_config_grad_weight,
+        }[gemm]
+
+    def gemm_enabled(self, gemm: Gemm) -> bool:
+        """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
+        return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
+
+    def operand_dtype(self, operand: Operand) -> torch.dtype | None:
+        """The float8 dtype of ``operand``, ``None`` where no GEMM takes it in float8."""
+        for gemm, operands in GEMM_OPERANDS.items():
+            if operand in operands and self.cast_config(operand, gemm).enabled:
+                return self.cast_config(operand, gemm).dtype_for(operand)
+        return None
+
+    @staticmethod
+    def from_recipe_name(recipe_name: "Float8LinearRecipeName | str") -> "Float8LinearConfig":
+        """The config of a ready-made recipe.
+
+        Args:
+            recipe_name: a :class:`Float8LinearRecipeName` or its value, e.g. ``"tensorwise"``.
+
+        Raises:
+            ValueError: for a name that is no recipe.
+        """
+        if not isinstance(recipe_name, Float8LinearRecipeName):
+            names = [recipe.value for recipe in Float8LinearRecipeName]
+            if recipe_name not in names:
+                raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
+        return Float8LinearConfig()
+
+    def _check_gemm_pairs(self) -> None:
+        for gemm, (left, right) in GEMM_OPERANDS.items():
+            enabled = [self.cast_config(operand, gemm).enabled for operand in (left, right)]
+            if enabled[0] != enabled[1]:
+                off, on = (left, right) if enabled[1] else (right, left)
+                raise ValueError(
+                    f"Float8LinearConfig: the GEMM of {gemm} multiplies {left} by {right}, and "
+                    f"{off} is DISABLED while {on} is not; disable both or neither"
+                )
+
+    def _check_operand_dtypes(self) -> None:
+        for operand in get_args(Operand):
+            uses = [gemm for gemm, operands in GEMM_OPERANDS.items() if operand in operands]
+            dtypes = {
+                self.cast_config(operand, gemm).dtype_for(operand)
+                for gemm in uses
+                if self.cast_config(operand, gemm).enabled
+            }
+            if len(dtypes) > 1:
+                raise ValueError(
+                    f"Float8LinearConfig: {operand} is cast to {sorted(map(str, dtypes))} in its "
+                    "two GEMMs; it is cast once, so both casts need the same target_dtype"
+                )
+
+    def _check_fsdp_gather(self) -> None:
+        if not self.enable_fsdp_float8_all_gather:
+            return
+        for gemm in ("output", "grad_input"):
+            if not self.cast_config("weight", gemm).enabled:
+                raise ValueError(
+                    "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers the weight "
+                    f"in float8 only, but the GEMM of {gemm} has its weight cast DISABLED"
+                )

@@ -1,0 +1,135 @@
+"""Swapping ``nn.Linear`` for ``Float8Linear`` in a model."""
+
+import warnings
+from collections.abc import Callable
+from typing import cast
+
+import torch.nn as nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from fp8_dist.config import Float8LinearConfig
+from fp8_dist.linear import Float8Linear
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+
+def convert_to_float8_training(
+    module: nn.Module,
+    *,
+    module_filter_fn: FilterFn | None = None,
+    config: Float8LinearConfig | None = None,
+) -> nn.Module:
+    """Swap the linear layers of a model for float8 ones, in place.
+
+    Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied.
+    Parameters, hooks and attributes of the layers carry over. Subclasses of nn.Linear are
+    converted if they don't override ``forward``; the others are left alone, with a warning.
+
+    Args:
+        module: the model. A model that is itself an nn.Linear is not changed: its conversion is
+            returned.
+        module_filter_fn: ``(module, fqn) -> bool``, asked for each linear layer; False leaves it
+            unconverted. ``None`` converts all.
+        config: defaults to the ``tensorwise`` recipe.
+
+    Returns:
+        ``module`` (or the converted layer, see above).
+
+    Raises:
+        ValueError: no layer was converted (it says why each was skipped), or a layer can't be
+            converted (it says which, and what to do).
+    """
+    config = Float8LinearConfig() if config is None else config
+    chosen: dict[str, nn.Linear] = {}
+    skipped: dict[str, str] = {}
+    overridden: list[str] = []
+    for fqn, candidate in module.named_modules():
+        if not isinstance(candidate, nn.Linear):
+            continue
+        if module_filter_fn is not None and not module_filter_fn(candidate, fqn):
+            skipped[fqn] = "module_filter_fn returned False"
+        elif reason := _unconvertible(candidate):
+            skipped[fqn] = reason
+            overridden += [fqn] if reason.startswith("its class") else []
+        else:
+            chosen[fqn] = candidate
+    already = any(isinstance(m, Float8Linear) for m in module.modules())
+    if not chosen and not already:
+        raise ValueError(_nothing_converted(module, skipped))
+    if overridden:
+        warnings.warn(
+            f"convert_to_float8_training left these layers in high precision: "
+            f"{', '.join(overridden)}: {skipped[overridden[0]]}. Exclude them in "
+            "module_filter_fn to say that this is meant",
+            stacklevel=2,
+        )
+    _check_shared_weights(module, chosen, config)
+    converted = _convert_each(chosen, config)
+    if module in converted:
+        return converted[module]  # type: ignore[index]
+    for parent in module.modules():
+        for name, child in list(parent._modules.items()):
+            if child in converted:
+                setattr(parent, name, converted[child])  # type: ignore[index]
+    return module
+
+
+def _convert_each(
+    chosen: dict[str, nn.Linear], config: Float8LinearConfig
+) -> dict[nn.Module, Float8Linear]:
+    converted: dict[nn.Module, Float8Linear] = {}
+    weights: dict[int, nn.Parameter] = {}
+    for fqn, layer in chosen.items():
+        new = Float8Linear.from_float(layer, config, fqn=fqn)
+        # Layers that shared a weight go on sharing one.
+        new.weight = weights.setdefault(id(layer.weight), cast(nn.Parameter, new.weight))
+        converted[layer] = new
+    return converted
+
+
+def _unconvertible(layer: nn.Linear) -> str:
+    """Why a layer can't be converted, or an empty string."""
+    if isinstance(layer, Float8Linear):
+        return "it is a Float8Linear already"
+    if is_parametrized(layer):
+        return "its weight is parametrized (torch.nn.utils.parametrize)"
+    if type(layer).forward is not nn.Linear.forward:
+        return f"its class {type(layer).__name__} has a forward of its own"
+    if not layer.weight.dtype.is_floating_point:
+        return f"its weight is {layer.weight.dtype}, not floating point"
+    return ""
+
+
+def _nothing_converted(module: nn.Module, skipped: dict[str, str]) -> str:
+    if not skipped:
+        return (
+            f"convert_to_float8_training: {type(module).__name__} contains no nn.Linear, so "
+            "nothing was converted"
+        )
+    lines = "\n".join(f"  {fqn or '(the module itself)'}: {why}" for fqn, why in skipped.items())
+    return (
+        f"convert_to_float8_training: no layer of {type(module).__name__} was converted:\n{lines}"
+    )
+
+
+def _check_shared_weights(
+    module: nn.Module, chosen: dict[str, nn.Linear], config: Float8LinearConfig
+) -> None:
+    """Refuse a float8 gather of a weight that a module outside of ``chosen`` also reads."""
+    if not config.enable_fsdp_float8_all_gather:
+        return
+    float8_weights = {id(layer.weight): fqn for fqn, layer in chosen.items()}
+    layers = set(chosen.values())
+    shared = [
+        f"{float8_weights[id(parameter)]}.weight is also {fqn + '.' if fqn else ''}{name}"
+        for fqn, other in module.named_modules()
+        if other not in layers
+        for name, parameter in other.named_parameters(recurse=False)
+        if id(parameter) in float8_weights
+    ]
+    if shared:
+        raise ValueError(
+            "convert_to_float8_training: enable_fsdp_float8_all_gather=True gathers a weight in "
+            f"float8 for all of its users, but {'; '.join(shared)}. Leave these layers "
+            "unconverted (module_filter_fn), or untie them"
+        )

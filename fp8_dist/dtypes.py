@@ -1,0 +1,71 @@
+"""Float8 dtypes per device, their limits, and which devices can multiply them.
+
+Words used in the whole package (SPEC section 2): *amax* is the maximum of absolute values over
+what one scale covers (fp32); *scale* is the dequantization scale (fp32), ``x ~= qdata * scale``;
+*qdata* are the float8 bytes; a mesh dimension is an *axis*, a tensor dimension a *dim*.
+"""
+
+from functools import cache
+
+import torch
+
+FLOAT8_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+
+_FNUZ = {
+    torch.float8_e4m3fn: torch.float8_e4m3fnuz,
+    torch.float8_e5m2: torch.float8_e5m2fnuz,
+}
+
+
+@cache
+def _rocm_arch() -> str:
+    """The AMD architecture of the first device ("gfx942"), or "" where there is none."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
+
+
+def _native(dtype: torch.dtype) -> torch.dtype:
+    # MI300-class matrix cores read the fnuz encodings only.
+    if torch.version.hip is None:
+        return dtype
+    return _FNUZ[dtype] if _rocm_arch() in ("gfx940", "gfx941", "gfx942") else dtype
+
+
+def e4m3() -> torch.dtype:
+    """The e4m3 dtype that this machine multiplies: the default of inputs and weights."""
+    return _native(torch.float8_e4m3fn)
+
+
+def e5m2() -> torch.dtype:
+    """The e5m2 dtype that this machine multiplies: the default of output gradients."""
+    return _native(torch.float8_e5m2)
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """True for the four 8-bit floating-point dtypes that this package casts to."""
+    return dtype in FLOAT8_DTYPES
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """``torch.float8_e4m3fn`` -> ``"e4m3fn"``; other dtypes lose only their ``torch.`` prefix."""
+    return str(dtype).removeprefix("torch.").removeprefix("float8_")
+
+
+@cache
+def device_has_float8_gemm(device: torch.device) -> bool:
+    """True where ``torch._scaled_mm`` runs on float8 matrix cores.
+
+    NVIDIA from compute capability 8.9 (Ada, Hopper), AMD from gfx94x. On a CPU the operator
+    exists but is slower than the exact emulation of :mod:`fp8_dist.matmul`, so it is not used.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    if torch.version.hip is not None:
+        return _rocm_arch().startswith(("gfx94", "gfx95", "gfx12"))
+    return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,156 @@
+"""Whether a weight's scale still belongs to the weight's values.
+
+A scale (and the float8 copy made with it) may be used only for the values it was computed from.
+What can change a weight, and how it is noticed:
+
+* any ``torch.optim`` step: a global post-step hook drops what is known of the optimizer's
+  parameters. Version counters alone would not do: foreach and fused steps change a DTensor
+  without bumping them;
+* in-place ops on the parameter or its local tensor: their version counters;
+* ``load_state_dict``, a replaced parameter: the layer drops it, or the identity differs.
+
+Not detectable: writes through ``.data``, and in-place foreach ops outside an optimizer. For these
+there is :func:`fp8_dist.invalidate_float8_scales`.
+
+All of it depends on the sequence of calls alone, which is the same on all ranks, so ranks agree
+about which of them need a collective. Nothing here runs inside a compiled graph.
+"""
+
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fp8_dist.tensor import Float8Tensor
+
+
+class WeightCache:
+    """What is known about the current values of one weight.
+
+    Attributes:
+        scaling: (quantization multiplier, scale), 0-dim fp32, of the global weight.
+        float8: the local shard as float8, where it is kept.
+    """
+
+    def __init__(self) -> None:
+        self.scaling: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.float8: Float8Tensor | None = None
+        self._param: Callable[[], torch.Tensor | None] = lambda: None
+        self._versions: tuple[int | None, ...] = ()
+        self._precomputed = False
+
+    def store(
+        self,
+        param: torch.Tensor,
+        scaling: tuple[torch.Tensor, torch.Tensor],
+        *,
+        precomputed: bool,
+    ) -> None:
+        """Remember the scaling of the values that ``param`` has now."""
+        self.scaling = scaling
+        self.float8 = None
+        self._param = weakref.ref(param)
+        self._versions = _versions(param)
+        self._precomputed = precomputed
+        _watch(param, self)
+
+    def is_fresh(self, param: torch.Tensor) -> bool:
+        """True if what is known is known of ``param``, and of the values it has now."""
+        if self.scaling is None or self._param() is not param:
+            return False
+        if self._versions != _versions(param):
+            self.drop()
+            return False
+        return True
+
+    def knows_another(self, param: torch.Tensor) -> bool:
+        """True if something is known, but of a parameter other than ``param``."""
+        return self.scaling is not None and self._param() is not param
+
+    def drop(self) -> None:
+        """Forget everything but that there once was a precomputed scale."""
+        self.scaling = None
+        self.float8 = None
+
+    def warn_if_stale(self, fqn: str) -> None:
+        """Warn once if a precomputed scale was dropped and no precompute followed."""
+        if self.scaling is None and self._precomputed:
+            self._precomputed = False
+            warn_once(
+                "stale scale",
+                f"{fqn}: the weight changed after precompute_float8_dynamic_scale, so its scale "
+                "is computed again in this step, with one all-reduce per weight. Call "
+                "precompute_float8_dynamic_scale(model) after every optimizer.step(), or "
+                "attach_precompute(optimizer, model) once",
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeightCache":
+        return WeightCache()  # a copied parameter is another parameter
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return WeightCache, ()
+
+
+def after_step(optimizer: Optimizer, call: Callable[[], None]) -> RemovableHandle:
+    """Run ``call`` after each step of ``optimizer``, once stale scales have been dropped.
+
+    (torch runs an optimizer's own post-step hooks before the global one, which drops them.)
+    """
+    _install_hook()
+    calls = _after_step.setdefault(optimizer, OrderedDict())
+    handle = RemovableHandle(calls)
+    calls[handle.id] = call
+    return handle
+
+
+_caches: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> WeakSet of its caches
+_after_step: "weakref.WeakKeyDictionary[Optimizer, OrderedDict[int, Callable[[], None]]]" = (
+    weakref.WeakKeyDictionary()
+)
+_hook: RemovableHandle | None = None
+_warned: set[str] = set()
+
+
+def _watch(param: torch.Tensor, cache: WeightCache) -> None:
+    _install_hook()
+    _caches.setdefault(param, weakref.WeakSet()).add(cache)
+
+
+def _install_hook() -> None:
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_post_hook(_on_optimizer_step)
+
+
+@torch.compiler.disable
+def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for cache in _caches.get(param, ()):
+                cache.drop()
+    for call in list(_after_step.get(optimizer, {}).values()):
+        call()
+
+
+def _versions(param: torch.Tensor) -> tuple[int | None, ...]:
+    """Version counters of a parameter and of the tensors inside it (None: keeps no version)."""
+    versions: list[int | None] = []
+    tensor: torch.Tensor | None = param
+    while tensor is not None:
+        versions.append(None if tensor.is_inference() else tensor._version)
+        inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
+        tensor = getattr(tensor, inner[0]) if inner else None
+    return tuple(versions)
+
+
+def warn_once(kind: str, message: str) -> None:
+    """Warn about the first module that meets a condition; the others are alike."""
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn(message, stacklevel=3)

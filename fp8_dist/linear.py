@@ -1,0 +1,246 @@
+"""``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.nn as nn
+
+from fp8_dist.cast import scaling_of
+from fp8_dist.config import Float8LinearConfig
+from fp8_dist.freshness import WeightCache, warn_once
+from fp8_dist.function import LinearSpec, float8_linear
+from fp8_dist.scaling import quantize
+from fp8_dist.sharding import Layout, Placements, local_tensor, reduced
+from fp8_dist.tensor import Float8Tensor
+
+
+class FSDPWeightType(Protocol):
+    """A tensor type whose all-gather FSDP2 runs in float8 (``fp8_dist.fsdp`` has the one)."""
+
+    def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A local tensor of this type on the same storage."""
+
+    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The plain local tensor; any other tensor is returned as it is."""
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer that computes in float8; a drop-in for nn.Linear.
+
+    Shapes: input ``[..., in_features]``, output ``[..., out_features]`` in the input's dtype (the
+    autocast dtype under autocast). Parameters stay in high precision, so a ``state_dict`` is
+    interchangeable with nn.Linear's. Made by :func:`fp8_dist.convert_to_float8_training` or
+    :meth:`from_float`.
+
+    Collectives: none on one device. On DTensors those of the table in
+    :mod:`fp8_dist.sharding`, plus an all-reduce of 4 bytes for each operand that is sharded and
+    whose scale is not known yet.
+
+    Attributes:
+        config: what is cast, and how.
+        fqn: the layer's name in the model that was converted, for messages.
+        output_placements: where a DTensor output goes; ``None`` leaves it where the GEMM left it.
+            The tensor-parallel styles set it.
+        weight_cache: scale and float8 shard of the weight, while they are known to be fresh.
+    """
+
+    config: Float8LinearConfig
+    fqn: str
+    output_placements: Placements | None
+    weight_cache: WeightCache
+
+    # Set by fp8_dist.fsdp: this package knows that there is such a type, not what it does.
+    fsdp_weight_type: ClassVar[FSDPWeightType]
+
+    @classmethod
+    def from_float(
+        cls, mod: nn.Linear, config: Float8LinearConfig | None = None, *, fqn: str = ""
+    ) -> "Float8Linear":
+        """A float8 layer with the parameters, hooks and attributes of ``mod`` (shared, not copied).
+
+        Args:
+            mod: the layer to convert; it is left as it was.
+            config: defaults to ``Float8LinearConfig()``.
+            fqn: the layer's name, for messages.
+        """
+        new = cls.__new__(cls)
+        for name, value in mod.__dict__.items():
+            # Containers (parameters, hooks) are the module's own, what they hold is shared.
+            new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
+        new.config = Float8LinearConfig() if config is None else config
+        new.fqn = fqn
+        new.output_placements = None
+        new.weight_cache = WeightCache()
+        if new.config.enable_fsdp_float8_all_gather:
+            new.weight = new._wrapped(new.weight)
+        return new
+
+    def to_linear(self) -> nn.Linear:
+        """The high-precision layer with this one's parameters (shared, plain tensors)."""
+        with torch.device("meta"):
+            linear = nn.Linear(self.in_features, self.out_features, bias=False)
+        linear.weight = nn.Parameter(
+            self._plain(self.weight), requires_grad=self.weight.requires_grad
+        )
+        linear.bias = self.bias
+        return linear.train(self.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_mesh(input)
+        weight = self._float8_weight()
+        if not isinstance(local_tensor(input), Float8Tensor):
+            device = input.device.type
+            if torch.is_autocast_enabled(device):
+                input = input.to(torch.get_autocast_dtype(device))
+            input = reduced(input)
+        spec = LinearSpec(self.config, self.output_placements)
+        return float8_linear(input, self.weight, self.bias, weight, spec)
+
+    def cast_weight(self, shard: torch.Tensor | None = None, *, keep: bool = False) -> Float8Tensor:
+        """The local shard of the weight as float8, with the scale of the global weight.
+
+        What ``precompute_float8_dynamic_scale`` or an earlier call left in ``weight_cache`` is
+        used if it is fresh.
+
+        Args:
+            shard: the local shard, where it was moved off the parameter's device (CPU offload).
+            keep: remember a scale that had to be computed here. Only for a parameter that the
+                optimizer sees: what FSDP gathered in high precision changes unnoticed.
+
+        Collectives: one all-reduce of 4 bytes if the weight is sharded and its scale not known.
+        """
+        cache, weight = self.weight_cache, self.weight
+        dtype = self.config.operand_dtype("weight")
+        assert dtype is not None
+        if shard is None:
+            shard = self.fsdp_weight_type.unwrap(local_tensor(weight))
+        fresh = cache.is_fresh(weight)
+        if fresh and cache.float8 is not None and cache.float8.device == shard.device:
+            return cache.float8
+        if not fresh:
+            cache.warn_if_stale(self.fqn)
+            scaling = self._dynamic_scaling(shard, dtype)
+            if keep:
+                cache.store(weight, scaling, precomputed=False)
+                fresh = True
+        else:
+            assert cache.scaling is not None
+            scaling = cache.scaling
+        multiplier, scale = (t.to(shard.device) for t in scaling)
+        float8 = Float8Tensor(quantize(shard, multiplier, dtype), scale, shard.dtype)
+        if fresh and self.config.cache_float8_shards and shard.device == weight.device:
+            cache.float8 = float8
+        return float8
+
+    def extra_repr(self) -> str:
+        config = self.config
+        casts = {
+            "i": config.cast_config("input", "output").short_str("input"),
+            "w": config.cast_config("weight", "output").short_str("weight"),
+            "go": config.cast_config("grad_output", "grad_input").short_str("grad_output"),
+        }
+        second = {
+            "i_gw": config.cast_config("input", "grad_weight").short_str("input"),
+            "w_gi": config.cast_config("weight", "grad_input").short_str("weight"),
+            "go_gw": config.cast_config("grad_output", "grad_weight").short_str("grad_output"),
+        }
+        casts |= {k: v for k, v in second.items() if v != casts[k.split("_")[0]]}
+        return f"{super().extra_repr()}, casts=" + ",".join(f"{k}:{v}" for k, v in casts.items())
+
+    def _float8_weight(self) -> Float8Tensor | None:
+        """The local weight as float8 for this forward; None where no GEMM takes it so."""
+        dtype = self.config.operand_dtype("weight")
+        if dtype is None:
+            return None
+        local = local_tensor(self.weight)
+        if isinstance(local, Float8Tensor):
+            return local  # FSDP2 gathered it
+        plain = self.fsdp_weight_type.unwrap(local)
+        with torch.no_grad():
+            if torch.compiler.is_compiling():
+                # Freshness is decided outside of graphs; inside, the scale is computed.
+                multiplier, scale = self._dynamic_scaling(plain, dtype)
+                return Float8Tensor(quantize(plain, multiplier, dtype), scale, plain.dtype)
+            self._warn_if_flags_have_no_effect(plain is not local)
+            return self.cast_weight()
+
+    def _dynamic_scaling(
+        self, shard: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = Layout.of(self.weight)
+        tensor = shard if layout is None else layout.wrap(shard)
+        return scaling_of(tensor, dtype, self.config.round_scales_to_power_of_2)
+
+    def _warn_if_flags_have_no_effect(self, wrapped: bool) -> None:
+        if wrapped:
+            warn_once(
+                "float8 gather without FSDP2",
+                f"{self.fqn}: enable_fsdp_float8_all_gather=True has no effect on this layer: "
+                "FSDP2 does not manage its weight. Call fully_shard on the model (after "
+                "convert_to_float8_training), or leave the flag off",
+            )
+        elif self.weight_cache.knows_another(self.weight):
+            warn_once(
+                "precompute without float8 gather",
+                f"{self.fqn}: the precomputed scale is not used, because FSDP2 gathers this "
+                "weight in high precision and the layer scales what it gets. Set "
+                "enable_fsdp_float8_all_gather=True",
+            )
+
+    def _check_mesh(self, input: torch.Tensor) -> None:
+        here, there = Layout.of(self.weight), Layout.of(input)
+        if (here and here.mesh) != (there and there.mesh):
+            found = [
+                f"on the mesh {layout.mesh}" if layout else "not a DTensor"
+                for layout in (here, there)
+            ]
+            raise ValueError(
+                f"{self.fqn or 'Float8Linear'}: the weight is {found[0]}, the input is "
+                f"{found[1]}; parallelize the layer with Float8ColwiseParallel or "
+                "Float8RowwiseParallel, or pass an input on the weight's mesh"
+            )
+
+    def _plain(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight on the same storage as a plain tensor or DTensor, detached."""
+        return self._converted(weight.detach(), self.fsdp_weight_type.unwrap)
+
+    def _wrapped(self, weight: torch.Tensor) -> nn.Parameter:
+        """The weight on the same storage as a parameter that FSDP2 gathers in float8."""
+        wrapped = self._converted(weight.detach(), self.fsdp_weight_type.wrap)
+        return nn.Parameter(wrapped, requires_grad=weight.requires_grad)
+
+    @staticmethod
+    def _converted(weight: torch.Tensor, convert: Any) -> torch.Tensor:
+        layout = Layout.of(weight)
+        local = convert(local_tensor(weight))
+        return local if layout is None else layout.wrap(local)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            destination[prefix + "weight"] = self._plain(self.weight)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        key = prefix + "weight"
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        if assign and key in state_dict and self.config.enable_fsdp_float8_all_gather:
+            state_dict[key] = self._wrapped(state_dict[key])
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        self.weight_cache.drop()
+
+
+def invalidate_float8_scales(module: nn.Module) -> None:
+    """Forget every precomputed scale and cached float8 weight in ``module``.
+
+    For changes that can't be noticed: writes to a weight through ``.data``, or in-place foreach
+    ops outside an optimizer. Call it on all ranks; it issues no collectives.
+    """
+    for layer in float8_layers(module).values():
+        layer.weight_cache.drop()
+
+
+def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
+    """The converted layers in ``module`` by their names in it."""
+    return {n: m for n, m in module.named_modules() if isinstance(m, Float8Linear)}

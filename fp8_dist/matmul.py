@@ -1,0 +1,188 @@
+"""The scaled GEMM: ``out = (a * scale_a) @ (b * scale_b)`` on float8 ``a`` and ``b``.
+
+Devices with float8 matrix cores run ``torch._scaled_mm``. Elsewhere, and with ``emulate=True``,
+the same products are computed in a wider type, exactly: the product of two float8 values fits in
+bf16 x bf16 -> fp32, and
+
+* bf16 output on CPU: a bf16 GEMM of the upcast data with the scales as its alpha, which rounds
+  once at the end;
+* fp32 and fp16 output on CPU: an fp64 GEMM. Sums of e4m3 products are exact there, so that the
+  result does not depend on the order of accumulation, nor on how a weight is sharded;
+* other devices: an fp32 GEMM.
+"""
+
+from typing import Any
+
+import torch
+
+from fp8_dist.dtypes import device_has_float8_gemm
+from fp8_dist.env import strict_alignment
+from fp8_dist.ops import implements
+from fp8_dist.tensor import Float8Tensor
+
+ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
+
+aten = torch.ops.aten
+_LIB = torch.library.Library("fp8_dist", "FRAGMENT")
+_LIB.define(
+    "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType out_dtype, "
+    "bool use_fast_accum, bool pad_inner_dim, bool emulate) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def scaled_mm(
+    a: Float8Tensor,
+    b: Float8Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+    pad_inner_dim: bool = False,
+    emulate: bool = False,
+) -> torch.Tensor:
+    """Matrix product of two local float8 matrices.
+
+    Args:
+        a: ``[M, K]``, b: ``[K, N]``, any strides, any pair of float8 dtypes with a 0-dim scale.
+        out_dtype: dtype of the result (fp32, bf16 or fp16).
+        use_fast_accum: accumulate in reduced precision where the device offers it.
+        pad_inner_dim: pad K and N with zeros to multiples of 16 where the device needs that.
+        emulate: use the emulation also where the device has a float8 GEMM.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``. No collectives.
+
+    Raises:
+        ValueError: K or N is no multiple of 16 on a device (or under
+            ``FP8_DIST_STRICT_ALIGNMENT=1``) that needs it, and ``pad_inner_dim`` is off.
+    """
+    return torch.ops.fp8_dist.scaled_mm(
+        a.qdata,
+        b.qdata,
+        a.scale,
+        b.scale,
+        out_dtype,
+        use_fast_accum,
+        pad_inner_dim,
+        emulate,
+    )
+
+
+def _scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    pad_inner_dim: bool,
+    emulate: bool,
+) -> torch.Tensor:
+    native = device_has_float8_gemm(a.device) and not emulate
+    columns = b.shape[1]
+    if native or strict_alignment():
+        a, b = _aligned(a, b, pad_inner_dim)
+    if 0 in (a.shape[0], a.shape[1], columns):
+        return torch.zeros(a.shape[0], columns, dtype=out_dtype, device=a.device)
+    if native:
+        out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
+    else:
+        # Autocast would narrow the wide type.
+        with torch.autocast(a.device.type, enabled=False):
+            out = _emulated(a, b, scale_a, scale_b, out_dtype)
+    return out[:, :columns].contiguous() if out.shape[1] != columns else out
+
+
+def _native(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    # cuBLASLt multiplies a row-major by a column-major matrix.
+    a = a.contiguous()
+    b = b.t().contiguous().t()
+    return torch._scaled_mm(
+        a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+    )
+
+
+def _emulated(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    if a.device.type == "cpu" and out_dtype is torch.bfloat16:
+        # The bias term of addmm is ignored at beta=0; alpha scales the fp32 accumulator.
+        unused = torch.zeros((), dtype=torch.bfloat16)
+        alpha = (scale_a * scale_b).item()
+        return torch.addmm(unused, a.to(torch.bfloat16), b.to(torch.bfloat16), beta=0, alpha=alpha)
+    wide = torch.float64 if a.device.type == "cpu" else torch.float32
+    product = torch.mm(a.to(wide), b.to(wide))
+    return product.mul_(scale_a.to(wide) * scale_b.to(wide)).to(out_dtype)
+
+
+def _aligned(
+    a: torch.Tensor, b: torch.Tensor, pad_inner_dim: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inner, columns = b.shape
+    pad_inner, pad_columns = -inner % ALIGNMENT, -columns % ALIGNMENT
+    if not (pad_inner or pad_columns):
+        return a, b
+    if not pad_inner_dim:
+        raise ValueError(
+            f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)} (local shapes): the inner dim "
+            f"{inner} and the last dim {columns} must be multiples of {ALIGNMENT} on this "
+            "device; set Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted"
+        )
+    return _zero_pad(a, 0, pad_inner), _zero_pad(b, pad_inner, pad_columns)
+
+
+def _zero_pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    padded = torch.nn.functional.pad(x.view(torch.uint8), (0, columns, 0, rows))
+    return padded.view(x.dtype)
+
+
+_LIB.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fp8_dist::scaled_mm", lib=_LIB)
+def _scaled_mm_fake(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    pad_inner_dim: bool,
+    emulate: bool,
+) -> torch.Tensor:
+    return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+
+
+def _check_both_float8(func: Any, *operands: torch.Tensor) -> None:
+    for x in operands:
+        if not isinstance(x, Float8Tensor):
+            raise NotImplementedError(
+                f"{func} of a Float8Tensor and a {type(x).__name__} of {x.dtype}: "
+                "cast_to_float8 the second, or dequantize() the first"
+            )
+
+
+@implements(aten.mm.default)
+def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    a, b = args
+    _check_both_float8(func, a, b)
+    return scaled_mm(a, b, out_dtype=a.orig_dtype)
+
+
+@implements(aten.addmm.default)
+def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    bias, a, b = args
+    _check_both_float8(func, a, b)
+    product = scaled_mm(a, b, out_dtype=a.orig_dtype)
+    return kwargs.get("beta", 1) * bias + kwargs.get("alpha", 1) * product

@@ -1,0 +1,106 @@
+"""amax, and the one formula from amax to scale.
+
+Quantization (SPEC section 4), with ``fp8_max`` the largest finite value of the target dtype::
+
+    m     = float32(float64(fp8_max) / max(float64(amax), 1e-12))
+    m     = exp2(floor(log2(m)))                  # round_scales_to_power_of_2
+    qdata = saturate(float32(x) * m)
+    scale = 1 / m                                 # fp32, dequantization: x ~= qdata * scale
+
+A non-finite amax gives ``m`` of 0 or NaN and a scale of inf or NaN: every value that the scale
+covers dequantizes to NaN (``0 * inf``), which is how one NaN on one rank becomes visible on all.
+
+``amax`` and ``quantize`` are custom operators, opaque to compilers, so that eager, aot_eager and
+inductor produce the same bits.
+"""
+
+import torch
+
+EPS = 1e-12
+
+_LIB = torch.library.Library("fp8_dist", "FRAGMENT")
+_LIB.define("amax(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIB.define(
+    "quantize(Tensor x, Tensor multiplier, ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Maximum of absolute values of a local tensor.
+
+    Args:
+        x: any shape, floating point; an empty tensor has amax 0.
+
+    Returns:
+        0-dim fp32 tensor; NaN if ``x`` holds one, inf if ``x`` holds one and no NaN.
+    """
+    return torch.ops.fp8_dist.amax(x)
+
+
+def multiplier_from_amax(
+    amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
+) -> torch.Tensor:
+    """The quantization multiplier ``m`` of the formula above.
+
+    Args:
+        amax: fp32, any shape (one element per scale).
+        dtype: the float8 dtype whose largest finite value amax is mapped to.
+        round_scales_to_power_of_2: round ``m`` down to a power of two.
+
+    Returns:
+        fp32 tensor of amax's shape.
+    """
+    fp8_max = torch.finfo(dtype).max
+    m = (fp8_max / amax.to(torch.float64).clamp(min=EPS)).to(torch.float32)
+    return torch.exp2(torch.floor(torch.log2(m))) if round_scales_to_power_of_2 else m
+
+
+def scale_from_multiplier(multiplier: torch.Tensor) -> torch.Tensor:
+    """The dequantization scale ``1 / m``, fp32."""
+    return torch.reciprocal(multiplier)
+
+
+def quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``saturate(float32(x) * m)`` as ``dtype``.
+
+    Args:
+        x: any shape, floating point, local.
+        multiplier: 0-dim fp32.
+        dtype: a float8 dtype.
+
+    Returns:
+        contiguous tensor of x's shape.
+    """
+    return torch.ops.fp8_dist.quantize(x, multiplier, dtype)
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    low, high = torch.aminmax(x)
+    # maximum, unlike Python's max, keeps a NaN; abs clears the sign of a NaN and of -0.0, so that
+    # the bits of an amax, read as an integer, are ordered like its values (fp8_dist.sharding).
+    return torch.maximum(low.neg(), high).to(torch.float32).abs_()
+
+
+def _quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    limit = torch.finfo(dtype).max
+    # A copy also for fp32 input, so that clamp_ may work in place. The clamp is needed: casts
+    # to e5m2 on CPU do not always saturate.
+    scaled = x.to(torch.float32, memory_format=torch.contiguous_format) * multiplier
+    return scaled.clamp_(-limit, limit).to(dtype)
+
+
+_LIB.impl("amax", _amax, "CompositeExplicitAutograd")
+_LIB.impl("quantize", _quantize, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fp8_dist::amax", lib=_LIB)
+def _amax_fake(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.register_fake("fp8_dist::quantize", lib=_LIB)
+def _quantize_fake(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -1,0 +1,127 @@
+"""``Float8Tensor``: float8 bytes, their scale, and the dtype they stand for.
+
+DTensor is outermost: a distributed float8 tensor is ``DTensor(Float8Tensor(qdata, scale))``, and
+DTensor's own rules move its shapes and placements. The scale is that of the *global* tensor, so
+every rank holds the same scale, and a float8 gather needs to move the bytes only.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from fp8_dist.dtypes import is_float8, short_name
+
+# aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.ops and matmul.
+FLOAT8_OPS: dict[Any, Callable[..., Any]] = {}
+
+# Types that may stand beside a Float8Tensor in a call: any other (DTensor, a collective's result
+# that is still in flight) gets its own turn first.
+_COMPANIONS = (FakeTensor, FunctionalTensor)
+
+
+class Float8Tensor(torch.Tensor):
+    """A tensor that is stored in float8: ``dequantize()`` is ``qdata * scale``.
+
+    Attributes:
+        qdata: the float8 bytes, of this tensor's shape and strides.
+        scale: 0-dim fp32 dequantization scale of the whole (global) tensor.
+        orig_dtype: the high-precision dtype it was cast from, which is also its ``dtype``.
+
+    It is made by :func:`fp8_dist.cast_to_float8`. Operators that move or multiply float8 data
+    work on it (``fp8_dist.ops``); any other raises NotImplementedError.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    orig_dtype: torch.dtype
+
+    # The one declaration of the fields: flatten, unflatten and rewrap follow from it.
+    _TENSOR_FIELDS = ("qdata", "scale")
+    _STATIC_FIELDS = ("orig_dtype",)
+    __slots__ = _TENSOR_FIELDS + _STATIC_FIELDS
+
+    @staticmethod
+    def __new__(
+        cls, qdata: torch.Tensor, scale: torch.Tensor, orig_dtype: torch.dtype
+    ) -> "Float8Tensor":
+        if not is_float8(qdata.dtype):
+            raise TypeError(f"Float8Tensor: qdata must have a float8 dtype, got {qdata.dtype}")
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            qdata.size(),
+            strides=qdata.stride(),
+            storage_offset=qdata.storage_offset(),
+            dtype=orig_dtype,
+            layout=qdata.layout,
+            device=qdata.device,
+        )
+        self.qdata = qdata
+        self.scale = scale
+        self.orig_dtype = orig_dtype
+        return self
+
+    def rewrap(self, **changes: Any) -> "Float8Tensor":
+        """A new Float8Tensor with this one's fields, but for those given."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return Float8Tensor(**(fields | changes))
+
+    def dequantize(self) -> torch.Tensor:  # type: ignore[override]
+        """``qdata * scale`` in ``orig_dtype`` (computed in fp32, rounded once).
+
+        Differentiable: the gradient passes unchanged, as it does through the cast.
+        """
+        return _Dequantize.apply(self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        known = type(self.scale) is torch.Tensor and self.scale.device.type != "meta"
+        scale = f"{self.scale.item():.6g}" if known else "?"
+        return (
+            f"Float8Tensor(shape={tuple(self.shape)}, qdata={short_name(self.qdata.dtype)}, "
+            f"scale={scale}, orig_dtype={short_name(self.orig_dtype)}, device={self.device})"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return list(self._TENSOR_FIELDS), {n: getattr(self, n) for n in self._STATIC_FIELDS}
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], static: dict[str, Any], outer_size: Any, outer_stride: Any
+    ) -> "Float8Tensor":
+        return Float8Tensor(**(inner | static))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        own = (torch.Tensor, torch.nn.Parameter, Float8Tensor)
+        if not all(t in own or issubclass(t, _COMPANIONS) for t in types):
+            return NotImplemented
+        handler = FLOAT8_OPS.get(func)
+        if handler is None:
+            raise NotImplementedError(
+                f"{func} is not supported on a Float8Tensor; "
+                "call .dequantize() and use the high-precision tensor"
+            )
+        return handler(func, args, kwargs or {})
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Float8Tensor) -> torch.Tensor:
+        return (x.qdata.to(torch.float32) * x.scale).to(x.orig_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+torch.serialization.add_safe_globals([Float8Tensor])

@@ -1,0 +1,15 @@
+"""Float8 weight gathers of FSDP2, and the scales of all weights in one all-reduce."""
+
+if __name__ != "fp8_dist.fsdp":
+    raise ImportError(
+        f"this package is fp8_dist.fsdp, not {__name__}: import fp8_dist.fsdp (from the root of a "
+        "checkout, or after pip install)"
+    )
+
+from fp8_dist.fsdp.precompute import (
+    attach_precompute,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.fsdp.weight import Float8AllGatherWeight
+
+__all__ = ["Float8AllGatherWeight", "attach_precompute", "precompute_float8_dynamic_scale"]

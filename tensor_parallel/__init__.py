@@ -1,0 +1,22 @@
+"""Tensor and sequence parallelism whose gathers are float8: styles and ready-made plans."""
+
+if __name__ != "fp8_dist.tensor_parallel":
+    raise ImportError(
+        f"this package is fp8_dist.tensor_parallel, not {__name__}: import "
+        "fp8_dist.tensor_parallel (from the root of a checkout, or after pip install)"
+    )
+
+from fp8_dist.tensor_parallel.plans import apply_tp_plan, llama_tp_plan
+from fp8_dist.tensor_parallel.styles import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
+
+__all__ = [
+    "Float8ColwiseParallel",
+    "Float8RowwiseParallel",
+    "PrepareFloat8ModuleInput",
+    "apply_tp_plan",
+    "llama_tp_plan",
+]

@@ -1,0 +1,109 @@
+"""Independent references: the numerics of SPEC section 4 in fp64, SQNR, and a recorder.
+
+Nothing here calls the code under test, but for :func:`weights_used`, which listens to it.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fp8_dist import function, linear
+from fp8_dist.tensor import Float8Tensor
+
+# Largest finite values of the two encodings, and the number of mantissa bits.
+FORMATS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}
+
+
+def float8_grid(dtype: torch.dtype) -> list[float]:
+    """Every finite non-negative value of a float8 format, ascending, from its definition."""
+    largest, mantissa_bits, smallest_exponent = FORMATS[dtype]
+    steps = 2**mantissa_bits
+    values = [i / steps * 2.0**smallest_exponent for i in range(steps)]
+    exponent = smallest_exponent
+    while values[-1] < largest:
+        values += [(1 + i / steps) * 2.0**exponent for i in range(steps)]
+        exponent += 1
+    return [v for v in values if v <= largest]
+
+
+def reference_cast(
+    x: torch.Tensor, dtype: torch.dtype, power_of_2: bool = False
+) -> tuple[torch.Tensor, float]:
+    """(rounded values of ``x * m`` as fp64, scale), computed value by value.
+
+    Rounds to nearest, ties to the even code, by search in :func:`float8_grid`.
+    """
+    flat = x.double().flatten().tolist()
+    largest = FORMATS[dtype][0]
+    amax = max((abs(v) for v in flat), default=0.0)
+    m = torch.tensor(largest / max(amax, 1e-12), dtype=torch.float64).float()
+    if power_of_2:
+        m = torch.tensor(2.0 ** math.floor(math.log2(m.item())))
+    grid = float8_grid(dtype)
+    scaled = (x.float() * m).double().flatten().tolist()
+    out = [math.copysign(_nearest(min(abs(v), largest), grid), v) for v in scaled]
+    return torch.tensor(out, dtype=torch.float64).view(x.shape), (1 / m).item()
+
+
+def _nearest(value: float, grid: list[float]) -> float:
+    low, high = 0, len(grid) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if grid[middle] <= value else (low, middle)
+    below, above = grid[low], grid[high]
+    if value - below == above - value:
+        return below if low % 2 == 0 else above
+    return below if value - below < above - value else above
+
+
+def sqnr(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Signal to quantization noise ratio in dB, in fp64; inf where the two are equal."""
+    expected, actual = expected.detach().double(), actual.detach().double()
+    noise = (expected - actual).norm()
+    return math.inf if noise == 0 else (20 * torch.log10(expected.norm() / noise)).item()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if two tensors of one dtype and shape hold the same bytes (NaN equals NaN)."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+    )
+
+
+def same_cast(a: Float8Tensor, b: Float8Tensor) -> bool:
+    """True if two float8 tensors have the same bytes and the same scale, bit for bit."""
+    return same_bits(a.qdata, b.qdata) and same_bits(a.scale, b.scale)
+
+
+@contextmanager
+def weights_used(model: torch.nn.Module) -> Iterator[dict[str, Float8Tensor]]:
+    """Records, per layer name, a copy of the local float8 weight that its forward multiplies."""
+    names = {layer.fqn: name for name, layer in linear.float8_layers(model).items()}
+    used: dict[str, Float8Tensor] = {}
+    running: list[str] = []
+    original = linear.float8_linear
+
+    def recording(x, weight, bias, weight_float8, spec):  # type: ignore[no-untyped-def]
+        if weight_float8 is not None:
+            used[running[-1]] = weight_float8.clone()
+        return original(x, weight, bias, weight_float8, spec)
+
+    def enter(layer: linear.Float8Linear, args: object) -> None:
+        running.append(names[layer.fqn])
+
+    hooks = [
+        layer.register_forward_pre_hook(enter) for layer in linear.float8_layers(model).values()
+    ]
+    linear.float8_linear = recording
+    try:
+        yield used
+    finally:
+        linear.float8_linear = original
+        for hook in hooks:
+            hook.remove()
+    assert original is function.float8_linear

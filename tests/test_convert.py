@@ -1,0 +1,164 @@
+"""Conversion: what is swapped, what carries over, what is said about the rest."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from torch.nn.utils import parametrizations
+
+from fp8_dist import Float8Linear, Float8LinearConfig, convert_to_float8_training
+
+GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+
+
+class OwnForward(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + 1
+
+
+class Renamed(nn.Linear):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+        self.block = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16, bias=False))
+        self.head = nn.Linear(16, 8, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embedding(tokens)))
+
+
+def not_head(module: nn.Module, fqn: str) -> bool:
+    return fqn != "head"
+
+
+def test_swaps_in_place_what_the_filter_admits() -> None:
+    model = Model()
+    parameters = dict(model.named_parameters())
+    assert convert_to_float8_training(model, module_filter_fn=not_head) is model
+    assert_expected_inline(
+        str(model),
+        """\
+Model(
+  (embedding): Embedding(8, 16)
+  (block): Sequential(
+    (0): Float8Linear(in_features=16, out_features=32, bias=True, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2)
+    (1): ReLU()
+    (2): Float8Linear(in_features=32, out_features=16, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2)
+  )
+  (head): Linear(in_features=16, out_features=8, bias=False)
+)""",
+    )
+    assert dict(model.named_parameters()) == parameters  # the very same objects
+    assert model.block[0].fqn == "block.0"
+
+
+def test_a_linear_model_is_returned_converted() -> None:
+    layer = nn.Linear(16, 16)
+    converted = convert_to_float8_training(layer)
+    assert isinstance(converted, Float8Linear)
+    assert type(layer) is nn.Linear
+    assert converted.weight is layer.weight
+
+
+def test_hooks_mode_and_attributes_carry_over() -> None:
+    model = nn.Sequential(nn.Linear(16, 16)).eval()
+    calls: list[str] = []
+    model[0].register_forward_hook(lambda *_: calls.append("hook"))
+    model[0].weight.requires_grad_(False)
+    model[0].note = "kept"
+    converted = convert_to_float8_training(model, config=GATHERED)[0]
+    converted(torch.randn(2, 16))
+    assert calls == ["hook"]
+    assert not converted.training
+    assert not converted.weight.requires_grad
+    assert converted.note == "kept"
+
+
+def test_there_and_back() -> None:
+    for config in (Float8LinearConfig(), GATHERED):
+        layer = nn.Linear(16, 8)
+        back = Float8Linear.from_float(layer, config).to_linear()
+        assert type(back) is nn.Linear
+        assert type(back.weight.data) is torch.Tensor
+        assert back.weight.data_ptr() == layer.weight.data_ptr()
+        x = torch.randn(2, 16)
+        assert torch.equal(back(x), layer(x))
+
+
+def test_converting_twice_changes_nothing() -> None:
+    model = convert_to_float8_training(Model())
+    layers = list(model.modules())
+    assert list(convert_to_float8_training(model).modules()) == layers
+
+
+def test_nothing_converted_is_an_error_that_says_why() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 4), OwnForward(4, 4), parametrizations.weight_norm(nn.Linear(4, 4))
+    )
+    with pytest.raises(ValueError, match="no layer") as info:
+        convert_to_float8_training(model, module_filter_fn=lambda module, fqn: fqn != "0")
+    assert_expected_inline(
+        str(info.value),
+        """\
+convert_to_float8_training: no layer of Sequential was converted:
+  0: module_filter_fn returned False
+  1: its class OwnForward has a forward of its own
+  2: its weight is parametrized (torch.nn.utils.parametrize)""",
+    )
+    with pytest.raises(ValueError, match="contains no") as info:
+        convert_to_float8_training(nn.Sequential(nn.ReLU()))
+    assert_expected_inline(
+        str(info.value),
+        """convert_to_float8_training: Sequential contains no nn.Linear, so nothing was converted""",
+    )
+
+
+def test_subclasses() -> None:
+    model = nn.Sequential(Renamed(16, 16), OwnForward(16, 16))
+    with pytest.warns(UserWarning, match="left these layers") as record:
+        convert_to_float8_training(model)
+    assert_expected_inline(
+        str(record[0].message),
+        """convert_to_float8_training left these layers in high precision: 1: its class OwnForward has a forward of its own. Exclude them in module_filter_fn to say that this is meant""",
+    )
+    assert isinstance(model[0], Float8Linear)
+    assert type(model[1]) is OwnForward
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_to_float8_training(
+            nn.Sequential(nn.Linear(16, 16), OwnForward(16, 16)),
+            module_filter_fn=lambda module, fqn: fqn == "0",
+        )
+
+
+def test_tied_weights_stay_tied_or_are_refused() -> None:
+    twins = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    twins[1].weight = twins[0].weight
+    convert_to_float8_training(twins, config=GATHERED)
+    assert twins[0].weight is twins[1].weight
+
+    model = Model()
+    model.head.weight = model.embedding.weight
+    with pytest.raises(ValueError, match="for all of its users") as info:
+        convert_to_float8_training(copy.deepcopy(model), config=GATHERED)
+    assert_expected_inline(
+        str(info.value),
+        """convert_to_float8_training: enable_fsdp_float8_all_gather=True gathers a weight in float8 for all of its users, but head.weight is also embedding.weight. Leave these layers unconverted (module_filter_fn), or untie them""",
+    )
+    convert_to_float8_training(model)  # gathered in high precision they may be tied
+    assert model.head.weight is model.embedding.weight
+
+
+def test_an_error_leaves_the_model_as_it_was() -> None:
+    model = Model()
+    model.head.weight = model.embedding.weight
+    with pytest.raises(ValueError, match="for all of its users"):
+        convert_to_float8_training(model, config=GATHERED)
+    assert not any(isinstance(m, Float8Linear) for m in model.modules())

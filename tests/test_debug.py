@@ -1,0 +1,329 @@
+"""`comm_audit`: what plain torch communicates, and how float8 shows, as tables."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from llama import Llama, LlamaConfig
+from ranks import RankPools, device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._pytree import tree_map_only
+
+from fp8_dist.debug import CommAudit, CommRow, comm_audit, note_float8_payload
+from fp8_dist.tensor import Float8Tensor
+
+funcol = torch.ops._c10d_functional
+
+SIZES = LlamaConfig(
+    dim=64, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=256, max_seq_len=32
+)
+
+
+def fsdp(model: Llama, mesh: DeviceMesh) -> None:
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def sequence_parallel(model: Llama, mesh: DeviceMesh) -> None:
+    plan: dict[str, Any] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for norm, block, columns, row in (
+        ("attention_norm", "attention", ("wq", "wk", "wv"), "wo"),
+        ("ffn_norm", "feed_forward", ("w1", "w3"), "w2"),
+    ):
+        gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        plan[f"layers.*.{norm}"] = SequenceParallel()
+        plan[f"layers.*.{block}"] = gather
+        plan |= {f"layers.*.{block}.{name}": ColwiseParallel() for name in columns}
+        plan[f"layers.*.{block}.{row}"] = RowwiseParallel(output_layouts=Shard(1))
+    parallelize_module(model, mesh, plan)
+
+
+def audited_step(model: Llama, mesh: DeviceMesh | None = None) -> CommAudit:
+    tokens = torch.randint(SIZES.vocab_size, (2, SIZES.max_seq_len))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with comm_audit(mesh) as audit:
+        model(tokens).float().square().mean().backward()
+        optimizer.step()
+    return audit
+
+
+def fsdp_step() -> tuple[str, str]:
+    model, mesh = Llama(SIZES).bfloat16(), device_mesh(dp=2)
+    fsdp(model, mesh)
+    audit = audited_step(model, mesh)
+    return audit.table(), repr(audit)
+
+
+def tp_step() -> tuple[str, list[CommRow]]:
+    model, mesh = Llama(SIZES).bfloat16(), device_mesh(tp=2)
+    sequence_parallel(model, mesh)
+    audit = audited_step(model, mesh)
+    return audit.table(), audit.rows
+
+
+def fsdp_tp_step() -> str:
+    model, mesh = Llama(SIZES).bfloat16(), device_mesh(dp=2, tp=2)
+    sequence_parallel(model, mesh["tp"])
+    fsdp(model, mesh["dp"])
+    # No mesh given: the groups of a mesh of several axes know their names.
+    return audited_step(model).table()
+
+
+class SentAsFloat8(torch.Tensor):
+    """A parameter that FSDP2 gathers as float8 bytes, cast before the audit sees anything."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "SentAsFloat8":
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+        self.sent = inner.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(SentAsFloat8, lambda t: t.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, SentAsFloat8, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor], None]:
+        note_float8_payload(self.sent.numel(), torch.float8_e4m3fn)
+        return (self.sent,), None
+
+    def fsdp_post_all_gather(
+        self, gathered: Any, metadata: None, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        weight = gathered[0].view(torch.float8_e4m3fn).to(param_dtype)
+        return (weight, (weight,)) if out is None else out.copy_(weight)
+
+
+def mixed_gathers() -> tuple[str, str, list[int]]:
+    mesh = device_mesh(dp=2)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 2))
+    for layer in (model[0], model[1]):
+        layer.weight = nn.Parameter(SentAsFloat8(layer.weight.detach()))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    note_float8_payload(10, torch.float8_e5m2)  # before the audit: nobody's
+    with comm_audit(mesh) as audit:
+        note_float8_payload(10_000, torch.float8_e5m2)  # of a group that was never gathered
+        model(torch.ones(2, 4))
+    counts = [audit.count(dtype=d) for d in (torch.float8_e4m3fn, torch.bfloat16, torch.uint8)]
+    return audit.table(), audit.table(by_module=True), counts
+
+
+def every_kind() -> str:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    qdata = torch.ones(4, 8).to(torch.float8_e5m2)
+    x = Float8Tensor(qdata, torch.ones(()), torch.bfloat16)
+    with comm_audit() as audit:
+        funcol.wait_tensor(funcol.all_gather_into_tensor(x, 2, group.group_name))
+        funcol.wait_tensor(
+            funcol.all_gather_into_tensor(qdata.view(torch.uint8), 2, group.group_name)
+        )
+        funcol.wait_tensor(
+            funcol.all_gather_into_tensor(
+                torch.ones(3, dtype=torch.uint8), 2, group_name=group.group_name
+            )
+        )
+        amax = torch.ones(1).view(torch.int32)
+        funcol.wait_tensor(funcol.all_reduce(amax, "max", group.group_name))
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+        dist.all_gather([torch.empty(3), torch.empty(3)], torch.ones(3))
+        dist.all_to_all_single(torch.empty(2), torch.ones(2))
+        dist.broadcast(torch.ones(5), 0)
+        dist.reduce(torch.ones(5), 0)
+        dist.scatter(torch.empty(2), [torch.ones(2), torch.ones(2)] if rank == 0 else None)
+        dist.gather(torch.ones(2), [torch.empty(2), torch.empty(2)] if rank == 0 else None)
+        sending = dist.isend(torch.ones(4), 1 - rank)
+        dist.recv(torch.empty(4), 1 - rank)
+        sending.wait()
+        dist.barrier()
+    return audit.table()
+
+
+def names_of_axes() -> list[str]:
+    mesh = device_mesh(a=2)
+    unnamed, named = dist.new_group([0, 1]), dist.new_group([0, 1], group_desc="mesh_dp+tp")
+    names = []
+    for given, group in ((None, None), (mesh, None), (None, unnamed), (None, named)):
+        with comm_audit(given) as audit:
+            dist.all_reduce(torch.ones(1), group=group)
+        names.append(audit.rows[0].axis.replace(unnamed.group_name, "NAME"))
+    return names
+
+
+def an_error_inside_and_an_audit_inside() -> tuple[str, str, str]:
+    outer, inner = comm_audit(), comm_audit()
+
+    def interrupted() -> None:
+        with outer:
+            dist.all_reduce(torch.ones(1))
+            with inner:
+                dist.all_reduce(torch.ones(2))
+                with pytest.raises(RuntimeError, match="already recording"):
+                    outer.__enter__()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+    dist.all_reduce(torch.ones(1))
+    kept = repr(outer)
+    with outer:
+        dist.all_reduce(torch.ones(1))
+    return kept, repr(inner), repr(outer)
+
+
+def test_a_step_of_fsdp(ranks: RankPools) -> None:
+    (table, text), second = ranks(2).run(fsdp_step)
+    assert second == (table, text)
+    assert_expected_inline(
+        table,
+        """\
+op              axis  dtype     count  elements      bytes
+all_gather      dp    bfloat16     10   394,368    788,736
+reduce_scatter  dp    bfloat16      5   197,184    394,368
+total                              15            1,183,104
+  float8                                                 0
+  other                                          1,183,104""",
+    )
+    assert_expected_inline(text, """CommAudit(15 collectives, 1,183,104 bytes)""")
+
+
+def test_a_step_of_tp_with_sequence_parallelism(ranks: RankPools) -> None:
+    table, rows = ranks(2).run(tp_step)[0]
+    assert_expected_inline(
+        table,
+        """\
+op              axis  dtype     count  elements    bytes
+reduce_scatter  tp    bfloat16     18    73,728  147,456
+all_gather      tp    bfloat16     19    90,112  180,224
+all_reduce      tp    bfloat16      9       576    1,152
+total                              46            328,832
+  float8                                               0
+  other                                          328,832""",
+    )
+    first_layer = [row for row in rows if row.module.startswith("layers.0")]
+    text = "\n".join(f"{row.module}: {row.count} {row.op}" for row in first_layer)
+    assert_expected_inline(
+        text,
+        """\
+layers.0.attention: 1 all_gather
+layers.0.attention.wo: 1 reduce_scatter
+layers.0.feed_forward: 1 all_gather
+layers.0.feed_forward.w2: 1 reduce_scatter
+layers.0.feed_forward.w2: 1 all_gather
+layers.0.feed_forward: 1 reduce_scatter
+layers.0.attention.wo: 1 all_gather
+layers.0.attention: 1 reduce_scatter""",
+    )
+
+
+def test_a_step_of_fsdp_and_tp_names_both_axes(ranks: RankPools) -> None:
+    tables = ranks(4).run(fsdp_tp_step)
+    assert len(set(tables)) == 1
+    assert_expected_inline(
+        tables[0],
+        """\
+op              axis  dtype     count  elements    bytes
+all_gather      dp    bfloat16     10   197,760  395,520
+reduce_scatter  tp    bfloat16     18    73,728  147,456
+all_gather      tp    bfloat16     19    90,112  180,224
+all_reduce      tp    bfloat16      9       576    1,152
+reduce_scatter  dp    bfloat16      5    98,880  197,760
+total                              61            922,112
+  float8                                               0
+  other                                          922,112""",
+    )
+
+
+def test_mixed_fsdp_gathers_show_their_float8_part_and_the_rest(ranks: RankPools) -> None:
+    table, by_module, counts = ranks(2).run(mixed_gathers)[0]
+    assert counts == [2, 1, 0]
+    assert_expected_inline(
+        table,
+        """\
+op          axis  dtype          count  elements  bytes
+all_gather  dp    float8_e4m3fn      2        64     64
+all_gather  dp    bfloat16           +         8     16
+all_gather  dp    bfloat16           1        10     20
+total                                3              100
+  float8                                             64
+  other                                              36""",
+    )
+    assert_expected_inline(
+        by_module,
+        """\
+op          axis  dtype          count  elements  bytes  module
+all_gather  dp    float8_e4m3fn      1        32     32  0
+all_gather  dp    bfloat16           +         8     16  0
+all_gather  dp    float8_e4m3fn      1        32     32  1
+all_gather  dp    bfloat16           1        10     20  2
+total                                3              100
+  float8                                             64
+  other                                              36""",
+    )
+
+
+def test_every_kind_of_collective(ranks: RankPools) -> None:
+    first, second = ranks(2).run(every_kind)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """\
+op          axis   dtype        count  elements  bytes
+all_gather  world  float8_e5m2      2       128    128
+all_gather  world  uint8            1         6      6
+all_reduce  world  int32            2         2      8
+all_gather  world  float32          1         6     24
+all_to_all  world  float32          1         2      8
+broadcast   world  float32          1         5     20
+reduce      world  float32          1         5     20
+scatter     world  float32          1         4     16
+gather      world  float32          1         4     16
+send        world  float32          1         4     16
+recv        world  float32          1         4     16
+total                              13              278
+  float8                                           128
+  other                                            150""",
+    )
+
+
+def test_axes_have_the_names_of_their_mesh_or_group(ranks: RankPools) -> None:
+    assert ranks(2).run(names_of_axes)[0] == ["world", "a", "group NAME", "dp+tp"]
+
+
+def test_what_was_recorded_survives_an_error_and_audits_nest(ranks: RankPools) -> None:
+    kept, inner, outer = ranks(2).run(an_error_inside_and_an_audit_inside)[0]
+    assert kept == "CommAudit(2 collectives, 12 bytes)"
+    assert inner == "CommAudit(1 collectives, 8 bytes)"
+    assert outer == "CommAudit(3 collectives, 16 bytes)"
+
+
+def test_without_a_process_group_there_is_nothing_to_record() -> None:
+    with comm_audit() as audit:
+        nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    assert audit.rows == []
+    assert audit.table() == "no collectives"
+    assert repr(audit) == "CommAudit(0 collectives, 0 bytes)"

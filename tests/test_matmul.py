@@ -1,0 +1,101 @@
+"""The scaled GEMM: exactness of the emulation, shapes, alignment."""
+
+import math
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from reference import same_bits, sqnr
+
+from fp8_dist import CastConfig, Float8Tensor, cast_to_float8
+from fp8_dist.matmul import scaled_mm
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def operands(
+    m: int, k: int, n: int, left: torch.dtype = E4M3, right: torch.dtype = E4M3
+) -> tuple[Float8Tensor, Float8Tensor]:
+    a = cast_to_float8(torch.randn(m, k), CastConfig(target_dtype=left))
+    b = cast_to_float8(torch.randn(n, k), CastConfig(target_dtype=right)).t()
+    return a, b
+
+
+def fp64(a: Float8Tensor, b: Float8Tensor) -> torch.Tensor:
+    return (a.qdata.double() * a.scale.double()) @ (b.qdata.double() * b.scale.double())
+
+
+@pytest.mark.parametrize("left", [E4M3, E5M2])
+@pytest.mark.parametrize("right", [E4M3, E5M2])
+def test_products_are_exact_up_to_the_last_rounding(left: torch.dtype, right: torch.dtype) -> None:
+    a, b = operands(33, 100, 17, left, right)
+    exact = fp64(a, b)
+    assert sqnr(exact, scaled_mm(a, b, out_dtype=torch.float32)) > 140
+    # The best that rounding to 8 and 11 bits allows.
+    for dtype in (torch.bfloat16, torch.float16):
+        out = scaled_mm(a, b, out_dtype=dtype)
+        assert sqnr(exact, out) > sqnr(exact, exact.to(dtype)) - 0.1
+
+
+def test_fp32_output_does_not_depend_on_how_the_columns_are_split() -> None:
+    for m, k, n in ((16, 1000, 33), (7, 1024, 4), (2, 4096, 6)):
+        a, b = operands(m, k, n)
+        whole = scaled_mm(a, b, out_dtype=torch.float32)
+        parts = [scaled_mm(a, part, out_dtype=torch.float32) for part in b.chunk(3, dim=1)]
+        assert same_bits(whole, torch.cat(parts, dim=1))
+
+
+def test_agrees_with_the_native_operator() -> None:
+    a, b = operands(32, 64, 48, E5M2, E4M3)
+    for dtype, limit in ((torch.float32, 120), (torch.bfloat16, 50)):
+        native = torch._scaled_mm(a.qdata, b.qdata, a.scale, b.scale, out_dtype=dtype)
+        assert sqnr(native, scaled_mm(a, b, out_dtype=dtype)) > limit
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 8), (4, 0, 8), (4, 16, 0)])
+def test_empty_operands(shape: tuple[int, int, int]) -> None:
+    a, b = operands(*shape)
+    out = scaled_mm(a, b, out_dtype=torch.bfloat16)
+    assert torch.equal(out, torch.zeros(shape[0], shape[2], dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_non_finite_scale_reaches_every_output(bad: float, dtype: torch.dtype) -> None:
+    x = torch.randn(8, 16)
+    x[0, 0] = bad
+    a = cast_to_float8(x, CastConfig())
+    _, b = operands(8, 16, 4)
+    assert scaled_mm(a, b, out_dtype=dtype).isnan().all()
+
+
+def test_autocast_does_not_narrow_the_emulation() -> None:
+    a, b = operands(8, 32, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = scaled_mm(a, b, out_dtype=torch.float32)
+    assert same_bits(out, scaled_mm(a, b, out_dtype=torch.float32))
+
+
+def test_strict_alignment_refuses_on_cpu_what_a_gpu_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, b = operands(3, 20, 24)
+    free = scaled_mm(a, b, out_dtype=torch.float32)
+    monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "1")
+    with pytest.raises(ValueError, match="multiples") as info:
+        scaled_mm(a, b, out_dtype=torch.float32)
+    assert_expected_inline(
+        str(info.value),
+        """float8 GEMM of (3, 20) by (20, 24) (local shapes): the inner dim 20 and the last dim 24 must be multiples of 16 on this device; set Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted""",
+    )
+    padded = scaled_mm(a, b, out_dtype=torch.float32, pad_inner_dim=True)
+    assert padded.is_contiguous()
+    assert same_bits(padded, free)
+    aligned = operands(3, 32, 48)  # the first dim is free
+    assert scaled_mm(*aligned, out_dtype=torch.float32).shape == (3, 48)
+
+
+def test_environment_switches_refuse_what_they_dont_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "maybe")
+    with pytest.raises(ValueError, match="FP8_DIST_STRICT_ALIGNMENT='maybe'"):
+        scaled_mm(*operands(2, 16, 16), out_dtype=torch.float32)

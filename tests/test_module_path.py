@@ -1,0 +1,116 @@
+"""`ModulePath`: the name of the module that is running, forward and backward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8_dist.module_path import ModulePath
+
+seen: list[str] = []
+path: ModulePath
+
+
+class Probe(torch.autograd.Function):
+    """The identity; notes where it runs, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        seen.append(path.current)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        assert ctx.saved_tensors[0].shape == grad.shape  # which recomputes a checkpointed forward
+        seen.append(f"{path.current}'")
+        return grad
+
+
+class Leaf(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Probe.apply(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = Leaf(), Leaf(), Leaf()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(Probe.apply(self.q(x) + self.k(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return Probe.apply(x)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    global path
+    seen.clear()
+    with ModulePath() as path:
+        yield
+
+
+FORWARD = ["blocks.0.q", "blocks.0.k", "blocks.0", "blocks.0.out"]
+FORWARD += [name.replace("0", "1") for name in FORWARD] + [""]
+
+
+def test_forward_and_backward_of_nested_modules() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with recorded():
+        Model()(x).sum().backward()
+        outside = path.current
+    assert seen[:9] == FORWARD
+    assert seen[9:] == [f"{name}'" for name in _backward_order()]
+    assert outside == ""
+
+
+def _backward_order() -> list[str]:
+    # q and k share their input; autograd runs the later one first.
+    return list(reversed(FORWARD))
+
+
+def test_recomputed_modules_keep_their_names() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with recorded():
+        Model(recompute=True)(x).sum().backward()
+    assert [name for name in seen if name.endswith("'")] == [f"{n}'" for n in _backward_order()]
+    recomputed = [name for name in seen[9:] if not name.endswith("'")]
+    assert sorted(recomputed) == sorted(FORWARD[:-1])
+
+
+def test_output_hooks_run_inside_their_module() -> None:
+    model = Model()
+    model.blocks[0].out.register_forward_hook(lambda m, args, out: Probe.apply(out))
+    with recorded():
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+    assert seen[3:5] == ["blocks.0.out", "blocks.0.out"]
+    assert seen.count("blocks.0.out'") == 2
+
+
+def test_an_error_in_forward_leaves_no_trace() -> None:
+    model = Model()
+    raising = model.blocks[1].k.register_forward_pre_hook(lambda m, args: 1 / 0)
+    with recorded():
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, requires_grad=True))
+        raising.remove()
+        assert path.current == ""
+        seen.clear()
+        model(torch.ones(2))
+    assert seen == FORWARD
+    assert not any(module._forward_hooks for module in model.modules())

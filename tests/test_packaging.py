@@ -1,0 +1,101 @@
+"""What pyproject.toml promises and what the tree holds: packages, links, imports."""
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGE_DIRS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
+SUB_PACKAGES = {"fp8_dist.fsdp": "fsdp", "fp8_dist.tensor_parallel": "tensor_parallel"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """(import name, file) of every module of the library."""
+    for package, folder in PACKAGE_DIRS.items():
+        for path in sorted((ROOT / folder).glob("*.py")):
+            yield (package if path.stem == "__init__" else f"{package}.{path.stem}"), path
+
+
+MODULES = dict(modules())
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    for child in ast.walk(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            yield child.module or ""
+
+
+def test_every_folder_of_the_library_is_a_declared_package() -> None:
+    assert PROJECT["tool"]["setuptools"]["packages"] == list(PACKAGE_DIRS)
+    found = {
+        path.parent.relative_to(ROOT).as_posix()
+        for top in ("fp8_dist", "fsdp", "tensor_parallel")
+        for path in (ROOT / top).rglob("__init__.py")
+        if not any(parent.is_symlink() for parent in path.parents)
+    }
+    assert found == set(PACKAGE_DIRS.values())
+
+
+@pytest.mark.parametrize(("package", "folder"), SUB_PACKAGES.items())
+def test_sub_packages_are_linked_into_the_package(package: str, folder: str) -> None:
+    link = ROOT / "fp8_dist" / folder
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{folder}"
+    assert PACKAGE_DIRS[package] == folder
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_imports_under_its_own_name(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__name__ == name
+    assert module.__doc__
+
+
+@pytest.mark.parametrize(("package", "folder"), SUB_PACKAGES.items())
+def test_a_sub_package_has_no_second_name(package: str, folder: str) -> None:
+    # -S and an own process: nothing else that is installed, and nothing imported before.
+    command = [sys.executable, "-S", "-c", f"import {folder}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ImportError" in done.stderr
+    assert f"import {package}" in done.stderr
+
+
+def test_type_checkers_see_the_annotations() -> None:
+    assert (ROOT / "fp8_dist" / "py.typed").is_file()
+    assert PROJECT["tool"]["setuptools"]["package-data"] == {"fp8_dist": ["py.typed"]}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_torch_is_the_only_runtime_dependency(name: str) -> None:
+    tops = {module.split(".")[0] for module in imports(ast.parse(MODULES[name].read_text()))}
+    assert tops - set(sys.stdlib_module_names) <= {"torch", "fp8_dist"}
+    assert PROJECT["project"]["dependencies"] == ["torch>=2.11"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_stand_at_the_top_of_the_file(name: str) -> None:
+    tree = ast.parse(MODULES[name].read_text())
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+    inner = [m for node in ast.walk(tree) if isinstance(node, functions) for m in imports(node)]
+    assert not inner
+
+
+def test_every_extra_is_pinned() -> None:
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {pin.split("==")[0].lower() for pin in pins if "==" in pin}
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = {name.split("==")[0].split("[")[0] for names in extras.values() for name in names}
+    assert wanted - {"fp8-dist"} <= pinned
+    assert "torch" in pinned

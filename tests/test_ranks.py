@@ -1,0 +1,114 @@
+"""The pool of ranks that the other tests stand on: results, failures, hangs, recovery."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, RankPool, RankPools, device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+
+def reduced(value: float) -> tuple[int, torch.Tensor]:
+    total = torch.full((2,), value + dist.get_rank())
+    dist.all_reduce(total, group=device_mesh(dp=2).get_group())
+    return dist.get_rank(), total
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def draw() -> torch.Tensor:
+    os.environ["LEFT_BEHIND"] = "1"
+    return torch.rand(3, requires_grad=True).to(torch.float8_e4m3fn)
+
+
+def left_behind() -> str | None:
+    return os.environ.get("LEFT_BEHIND")
+
+
+def fails_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("only here")
+
+
+def hangs_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def dies_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def distributed_result() -> torch.Tensor:
+    return distribute_tensor(torch.ones(4, 4), device_mesh(dp=2))
+
+
+def test_results_come_by_rank(ranks: RankPools) -> None:
+    first, second = ranks(2).run(reduced, value=1.0)
+    assert (first[0], second[0]) == (0, 1)
+    assert torch.equal(first[1], torch.tensor([3.0, 3.0]))
+    assert torch.equal(second[1], torch.tensor([3.0, 3.0]))
+
+
+def test_ranks_stay_alive_between_tasks(ranks: RankPools) -> None:
+    assert ranks(2) is ranks(2)
+    assert ranks(2).run(process_id) == ranks(2).run(process_id)
+
+
+def test_every_task_starts_from_the_same_state(ranks: RankPools) -> None:
+    first, second = ranks(2).run(draw), ranks(2).run(draw)
+    assert first[0].dtype == torch.float8_e4m3fn
+    assert not first[0].requires_grad
+    for tensor in (*first, *second):
+        assert torch.equal(tensor.float(), first[0].float())
+    assert ranks(2).run(left_behind) == [None, None]
+
+
+@pytest.fixture(scope="module")
+def spoilt() -> Iterator[RankPool]:
+    """An own pool for the tests that end badly: each costs the next one a start."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def test_an_error_on_one_rank_has_its_traceback_and_a_new_pool_follows(spoilt: RankPool) -> None:
+    before = spoilt.run(process_id)
+    with pytest.raises(RankError) as error:
+        spoilt.run(fails_on_rank_1)
+    assert str(error.value).startswith("failed on rank 1 of 2\n--- rank 1 ---\nTraceback")
+    assert "in fails_on_rank_1" in str(error.value)
+    assert str(error.value).endswith("ValueError: only here")
+    assert set(spoilt.run(process_id)).isdisjoint(before)
+
+
+def test_a_hang_ends_and_names_the_rank_and_the_place(spoilt: RankPool) -> None:
+    spoilt.run(process_id)  # the ranks have imported this module: the clock is for the task
+    with pytest.raises(RankError) as error:
+        spoilt.run(hangs_on_rank_1, timeout=2.0)
+    assert str(error.value).startswith("no answer from rank 1 of 2 after ")
+    assert "in hangs_on_rank_1" in str(error.value)
+
+
+def test_a_killed_rank_is_reported(spoilt: RankPool) -> None:
+    with pytest.raises(RankError) as error:
+        spoilt.run(dies_on_rank_1)
+    assert "--- rank 1 ---\nthe process ended, exit code -9" in str(error.value)
+
+
+def test_a_dtensor_result_is_refused_with_what_to_return_instead(spoilt: RankPool) -> None:
+    with pytest.raises(RankError, match=r"return its to_local\(\) or full_tensor\(\)"):
+        spoilt.run(distributed_result)
+
+
+def test_a_local_function_can_not_be_sent(ranks: RankPools) -> None:
+    with pytest.raises(Exception, match="local"):
+        ranks(2).run(lambda: None)

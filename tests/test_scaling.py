@@ -1,0 +1,106 @@
+"""The numerics of one cast: the formula, its edges, and what is never silent."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import reference_cast, same_bits
+
+from fp8_dist import CastConfig, ScalingType, cast_to_float8
+from fp8_dist.scaling import amax, multiplier_from_amax, scale_from_multiplier
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("target", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_cast_equals_the_reference(
+    target: torch.dtype, dtype: torch.dtype, power_of_2: bool
+) -> None:
+    # Values over the whole range of the format, subnormals and ties included.
+    x = (torch.randn(37, 29) * torch.logspace(-6, 3, 29)).to(dtype)
+    cast = cast_to_float8(x, CastConfig(target_dtype=target), round_scales_to_power_of_2=power_of_2)
+    values, scale = reference_cast(x, target, power_of_2)
+    assert cast.scale.item() == scale
+    assert torch.equal(cast.qdata.double(), values)
+    assert cast.qdata.dtype is target
+    assert cast.dtype is dtype
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=8))
+def test_cast_equals_the_reference_on_any_floats(values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    for target in (E4M3, E5M2):
+        cast = cast_to_float8(x, CastConfig(target_dtype=target))
+        expected, scale = reference_cast(x, target)
+        assert cast.scale.item() == scale
+        assert torch.equal(cast.qdata.double(), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3, 4)])
+def test_any_shape(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    cast = cast_to_float8(x, CastConfig())
+    assert cast.shape == x.shape
+    assert cast.scale.shape == ()
+    assert torch.isfinite(cast.scale)
+
+
+def test_zeros_and_empty_have_a_finite_scale_and_dequantize_to_zero() -> None:
+    for x in (torch.zeros(4, 4), torch.empty(0, 4)):
+        cast = cast_to_float8(x, CastConfig())
+        assert torch.equal(cast.dequantize(), x)
+        assert cast.scale.item() == (1 / torch.tensor(448.0 / 1e-12)).item()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("target", [E4M3, E5M2])
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_one_non_finite_value_makes_all_of_it_nan(
+    bad: float, target: torch.dtype, power_of_2: bool
+) -> None:
+    x = torch.randn(8, 8)
+    x[3, 5] = bad
+    cast = cast_to_float8(x, CastConfig(target_dtype=target), round_scales_to_power_of_2=power_of_2)
+    assert cast.dequantize().isnan().all()
+
+
+def test_the_bits_of_an_amax_are_non_negative() -> None:
+    # Their order as integers is what the MAX all-reduce relies on.
+    negative_nan = torch.tensor([0xFFC00000], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    for x in (negative_nan, torch.tensor([-0.0]), torch.tensor([-2.0, 1.0])):
+        assert amax(x).view(torch.int32) >= 0
+
+
+def test_non_contiguous_input_gives_the_same_bits() -> None:
+    x = torch.randn(16, 24)
+    strided = torch.randn(16, 48)[:, ::2].copy_(x)
+    for view in (x.t().contiguous().t(), strided):
+        cast = cast_to_float8(view, CastConfig())
+        assert same_bits(cast.qdata, cast_to_float8(x, CastConfig()).qdata)
+
+
+def test_power_of_two_multipliers_round_down() -> None:
+    amaxes = torch.tensor([1.0, 3.5, 448.0, 500.0, 1e-20, 1e30])
+    m = multiplier_from_amax(amaxes, E4M3, True)
+    exact = multiplier_from_amax(amaxes, E4M3, False)
+    assert torch.equal(torch.frexp(m).mantissa, torch.full((6,), 0.5))
+    assert bool((m <= exact).all())
+    assert bool((m * 2 > exact).all())
+    assert same_bits(scale_from_multiplier(m), 1 / m)
+
+
+def test_the_gradient_passes_through_cast_and_dequantize() -> None:
+    x = torch.randn(4, 6, requires_grad=True)
+    weights = torch.randn(4, 6)
+    (cast_to_float8(x, CastConfig()).dequantize() * weights).sum().backward()
+    assert torch.equal(x.grad, weights)
+
+
+def test_disabled_is_the_tensor_itself() -> None:
+    x = torch.randn(3)
+    assert cast_to_float8(x, CastConfig(ScalingType.DISABLED)) is x
