@@ -70,7 +70,8 @@ def scaling_of(
     value = amax(local_tensor(tensor))
     if isinstance(tensor, DTensor):
         over = sharded_axes(tensor.placements) if axes is None else axes
-        value = reduce_amax(value, tensor.device_mesh, over)
+        same = tuple(i for i, p in enumerate(tensor.placements) if p.is_replicate())
+        value = reduce_amax(value, tensor.device_mesh, over, same)
     multiplier = multiplier_from_amax(value, dtype, round_scales_to_power_of_2)
     return multiplier, scale_from_multiplier(multiplier)
 

@@ -6,11 +6,11 @@ What can change a weight, and how it is noticed:
 * any ``torch.optim`` step: a global post-step hook drops what is known of the optimizer's
   parameters. Version counters alone would not do: foreach and fused steps change a DTensor
   without bumping them;
-* in-place ops on the parameter or its local tensor: their version counters;
+* in-place ops on the parameter: its version counter;
 * ``load_state_dict``, a replaced parameter: the layer drops it, or the identity differs.
 
-Not detectable: writes through ``.data``, and in-place foreach ops outside an optimizer. For these
-there is :func:`fp8_dist.invalidate_float8_scales`.
+Not detectable: writes through ``.data`` or ``to_local()``, and in-place foreach ops outside an
+optimizer. For these there is :func:`fp8_dist.invalidate_float8_scales`.
 
 All of it depends on the sequence of calls alone, which is the same on all ranks, so ranks agree
 about which of them need a collective. Nothing here runs inside a compiled graph.
@@ -42,7 +42,7 @@ class WeightCache:
         self.scaling: tuple[torch.Tensor, torch.Tensor] | None = None
         self.float8: Float8Tensor | None = None
         self._param: Callable[[], torch.Tensor | None] = lambda: None
-        self._versions: tuple[int | None, ...] = ()
+        self._version: int | None = None
         self._precomputed = False
 
     def store(
@@ -56,7 +56,7 @@ class WeightCache:
         self.scaling = scaling
         self.float8 = None
         self._param = weakref.ref(param)
-        self._versions = _versions(param)
+        self._version = _version(param)
         self._precomputed = precomputed
         _watch(param, self)
 
@@ -64,23 +64,24 @@ class WeightCache:
         """True if what is known is known of ``param``, and of the values it has now."""
         if self.scaling is None or self._param() is not param:
             return False
-        if self._versions != _versions(param):
+        if self._version != _version(param):
             self.drop()
             return False
         return True
 
     def knows_another(self, param: torch.Tensor) -> bool:
-        """True if something is known, but of a parameter other than ``param``."""
-        return self.scaling is not None and self._param() is not param
+        """True if something is or was known of a parameter, and ``param`` is another."""
+        known = self._param()
+        return known is not None and known is not param
 
     def drop(self) -> None:
         """Forget everything but that there once was a precomputed scale."""
         self.scaling = None
         self.float8 = None
 
-    def warn_if_stale(self, fqn: str) -> None:
-        """Warn once if a precomputed scale was dropped and no precompute followed."""
-        if self.scaling is None and self._precomputed:
+    def warn_if_stale(self, param: torch.Tensor, fqn: str) -> None:
+        """Warn once if the precomputed scale of ``param`` was dropped and none followed."""
+        if self.scaling is None and self._precomputed and self._param() is param:
             self._precomputed = False
             warn_once(
                 "stale scale",
@@ -138,15 +139,13 @@ def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         call()
 
 
-def _versions(param: torch.Tensor) -> tuple[int | None, ...]:
-    """Version counters of a parameter and of the tensors inside it (None: keeps no version)."""
-    versions: list[int | None] = []
-    tensor: torch.Tensor | None = param
-    while tensor is not None:
-        versions.append(None if tensor.is_inference() else tensor._version)
-        inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
-        tensor = getattr(tensor, inner[0]) if inner else None
-    return tuple(versions)
+def _version(param: torch.Tensor) -> int | None:
+    """The version counter of the parameter itself; None if it keeps none.
+
+    Not those of the tensors inside: FSDP2 replaces the local tensor of a padded shard when it
+    first runs, on some ranks only.
+    """
+    return None if param.is_inference() else param._version
 
 
 def warn_once(kind: str, message: str) -> None:

@@ -14,7 +14,7 @@ happen inside this function, so that no float8 subclass is ever a backward tange
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.cast import cast_with
 from fp8_dist.config import Float8LinearConfig, Gemm, Operand
@@ -23,6 +23,7 @@ from fp8_dist.sharding import (
     Layout,
     LinearLayouts,
     Placements,
+    is_shard,
     linear_layouts,
     local_tensor,
     reduced,
@@ -73,7 +74,7 @@ def _hold(
             if config.amax_scope == "rank" and isinstance(tensor, DTensor):
                 assert placements is not None
                 pairs = enumerate(zip(tensor.placements, placements, strict=True))
-                axes = tuple(i for i, (now, then) in pairs if now.is_shard() and now != then)
+                axes = tuple(i for i, (now, then) in pairs if is_shard(now) and now != then)
             dtype = config.operand_dtype(operand)
             assert dtype is not None
             float8 = cast_with(tensor, dtype, config.round_scales_to_power_of_2, axes)
@@ -87,9 +88,8 @@ def _move(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
     """Local tensor of ``tensor`` at ``placements``; may be in flight until it is first used."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if tuple(tensor.placements) != placements:
-        tensor = tensor.redistribute(placements=placements, async_op=True)
-    return tensor._local_tensor
+    assert placements is not None
+    return _redistributed(tensor, placements)._local_tensor
 
 
 def _gemm(
@@ -199,12 +199,11 @@ class _LinearFunction(torch.autograd.Function):
             ctx, x if needs_weight else _Held(None, None), w if needs_input else _Held(None, None)
         )
 
-        if at is not None and weight_at is not None:
-            shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-            output = Layout(weight_at.mesh, at.output, shape).wrap(output)
-            if spec.output_placements is not None:
-                output = output.redistribute(placements=spec.output_placements, async_op=True)
-        return output if bias is None else output + bias.to(output.dtype)
+        if at is None or weight_at is None:
+            return output if bias is None else output + bias.to(output.dtype)
+        shape = torch.Size((*input.shape[:-1], weight.shape[0]))
+        wrapped = Layout(weight_at.mesh, at.output, shape).wrap(output)
+        return _finished(wrapped, bias, spec.output_placements)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -253,6 +252,29 @@ def _hold_weight(
         return _Held(None, high)
     assert scale is not None
     return _Held(Float8Tensor(qdata, scale, weight.dtype), high)
+
+
+def _finished(
+    output: DTensor, bias: torch.Tensor | None, placements: Placements | None
+) -> torch.Tensor:
+    """The GEMM's output with the bias added, at the given placements (None: anywhere).
+
+    The bias is added where it already is: to the columns of a column-parallel output, to the sum
+    of a row-parallel one.
+    """
+    if bias is None:
+        return output if placements is None else _redistributed(output, placements)
+    if any(p.is_partial() for p in output.placements):
+        summed = tuple(Replicate() if p.is_partial() else p for p in output.placements)
+        output = _redistributed(output, placements or summed)
+    biased: DTensor = output + bias.to(output.dtype)  # type: ignore[assignment]
+    return biased if placements is None else _redistributed(biased, placements)
+
+
+def _redistributed(tensor: DTensor, placements: Placements) -> DTensor:
+    if tuple(tensor.placements) == placements:
+        return tensor
+    return tensor.redistribute(placements=placements, async_op=True)
 
 
 def _grad_input_at_home(grad_input: torch.Tensor, at: LinearLayouts, home: Layout) -> torch.Tensor:

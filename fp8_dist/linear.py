@@ -109,6 +109,11 @@ class Float8Linear(nn.Linear):
 
         Collectives: one all-reduce of 4 bytes if the weight is sharded and its scale not known.
         """
+        # What an evaluation under inference_mode leaves in the cache, training may save.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._cast_weight(shard, keep)
+
+    def _cast_weight(self, shard: torch.Tensor | None, keep: bool) -> Float8Tensor:
         cache, weight = self.weight_cache, self.weight
         dtype = self.config.operand_dtype("weight")
         assert dtype is not None
@@ -118,7 +123,7 @@ class Float8Linear(nn.Linear):
         if fresh and cache.float8 is not None and cache.float8.device == shard.device:
             return cache.float8
         if not fresh:
-            cache.warn_if_stale(self.fqn)
+            cache.warn_if_stale(weight, self.fqn)
             scaling = self._dynamic_scaling(shard, dtype)
             if keep:
                 cache.store(weight, scaling, precomputed=False)
@@ -156,13 +161,13 @@ class Float8Linear(nn.Linear):
         if isinstance(local, Float8Tensor):
             return local  # FSDP2 gathered it
         plain = self.fsdp_weight_type.unwrap(local)
-        with torch.no_grad():
-            if torch.compiler.is_compiling():
-                # Freshness is decided outside of graphs; inside, the scale is computed.
+        if torch.compiler.is_compiling():
+            # Freshness is decided outside of graphs; inside, the scale is computed.
+            with torch.no_grad():
                 multiplier, scale = self._dynamic_scaling(plain, dtype)
                 return Float8Tensor(quantize(plain, multiplier, dtype), scale, plain.dtype)
-            self._warn_if_flags_have_no_effect(plain is not local)
-            return self.cast_weight()
+        self._warn_if_flags_have_no_effect(plain is not local)
+        return self.cast_weight()
 
     def _dynamic_scaling(
         self, shard: torch.Tensor, dtype: torch.dtype
@@ -234,8 +239,8 @@ class Float8Linear(nn.Linear):
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Forget every precomputed scale and cached float8 weight in ``module``.
 
-    For changes that can't be noticed: writes to a weight through ``.data``, or in-place foreach
-    ops outside an optimizer. Call it on all ranks; it issues no collectives.
+    For changes that can't be noticed: writes to a weight through ``.data`` or ``to_local()``, or
+    in-place foreach ops outside an optimizer. Call it on all ranks; it issues no collectives.
     """
     for layer in float8_layers(module).values():
         layer.weight_cache.drop()

@@ -122,13 +122,16 @@ def linear_layouts(
     return LinearLayouts(*(tuple(column) for column in zip(*rows, strict=True)))
 
 
-def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+def reduce_amax(
+    amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], replicated: Sequence[int] = ()
+) -> torch.Tensor:
     """Maximum of ``amax`` over the given mesh axes.
 
     Args:
         amax: fp32, non-negative or NaN, any shape; the local amax of each scale.
         mesh: the mesh that the tensor is distributed over.
         axes: the axes on which it is sharded; none returns ``amax`` itself.
+        replicated: axes along which the tensor is the same: they may be included.
 
     Returns:
         fp32 tensor of the same shape. One all-reduce of 4 bytes per element, whatever the number
@@ -137,6 +140,8 @@ def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> to
     axes = [axis for axis in axes if mesh.size(axis) > 1]
     if not axes:
         return amax
+    if len(axes) > 1:
+        axes = sorted({*axes, *replicated})  # nearer to a group that exists: the world
     return all_reduce_max(amax, group_over(mesh, tuple(axes)))
 
 
@@ -150,16 +155,18 @@ def all_reduce_max(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     return torch.ops._c10d_functional.wait_tensor(bits).view(torch.float32)
 
 
-# Groups over several mesh axes, by their ranks; with the world they belong to, since a group
-# dies with destroy_process_group.
+# Groups over several mesh axes that had to be made, by their ranks; with the world they belong
+# to, since a group dies with destroy_process_group.
 _axis_groups: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}
 
 
 def group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
     """The process group of this rank over some axes of a mesh.
 
-    A single axis has one already; so does the whole world. For other products a group of exactly
-    those ranks is made on first use, without any other rank taking part, and kept.
+    A single axis has one already; so does the whole world. For other products, such as all axes
+    of a pipeline stage, a group of exactly those ranks is made on first use, and kept. No other
+    rank takes part in making it; the ranks that do must have made the same number of groups
+    before, as torch names groups by that number.
     """
     if len(axes) == 1:
         return mesh.get_group(axes[0])

@@ -107,6 +107,10 @@ class Float8Tensor(torch.Tensor):
             return NotImplemented
         handler = FLOAT8_OPS.get(func)
         if handler is None:
+            # Under inference_mode composite ops arrive whole.
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
             raise NotImplementedError(
                 f"{func} is not supported on a Float8Tensor; "
                 "call .dequantize() and use the high-precision tensor"

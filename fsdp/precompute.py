@@ -125,6 +125,10 @@ def _reduce(weights: Sequence[torch.Tensor], local: torch.Tensor) -> torch.Tenso
     union = sorted({axis for mesh in meshes for axis in mesh.sharded}, reverse=True)
     if not union:
         return local
+    if len(union) > 1:
+        # Axes on which a weight is replicated may be included: they lead to the whole world,
+        # which has a process group.
+        union = sorted({axis for mesh in meshes for axis in mesh.axes}, reverse=True)
     rank = dist.get_rank()
     sizes: list[int] = []
     mine: list[int] = []

@@ -135,8 +135,7 @@ class Float8AllGatherWeight(torch.Tensor):
                 "Float8Linear can use it. Share a converted layer's weight with no other module, "
                 "or leave the layer unconverted"
             )
-        with torch.no_grad():
-            cast = module.cast_weight(self._tensor, keep=True)
+        cast = module.cast_weight(self._tensor, keep=True)
         padded = _padded(cast.qdata, _padded_size(self.size(), outer_size, mesh.size()))
         note_float8_payload(padded.numel(), padded.dtype)
         return (padded.view(torch.uint8),), (cast.scale, padded.dtype)

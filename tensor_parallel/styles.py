@@ -6,6 +6,7 @@ say where tensors are, and the layer's own function casts, moves and multiplies 
 (:mod:`fp8_dist.function`), so that what is gathered, forward or backward, is float8.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -125,12 +126,14 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         dtype, power_of_2 = self._cast_of(module)
-        self._cast = partial(
+        # One style may be applied to several modules whose layers cast differently.
+        style = copy.copy(self)
+        style._cast = partial(
             cast_to_float8,
             cast_config=CastConfig(target_dtype=dtype),
             round_scales_to_power_of_2=power_of_2,
         )
-        return super()._apply(module, device_mesh)
+        return super(PrepareFloat8ModuleInput, style)._apply(module, device_mesh)
 
     def _cast_of(self, module: nn.Module) -> tuple[torch.dtype, bool]:
         """The input cast that the float8 layers in ``module`` agree about."""

@@ -1,0 +1,155 @@
+"""Compares a run of scripts/train.py with a baseline: losses, bytes on the wire, a plot."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # before pyplot chooses: there may be no display
+import matplotlib.pyplot as plt
+
+LAST_STEPS = 20
+MAX_DIFFERENCE = 0.01
+MAX_FRACTION_OF_FIRST = 0.7
+SMOOTHING_STEPS = 5
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Reads what scripts/train.py wrote into `folder`.
+
+    Returns:
+        name, losses (one per step), tokens_per_second (mean of the last steps), and the bytes of
+        one step's collectives as one rank sees them (bytes, float8_bytes).
+
+    Raises:
+        SystemExit: a file is missing or holds no step.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = json.loads((folder / "comm.json").read_text())
+    except FileNotFoundError as error:
+        sys.exit(f"{folder} is not a finished run of scripts/train.py: {error}")
+    if not steps:
+        sys.exit(f"{folder}/metrics.jsonl holds no step")
+    # The very last step ran under the audit, which takes time of its own.
+    speeds = [step["tokens_per_second"] for step in steps[:-1][-LAST_STEPS:] or steps]
+    return {
+        "name": config["recipe"],
+        "losses": [step["loss"] for step in steps],
+        "tokens_per_second": sum(speeds) / len(speeds),
+        "bytes": sum(row["bytes"] for row in rows),
+        "float8_bytes": sum(row["float8_bytes"] for row in rows),
+    }
+
+
+def mean_of_last(values: list[float]) -> float:
+    """Averages the last `LAST_STEPS` values, or all when there are fewer."""
+    last = values[-LAST_STEPS:]
+    return sum(last) / len(last)
+
+
+def summarize(baseline: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of both runs, their difference, and what is wrong with `run`."""
+    summary: dict[str, Any] = {}
+    for each in (baseline, run):
+        summary[each["name"]] = {
+            "steps": len(each["losses"]),
+            "first_loss": each["losses"][0],
+            "last_loss": mean_of_last(each["losses"]),
+            **{key: each[key] for key in ("bytes", "float8_bytes", "tokens_per_second")},
+        }
+    last, reference = mean_of_last(run["losses"]), mean_of_last(baseline["losses"])
+    difference = last / reference - 1
+    summary["loss_difference"] = difference
+    # None on one rank, where nothing is communicated.
+    summary["bytes_ratio"] = run["bytes"] / baseline["bytes"] if baseline["bytes"] else None
+    problems = []
+    # Written so that a NaN is a problem too.
+    if not abs(difference) <= MAX_DIFFERENCE:
+        problems.append(f"the losses differ by more than {MAX_DIFFERENCE:.0%}")
+    for each in (baseline, run):
+        if not mean_of_last(each["losses"]) < MAX_FRACTION_OF_FIRST * each["losses"][0]:
+            problems.append(
+                f"{each['name']} did not get below {MAX_FRACTION_OF_FIRST:.0%} of its first loss"
+            )
+    summary["problems"] = problems
+    return summary
+
+
+def report(baseline: str, run: str, summary: dict[str, Any]) -> str:
+    """Renders a summary for people."""
+    header = f"mean of last {LAST_STEPS}"
+    lines = [
+        f"{'':<12}{'first loss':>12}{header:>17}{'bytes per step':>17}{'of it float8':>15}"
+        f"{'tokens/s':>11}"
+    ]
+    for name in (baseline, run):
+        row = summary[name]
+        lines.append(
+            f"{name:<12}{row['first_loss']:>12.4f}{row['last_loss']:>17.4f}{row['bytes']:>17,}"
+            f"{row['float8_bytes']:>15,}{row['tokens_per_second']:>11,.0f}"
+        )
+    lines.append(f"loss of {run} against {baseline}: {summary['loss_difference']:+.2%}")
+    if summary["bytes_ratio"] is not None:
+        lines.append(f"bytes on the wire, {run} / {baseline}: {summary['bytes_ratio']:.3f}")
+    verdict = "; ".join(summary["problems"]) or (
+        f"within {MAX_DIFFERENCE:.0%} of {baseline}, and both below "
+        f"{MAX_FRACTION_OF_FIRST:.0%} of their first loss"
+    )
+    lines.append(f"verdict: {'NOT AS EXPECTED: ' if summary['problems'] else ''}{verdict}")
+    return "\n".join(lines)
+
+
+def running_mean(values: list[float], width: int) -> list[float]:
+    """Averages each value with up to `width - 1` values before it."""
+    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]
+
+
+def plot(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draws the losses of all runs, raw and smoothed, into a PNG."""
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for index, run in enumerate(runs):
+        steps = range(1, len(run["losses"]) + 1)
+        color = f"C{index}"
+        axes.plot(steps, run["losses"], color=color, alpha=0.3, linewidth=1)
+        smooth = running_mean(run["losses"], SMOOTHING_STEPS)
+        axes.plot(steps, smooth, color=color, label=run["name"], linestyle=("-", "--")[index % 2])
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.set_title(f"Training loss; bold: mean of the last {SMOOTHING_STEPS} steps")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("baseline", type=Path, help="folder of the bf16 run")
+    parser.add_argument("run", type=Path, help="folder of the run to judge")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of loss.png, summary.json")
+    parser.add_argument(
+        "--assert", dest="strict", action="store_true", help="fail when the verdict is bad"
+    )
+    args = parser.parse_args(argv)
+    baseline, run = read_run(args.baseline), read_run(args.run)
+    if baseline["name"] == run["name"]:
+        parser.error(f"both runs are {run['name']} runs: compare different recipes")
+    summary = summarize(baseline, run)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot([baseline, run], args.out / "loss.png")
+    print(report(baseline["name"], run["name"], summary))
+    print(f"written: {args.out / 'loss.png'}, {args.out / 'summary.json'}")
+    return 1 if args.strict and summary["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Text as bytes, and batches of it that depend on (seed, step) alone.
+
+By default the text is the source of the machine's own Python standard library: real text, always
+there, no download.
+"""
+
+import sysconfig
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCAB_SIZE = 256  # one token per byte value
+MAX_BYTES = 8 * 2**20
+# Folders of the standard library's tree whose files are not its own source.
+_NOT_LIBRARY_SOURCE = {"__pycache__", "dist-packages", "idlelib", "site-packages", "test", "tests"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text, one uint8 token per byte.
+
+    Attributes:
+        tokens: 1-D, uint8, on the CPU.
+        source: where the text came from, for people.
+    """
+
+    tokens: Tensor
+    source: str
+
+    def batch(
+        self, *, seed: int, step: int, batch_size: int, seq_len: int, rank: int = 0, ranks: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Draws the rows of one data-parallel rank from the global batch of a step.
+
+        The global batch depends on `seed`, `step`, `batch_size` and `seq_len` only, so that runs
+        with other recipes and meshes see the same data.
+
+        Args:
+            seed, step: what the windows are drawn from.
+            batch_size: rows of the global batch, a multiple of `ranks`.
+            seq_len: tokens per row; the text must be longer (see `load_corpus`).
+            rank, ranks: this data-parallel rank and their number.
+
+        Returns:
+            Inputs and targets, both int64 of shape (batch_size / ranks, seq_len); the targets
+            are the inputs' next tokens.
+        """
+        assert batch_size % ranks == 0, f"{batch_size} rows on {ranks} ranks"
+        # The CPU generator looks at 32 bits of its seed.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode()))
+        starts = torch.randint(self.tokens.numel() - seq_len, (batch_size,), generator=generator)
+        mine = starts.chunk(ranks)[rank]
+        windows = self.tokens[mine[:, None] + torch.arange(seq_len + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+def load_corpus(path: Path | None, *, seq_len: int, max_bytes: int = MAX_BYTES) -> Corpus:
+    """Reads a text, the same one on every call and rank of a machine.
+
+    Args:
+        path: a file, or a folder whose files (hidden ones excepted) are joined in the order of
+            their paths. None: the standard library's `*.py` files.
+        seq_len: the row length that the text must serve.
+        max_bytes: the text ends here.
+
+    Raises:
+        ValueError: nothing is at `path`, or the text is too short.
+    """
+    if path is None:
+        path = Path(sysconfig.get_path("stdlib"))
+        files = _files(path, "*.py", skip=_NOT_LIBRARY_SOURCE.__contains__)
+    elif path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = _files(path, "*", skip=lambda name: name.startswith("."))
+    else:
+        raise ValueError(f"{path}: no such file or folder")
+    text = _read(files, max_bytes)
+    if len(text) <= seq_len:
+        raise ValueError(
+            f"{path} has {len(text)} bytes of text ({len(files)} files), but rows of {seq_len} "
+            f"tokens need more: give a longer text or use shorter rows"
+        )
+    return Corpus(torch.frombuffer(text, dtype=torch.uint8), f"{path} ({len(files)} files)")
+
+
+def _files(root: Path, pattern: str, skip: Callable[[str], bool]) -> list[Path]:
+    """Lists the files under `root`, sorted, without those that have a skipped name on their way."""
+    return sorted(
+        file
+        for file in root.rglob(pattern)
+        if file.is_file() and not any(map(skip, file.relative_to(root).parts))
+    )
+
+
+def _read(files: list[Path], max_bytes: int) -> bytearray:
+    text = bytearray()
+    for file in files:
+        if len(text) >= max_bytes:
+            break
+        text += file.read_bytes()
+    return text[:max_bytes]

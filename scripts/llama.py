@@ -1,0 +1,232 @@
+"""The reference model: a plain Llama in one file.
+
+Vocabulary (used in shapes below): b = batch, s = sequence, d = model dim, h = query heads,
+g = key/value heads, k = head dim, v = vocabulary.
+
+The model knows nothing about float8 or meshes. Two things make it easy to parallelize:
+- the number of local heads is read off the projections' outputs, so a tensor-parallel shard of
+  `wq`, `wk`, `wv` gives a rank its own heads without a changed attribute;
+- `init_weights` draws every parameter from (seed, parameter name) alone, so any mesh, recipe and
+  initialization order (CPU, or meta device and `to_empty`) gives the same model.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a Llama.
+
+    Attributes:
+        dim: width of the residual stream (d).
+        n_layers: number of transformer blocks.
+        n_heads: query heads; `dim` must be a multiple of it.
+        n_kv_heads: key/value heads, each shared by `n_heads / n_kv_heads` query heads.
+        ffn_dim: hidden width of the SwiGLU feed-forward.
+        vocab_size: rows of the embedding and of the (untied) head.
+        max_seq_len: length of the rotary tables.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: epsilon of the RMS norms.
+    """
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int = 128256
+    max_seq_len: int = 8192
+    rope_theta: float = 500000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.dim % self.n_heads:
+            raise ValueError(
+                f"dim={self.dim} is not a multiple of n_heads={self.n_heads}: choose a dim that is"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"the head dim {self.head_dim} (dim / n_heads) is odd: rotary embeddings rotate "
+                f"pairs of channels, choose an even one"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: every "
+                f"key/value head serves the same number of query heads"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head (k)."""
+        return self.dim // self.n_heads
+
+
+# debug and small are for CPUs: every dim stays a multiple of 16 when sharded 4 ways.
+# 1b has the shapes of Llama-3.2-1B (whose head is tied; ours is not), the others Llama-3(.1)'s.
+MODELS: dict[str, LlamaConfig] = {
+    "debug": LlamaConfig(128, 4, 8, 4, 384, vocab_size=256, max_seq_len=512),
+    "small": LlamaConfig(256, 6, 8, 4, 768, vocab_size=256, max_seq_len=1024),
+    "1b": LlamaConfig(2048, 16, 32, 8, 8192),
+    "8b": LlamaConfig(4096, 32, 32, 8, 14336),
+    "70b": LlamaConfig(8192, 80, 64, 8, 28672),
+    "405b": LlamaConfig(16384, 126, 128, 8, 53248),
+}
+
+
+def rope_tables(config: LlamaConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin of position times frequency, each fp32 of shape (max_seq_len, k / 2)."""
+    half = config.head_dim // 2
+    exponents = torch.arange(half, dtype=torch.float64, device=device) / half
+    positions = torch.arange(config.max_seq_len, dtype=torch.float64, device=device)
+    angles = torch.outer(positions, config.rope_theta**-exponents)
+    return angles.cos().float(), angles.sin().float()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates channel i with channel i + k/2 of every head by its position's angle.
+
+    Args:
+        x: (b, s, heads, k), any floating dtype; the rotation is computed in fp32.
+        cos, sin: (s, k / 2).
+
+    Returns:
+        A tensor of x's shape and dtype.
+    """
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return rotated.type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention with rotary positions: (b, s, d) -> (b, s, d)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.n_kv_heads = config.n_kv_heads
+        self.head_dim = config.head_dim
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
+        # Shapes come from the projections: under tensor parallelism they hold the local heads,
+        # and under sequence parallelism x was sharded along s where it entered.
+        q, k, v = (
+            projected.view(*projected.shape[:2], -1, self.head_dim)
+            for projected in (self.wq(x), self.wk(x), self.wv(x))
+        )
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.n_kv_heads != self.n_heads,
+        )
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: (b, s, d) -> (b, s, d)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """One transformer block, pre-norm: (b, s, d) -> (b, s, d)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos=cos, sin=sin)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """Token ids (b, s), int64 -> logits (b, s, v), fp32.
+
+    On a real device the parameters are ready for use; a model built on the meta device needs
+    `to_empty(device=...)`, then `init_weights()`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        for name, table in zip(("cos", "sin"), rope_tables(config), strict=True):
+            self.register_buffer(name, table, persistent=False)
+        if not self.cos.is_meta:
+            self.init_weights(seed)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if length > self.config.max_seq_len:
+            raise ValueError(
+                f"the sequence has {length} tokens, more than max_seq_len="
+                f"{self.config.max_seq_len}: shorten it or build the model with a larger one"
+            )
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.tok_embeddings(tokens)
+        for block in self.layers:
+            x = block(x, cos, sin)
+        return self.output(self.norm(x)).float()
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """Sets every parameter and the rotary tables, in place.
+
+        Norm weights become 1, all others are normal with standard deviation `INIT_STD`, divided
+        by sqrt(2 * n_layers) where they write to the residual stream (`wo`, `w2`). A parameter
+        that is a DTensor gets its shard of the same full tensor, without communication.
+
+        Args:
+            seed: the only source of randomness; values do not depend on the global generator.
+        """
+        for name, parameter in self.named_parameters():
+            # The drawn tensor is full size, on the CPU, one parameter at a time.
+            full = torch.ones(parameter.shape, device="cpu")
+            if parameter.ndim > 1:
+                generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+                residual = name.endswith(("wo.weight", "w2.weight"))
+                scale = (2 * self.config.n_layers) ** -0.5 if residual else 1.0
+                full.normal_(std=INIT_STD * scale, generator=generator)
+            full = full.to(parameter.device)
+            if isinstance(parameter, DTensor):
+                full = distribute_tensor(
+                    full, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+            parameter.copy_(full)
+        for buffer, table in zip(
+            (self.cos, self.sin), rope_tables(self.config, self.cos.device), strict=True
+        ):
+            buffer.copy_(table)

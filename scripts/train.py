@@ -1,0 +1,333 @@
+"""Trains the reference Llama on text, in bf16 or with float8 GEMMs and communication.
+
+    torchrun --nproc-per-node 4 scripts/train.py --recipe tensorwise --dp 2 --tp 2
+
+Byte-level language modelling; masters and optimizer state are fp32 and compute is bf16 in every
+recipe. With the same --seed, --batch-size and --seq-len, runs of all recipes and meshes start
+from the same weights and see the same data. Runs on CUDA with NCCL, or on CPUs with gloo; without
+torchrun it is a single process.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from corpus import VOCAB_SIZE, Corpus, load_corpus
+from llama import MODELS, Llama
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from tqdm import tqdm
+
+from fp8_dist import (
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.debug import CommAudit, comm_audit
+from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
+
+BF16 = "bf16"
+RECIPES = (BF16, *(name.value for name in Float8LinearRecipeName))
+MAX_GRAD_NORM = 1.0
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parses and checks the options; errors end the process with status 2, on every rank alike."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, flag = parser.add_argument, argparse.BooleanOptionalAction
+    add("--model", choices=MODELS, default="debug", help="size of the Llama")
+    add("--recipe", choices=RECIPES, default=BF16, help="bf16, or a float8 recipe")
+    add("--dp", type=int, help="data-parallel (FSDP2) ranks; default: all that --tp leaves")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks")
+    add("--sequence-parallel", action=flag, help="default: on when --tp is above 1")
+    add("--compile", action="store_true", help="torch.compile each transformer block")
+    add("--steps", type=int, default=120)
+    add("--batch-size", type=int, default=16, help="rows of the global batch, over all ranks")
+    add("--seq-len", type=int, default=128, help="tokens (bytes) per row")
+    add("--lr", type=float, default=1e-3, help="peak; falls linearly to 0 after the warmup")
+    add("--warmup", type=int, default=40, help="steps in which --lr is reached linearly")
+    add("--seed", type=int, default=0, help="of weights and data")
+    add("--out", type=Path, help="folder of metrics and tables; default: runs/RECIPE")
+    add("--data", type=Path, help="file or folder; default: Python's standard library source")
+    add("--precompute", action=flag, default=True, help="float8 scales after each step, together")
+    add("--log-every", type=int, default=1, help="steps between reads of the loss")
+    args = parser.parse_args(argv)
+    args.out = args.out or Path("runs") / args.recipe
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    for name in ("tp", "steps", "batch_size", "seq_len", "log_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.warmup < 0:
+        parser.error(f"--warmup must not be negative, got {args.warmup}")
+    if not 0 <= args.seed < 2**31:
+        parser.error(f"--seed must lie in [0, 2**31), got {args.seed}")
+    if args.dp is None:
+        args.dp = max(world_size // args.tp, 1)
+    if args.dp * args.tp != world_size:
+        parser.error(
+            f"--dp {args.dp} times --tp {args.tp} is {args.dp * args.tp}, but there are "
+            f"{world_size} ranks: start that many (torchrun --nproc-per-node {args.dp * args.tp})"
+        )
+    if args.batch_size % args.dp:
+        parser.error(f"--batch-size {args.batch_size} is not a multiple of --dp {args.dp}")
+    if args.sequence_parallel is None:
+        args.sequence_parallel = args.tp > 1
+    if args.sequence_parallel and args.tp == 1:
+        parser.error("--sequence-parallel needs --tp above 1")
+    if args.sequence_parallel and args.seq_len % args.tp:
+        parser.error(f"--seq-len {args.seq_len} is not a multiple of --tp {args.tp}")
+    try:
+        args.corpus = load_corpus(args.data, seq_len=args.seq_len)
+    except ValueError as error:
+        parser.error(f"--data: {error}")
+    return args
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """Joins the ranks that torchrun started, or makes a world of one; yields this rank's device."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Ranks that share a GPU cannot form an NCCL group: they all train on the CPU instead.
+    use_cuda = local_ranks <= torch.cuda.device_count()
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if use_cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def build_model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Llama:
+    """Makes the sharded model: meta, converted, tensor-parallel, compiled, FSDP2, initialized.
+
+    The FSDP2 axis exists also when it has one rank: that gives fp32 masters with bf16 compute the
+    same way on every mesh, and float8 weights are cast from the masters.
+    """
+    config = dataclasses.replace(
+        MODELS[args.model], vocab_size=VOCAB_SIZE, max_seq_len=args.seq_len
+    )
+    with torch.device("meta"):
+        model = Llama(config)
+    if args.recipe != BF16:
+        float8_config = dataclasses.replace(
+            Float8LinearConfig.from_recipe_name(args.recipe), enable_fsdp_float8_all_gather=True
+        )
+        convert_to_float8_training(
+            model, module_filter_fn=lambda _, name: name != "output", config=float8_config
+        )
+    if args.tp > 1:
+        plan = llama_tp_plan(model, sequence_parallel=args.sequence_parallel)
+        apply_tp_plan(model, mesh["tp"], plan)
+    if args.compile:
+        for block in model.layers:
+            block.compile(fullgraph=True)
+    # Activations are bf16 from the embedding on; casting a block's inputs would only round the
+    # rotary tables.
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
+    model.to_empty(device=device)
+    model.init_weights(args.seed)
+    return model
+
+
+class Trainer:
+    """A model, its optimizer and its data; `step` makes one training step."""
+
+    def __init__(self, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
+        self.args = args
+        self.corpus: Corpus = args.corpus
+        self.dp = mesh["dp"]
+        self.device = device
+        self.model = build_model(args, mesh, device)
+        # Without sequence parallelism the norms are not on the tensor-parallel axis, and kernels
+        # over many DTensors do not mix meshes.
+        by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
+        for parameter in self.model.parameters():
+            assert isinstance(parameter, DTensor)
+            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": parameters} for parameters in by_mesh.values()],
+            lr=args.lr,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=True,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_factor(step, args.warmup, args.steps)
+        )
+        self.precompute = args.precompute and args.recipe != BF16
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Trains on the batch of `step`.
+
+        Returns:
+            This data-parallel rank's mean loss and the norm of the whole gradient before
+            clipping, both fp32 scalars on the device.
+        """
+        args = self.args
+        inputs, targets = self.corpus.batch(
+            seed=args.seed,
+            step=step,
+            batch_size=args.batch_size,
+            seq_len=args.seq_len,
+            rank=self.dp.get_local_rank(),
+            ranks=self.dp.size(),
+        )
+        logits = self.model(inputs.to(self.device))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten().to(self.device))
+        loss.backward()
+        grad_norm = global_grad_norm(self.model)
+        for group in self.optimizer.param_groups:
+            clip_grads_with_norm_(group["params"], MAX_GRAD_NORM, grad_norm)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        if self.precompute:
+            precompute_float8_dynamic_scale(self.model)
+        return loss.detach(), grad_norm
+
+    def mean_over_ranks(self, loss: Tensor) -> float:
+        """Averages a scalar over the data-parallel ranks."""
+        total = loss.clone()
+        dist.all_reduce(total, group=self.dp.get_group())
+        return total.item() / self.dp.size()
+
+
+def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
+    """Returns what the peak learning rate is multiplied by: up linearly, then down to (almost) 0.
+
+    Args:
+        step: counts from 0.
+        warmup: steps until the peak.
+        steps: of the whole run.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    return (steps - step) / max(steps - warmup, 1)
+
+
+def global_grad_norm(model: nn.Module) -> Tensor:
+    """Returns the 2-norm of the whole gradient, an fp32 scalar that is the same on all ranks.
+
+    One all-reduce of one number for all parameters, whatever their meshes: every rank adds the
+    squares of its shards, each divided by the number of ranks that hold the same shard.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            continue
+        assert isinstance(parameter.grad, DTensor)
+        mesh, placements = parameter.grad.device_mesh, parameter.grad.placements
+        shards = math.prod(
+            mesh.size(axis) for axis, where in enumerate(placements) if not where.is_replicate()
+        )
+        by_copies.setdefault(dist.get_world_size() // shards, []).append(parameter.grad.to_local())
+    squares = [get_total_norm(grads) ** 2 / copies for copies, grads in by_copies.items()]
+    total = torch.stack(squares).sum()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    """Runs the steps; rank 0 shows progress and writes the files of `--out`."""
+    mesh = init_device_mesh(device.type, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
+    trainer = Trainer(args, mesh, device)
+    writer = RunWriter(args, trainer) if dist.get_rank() == 0 else None
+    progress = tqdm(range(1, args.steps + 1), desc=args.recipe, unit="step", disable=writer is None)
+    pending: list[tuple[int, Tensor, Tensor]] = []
+    since = time.perf_counter()
+    audit = comm_audit(mesh)
+    for step in progress:
+        with ExitStack() as around_step:
+            if step == args.steps:
+                # The audit sees eager code; compiled blocks communicate alike.
+                around_step.enter_context(torch.compiler.set_stance("force_eager"))
+                around_step.enter_context(audit)
+            pending.append((step, *trainer.step(step)))
+        if step % args.log_every and step != args.steps:
+            continue
+        # Reading values waits for the device, so the clock stops after that.
+        values = [(at, trainer.mean_over_ranks(loss), norm.item()) for at, loss, norm in pending]
+        seconds = (time.perf_counter() - since) / len(pending)
+        speed = args.batch_size * args.seq_len / seconds
+        if writer is not None:
+            for at, loss, grad_norm in values:
+                writer.write_step(at, loss, grad_norm, speed)
+            shown = f"loss {values[-1][1]:.3f}, {speed:.0f} tok/s"
+            progress.set_postfix_str(shown, refresh=False)
+        pending.clear()
+        since = time.perf_counter()
+    progress.close()
+    if writer is not None:
+        writer.write_audit(audit)
+
+
+class RunWriter:
+    """Writes config.json, metrics.jsonl, comm.txt and comm.json into `--out`."""
+
+    def __init__(self, args: argparse.Namespace, trainer: Trainer) -> None:
+        self.out: Path = args.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.metrics = (self.out / "metrics.jsonl").open("w", buffering=1)
+        shown = {name: value for name, value in vars(args).items() if name != "corpus"}
+        shown |= {
+            "data": args.corpus.source,
+            "data_bytes": args.corpus.tokens.numel(),
+            "device": str(trainer.device),
+            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "torch": torch.__version__,
+        }
+        (self.out / "config.json").write_text(json.dumps(shown, indent=2, default=str) + "\n")
+
+    def write_step(self, step: int, loss: float, grad_norm: float, speed: float) -> None:
+        """Appends one line; speed is in tokens per second over all ranks."""
+        line = {"step": step, "loss": loss, "tokens_per_second": speed, "grad_norm": grad_norm}
+        self.metrics.write(json.dumps(line) + "\n")
+
+    def write_audit(self, audit: CommAudit) -> None:
+        """Prints and writes the collectives of the audited (last) step."""
+        self.metrics.close()
+        table = audit.table()
+        print(f"\nCollectives of one training step, as one rank sees them:\n{table}\n", flush=True)
+        (self.out / "comm.txt").write_text(f"{table}\n\n{audit.table(by_module=True)}\n")
+        rows = [
+            dataclasses.asdict(row) | {"dtype": str(row.dtype), "float8_bytes": row.float8_bytes}
+            for row in audit.rows
+        ]
+        (self.out / "comm.json").write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    args = parse_args(argv)
+    with process_group() as device:
+        train(args, device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Small models, ways to distribute them, and their parts on one rank; used by many tests."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from ranks import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fp8_dist import Float8LinearConfig, convert_to_float8_training
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    apply_tp_plan,
+)
+
+
+class MLP(nn.Module):
+    """SwiGLU with a bias on one column-parallel layer and on the row-parallel one."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w3 = nn.Linear(dim, hidden)
+        self.w2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Net(nn.Module):
+    """Residual MLPs; input and output ``[batch, sequence, dim]``."""
+
+    def __init__(self, dim: int = 64, hidden: int = 96, layers: int = 2, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.layers = nn.ModuleList(MLP(dim, hidden) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def net_plan(net: Net, sequence_parallel: bool) -> dict[str, Any]:
+    """The float8 tensor-parallel plan of a Net."""
+    layout: Placement = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, Any] = {}
+    for i in range(len(net.layers)):
+        plan[f"layers.{i}"] = PrepareFloat8ModuleInput(
+            input_layouts=(layout,), desired_input_layouts=(Replicate(),)
+        )
+        plan[f"layers.{i}.w1"] = Float8ColwiseParallel()
+        plan[f"layers.{i}.w3"] = Float8ColwiseParallel()
+        plan[f"layers.{i}.w2"] = Float8RowwiseParallel(output_layouts=layout)
+    return plan
+
+
+@dataclass
+class Distributed:
+    """A float8 Net on a mesh of the given sizes, and its float8 twin on one device."""
+
+    dp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = True
+    config: Float8LinearConfig = field(default_factory=Float8LinearConfig)
+    gather: bool = True
+    shard: bool = True
+    net_arguments: dict[str, Any] = field(default_factory=dict)
+    fsdp_arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mesh: DeviceMesh = device_mesh(dp=self.dp, tp=self.tp)
+        self.twin = Net(**self.net_arguments)
+        convert_to_float8_training(self.twin, config=self.config)
+        self.net = Net(**self.net_arguments)
+        config = self.config
+        if self.dp > 1 and self.gather:
+            config = Float8LinearConfig(**(vars(config) | {"enable_fsdp_float8_all_gather": True}))
+        convert_to_float8_training(self.net, config=config)
+        if self.tp > 1:
+            apply_tp_plan(self.net, self.mesh["tp"], net_plan(self.net, self.sequence_parallel))
+        if self.shard:
+            self.fully_shard(self.net, self.net.layers)
+
+    def fully_shard(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
+        """FSDP2 over dp: a group for each part, and one for the rest."""
+        if self.dp > 1:
+            for module in (*parts, model):
+                fully_shard(module, mesh=self.mesh["dp"], **self.fsdp_arguments)
+
+    def mine(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of an activation: its rows on dp, its positions with SP."""
+        tensor = tensor.chunk(self.dp)[self.mesh.get_local_rank("dp")]
+        if self.tp > 1 and self.sequence_parallel:
+            tensor = tensor.chunk(self.tp, dim=1)[self.mesh.get_local_rank("tp")]
+        return tensor.contiguous()
+
+    def tp_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a layer's weight that this rank multiplies."""
+        dim = 1 if name.endswith("w2") else 0
+        return tensor.chunk(self.tp, dim=dim)[self.mesh.get_local_rank("tp")]
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,457 @@
+"""The communication contract, counted: kind, axis, dtype, count and bytes of each collective."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from nets import Distributed, full
+from ranks import RankPools, device_mesh
+from reference import same_bits, same_cast
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    attach_precompute,
+    cast_to_float8,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.linear import float8_layers
+
+INT32 = torch.int32  # amax travels as the bits of a non-negative float
+
+
+def audited_steps(
+    dp: int, tp: int, precompute: bool, arguments: dict[str, Any] | None = None
+) -> dict[str, str]:
+    """Tables of precompute, and of forward and backward, in the second step."""
+    arguments = {"fsdp_arguments": {}} | (arguments or {})
+    world = Distributed(dp, tp, **arguments)
+    optimizer = torch.optim.AdamW(world.net.parameters(), lr=1e-2)
+    x = world.mine(torch.randn(4, 8, 64))
+    tables = {}
+    for _ in range(2):
+        if precompute:
+            with comm_audit(world.mesh) as audit:
+                precompute_float8_dynamic_scale(world.net)
+            tables["precompute"] = audit.table()
+        with comm_audit(world.mesh) as audit:
+            loss = world.net(x).square().mean()
+        tables["forward"] = audit.table()
+        with comm_audit(world.mesh) as audit:
+            loss.backward()
+        tables["backward"] = audit.table()
+        optimizer.step()
+        optimizer.zero_grad()
+    return tables
+
+
+def same_on_all(results: list[Any]) -> Any:
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def show(tables: dict[str, str]) -> str:
+    return "\n".join(f"-- {name}\n{table}" for name, table in tables.items())
+
+
+def test_fsdp_with_precompute(ranks: RankPools) -> None:
+    tables = same_on_all(ranks(2).run(audited_steps, 2, 1, True))
+    assert_expected_inline(
+        show(tables),
+        """\
+-- precompute
+op          axis  dtype  count  elements  bytes
+all_reduce  dp    int32      1         6     24
+total                        1               24
+  float8                                      0
+  other                                      24
+-- forward
+op          axis  dtype          count  elements   bytes
+all_gather  dp    float8_e4m3fn      2    36,864  36,864
+all_gather  dp    float32            +       320   1,280
+total                                2            38,144
+  float8                                          36,864
+  other                                            1,280
+-- backward
+op              axis  dtype          count  elements    bytes
+all_gather      dp    float8_e4m3fn      2    36,864   36,864
+all_gather      dp    float32            +       320    1,280
+reduce_scatter  dp    float32            2    37,184  148,736
+total                                    4            186,880
+  float8                                               36,864
+  other                                               150,016""",
+    )
+
+
+def test_fsdp_without_precompute(ranks: RankPools) -> None:
+    tables = same_on_all(ranks(2).run(audited_steps, 2, 1, False))
+    assert_expected_inline(
+        show(tables),
+        """\
+-- forward
+op          axis  dtype          count  elements   bytes
+all_reduce  dp    int32              6         6      24
+all_gather  dp    float8_e4m3fn      2    36,864  36,864
+all_gather  dp    float32            +       320   1,280
+total                                8            38,168
+  float8                                          36,864
+  other                                            1,304
+-- backward
+op              axis  dtype          count  elements    bytes
+all_gather      dp    float8_e4m3fn      2    36,864   36,864
+all_gather      dp    float32            +       320    1,280
+reduce_scatter  dp    float32            2    37,184  148,736
+total                                    4            186,880
+  float8                                               36,864
+  other                                               150,016""",
+    )
+
+
+def test_tp_with_sequence_parallelism_and_precompute(ranks: RankPools) -> None:
+    tables = same_on_all(ranks(2).run(audited_steps, 1, 2, True))
+    assert_expected_inline(
+        show(tables),
+        """\
+-- precompute
+op          axis  dtype  count  elements  bytes
+all_reduce  tp    int32      1         6     24
+total                        1               24
+  float8                                      0
+  other                                      24
+-- forward
+op              axis  dtype          count  elements   bytes
+all_reduce      tp    int32              4         4      16
+all_gather      tp    float8_e4m3fn      2     4,096   4,096
+reduce_scatter  tp    float32            2     4,096  16,384
+total                                    8            20,496
+  float8                                               4,096
+  other                                               16,400
+-- backward
+op              axis  dtype        count  elements   bytes
+all_reduce      tp    float32          2       128     512
+all_reduce      tp    int32            6         6      24
+all_gather      tp    float8_e5m2      2     4,096   4,096
+reduce_scatter  tp    float32          1     2,048   8,192
+total                                 11            12,824
+  float8                                             4,096
+  other                                              8,728""",
+    )
+
+
+def test_tp_without_sequence_parallelism(ranks: RankPools) -> None:
+    tables = same_on_all(ranks(2).run(audited_steps, 1, 2, True, {"sequence_parallel": False}))
+    assert_expected_inline(
+        show(tables),
+        """\
+-- precompute
+op          axis  dtype  count  elements  bytes
+all_reduce  tp    int32      1         6     24
+total                        1               24
+  float8                                      0
+  other                                      24
+-- forward
+op          axis  dtype    count  elements   bytes
+all_reduce  tp    int32        2         2       8
+all_reduce  tp    float32      2     4,096  16,384
+total                          4            16,392
+  float8                                         0
+  other                                     16,392
+-- backward
+op          axis  dtype    count  elements  bytes
+all_reduce  tp    int32        4         4     16
+all_reduce  tp    float32      1     2,048  8,192
+total                          5            8,208
+  float8                                        0
+  other                                     8,208""",
+    )
+
+
+def test_fsdp_and_tp_with_precompute(ranks: RankPools) -> None:
+    tables = same_on_all(ranks(4).run(audited_steps, 2, 2, True))
+    assert_expected_inline(
+        show(tables),
+        """\
+-- precompute
+op          axis   dtype  count  elements  bytes
+all_reduce  world  int32      1         6     24
+total                         1               24
+  float8                                       0
+  other                                       24
+-- forward
+op              axis  dtype          count  elements   bytes
+all_gather      dp    float8_e4m3fn      2    18,432  18,432
+all_gather      dp    float32            +       224     896
+all_reduce      tp    int32              4         4      16
+all_gather      tp    float8_e4m3fn      2     2,048   2,048
+reduce_scatter  tp    float32            2     2,048   8,192
+total                                   10            29,584
+  float8                                              20,480
+  other                                                9,104
+-- backward
+op              axis  dtype          count  elements    bytes
+all_gather      dp    float8_e4m3fn      2    18,432   18,432
+all_gather      dp    float32            +       224      896
+all_reduce      tp    float32            2       128      512
+all_reduce      tp    int32              6         6       24
+all_gather      tp    float8_e5m2        2     2,048    2,048
+reduce_scatter  tp    float32            1     1,024    4,096
+reduce_scatter  dp    float32            2    18,656   74,624
+total                                   15            100,632
+  float8                                               20,480
+  other                                                80,152""",
+    )
+
+
+def test_fsdp_and_tp_without_precompute(ranks: RankPools) -> None:
+    tables = same_on_all(ranks(4).run(audited_steps, 2, 2, False))
+    assert_expected_inline(
+        show(tables),
+        """\
+-- forward
+op              axis   dtype          count  elements   bytes
+all_reduce      world  int32              6         6      24
+all_gather      dp     float8_e4m3fn      2    18,432  18,432
+all_gather      dp     float32            +       224     896
+all_reduce      tp     int32              4         4      16
+all_gather      tp     float8_e4m3fn      2     2,048   2,048
+reduce_scatter  tp     float32            2     2,048   8,192
+total                                    16            29,608
+  float8                                               20,480
+  other                                                 9,128
+-- backward
+op              axis  dtype          count  elements    bytes
+all_gather      dp    float8_e4m3fn      2    18,432   18,432
+all_gather      dp    float32            +       224      896
+all_reduce      tp    float32            2       128      512
+all_reduce      tp    int32              6         6       24
+all_gather      tp    float8_e5m2        2     2,048    2,048
+reduce_scatter  tp    float32            1     1,024    4,096
+reduce_scatter  dp    float32            2    18,656   74,624
+total                                   15            100,632
+  float8                                               20,480
+  other                                                80,152""",
+    )
+
+
+def test_amax_scope_rank_reduces_only_what_is_gathered(ranks: RankPools) -> None:
+    config = Float8LinearConfig(amax_scope="rank")
+    tables = same_on_all(ranks(2).run(audited_steps, 1, 2, True, {"config": config}))
+    assert_expected_inline(
+        show(tables),
+        """\
+-- precompute
+op          axis  dtype  count  elements  bytes
+all_reduce  tp    int32      1         6     24
+total                        1               24
+  float8                                      0
+  other                                      24
+-- forward
+op              axis  dtype          count  elements   bytes
+all_reduce      tp    int32              2         2       8
+all_gather      tp    float8_e4m3fn      2     4,096   4,096
+reduce_scatter  tp    float32            2     4,096  16,384
+total                                    6            20,488
+  float8                                               4,096
+  other                                               16,392
+-- backward
+op              axis  dtype        count  elements   bytes
+all_reduce      tp    float32          2       128     512
+all_reduce      tp    int32            2         2       8
+all_gather      tp    float8_e5m2      2     4,096   4,096
+reduce_scatter  tp    float32          1     2,048   8,192
+total                                  7            12,808
+  float8                                             4,096
+  other                                              8,712""",
+    )
+
+
+def mixed_gather() -> str:
+    """A module whose FSDP group has float8 and bf16 parameters, bf16 mixed precision."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 16))
+    convert_to_float8_training(net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    mesh = device_mesh(dp=2)
+    fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    precompute_float8_dynamic_scale(net)
+    with comm_audit(mesh) as audit:
+        net(torch.randn(4, 32, dtype=torch.bfloat16)).sum().backward()
+    return audit.table()
+
+
+def test_float8_and_other_bytes_of_a_mixed_gather(ranks: RankPools) -> None:
+    assert_expected_inline(
+        same_on_all(ranks(2).run(mixed_gather)),
+        """\
+op              axis  dtype          count  elements   bytes
+all_gather      dp    float8_e4m3fn      1     3,072   3,072
+all_gather      dp    bfloat16           +       208     416
+reduce_scatter  dp    bfloat16           1     3,280   6,560
+total                                    2            10,048
+  float8                                               3,072
+  other                                                6,976""",
+    )
+
+
+def micro_batches(cache: bool, precompute: bool) -> tuple[int, int, bool]:
+    """(amax all-reduces, casts of weights) of 4 micro-batches, and whether gradients agree."""
+    world = Distributed(2, 1, config=Float8LinearConfig(cache_float8_shards=cache))
+    other = Distributed(2, 1, config=Float8LinearConfig(cache_float8_shards=not cache))
+    if precompute:
+        precompute_float8_dynamic_scale(world.net)
+    batches = [world.mine(torch.randn(4, 8, 64)) for _ in range(4)]
+    from_shard = {
+        tuple(p.to_local().shape) for n, p in world.net.named_parameters() if "weight" in n
+    }
+    casts = Casts(from_shard)
+    with comm_audit(world.mesh) as audit, casts:
+        for x in batches:
+            world.net(x).square().mean().backward()
+    for x in batches:
+        other.net(x).square().mean().backward()
+    agree = all(
+        same_bits(full(a.grad), full(b.grad))
+        for a, b in zip(world.net.parameters(), other.net.parameters(), strict=True)
+    )
+    return audit.count("all_reduce", dtype=INT32), casts.count, agree
+
+
+class Casts(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts casts of tensors of the given shapes."""
+
+    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.shapes, self.count = shapes, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.fp8_dist.quantize.default:
+            self.count += tuple(args[0].shape) in self.shapes
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_micro_batches_cast_each_weight_once(ranks: RankPools, precompute: bool) -> None:
+    weights, gathers_per_weight = 6, 2  # FSDP2 gathers for forward and again for backward
+    reduces = 0 if precompute else weights
+    cached = ranks(2).run(micro_batches, True, precompute)
+    assert cached == [(reduces, weights, True)] * 2
+    uncached = ranks(2).run(micro_batches, False, precompute)
+    assert uncached == [(reduces, 4 * gathers_per_weight * weights, True)] * 2
+
+
+def attached() -> tuple[int, int, int]:
+    """all-reduces in a step with, and the next forward; in a step after the handle's removal."""
+    world = Distributed(2, 2)
+    optimizer = torch.optim.AdamW(world.net.parameters())
+    handle = attach_precompute(optimizer, world.net)
+    x = world.mine(torch.randn(4, 8, 64))
+    world.net(x).square().mean().backward()
+    with comm_audit(world.mesh) as step:
+        optimizer.step()
+    with comm_audit(world.mesh) as forward:
+        world.net(x)
+    handle.remove()
+    with comm_audit(world.mesh) as without:
+        optimizer.step()
+    tp_inputs = 4  # of two MLPs: the block's input, and w2's
+    assert forward.count("all_reduce", dtype=INT32) == tp_inputs
+    return step.count("all_reduce"), step.count(), without.count()
+
+
+def test_attach_precompute(ranks: RankPools) -> None:
+    assert ranks(4).run(attached) == [(1, 1, 0)] * 4
+
+
+def mixed_meshes() -> list[str]:
+    """Layers on dp x tp, on dp alone, on tp alone and on no mesh, one precompute."""
+    mesh = device_mesh(dp=2, tp=2)
+    tp, dp = mesh.get_local_rank("tp"), mesh.get_local_rank("dp")
+    torch.manual_seed(0)
+    net = nn.ModuleDict({name: nn.Linear(32, 48) for name in ("both", "dp", "tp", "none")})
+    with torch.no_grad():
+        # Values differ along axes outside of a weight's mesh: a MAX over all ranks is wrong.
+        net["dp"].weight *= 1 + 10 * tp
+        net["tp"].weight *= 1 + 10 * dp
+        net["none"].weight *= 1 + torch.distributed.get_rank()
+    masters = {name: layer.weight.detach().clone() for name, layer in net.items()}
+    convert_to_float8_training(net)
+    for name, axes in (("both", ("dp", "tp")), ("dp", ("dp",)), ("tp", ("tp",))):
+        weight = distribute_tensor(
+            masters[name], mesh[axes], [Shard(0)] * len(axes), src_data_rank=None
+        )
+        net[name].weight = nn.Parameter(weight)
+    with comm_audit(mesh) as audit:
+        precompute_float8_dynamic_scale(net)
+    wrong = [] if audit.count() == audit.count("all_reduce") == 1 else [audit.table()]
+    for name, layer in float8_layers(net).items():
+        cast = cast_to_float8(masters[name], CastConfig())
+        if not same_bits(layer.weight_cache.scaling[1], cast.scale):
+            wrong.append(name)
+    return wrong
+
+
+def test_one_all_reduce_for_weights_on_different_submeshes(ranks: RankPools) -> None:
+    assert ranks(4).run(mixed_meshes) == [[]] * 4
+
+
+def simple_fsdp() -> list[str]:
+    """cast_to_float8(weight).redistribute(): bytes, scale and gradient of every placement."""
+    wrong = []
+    for shape in ((33, 16), (16, 33), (1, 8), (6, 5, 4)):
+        whole = torch.randn(shape)
+        one_device = cast_to_float8(whole, CastConfig())
+        for mesh, axes in ((device_mesh(dp=4), 1), (device_mesh(dp=2, tp=2), 2)):
+            for dim in range(len(shape)):
+                for rest in (Shard(dim), Replicate(), Shard((dim + 1) % len(shape))):
+                    placements = [Shard(dim), rest][:axes]
+                    weight = distribute_tensor(whole, mesh, placements).requires_grad_()
+                    with comm_audit(mesh) as audit:
+                        cast = cast_to_float8(weight, CastConfig())
+                        reduces = audit.count("all_reduce")
+                        gathered = cast.redistribute(placements=[Replicate()] * axes)
+                    name = f"{shape} {placements}"
+                    if reduces != 1 or audit.count("all_gather", dtype=INT32) != 0:
+                        wrong.append(f"{name}:\n{audit.table()}")
+                    if any(row.op == "all_gather" and row.other_bytes for row in audit.rows):
+                        wrong.append(f"{name}:\n{audit.table()}")
+                    local = gathered.to_local()
+                    if not same_cast(local, one_device):
+                        wrong.append(name)
+                    local.dequantize().sum().backward()
+                    if not torch.equal(full(weight.grad), torch.ones(shape)):
+                        wrong.append(f"{name}: gradient")
+    return wrong
+
+
+def test_a_cast_dtensor_is_gathered_in_float8(ranks: RankPools) -> None:
+    assert ranks(4).run(simple_fsdp, timeout=120) == [[]] * 4
+
+
+def partial_cast() -> bool:
+    mesh = device_mesh(tp=2)
+    part = torch.randn(4, 4) * (1 + torch.distributed.get_rank())
+    dtensor = DTensor.from_local(part, mesh, [Partial()])
+    cast = cast_to_float8(dtensor, CastConfig())
+    return cast.placements == (Replicate(),) and same_cast(
+        cast.to_local(), cast_to_float8(dtensor.full_tensor(), CastConfig())
+    )
+
+
+def test_a_partial_tensor_is_reduced_before_it_is_cast(ranks: RankPools) -> None:
+    assert ranks(2).run(partial_cast) == [True, True]
+
+
+def high_precision_redistribution() -> list[torch.dtype]:
+    world = Distributed(2, 2)
+    with comm_audit(world.mesh) as audit:
+        world.net.layers[0].w1.weight.full_tensor()
+    return sorted({row.dtype for row in audit.rows}, key=str)
+
+
+def test_a_parameter_itself_is_gathered_in_high_precision(ranks: RankPools) -> None:
+    assert ranks(4).run(high_precision_redistribution) == [[torch.float32]] * 4

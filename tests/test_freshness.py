@@ -1,0 +1,312 @@
+"""A scale is used only for the values it was computed from."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from nets import Distributed, Net, full
+from ranks import RankPools
+from reference import same_cast, weights_used
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+import fp8_dist.freshness
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    attach_precompute,
+    cast_to_float8,
+    convert_to_float8_training,
+    invalidate_float8_scales,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.linear import float8_layers
+
+
+def load_into(net: nn.Module, assign: bool) -> None:
+    state = {k: v * 10 if "weight" in k else v for k, v in net.state_dict().items()}
+    net.load_state_dict(state, assign=assign)
+
+
+def write_through_data(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        getattr(local, "_tensor", local).data.mul_(10)
+    invalidate_float8_scales(net)
+
+
+def step(make: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Module], None]:
+    def take(net: nn.Module) -> None:
+        make(net.parameters()).step()
+
+    return take
+
+
+def mul_in_place(net: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(10)
+
+
+def scaled_step(net: nn.Module) -> None:
+    """A GradScaler that finds an inf skips the step; the next one takes it."""
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(net.parameters(), lr=10.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def ema_copy(net: nn.Module) -> None:
+    ema = {name: p.detach().clone() * 10 for name, p in net.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            parameter.copy_(ema[name])
+
+
+CHANGES: dict[str, Callable[[nn.Module], None]] = {
+    "SGD for-loop": step(lambda p: torch.optim.SGD(p, lr=10.0, foreach=False)),
+    "SGD foreach": step(lambda p: torch.optim.SGD(p, lr=10.0, foreach=True)),
+    "AdamW for-loop": step(lambda p: torch.optim.AdamW(p, lr=1.0, foreach=False)),
+    "AdamW foreach": step(lambda p: torch.optim.AdamW(p, lr=1.0, foreach=True)),
+    "AdamW fused": step(lambda p: torch.optim.AdamW(p, lr=1.0, fused=True)),
+    "GradScaler": scaled_step,
+    "load_state_dict": lambda net: load_into(net, False),
+    "load_state_dict(assign=True)": lambda net: load_into(net, True),
+    "in-place": mul_in_place,
+    "copy_ from an EMA": ema_copy,
+    ".data and invalidate": write_through_data,
+}
+
+
+def stale_weights(dp: int, tp: int, change: str, backward: bool) -> list[str]:
+    """Layers whose forward after the change uses another cast than that of their values."""
+    world = Distributed(dp, tp)
+    precompute_float8_dynamic_scale(world.net)
+    loss = world.net(world.mine(torch.randn(4, 8, 64))).square().mean()
+    if backward:
+        loss.backward()
+    CHANGES[change](world.net)
+    values = {k: full(v) for k, v in world.net.state_dict().items()}
+    with torch.no_grad(), weights_used(world.net) as used:
+        world.net(world.mine(torch.randn(4, 8, 64)))
+    wrong = []
+    for name, weight in used.items():
+        expected = cast_to_float8(values[f"{name}.weight"], CastConfig())
+        if not same_cast(weight, expected.rewrap(qdata=world.tp_part(name, expected.qdata))):
+            wrong.append(name)
+    assert len(used) == 6
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_no_stale_scale_after(ranks: RankPools, dp: int, tp: int, change: str) -> None:
+    for wrong in ranks(dp * tp).run(stale_weights, dp, tp, change, True):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_stale_scale_on_one_device_after(change: str) -> None:
+    net = convert_to_float8_training(Net())
+    precompute_float8_dynamic_scale(net)
+    net(torch.randn(2, 4, 64)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        CHANGES[change](net)
+        with weights_used(net) as used:
+            net(torch.randn(2, 4, 64))
+    for name, layer in float8_layers(net).items():
+        assert same_cast(used[name], cast_to_float8(layer.weight, CastConfig()))
+
+
+def warnings_of_a_late_step() -> list[str]:
+    fp8_dist.freshness._warned.clear()
+    world = Distributed(2, 1)
+    precompute_float8_dynamic_scale(world.net)
+    optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
+    x = world.mine(torch.randn(4, 8, 64))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            world.net(x).sum().backward()
+            optimizer.step()
+    return [str(w.message) for w in caught if "float8" in str(w.message)]
+
+
+def test_a_forgotten_precompute_is_said_once(ranks: RankPools) -> None:
+    (first,), (second,) = ranks(2).run(warnings_of_a_late_step)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """layers.0.w1: the weight changed after precompute_float8_dynamic_scale, so its scale is computed again in this step, with one all-reduce per weight. Call precompute_float8_dynamic_scale(model) after every optimizer.step(), or attach_precompute(optimizer, model) once""",
+    )
+
+
+def test_a_model_that_never_precomputes_is_not_warned() -> None:
+    net = convert_to_float8_training(Net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            net(torch.randn(2, 4, 64)).sum().backward()
+            optimizer.step()
+
+
+def steps_with_evaluation(dp: int, tp: int, reshard: bool) -> list[bool]:
+    """no_grad and inference_mode forwards between steps; bitwise against never precomputing."""
+    losses = []
+    for precompute in (False, True):
+        arguments = {"reshard_after_forward": reshard}
+        world = Distributed(dp, tp, fsdp_arguments=arguments)
+        optimizer = torch.optim.AdamW(world.net.parameters(), lr=1e-2)
+        with torch.no_grad():  # FSDP2 refuses to run first under inference_mode
+            world.net(world.mine(torch.randn(4, 8, 64)))
+        with torch.inference_mode():
+            world.net(world.mine(torch.randn(4, 8, 64)))
+        if precompute:
+            precompute_float8_dynamic_scale(world.net)
+            with torch.inference_mode():
+                world.net(world.mine(torch.randn(4, 8, 64)))
+            attach_precompute(optimizer, world.net)
+        generator = torch.Generator().manual_seed(1)
+        seen = []
+        for _ in range(3):
+            x = world.mine(torch.randn(4, 8, 64, generator=generator))
+            loss = world.net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen.append(world.net(x).square().mean())
+            with torch.inference_mode():
+                seen.append(world.net(x).square().mean())
+            seen.append(loss.detach())
+            if precompute:
+                precompute_float8_dynamic_scale(world.net)  # after a forward: allowed
+        losses.append(torch.stack([s.clone() for s in seen]))
+    return [torch.equal(losses[0], losses[1])]
+
+
+@pytest.mark.parametrize(("dp", "tp", "reshard"), [(2, 1, False), (2, 1, True), (1, 2, True)])
+def test_evaluation_between_steps(ranks: RankPools, dp: int, tp: int, reshard: bool) -> None:
+    assert ranks(2).run(steps_with_evaluation, dp, tp, reshard) == [[True]] * 2
+
+
+def unsharded_after_backward() -> bool:
+    """Parameters that stay unsharded through the optimizer step: precompute reshards them."""
+    world = Distributed(2, 1)
+    for module in world.net.modules():
+        if hasattr(module, "set_reshard_after_backward"):
+            module.set_reshard_after_backward(False)
+    x = world.mine(torch.randn(4, 8, 64))
+    world.net(x).sum().backward()
+    for module in reversed(list(world.net.modules())):
+        if hasattr(module, "reshard"):
+            module.unshard()
+    with torch.no_grad():
+        layer = world.net.layers[0].w1
+        before = layer.weight_cache.scaling
+        precompute_float8_dynamic_scale(world.net)
+    expected = cast_to_float8(full(world.net.state_dict()["layers.0.w1.weight"]), CastConfig())
+    return before is not None and torch.equal(layer.weight_cache.scaling[1], expected.scale)
+
+
+def test_precompute_while_unsharded(ranks: RankPools) -> None:
+    assert ranks(2).run(unsharded_after_backward) == [True, True]
+
+
+def test_copies_know_nothing() -> None:
+    net = convert_to_float8_training(Net())
+    precompute_float8_dynamic_scale(net)
+    twin = copy.deepcopy(net)
+    assert all(m.weight_cache.scaling is None for m in float8_layers(twin).values())
+    assert all(m.weight_cache.scaling is not None for m in float8_layers(net).values())
+
+
+def test_optimizers_of_other_models_change_nothing() -> None:
+    net, other = convert_to_float8_training(Net()), nn.Linear(4, 4)
+    precompute_float8_dynamic_scale(net)
+    other(torch.randn(2, 4)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert all(m.weight_cache.is_fresh(m.weight) for m in float8_layers(net).values())
+
+
+def raised(kind: type[Exception], call: Callable[[], object]) -> str:
+    with pytest.raises(kind) as info:
+        call()
+    return str(info.value)
+
+
+def test_precompute_of_nothing_is_an_error() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert_expected_inline(
+        raised(ValueError, lambda: precompute_float8_dynamic_scale(nn.Linear(2, 2))),
+        """precompute_float8_dynamic_scale: the module has no Float8Linear with a float8 weight; call convert_to_float8_training first""",
+    )
+    assert_expected_inline(
+        raised(ValueError, lambda: attach_precompute(optimizer, nn.Linear(2, 2))),
+        """attach_precompute: the module has no Float8Linear; call convert_to_float8_training first""",
+    )
+
+
+def high_precision_gather() -> list[str]:
+    fp8_dist.freshness._warned.clear()
+    world = Distributed(2, 1, gather=False)
+    precompute_float8_dynamic_scale(world.net)
+    optimizer = torch.optim.SGD(world.net.parameters(), lr=10.0)
+    wrong = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            values = {k: full(v) for k, v in world.net.state_dict().items()}
+            with weights_used(world.net) as used:
+                world.net(world.mine(torch.randn(4, 8, 64))).sum().backward()
+            wrong += [
+                name
+                for name, weight in used.items()
+                if not same_cast(weight, cast_to_float8(values[f"{name}.weight"], CastConfig()))
+            ]
+            optimizer.step()
+    assert wrong == []
+    return [str(w.message) for w in caught if "float8" in str(w.message)]
+
+
+def test_a_weight_gathered_in_high_precision_is_scaled_as_it_comes(ranks: RankPools) -> None:
+    (first,), (second,) = ranks(2).run(high_precision_gather)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """layers.0.w1: the precomputed scale is not used, because FSDP2 gathers this weight in high precision and the layer scales what it gets. Set enable_fsdp_float8_all_gather=True""",
+    )
+
+
+def cpu_offload() -> bool:
+    world = Distributed(2, 1, fsdp_arguments={"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+    precompute_float8_dynamic_scale(world.net)
+    values = {k: full(v) for k, v in world.net.state_dict().items()}
+    with weights_used(world.net) as used:
+        world.net(world.mine(torch.randn(4, 8, 64))).sum().backward()
+    return all(
+        same_cast(w, cast_to_float8(values[f"{n}.weight"], CastConfig())) for n, w in used.items()
+    )
+
+
+def test_cpu_offload(ranks: RankPools) -> None:
+    assert ranks(2).run(cpu_offload) == [True, True]
+
+
+def test_config_without_cache_keeps_no_float8_copy() -> None:
+    for cache in (False, True):
+        net = convert_to_float8_training(
+            Net(), config=Float8LinearConfig(cache_float8_shards=cache)
+        )
+        precompute_float8_dynamic_scale(net)
+        net(torch.randn(2, 4, 64))
+        kept = [m.weight_cache.float8 is not None for m in float8_layers(net).values()]
+        assert kept == [cache] * 6

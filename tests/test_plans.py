@@ -1,0 +1,316 @@
+"""The provided tensor-parallel plans and their checked application."""
+
+from collections.abc import Iterator
+from textwrap import fill
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from llama import Llama, LlamaConfig
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fp8_dist import convert_to_float8_training
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    apply_tp_plan,
+    llama_tp_plan,
+)
+
+TINY = LlamaConfig(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64, max_seq_len=16
+)
+
+
+@pytest.fixture
+def fake_world() -> Iterator[DeviceMesh]:
+    """A dp x tp mesh of 2 x 4 ranks in one process; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    dist.destroy_process_group()
+
+
+def llama(*unconverted: str) -> Llama:
+    """A converted model; modules named here, and the head, stay as they are."""
+    model = Llama(TINY)
+    keep = ("output", *unconverted)
+    return convert_to_float8_training(model, module_filter_fn=lambda _, name: name not in keep)
+
+
+def show(plan: dict[str, ParallelStyle]) -> str:
+    """One line per entry outside of layers.1: name, style, and where it moves what."""
+    lines = []
+    for name, style in plan.items():
+        if name.startswith("layers.1."):
+            continue
+        given = vars(style)
+        moves = [
+            f"{key.removesuffix('_layouts')}={','.join(map(short, given[key]))}"
+            for key in ("input_layouts", "desired_input_layouts", "output_layouts")
+            if given.get(key) and not (key.startswith("desired") and "output_layouts" in given)
+        ]
+        if not getattr(style, "use_local_output", True):
+            moves.append("DTensor out")
+        lines.append(f"{name:<26}{' '.join([type(style).__name__, *moves])}")
+    return "\n".join(lines)
+
+
+def short(placement: object) -> str:
+    return f"S({placement.dim})" if isinstance(placement, Shard) else "R"
+
+
+def test_plan_of_an_unconverted_model():
+    assert_expected_inline(
+        show(llama_tp_plan(Llama(TINY))),
+        """\
+tok_embeddings            RowwiseParallel input=R output=S(1)
+layers.0.attention_norm   SequenceParallel DTensor out
+layers.0.attention        PrepareModuleInput input=S(1) desired_input=R DTensor out
+layers.0.attention.wq     ColwiseParallel input=R output=S(-1)
+layers.0.attention.wk     ColwiseParallel input=R output=S(-1)
+layers.0.attention.wv     ColwiseParallel input=R output=S(-1)
+layers.0.attention.wo     RowwiseParallel input=S(-1) output=S(1)
+layers.0.ffn_norm         SequenceParallel DTensor out
+layers.0.feed_forward     PrepareModuleInput input=S(1) desired_input=R DTensor out
+layers.0.feed_forward.w1  ColwiseParallel input=R output=S(-1)
+layers.0.feed_forward.w3  ColwiseParallel input=R output=S(-1)
+layers.0.feed_forward.w2  RowwiseParallel input=S(-1) output=S(1)
+norm                      SequenceParallel DTensor out
+output                    ColwiseParallel input=S(1) output=R""",
+    )
+
+
+def test_plan_of_a_converted_model():
+    assert_expected_inline(
+        show(llama_tp_plan(llama())),
+        """\
+tok_embeddings            RowwiseParallel input=R output=S(1)
+layers.0.attention_norm   SequenceParallel DTensor out
+layers.0.attention        PrepareFloat8ModuleInput input=S(1) desired_input=R DTensor out
+layers.0.attention.wq     Float8ColwiseParallel input=R output=S(-1)
+layers.0.attention.wk     Float8ColwiseParallel input=R output=S(-1)
+layers.0.attention.wv     Float8ColwiseParallel input=R output=S(-1)
+layers.0.attention.wo     Float8RowwiseParallel input=S(-1) output=S(1)
+layers.0.ffn_norm         SequenceParallel DTensor out
+layers.0.feed_forward     PrepareFloat8ModuleInput input=S(1) desired_input=R DTensor out
+layers.0.feed_forward.w1  Float8ColwiseParallel input=R output=S(-1)
+layers.0.feed_forward.w3  Float8ColwiseParallel input=R output=S(-1)
+layers.0.feed_forward.w2  Float8RowwiseParallel input=S(-1) output=S(1)
+norm                      SequenceParallel DTensor out
+output                    ColwiseParallel input=S(1) output=R""",
+    )
+
+
+def test_plan_without_sequence_parallelism():
+    plan = llama_tp_plan(llama(), sequence_parallel=False)
+    assert_expected_inline(
+        show(plan),
+        """\
+tok_embeddings            RowwiseParallel input=R output=R
+layers.0.attention        PrepareFloat8ModuleInput input=R desired_input=R DTensor out
+layers.0.attention.wq     Float8ColwiseParallel input=R output=S(-1)
+layers.0.attention.wk     Float8ColwiseParallel input=R output=S(-1)
+layers.0.attention.wv     Float8ColwiseParallel input=R output=S(-1)
+layers.0.attention.wo     Float8RowwiseParallel input=S(-1) output=R
+layers.0.feed_forward     PrepareFloat8ModuleInput input=R desired_input=R DTensor out
+layers.0.feed_forward.w1  Float8ColwiseParallel input=R output=S(-1)
+layers.0.feed_forward.w3  Float8ColwiseParallel input=R output=S(-1)
+layers.0.feed_forward.w2  Float8RowwiseParallel input=S(-1) output=R
+output                    ColwiseParallel input=R output=R""",
+    )
+
+
+def test_plan_with_loss_parallelism():
+    plan = llama_tp_plan(Llama(TINY), loss_parallel=True)
+    assert_expected_inline(
+        show({"output": plan["output"]}),
+        """output                    ColwiseParallel input=S(1) output=S(-1) DTensor out""",
+    )
+
+
+def test_input_travels_in_high_precision_when_one_consumer_needs_it():
+    plan = llama_tp_plan(llama("layers.0.attention.wk", "layers.0.feed_forward.w2"))
+    part = {
+        name: plan[name] for name in plan if name.startswith("layers.0.") and "norm" not in name
+    }
+    assert_expected_inline(
+        show(part),
+        """\
+layers.0.attention        PrepareModuleInput input=S(1) desired_input=R DTensor out
+layers.0.attention.wq     Float8ColwiseParallel input=R output=S(-1)
+layers.0.attention.wk     ColwiseParallel input=R output=S(-1)
+layers.0.attention.wv     Float8ColwiseParallel input=R output=S(-1)
+layers.0.attention.wo     Float8RowwiseParallel input=S(-1) output=S(1)
+layers.0.feed_forward     PrepareFloat8ModuleInput input=S(1) desired_input=R DTensor out
+layers.0.feed_forward.w1  Float8ColwiseParallel input=R output=S(-1)
+layers.0.feed_forward.w3  Float8ColwiseParallel input=R output=S(-1)
+layers.0.feed_forward.w2  RowwiseParallel input=S(-1) output=S(1)""",
+    )
+    other = {type(style) for name, style in plan.items() if name.startswith("layers.1.attention.")}
+    assert other == {Float8ColwiseParallel, Float8RowwiseParallel}
+
+
+def test_plan_of_another_model():
+    model = nn.ModuleDict({"output": nn.Linear(4, 4), "layers": nn.ModuleList([nn.Linear(4, 4)])})
+    with pytest.raises(ValueError, match="llama_tp_plan") as error:
+        llama_tp_plan(model)
+    assert_expected_inline(
+        fill(str(error.value), 95),
+        """\
+llama_tp_plan does not know this ModuleDict: it has no module tok_embeddings, norm,
+layers.0.attention_norm, layers.0.attention, layers.0.attention.wq, layers.0.attention.wk,
+layers.0.attention.wv, layers.0.attention.wo, layers.0.ffn_norm, layers.0.feed_forward,
+layers.0.feed_forward.w1, layers.0.feed_forward.w3, layers.0.feed_forward.w2. Rename the
+modules, or write a plan of your own (a dict of module names to styles) and pass it to
+apply_tp_plan""",
+    )
+    with pytest.raises(ValueError, match=r"layers\.0\.attention_norm"):
+        llama_tp_plan(nn.Linear(4, 4))
+
+
+def test_mesh_with_more_than_one_axis(fake_world):
+    model = Llama(TINY)
+    with pytest.raises(ValueError, match="1-D") as error:
+        apply_tp_plan(model, fake_world, llama_tp_plan(model))
+    assert_expected_inline(
+        fill(str(error.value), 95),
+        """\
+apply_tp_plan needs a 1-D mesh, got one with shape (2, 4) and axes ('dp', 'tp'): pass its
+tensor-parallel axis, such as mesh['tp']""",
+    )
+
+
+def test_all_offenders_are_listed_and_nothing_is_changed(fake_world):
+    model = llama(
+        "layers.1.attention.wq",
+        "layers.1.feed_forward.w1",
+        "layers.1.feed_forward.w3",
+        "layers.1.feed_forward.w2",
+    )
+    plan = {
+        "layers.0.attention.wo": Float8RowwiseParallel(),
+        "layers.*.attention.w_query": ColwiseParallel(),
+        "layer.0.attention.wq": ColwiseParallel(),
+        "layers.*.attention.wq": Float8ColwiseParallel(),
+        "output": Float8RowwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(),
+        "layers.*.feed_forward": PrepareFloat8ModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate()
+        ),
+    }
+    with pytest.raises(ValueError, match="does not fit") as error:
+        apply_tp_plan(model, fake_world["tp"], plan)
+    text = "\n".join(fill(line, 95) for line in str(error.value).splitlines())
+    assert_expected_inline(
+        text,
+        """\
+this tensor-parallel plan does not fit the model:
+  - 'layers.*.attention.w_query' matches no module: a name has one part per level, as in
+model.named_modules(), and '*' stands for one part
+  - 'layer.0.attention.wq' matches no module: a name has one part per level, as in
+model.named_modules(), and '*' stands for one part
+  - 'layers.0.attention' has n_kv_heads=2, which 4 tensor-parallel ranks cannot share evenly:
+use a tensor-parallel size that divides it
+  - 'layers.1.attention.wq' has the style Float8ColwiseParallel but is a Linear, not a
+Float8Linear: convert it first (convert_to_float8_training), or use torch's ColwiseParallel
+  - 'layers.1.attention' has n_kv_heads=2, which 4 tensor-parallel ranks cannot share evenly:
+use a tensor-parallel size that divides it
+  - 'output' has the style Float8RowwiseParallel but is a Linear, not a Float8Linear: convert
+it first (convert_to_float8_training), or use torch's RowwiseParallel
+  - 'layers.0.attention.wo' is matched by two entries, 'layers.0.attention.wo' and
+'layers.*.attention.wo': leave one of them
+  - 'layers.1.feed_forward' has the style PrepareFloat8ModuleInput but its FeedForward contains
+no Float8Linear: convert one first (convert_to_float8_training), or use torch's
+PrepareModuleInput""",
+    )
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_heads_that_the_ranks_cannot_share(fake_world):
+    model = Llama(TINY)
+    with pytest.raises(ValueError, match="n_kv_heads=2") as error:
+        apply_tp_plan(model, fake_world["tp"], llama_tp_plan(model))
+    text = "\n".join(fill(line, 95) for line in str(error.value).splitlines())
+    assert_expected_inline(
+        text,
+        """\
+this tensor-parallel plan does not fit the model:
+  - 'layers.0.attention' has n_kv_heads=2, which 4 tensor-parallel ranks cannot share evenly:
+use a tensor-parallel size that divides it
+  - 'layers.1.attention' has n_kv_heads=2, which 4 tensor-parallel ranks cannot share evenly:
+use a tensor-parallel size that divides it""",
+    )
+
+
+def test_what_is_not_a_style(fake_world):
+    with pytest.raises(TypeError) as error:
+        apply_tp_plan(Llama(TINY), fake_world["tp"], {"output": ColwiseParallel})
+    assert_expected_inline(
+        fill(str(error.value), 95),
+        """\
+the plan's entry 'output' is <class 'torch.distributed.tensor.parallel.style.ColwiseParallel'>,
+not a parallel style: give an instance, such as ColwiseParallel()""",
+    )
+
+
+def test_wildcards_reach_every_layer(fake_world):
+    model = apply_tp_plan(
+        Llama(TINY),
+        fake_world["dp"],
+        {"layers.*.feed_forward.w[13]": ColwiseParallel(), "layers.1.*.wo": RowwiseParallel()},
+    )
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    assert_expected_inline(
+        "\n".join(sharded),
+        """\
+layers.0.feed_forward.w1.weight
+layers.0.feed_forward.w3.weight
+layers.1.attention.wo.weight
+layers.1.feed_forward.w1.weight
+layers.1.feed_forward.w3.weight""",
+    )
+
+
+def parallel_logits(sequence_parallel: bool, vocabulary_sharded: bool) -> tuple[torch.Tensor, ...]:
+    """Runs on every rank: logits, loss and a weight's full gradient under the provided plan."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = Llama(TINY)
+    plan = llama_tp_plan(
+        model, sequence_parallel=sequence_parallel, loss_parallel=vocabulary_sharded
+    )
+    apply_tp_plan(model, mesh, plan)
+    return logits_loss_gradient(model, vocabulary_sharded)
+
+
+def logits_loss_gradient(model: Llama, vocabulary_sharded: bool) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(TINY.vocab_size, (2, 17), generator=generator)
+    logits = model(text[:, :-1])
+    if vocabulary_sharded:
+        with loss_parallel():
+            loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+            loss.backward()
+    else:
+        loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        loss.backward()
+    return tuple(
+        tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for tensor in (logits.detach(), loss.detach(), model.layers[0].attention.wk.weight.grad)
+    )
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "vocabulary_sharded"), [(True, False), (False, False), (True, True)]
+)
+def test_parallel_model_computes_what_one_device_does(ranks, sequence_parallel, vocabulary_sharded):
+    expected = logits_loss_gradient(Llama(TINY), False)
+    for result in ranks(2).run(parallel_logits, sequence_parallel, vocabulary_sharded):
+        torch.testing.assert_close(result, expected)

@@ -1,0 +1,207 @@
+"""State: checkpoints and optimizer state hold plain tensors under nn.Linear's keys."""
+
+import copy
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from nets import Distributed, Net, full, net_plan
+from ranks import RankPools, device_mesh
+from reference import same_bits, same_cast, weights_used
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    cast_to_float8,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.fsdp import Float8AllGatherWeight
+from fp8_dist.tensor_parallel import apply_tp_plan
+
+GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+
+
+def kinds(state: dict[str, object]) -> set[tuple[str, str]]:
+    """(type, type inside a DTensor) of every tensor in a (nested) state."""
+    found: set[tuple[str, str]] = set()
+    for value in torch.utils._pytree.tree_leaves(state):
+        if isinstance(value, torch.Tensor):
+            inside = value._local_tensor if isinstance(value, DTensor) else value
+            found.add((type(value).__name__, type(inside).__name__))
+    return found
+
+
+def saved_state(dp: int, tp: int) -> list[set[tuple[str, str]]]:
+    world = Distributed(dp, tp)
+    results = [kinds(world.net.state_dict())]
+    for make in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+        arguments = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        optimizer = make(world.net.parameters(), lr=1e-3, **arguments)
+        world.net(world.mine(torch.randn(4, 8, 64))).sum().backward()
+        optimizer.step()
+        results.append(kinds(optimizer.state_dict()["state"]))
+    return results
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_model_and_optimizer_state_are_plain(ranks: RankPools, dp: int, tp: int) -> None:
+    plain = {("DTensor", "Tensor"), ("Tensor", "Tensor")}
+    for model, *optimizers in ranks(dp * tp).run(saved_state, dp, tp):
+        assert model == {("DTensor", "Tensor")}
+        for optimizer in optimizers:
+            assert optimizer <= plain
+
+
+def test_checkpoints_of_both_kinds_are_interchangeable() -> None:
+    plain = Net(seed=1)
+    for config in (Float8LinearConfig(), GATHERED):
+        float8 = convert_to_float8_training(Net(seed=2), config=config)
+        for strict in (True, False):
+            float8.load_state_dict(plain.state_dict(), strict=strict)
+        back = Net(seed=3)
+        back.load_state_dict(float8.state_dict())
+        for name, value in back.state_dict().items():
+            assert same_bits(value, plain.state_dict()[name])
+        float8.load_state_dict(plain.state_dict(), assign=True)
+        wrapped = isinstance(float8.layers[0].w1.weight.data, Float8AllGatherWeight)
+        assert wrapped is config.enable_fsdp_float8_all_gather
+        assert float8.layers[0].w1.weight.requires_grad
+
+
+def test_loading_a_checkpoint_does_not_need_the_library(tmp_path: Path) -> None:
+    float8 = convert_to_float8_training(Net(), config=GATHERED)
+    torch.save(float8.state_dict(), tmp_path / "state.pt")
+    program = (
+        f"import sys, torch; state = torch.load({str(tmp_path / 'state.pt')!r}, "
+        "weights_only=True); assert 'fp8_dist' not in sys.modules; print(len(state))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert loaded.stdout.strip() == "10", loaded.stderr
+
+
+def test_pickled_and_copied_modules_work() -> None:
+    float8 = convert_to_float8_training(Net(), config=GATHERED)
+    precompute_float8_dynamic_scale(float8)
+    file = io.BytesIO()
+    torch.save(float8, file)
+    file.seek(0)
+    x = torch.randn(1, 2, 64)
+    for twin in (copy.deepcopy(float8), torch.load(file, weights_only=False)):
+        assert isinstance(twin.layers[0].w1.weight.data, Float8AllGatherWeight)
+        with torch.no_grad():
+            assert same_bits(twin(x), float8(x))
+
+
+def reloaded(folder: str, saved_as: tuple[int, int], loaded_as: tuple[int, int]) -> list[str]:
+    """DCP: saved on one mesh, loaded on another; names of what differs."""
+    source = Distributed(*saved_as, net_arguments={"seed": 1})
+    dcp.save({"model": source.net.state_dict()}, checkpoint_id=folder)
+    target = Distributed(*loaded_as, net_arguments={"seed": 2})
+    precompute_float8_dynamic_scale(target.net)
+    state = {"model": target.net.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    target.net.load_state_dict(state["model"])
+    expected = Net(seed=1).state_dict()
+    wrong = [n for n, v in target.net.state_dict().items() if not same_bits(full(v), expected[n])]
+    with torch.no_grad(), weights_used(target.net) as used:
+        target.net(target.mine(torch.randn(4, 8, 64)))
+    for name, weight in used.items():
+        cast = cast_to_float8(expected[f"{name}.weight"], CastConfig())
+        if not same_cast(weight, cast.rewrap(qdata=target.tp_part(name, cast.qdata))):
+            wrong.append(f"cast of {name}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "loaded_as"), [((4, 1), (2, 2)), ((2, 2), (1, 4)), ((1, 4), (4, 1))]
+)
+def test_distributed_checkpoints_reshard(
+    ranks: RankPools, tmp_path: Path, saved_as: tuple[int, int], loaded_as: tuple[int, int]
+) -> None:
+    assert ranks(4).run(reloaded, str(tmp_path), saved_as, loaded_as, timeout=120) == [[]] * 4
+
+
+def from_meta(tp: int) -> list[str]:
+    """meta init -> convert -> parallelize -> fully_shard -> to_empty -> load."""
+    mesh = device_mesh(dp=2, tp=tp)
+    with torch.device("meta"):
+        net = Net()
+    convert_to_float8_training(net, config=GATHERED)
+    if tp > 1:
+        apply_tp_plan(net, mesh["tp"], net_plan(net, True))
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(net, mesh=mesh["dp"])
+    net.to_empty(device="cpu")
+    wrong = [
+        n
+        for n, p in net.named_parameters()
+        if n.endswith("weight") and not isinstance(p._local_tensor, Float8AllGatherWeight)
+    ]
+    values = Net(seed=1).state_dict()
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            parameter.copy_(
+                torch.distributed.tensor.distribute_tensor(
+                    values[name], parameter.device_mesh, parameter.placements
+                )
+            )
+    x = torch.randn(2, 8, 64)
+    if tp > 1:
+        x = x.chunk(tp, 1)[mesh.get_local_rank("tp")]
+    with weights_used(net) as used:
+        net(x.contiguous()).sum().backward()
+    one = {n: cast_to_float8(values[f"{n}.weight"], CastConfig()) for n in used}
+    return wrong + [n for n, w in used.items() if not same_bits(w.scale, one[n].scale)]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_meta_init(ranks: RankPools, tp: int) -> None:
+    assert ranks(2 * tp).run(from_meta, tp) == [[]] * (2 * tp)
+
+
+class LowRank(nn.Module):
+    """A frozen converted layer beside trainable high-precision ones, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(32, 32)
+        self.down, self.up = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def frozen() -> list[bool]:
+    torch.manual_seed(0)
+    net = LowRank()
+    net.base.requires_grad_(False)
+    twin = copy.deepcopy(net)
+    convert_to_float8_training(
+        net, config=GATHERED, module_filter_fn=lambda module, fqn: fqn == "base"
+    )
+    convert_to_float8_training(twin, module_filter_fn=lambda module, fqn: fqn == "base")
+    fully_shard(net, mesh=device_mesh(dp=2))
+    precompute_float8_dynamic_scale(net)
+    x = torch.randn(4, 32)
+    net(x).sum().backward()
+    twin(x).sum().backward()
+    return [
+        net.base.weight.grad is None,
+        same_bits(full(net.up.weight.grad), twin.up.weight.grad),
+        same_bits(net(x), twin(x)),
+    ]
+
+
+def test_frozen_weights(ranks: RankPools) -> None:
+    assert ranks(2).run(frozen) == [[True, True, True]] * 2

@@ -1,0 +1,329 @@
+"""The float8 styles: their arguments, their errors, local and DTensor outputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from nets import MLP, Net, full
+from ranks import RankPools, device_mesh
+from reference import same_bits, sqnr
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingType,
+    convert_to_float8_training,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    apply_tp_plan,
+)
+
+OFF = CastConfig(ScalingType.DISABLED)
+
+
+def one_layer(
+    style: str, input_at: Any, output_at: Any, local: bool, prepared: bool
+) -> dict[str, float]:
+    """A single layer under one style against one device; SQNR of every result in dB."""
+    mesh = device_mesh(tp=2)
+    torch.manual_seed(0)
+    layer, twin = (nn.Sequential(nn.Linear(32, 48)) for _ in range(2))
+    twin.load_state_dict(layer.state_dict())
+    for model in (layer, twin):
+        convert_to_float8_training(model)
+    kind = Float8ColwiseParallel if style == "column" else Float8RowwiseParallel
+    apply_tp_plan(
+        layer,
+        mesh,
+        {"0": kind(input_layouts=input_at, output_layouts=output_at, use_local_output=local)},
+    )
+    x, grad = torch.randn(2, 6, 32), torch.randn(2, 6, 48)
+    mine = DTensor.from_local(x, mesh, [Replicate()]).redistribute(mesh, [input_at]).to_local()
+    mine = mine.detach().requires_grad_()
+    given = DTensor.from_local(mine, mesh, [input_at]) if prepared else mine
+    output = layer(given)
+    assert isinstance(output, DTensor) is not local
+    out_grad = DTensor.from_local(grad, mesh, [Replicate()]).redistribute(mesh, [output_at])
+    output.backward(out_grad.to_local() if local else out_grad)
+    x.requires_grad_()
+    expected = twin(x)
+    expected.backward(grad)
+    whole = DTensor.from_local(
+        output.detach() if local else output.to_local().detach(), mesh, [output_at]
+    )
+    # The gradient of a replicated plain tensor is already summed over the ranks.
+    grad_input = DTensor.from_local(mine.grad, mesh, [input_at])
+    found = {
+        "output": sqnr(expected, full(whole)),
+        "grad_input": sqnr(x.grad, full(grad_input)),
+    }
+    for (name, p), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
+        found[name] = sqnr(other.grad, full(p.grad))
+        assert p.grad.placements == p.placements
+    return found
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("output_at", [Replicate(), Shard(0), Shard(1), Shard(2)], ids=str)
+@pytest.mark.parametrize("input_at", [Replicate(), Shard(0), Shard(1), Shard(2)], ids=str)
+@pytest.mark.parametrize("style", ["column", "row"])
+def test_any_layouts(
+    ranks: RankPools, style: str, input_at: Any, output_at: Any, local: bool, prepared: bool
+) -> None:
+    for found in ranks(2).run(one_layer, style, input_at, output_at, local, prepared):
+        assert min(found.values()) > 120, found
+
+
+def uneven_sequence(length: int) -> dict[str, float]:
+    """Sequence parallelism over a length that the ranks can't share evenly, with DTensors."""
+    mesh = device_mesh(tp=4)
+    net, twin = Net(layers=1), Net(layers=1)
+    for model in (net, twin):
+        convert_to_float8_training(model)
+    mlp = net.layers[0]
+    apply_tp_plan(
+        mlp,
+        mesh,
+        {
+            "": PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            "w1": Float8ColwiseParallel(),
+            "w3": Float8ColwiseParallel(),
+            "w2": Float8RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        },
+    )
+    x = torch.randn(2, length, 64, requires_grad=True)
+    replicated = DTensor.from_local(x, mesh, [Replicate()])
+    output = mlp(replicated.redistribute(placements=[Shard(1)]))
+    whole = output.full_tensor()
+    whole.sum().backward()
+    actual = {"output": whole.detach(), "grad_input": x.grad}
+    x.grad = None
+    expected = twin.layers[0](x)
+    expected.sum().backward()
+    return {
+        "output": sqnr(expected, actual["output"]),
+        "grad_input": sqnr(x.grad, actual["grad_input"]),
+        "grad_weight": sqnr(twin.layers[0].w2.weight.grad, full(mlp.w2.weight.grad)),
+    }
+
+
+@pytest.mark.parametrize("length", [1, 3, 5, 10])
+def test_a_sequence_that_tp_does_not_divide(ranks: RankPools, length: int) -> None:
+    for found in ranks(4).run(uneven_sequence, length):
+        assert min(found.values()) > 120, found
+
+
+class WithMask(nn.Module):
+    """A float8 layer whose module also takes an integer tensor, and its input by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, mask: torch.Tensor, *, x: torch.Tensor) -> torch.Tensor:
+        mask = mask.to_local() if isinstance(mask, DTensor) else mask
+        return self.layer(x) * mask.unsqueeze(-1)
+
+
+def keyword_inputs(use_local_output: bool) -> tuple[bool, int, int]:
+    mesh = device_mesh(tp=2)
+    torch.manual_seed(0)
+    net = convert_to_float8_training(WithMask())
+    twin = convert_to_float8_training(WithMask())
+    twin.load_state_dict(net.state_dict())
+    apply_tp_plan(
+        net,
+        mesh,
+        {
+            "": PrepareFloat8ModuleInput(
+                input_layouts=(Replicate(),),
+                desired_input_layouts=(Replicate(),),
+                input_kwarg_layouts={"x": Shard(1)},
+                desired_input_kwarg_layouts={"x": Replicate()},
+                use_local_output=use_local_output,
+            ),
+            "layer": Float8ColwiseParallel(output_layouts=Replicate()),
+        },
+    )
+    x, mask = torch.randn(2, 4, 32), torch.randint(0, 2, (2, 4))
+    part = x.chunk(2, 1)[mesh.get_local_rank()].contiguous().requires_grad_()
+    with comm_audit(mesh) as audit:
+        output = net(mask, x=part)
+    output.sum().backward()
+    gathered = sum(row.float8_bytes for row in audit.rows if row.op == "all_gather")
+    return (
+        same_bits(output, twin(mask, x=x)),
+        audit.count("all_gather", dtype=torch.float8_e4m3fn),
+        gathered,
+    )
+
+
+@pytest.mark.parametrize("use_local_output", [False, True])
+def test_keyword_inputs_and_integer_tensors(ranks: RankPools, use_local_output: bool) -> None:
+    assert ranks(2).run(keyword_inputs, use_local_output) == [(True, 1, 2 * 4 * 32)] * 2
+
+
+def high_precision_losses(tp: int) -> list[float]:
+    """All GEMMs disabled: SQNR against nn.Linear on one device."""
+    config = Float8LinearConfig(
+        cast_config_input=OFF, cast_config_weight=OFF, cast_config_grad_output=OFF
+    )
+    net, twin = Net(layers=1), Net(layers=1)
+    convert_to_float8_training(net, config=config)
+    mlp, mesh = net.layers[0], device_mesh(tp=tp)
+    apply_tp_plan(
+        mlp,
+        mesh,
+        {
+            "w1": Float8ColwiseParallel(input_layouts=Shard(1)),
+            "w3": Float8ColwiseParallel(input_layouts=Shard(1)),
+            "w2": Float8RowwiseParallel(output_layouts=Shard(1)),
+        },
+    )
+    x = torch.randn(2, 8, 64)
+    rank = mesh.get_local_rank()
+    part = x.chunk(tp, 1)[rank].contiguous().requires_grad_()
+    output = mlp(part)
+    output.sum().backward()
+    x.requires_grad_()
+    expected = twin.layers[0](x)
+    expected.sum().backward()
+    return [
+        sqnr(expected.chunk(tp, 1)[rank], output),
+        sqnr(x.grad.chunk(tp, 1)[rank], part.grad),
+        sqnr(twin.layers[0].w1.weight.grad, full(mlp.w1.weight.grad)),
+    ]
+
+
+def test_disabled_gemms_communicate_and_compute_in_high_precision(ranks: RankPools) -> None:
+    for found in ranks(2).run(high_precision_losses, 2):
+        assert min(found) > 120
+
+
+def torch_styles() -> list[bool]:
+    """torch's own styles accept converted layers: high-precision communication, same scales."""
+    mesh = device_mesh(tp=2)
+    net, twin = Net(layers=1), Net(layers=1)
+    for model in (net, twin):
+        convert_to_float8_training(model)
+    plan = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
+    parallelize_module(net.layers[0], mesh, plan)
+    x = torch.randn(2, 8, 64)
+    output, expected = net(x), twin(x)
+    output.sum().backward()
+    expected.sum().backward()
+    return [sqnr(expected, output) > 120] + [
+        sqnr(b.grad, full(a.grad)) > 120
+        for a, b in zip(net.parameters(), twin.parameters(), strict=True)
+    ]
+
+
+def test_torch_styles_on_converted_layers(ranks: RankPools) -> None:
+    assert ranks(2).run(torch_styles) == [[True] * 6] * 2
+
+
+def raised(kind: type[Exception], call: Callable[[], object]) -> str:
+    with pytest.raises(kind) as info:
+        call()
+    return str(info.value)
+
+
+def converted(cls: Callable[[], nn.Module], **config: Any) -> nn.Module:
+    return convert_to_float8_training(cls(), config=Float8LinearConfig(**config))
+
+
+def refusals() -> dict[str, str]:
+    mesh = device_mesh(tp=2)
+    at = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+
+    def mixed() -> nn.Module:
+        mlp = MLP(32, 32)
+        for name in ("w1", "w2"):
+            convert_to_float8_training(
+                mlp,
+                module_filter_fn=lambda m, fqn, name=name: fqn == name,
+                config=Float8LinearConfig(round_scales_to_power_of_2=name == "w1"),
+            )
+        return mlp
+
+    def small() -> MLP:
+        return MLP(32, 32)
+
+    prepare = PrepareFloat8ModuleInput
+    texts = {
+        "unconverted": lambda: parallelize_module(small().w1, mesh, Float8ColwiseParallel()),
+        "no float8 layer": lambda: parallelize_module(small(), mesh, prepare(**at)),
+        "different casts": lambda: parallelize_module(mixed(), mesh, prepare(**at)),
+        "other dtype": lambda: parallelize_module(
+            converted(small), mesh, prepare(**at, float8_dtype=torch.float8_e5m2)
+        ),
+        "unknown submodule": lambda: parallelize_module(
+            converted(small), mesh, prepare(**at, fwd_config_submodule_fqn="w4")
+        ),
+        "high precision": lambda: parallelize_module(
+            converted(
+                small,
+                cast_config_input_for_grad_weight=OFF,
+                cast_config_grad_output_for_grad_weight=OFF,
+            ),
+            mesh,
+            prepare(**at),
+        ),
+    }
+    return {name: raised(ValueError, call) for name, call in texts.items()}
+
+
+def plain_input() -> str:
+    """A sharded layer that is given a plain tensor: no style annotated it."""
+    mesh = device_mesh(tp=2)
+    net = nn.Sequential(nn.Linear(32, 32))
+    convert_to_float8_training(net)
+    parallelize_module(net, mesh, {"0": Float8ColwiseParallel()})
+    net[0]._forward_pre_hooks.clear()
+    return raised(ValueError, lambda: net(torch.randn(2, 32)))
+
+
+def test_refusals(ranks: RankPools) -> None:
+    texts, other = ranks(2).run(refusals)
+    assert texts == other
+    assert_expected_inline(
+        "\n".join(f"{k}: {v}" for k, v in texts.items()),
+        """\
+unconverted: Float8ColwiseParallel needs a Float8Linear, found a Linear; convert the layer, or use torch's style without Float8 in its name
+no float8 layer: PrepareFloat8ModuleInput: this MLP contains no Float8Linear; convert the model first, or use torch's PrepareModuleInput
+different casts: PrepareFloat8ModuleInput: the layers that share this input cast it differently: {'w1': 'in_features=32, out_features=32, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2', 'w2': 'in_features=32, out_features=32, bias=True, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2'}; give them one config, or name the one to follow in fwd_config_submodule_fqn
+other dtype: PrepareFloat8ModuleInput: float8_dtype=torch.float8_e5m2, but the layers (w1, w3, w2) cast their input to torch.float8_e4m3fn; drop the argument
+unknown submodule: PrepareFloat8ModuleInput: fwd_config_submodule_fqn='w4' is no Float8Linear in this MLP; it has ['w1', 'w3', 'w2']
+high precision: PrepareFloat8ModuleInput: w1, w3, w2 take their input in high precision in some GEMM; use torch's PrepareModuleInput""",
+    )
+    assert_expected_inline(
+        ranks(2).run(plain_input)[0],
+        """0: the weight is on the mesh DeviceMesh((tp=2), 'cpu', stride=(1,)), the input is not a DTensor; parallelize the layer with Float8ColwiseParallel or Float8RowwiseParallel, or pass an input on the weight's mesh""",
+    )
+
+
+def test_the_one_to_follow_may_be_named(ranks: RankPools) -> None:
+    assert ranks(2).run(named) == [True, True]
+
+
+def named() -> bool:
+    mlp = converted(lambda: MLP(32, 32))
+    style = PrepareFloat8ModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate(), fwd_config_submodule_fqn="w1"
+    )
+    parallelize_module(mlp, device_mesh(tp=2), style)
+    return len(mlp._forward_pre_hooks) == 1
