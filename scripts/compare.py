@@ -15,6 +15,7 @@ LAST_STEPS = 20
 MAX_DIFFERENCE = 0.01
 MAX_FRACTION_OF_FIRST = 0.7
 SMOOTHING_STEPS = 5
+NUMBERS = ("bytes", "float8_bytes", "all_gather_bytes", "tokens_per_second")
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
     Returns:
         name, losses (one per step), tokens_per_second (mean of the last steps), and the bytes of
-        one step's collectives as one rank sees them (bytes, float8_bytes).
+        one step's collectives as one rank sees them (bytes, float8_bytes, all_gather_bytes).
 
     Raises:
         SystemExit: a file is missing or holds no step.
@@ -43,6 +44,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "tokens_per_second": sum(speeds) / len(speeds),
         "bytes": sum(row["bytes"] for row in rows),
         "float8_bytes": sum(row["float8_bytes"] for row in rows),
+        "all_gather_bytes": sum(row["bytes"] for row in rows if row["op"] == "all_gather"),
     }
 
 
@@ -60,13 +62,14 @@ def summarize(baseline: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
             "steps": len(each["losses"]),
             "first_loss": each["losses"][0],
             "last_loss": mean_of_last(each["losses"]),
-            **{key: each[key] for key in ("bytes", "float8_bytes", "tokens_per_second")},
+            **{key: each[key] for key in NUMBERS},
         }
     last, reference = mean_of_last(run["losses"]), mean_of_last(baseline["losses"])
     difference = last / reference - 1
     summary["loss_difference"] = difference
     # None on one rank, where nothing is communicated.
-    summary["bytes_ratio"] = run["bytes"] / baseline["bytes"] if baseline["bytes"] else None
+    for key in ("bytes", "all_gather_bytes"):
+        summary[f"{key}_ratio"] = run[key] / baseline[key] if baseline[key] else None
     problems = []
     # Written so that a NaN is a problem too.
     if not abs(difference) <= MAX_DIFFERENCE:
@@ -95,7 +98,10 @@ def report(baseline: str, run: str, summary: dict[str, Any]) -> str:
         )
     lines.append(f"loss of {run} against {baseline}: {summary['loss_difference']:+.2%}")
     if summary["bytes_ratio"] is not None:
-        lines.append(f"bytes on the wire, {run} / {baseline}: {summary['bytes_ratio']:.3f}")
+        lines.append(
+            f"bytes on the wire, {run} / {baseline}: {summary['bytes_ratio']:.3f}; of all-gathers "
+            f"alone, unconverted layers included: {summary['all_gather_bytes_ratio']:.3f}"
+        )
     verdict = "; ".join(summary["problems"]) or (
         f"within {MAX_DIFFERENCE:.0%} of {baseline}, and both below "
         f"{MAX_FRACTION_OF_FIRST:.0%} of their first loss"
@@ -111,20 +117,28 @@ def running_mean(values: list[float], width: int) -> list[float]:
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    """Draws the losses of all runs, raw and smoothed, into a PNG."""
-    figure, axes = plt.subplots(figsize=(8, 5))
+    """Draws the losses of all runs, raw and smoothed, over their distance to the first's."""
+    figure, (axes, below) = plt.subplots(
+        2, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained"
+    )
+    reference = running_mean(runs[0]["losses"], LAST_STEPS)
     for index, run in enumerate(runs):
         steps = range(1, len(run["losses"]) + 1)
         color = f"C{index}"
         axes.plot(steps, run["losses"], color=color, alpha=0.3, linewidth=1)
         smooth = running_mean(run["losses"], SMOOTHING_STEPS)
         axes.plot(steps, smooth, color=color, label=run["name"], linestyle=("-", "--")[index % 2])
-    axes.set_xlabel("step")
+        means = running_mean(run["losses"], LAST_STEPS)
+        distances = [100 * (a / b - 1) for a, b in zip(means, reference, strict=False)]
+        below.plot(range(1, len(distances) + 1), distances, color=color)
     axes.set_ylabel("loss (nats per byte)")
     axes.set_title(f"Training loss; bold: mean of the last {SMOOTHING_STEPS} steps")
-    axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
+    below.set_xlabel("step")
+    below.set_ylabel(f"% of {runs[0]['name']}\n(mean of {LAST_STEPS})")
+    below.set_ylim(-200 * MAX_DIFFERENCE, 200 * MAX_DIFFERENCE)
+    for each in (axes, below):
+        each.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -294,12 +294,19 @@ class RunWriter:
         self.out: Path = args.out
         self.out.mkdir(parents=True, exist_ok=True)
         self.metrics = (self.out / "metrics.jsonl").open("w", buffering=1)
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        print(
+            f"{args.model} Llama, {parameters:,} parameters, {args.recipe}, dp {args.dp} x tp "
+            f"{args.tp} on {trainer.device.type} with {dist.get_backend()}; "
+            f"{args.corpus.tokens.numel():,} bytes of {args.corpus.source}",
+            flush=True,
+        )
         shown = {name: value for name, value in vars(args).items() if name != "corpus"}
         shown |= {
             "data": args.corpus.source,
             "data_bytes": args.corpus.tokens.numel(),
             "device": str(trainer.device),
-            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "parameters": parameters,
             "torch": torch.__version__,
         }
         (self.out / "config.json").write_text(json.dumps(shown, indent=2, default=str) + "\n")

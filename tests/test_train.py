@@ -205,7 +205,7 @@ def test_gradient_norm_counts_every_element_once(ranks, sequence_parallel):
 
 
 def write_run(folder: Path, recipe: str, losses: list[float], sizes: dict[str, int]) -> Path:
-    """Writes the files of a run; sizes: bytes of a collective by dtype."""
+    """Writes the files of a run; sizes: bytes by "op dtype"."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"recipe": recipe}))
     lines = [
@@ -214,8 +214,8 @@ def write_run(folder: Path, recipe: str, losses: list[float], sizes: dict[str, i
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = [
-        {"bytes": size, "float8_bytes": size if "float8" in dtype else 0}
-        for dtype, size in sizes.items()
+        {"op": op, "bytes": size, "float8_bytes": size if "float8" in dtype else 0}
+        for (op, _, dtype), size in ((k.partition(" "), v) for k, v in sizes.items())
     ]
     (folder / "comm.json").write_text(json.dumps(rows))
     return folder
@@ -223,12 +223,14 @@ def write_run(folder: Path, recipe: str, losses: list[float], sizes: dict[str, i
 
 def test_comparison_of_good_runs(tmp_path, capsys):
     losses = [5.5 - 0.1 * step for step in range(40)]
-    bf16 = write_run(tmp_path / "a", "bf16", losses, {"bfloat16": 4000})
+    bf16 = write_run(
+        tmp_path / "a", "bf16", losses, {"all_gather bfloat16": 3000, "all_reduce bfloat16": 1000}
+    )
     float8 = write_run(
         tmp_path / "b",
         "tensorwise",
         [5.5, *(x * 1.004 for x in losses[1:])],
-        {"float8_e4m3fn": 1500, "bfloat16": 700},
+        {"all_gather float8_e4m3fn": 1500, "all_reduce bfloat16": 700},
     )
     assert compare.main([str(bf16), str(float8), "--out", str(tmp_path), "--assert"]) == 0
     shown = capsys.readouterr().out.partition("written:")[0].strip("\n")
@@ -239,7 +241,7 @@ def test_comparison_of_good_runs(tmp_path, capsys):
 bf16              5.5000           2.5500            4,000              0      1,000
 tensorwise        5.5000           2.5602            2,200          1,500      1,000
 loss of tensorwise against bf16: +0.40%
-bytes on the wire, tensorwise / bf16: 0.550
+bytes on the wire, tensorwise / bf16: 0.550; of all-gathers alone, unconverted layers included: 0.500
 verdict: within 1% of bf16, and both below 70% of their first loss""",
     )
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -255,8 +257,10 @@ verdict: within 1% of bf16, and both below 70% of their first loss""",
     ],
 )
 def test_comparison_of_a_bad_run(tmp_path, capsys, last, problem):
-    bf16 = write_run(tmp_path / "a", "bf16", [5.5] + [3.0] * 20, {"bfloat16": 4000})
-    float8 = write_run(tmp_path / "b", "tensorwise", [5.5] + [last] * 20, {"uint8": 2200})
+    bf16 = write_run(tmp_path / "a", "bf16", [5.5] + [3.0] * 20, {"all_gather bfloat16": 4000})
+    float8 = write_run(
+        tmp_path / "b", "tensorwise", [5.5] + [last] * 20, {"all_gather uint8": 2200}
+    )
     arguments = [str(bf16), str(float8), "--out", str(tmp_path)]
     assert compare.main(arguments) == 0
     assert compare.main([*arguments, "--assert"]) == 1
