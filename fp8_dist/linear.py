@@ -1,16 +1,26 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
-from typing import Any, ClassVar, Protocol
+import math
+from itertools import product
+from typing import Any, ClassVar, Protocol, get_args
 
 import torch
 import torch.nn as nn
 
 from fp8_dist.cast import scaling_of
-from fp8_dist.config import Float8LinearConfig
+from fp8_dist.config import Float8LinearConfig, Gemm
 from fp8_dist.freshness import WeightCache, warn_once
 from fp8_dist.function import LinearSpec, float8_linear
+from fp8_dist.matmul import ALIGNMENT, needs_alignment
 from fp8_dist.scaling import quantize
-from fp8_dist.sharding import Layout, Placements, local_tensor, reduced
+from fp8_dist.sharding import (
+    Layout,
+    Placements,
+    linear_layouts,
+    local_sizes,
+    local_tensor,
+    reduced,
+)
 from fp8_dist.tensor import Float8Tensor
 
 
@@ -87,6 +97,8 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_mesh(input)
+        if not torch.compiler.is_compiling():
+            self._check_alignment(input)
         weight = self._float8_weight()
         if not isinstance(local_tensor(input), Float8Tensor):
             device = input.device.type
@@ -203,6 +215,40 @@ class Float8Linear(nn.Linear):
                 f"{self.fqn or 'Float8Linear'}: the weight is {found[0]}, the input is "
                 f"{found[1]}; parallelize the layer with Float8ColwiseParallel or "
                 "Float8RowwiseParallel, or pass an input on the weight's mesh"
+            )
+
+    def _check_alignment(self, input: torch.Tensor) -> None:
+        """Refuse what the float8 GEMMs would refuse, on all ranks if on one, before they start."""
+        config = self.config
+        if config.pad_inner_dim or not needs_alignment(input.device, config.emulate):
+            return
+        if not any(config.gemm_enabled(gemm) for gemm in get_args(Gemm)):
+            return
+        sizes = {"out_features": {self.out_features}, "in_features": {self.in_features}}
+        here, there = Layout.of(self.weight), Layout.of(input)
+        if here is not None and there is not None:
+            sizes = {"out_features": local_sizes(here, 0), "in_features": local_sizes(here, 1)}
+            needed = linear_layouts(there.placements, here.placements, input.ndim).input
+            rows = there._replace(placements=needed)
+            sizes["rows of the input"] = {
+                math.prod(counts)
+                for counts in product(*(local_sizes(rows, d) for d in range(input.ndim - 1)))
+            }
+        else:
+            sizes["rows of the input"] = {input.shape[:-1].numel()}
+        trains = torch.is_grad_enabled() and self.weight.requires_grad
+        if not (trains and config.gemm_enabled("grad_weight")):
+            del sizes["rows of the input"]
+        bad = [
+            f"{name} {' or '.join(map(str, sorted(found)))}"
+            for name, found in sizes.items()
+            if any(size % ALIGNMENT for size in found)
+        ]
+        if bad:
+            raise ValueError(
+                f"{self.fqn or 'Float8Linear'}: float8 GEMMs need local sizes that are multiples "
+                f"of {ALIGNMENT} on this device, found {', '.join(bad)}; set "
+                "Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted"
             )
 
     def _plain(self, weight: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,11 @@ _LIB.define(
 )
 
 
+def needs_alignment(device: torch.device, emulate: bool) -> bool:
+    """True where the float8 GEMM takes only dims that are multiples of ``ALIGNMENT``."""
+    return (device_has_float8_gemm(device) and not emulate) or strict_alignment()
+
+
 def scaled_mm(
     a: Float8Tensor,
     b: Float8Tensor,
@@ -78,13 +83,12 @@ def _scaled_mm(
     pad_inner_dim: bool,
     emulate: bool,
 ) -> torch.Tensor:
-    native = device_has_float8_gemm(a.device) and not emulate
     columns = b.shape[1]
-    if native or strict_alignment():
-        a, b = _aligned(a, b, pad_inner_dim)
     if 0 in (a.shape[0], a.shape[1], columns):
         return torch.zeros(a.shape[0], columns, dtype=out_dtype, device=a.device)
-    if native:
+    if needs_alignment(a.device, emulate):
+        a, b = _aligned(a, b, pad_inner_dim)
+    if device_has_float8_gemm(a.device) and not emulate:
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
     else:
         # Autocast would narrow the wide type.

@@ -78,6 +78,22 @@ def sharded_axes(placements: Sequence[Placement]) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(placements) if is_shard(p))
 
 
+def local_sizes(layout: Layout, dim: int) -> set[int]:
+    """The sizes that a dim has on the ranks of a mesh; the same answer on all of them."""
+    sizes = {layout.shape[dim]}
+    for axis, p in enumerate(layout.placements):
+        if is_shard(p) and p.dim % len(layout.shape) == dim % len(layout.shape):  # type: ignore[attr-defined]
+            n = layout.mesh.size(axis)
+            # As torch.chunk: equal chunks of the size rounded up, then what is left, then none.
+            sizes = {
+                min(chunk, max(size - rank * chunk, 0))
+                for size in sizes
+                for chunk in [-(-size // n)]
+                for rank in range(n)
+            }
+    return sizes
+
+
 def reduced(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` without Partial placements: the values that a cast may look at.
 

@@ -121,7 +121,8 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
 
 def _reduce(weights: Sequence[torch.Tensor], local: torch.Tensor) -> torch.Tensor:
     """Global amaxes of the weights from their local ones (both ``[len(weights)]``, fp32)."""
-    meshes = [_axes(weight) for weight in weights]
+    axes_of: dict[int, tuple[_Axis, ...]] = {}  # by the identity of a mesh: weights share few
+    meshes = [_axes(weight, axes_of) for weight in weights]
     union = sorted({axis for mesh in meshes for axis in mesh.sharded}, reverse=True)
     if not union:
         return local
@@ -146,11 +147,15 @@ def _reduce(weights: Sequence[torch.Tensor], local: torch.Tensor) -> torch.Tenso
     return all_reduce_max(vector, _group(union, meshes, rank)).index_select(0, index)
 
 
-def _axes(weight: torch.Tensor) -> _Axes:
+def _axes(weight: torch.Tensor, axes_of: dict[int, tuple[_Axis, ...]]) -> _Axes:
     if not isinstance(weight, DTensor):
         return _Axes(None, (), frozenset())
     mesh = weight.device_mesh
-    axes = tuple(_Axis(_stride(mesh, axis), mesh.size(axis)) for axis in range(mesh.ndim))
+    if id(mesh) not in axes_of:
+        axes_of[id(mesh)] = tuple(
+            _Axis(_stride(mesh, axis), mesh.size(axis)) for axis in range(mesh.ndim)
+        )
+    axes = axes_of[id(mesh)]
     sharded = frozenset(axes[i] for i in sharded_axes(weight.placements) if axes[i].size > 1)
     return _Axes(mesh, axes, sharded)
 

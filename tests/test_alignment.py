@@ -1,0 +1,162 @@
+"""Dims that a GPU's float8 GEMM can't take: padded or refused, alike on all ranks, on the CPU too."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from nets import MLP, full
+from ranks import RankPools, device_mesh
+from reference import sqnr
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fp8_dist import Float8LinearConfig, convert_to_float8_training
+from fp8_dist.sharding import Layout, local_sizes
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    apply_tp_plan,
+)
+
+STRICT = "FP8_DIST_STRICT_ALIGNMENT"
+
+
+def test_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STRICT, "1")
+    net = convert_to_float8_training(nn.Sequential(nn.Linear(32, 40), nn.Linear(40, 32)))
+    with pytest.raises(ValueError, match="multiples") as info:
+        net(torch.randn(20, 32))
+    assert_expected_inline(
+        str(info.value),
+        """0: float8 GEMMs need local sizes that are multiples of 16 on this device, found out_features 40, rows of the input 20; set Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted""",
+    )
+    with torch.no_grad(), pytest.raises(ValueError, match="found out_features 40; "):
+        net(torch.randn(20, 32))  # rows matter for the gradient of the weight alone
+    emulated = convert_to_float8_training(
+        nn.Linear(32, 48), config=Float8LinearConfig(emulate=True)
+    )
+    emulated(torch.randn(16, 32)).sum().backward()
+
+
+def test_padding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    plain = convert_to_float8_training(nn.Linear(20, 33))
+    torch.manual_seed(0)
+    padded = convert_to_float8_training(
+        nn.Linear(20, 33), config=Float8LinearConfig(pad_inner_dim=True)
+    )
+    x = torch.randn(7, 20, requires_grad=True)
+    plain(x).sum().backward()
+    expected, x.grad = x.grad, None
+    monkeypatch.setenv(STRICT, "1")
+    padded(x).sum().backward()
+    assert sqnr(expected, x.grad) > 120
+    assert sqnr(plain.weight.grad, padded.weight.grad) > 120
+
+
+def sharded(dim: int, hidden: int, pad: bool, rows: int) -> dict[str, Any]:
+    """Strict CPU: errors by rank, or the distance to one unpadded device."""
+    mesh = device_mesh(tp=2)
+    config = Float8LinearConfig(pad_inner_dim=pad)
+    torch.manual_seed(0)
+    mlp, twin = (MLP(dim, hidden) for _ in range(2))
+    twin.load_state_dict(mlp.state_dict())
+    convert_to_float8_training(mlp, config=config)
+    convert_to_float8_training(twin)
+    apply_tp_plan(
+        mlp,
+        mesh,
+        {
+            "w1": Float8ColwiseParallel(),
+            "w3": Float8ColwiseParallel(),
+            "w2": Float8RowwiseParallel(),
+        },
+    )
+    x = torch.randn(rows, dim)
+    expected = twin(x)
+    expected.sum().backward()
+    os.environ[STRICT] = "1"
+    try:
+        output = mlp(x)
+        output.sum().backward()
+    except ValueError as error:
+        return {"error": str(error)}
+    return {
+        "output": sqnr(expected, output),
+        "weight": sqnr(twin.w2.weight.grad, full(mlp.w2.weight.grad)),
+    }
+
+
+def test_refused_on_all_ranks_where_it_is_misaligned_on_one(ranks: RankPools) -> None:
+    # 48 columns on 2 ranks: 24 each. 33: 17 and 16, of which only the first is misaligned.
+    for hidden, found in ((48, "24"), (33, "16 or 17")):
+        first, second = ranks(2).run(sharded, 32, hidden, False, 16, timeout=60)
+        assert first == second
+        assert "w1: float8 GEMMs need local sizes that are multiples of 16" in first["error"]
+        assert f"found out_features {found};" in first["error"]
+
+
+@pytest.mark.parametrize(("dim", "hidden", "rows"), [(32, 33, 16), (20, 48, 5), (17, 6, 1)])
+def test_padded_on_every_rank(ranks: RankPools, dim: int, hidden: int, rows: int) -> None:
+    for found in ranks(2).run(sharded, dim, hidden, True, rows):
+        assert "error" not in found
+        assert min(found.values()) > 120
+
+
+def sequence_rows() -> list[str]:
+    """A replicated weight, rows of the input sharded 17 and 16: refused on both ranks."""
+    mesh = device_mesh(tp=2)
+    layer = convert_to_float8_training(nn.Linear(32, 32, bias=False))
+    layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh, [Replicate()]))
+    x = DTensor.from_local(torch.randn(33, 32), mesh, [Replicate()])
+    os.environ[STRICT] = "1"
+    try:
+        layer(x.redistribute(placements=[Shard(0)]))
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def test_rows_of_a_sharded_input(ranks: RankPools) -> None:
+    (first,), (second,) = ranks(2).run(sequence_rows)
+    assert first == second
+    assert "found rows of the input 16 or 17;" in first
+
+
+def fsdp_sizes() -> list[str]:
+    """FSDP2's shards of 17 and 16 rows are no operands: the gathered weight is, and is aligned."""
+    os.environ[STRICT] = "1"
+    net = nn.Sequential(nn.Linear(16, 48), nn.Linear(48, 16))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(net, config=config)
+    fully_shard(net, mesh=device_mesh(dp=4))
+    net(torch.randn(16, 16)).sum().backward()
+    return [n for n, p in net.named_parameters() if not full(p.grad).isfinite().all()]
+
+
+def test_shards_of_fsdp_need_no_alignment(ranks: RankPools) -> None:
+    assert ranks(4).run(fsdp_sizes) == [[]] * 4
+
+
+def all_local_sizes() -> list[bool]:
+    agree = []
+    for mesh, size in ((device_mesh(dp=4), 4), (device_mesh(dp=2, tp=2), 4)):
+        for rows in (1, 3, 4, 5, 8, 33):
+            whole = DTensor.from_local(torch.zeros(rows, 3), mesh, [Replicate()] * mesh.ndim)
+            placed = whole.redistribute(placements=[Shard(0)] * mesh.ndim)
+            sizes = torch.zeros(size, dtype=torch.int64)
+            sizes[torch.distributed.get_rank()] = placed.to_local().shape[0]
+            torch.distributed.all_reduce(sizes)
+            layout = Layout.of(placed)
+            assert layout is not None
+            agree.append(local_sizes(layout, 0) == set(sizes.tolist()))
+            agree.append(local_sizes(layout, 1) == {3})
+    return agree
+
+
+def test_local_sizes_are_those_of_dtensor(ranks: RankPools) -> None:
+    for agree in ranks(4).run(all_local_sizes):
+        assert all(agree)
