@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.config import CastConfig, ScalingGranularity
-from fp8_dist.scaling import amax, multiplier_from_amax, quantize, scale_from_multiplier
+from fp8_dist.scaling import amax, quantize, scaling_from_amax
 from fp8_dist.sharding import Layout, local_tensor, reduce_amax, reduced, sharded_axes
 from fp8_dist.tensor import Float8Tensor
 
@@ -28,15 +28,21 @@ def cast_to_float8(
         round_scales_to_power_of_2: round the quantization multiplier down to a power of two.
 
     Returns:
-        Float8Tensor, or DTensor(Float8Tensor) with the placements of the input (Partial became
-        Replicate). Its ``redistribute`` moves 1 byte per element. The gradient passes unchanged.
+        Float8Tensor of the input's shape (qdata in the float8 dtype, a 0-dim fp32 scale; the
+        formula is in :mod:`fp8_dist.scaling`), or DTensor(Float8Tensor) with the placements of
+        the input (Partial became Replicate). Its ``redistribute`` moves 1 byte per element. The
+        gradient passes unchanged.
 
     Collectives: at most one all-reduce of 4 bytes (and those of Partial axes, high precision).
 
     Raises:
-        TypeError: ``tensor`` is not floating point, or is float8 already.
+        TypeError: ``tensor`` is no tensor, not floating point, or float8 already.
         ValueError: ``dim`` does not fit the granularity.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"cast_to_float8: expected a tensor, got a {type(tensor).__name__}")
+    if not isinstance(cast_config, CastConfig):
+        raise TypeError(f"cast_to_float8: cast_config must be a CastConfig, got {cast_config!r}")
     if isinstance(tensor, Float8Tensor) or isinstance(local_tensor(tensor), Float8Tensor):
         raise TypeError("cast_to_float8: the tensor is float8 already")
     if not tensor.dtype.is_floating_point:
@@ -72,8 +78,15 @@ def scaling_of(
         over = sharded_axes(tensor.placements) if axes is None else axes
         same = tuple(i for i, p in enumerate(tensor.placements) if p.is_replicate())
         value = reduce_amax(value, tensor.device_mesh, over, same)
-    multiplier = multiplier_from_amax(value, dtype, round_scales_to_power_of_2)
-    return multiplier, scale_from_multiplier(multiplier)
+    return scaling_from_amax(value, dtype, round_scales_to_power_of_2)
+
+
+def cast_local(
+    local: torch.Tensor, dtype: torch.dtype, scaling: tuple[torch.Tensor, torch.Tensor]
+) -> Float8Tensor:
+    """A local tensor as float8, with a known (multiplier, scale)."""
+    multiplier, scale = scaling
+    return Float8Tensor(quantize(local, multiplier, dtype), scale, local.dtype)
 
 
 def cast_with(
@@ -83,9 +96,8 @@ def cast_with(
     axes: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """The cast itself, outside autograd; arguments and collectives as in :func:`scaling_of`."""
-    multiplier, scale = scaling_of(tensor, dtype, round_scales_to_power_of_2, axes)
-    local = local_tensor(tensor)
-    cast = Float8Tensor(quantize(local, multiplier, dtype), scale, tensor.dtype)
+    scaling = scaling_of(tensor, dtype, round_scales_to_power_of_2, axes)
+    cast = cast_local(local_tensor(tensor), dtype, scaling)
     layout = Layout.of(tensor)
     return cast if layout is None else layout.wrap(cast)
 

@@ -1,8 +1,12 @@
 """The communication ops of torch, read alike: what moves, of which dtype, in which group.
 
-Vocabulary: a *collective* is one call of a communication op; its *buffer* is the largest
-tensor it moves (the output of an all-gather, the input of a reduce-scatter, the tensor of an
-all-reduce).
+Terms: a *collective* is one call of a communication op, point-to-point ones included; its *buffer*
+is the largest tensor it moves (the output of an all-gather, the input of a reduce-scatter, the
+tensor of an all-reduce).
+
+An op of torch's communication namespaces is in one of three sets: ``SCHEMAS`` (its arguments are
+known), ``IGNORED_OPS`` (it moves no data), or neither. The last ones are still read, under their
+qualified names: a new op of torch may be sized wrongly, but it never goes unseen.
 """
 
 from collections.abc import Mapping
@@ -14,14 +18,28 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
+# torch's communication ops are in these.
+NAMESPACES = frozenset(
+    (
+        "c10d",
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+        # Deprecated; its ops decompose into those of _c10d_functional, but not in inference mode.
+        "c10d_functional",
+        "_dtensor",
+        "symm_mem",
+    )
+)
+
 
 @dataclass(frozen=True)
-class Form:
+class CollectiveSchema:
     """How the arguments of one communication op are read.
 
-    op: the name that people know it by, the same for all variants.
-    buffer: the argument that holds the buffer.
-    times_group_size: that argument holds one rank's share of the buffer.
+    Attributes:
+        op: the common name of the collective, the same for all its variants.
+        buffer: name of the argument that holds the buffer.
+        times_group_size: that argument holds one rank's share of the buffer.
     """
 
     op: str
@@ -29,54 +47,93 @@ class Form:
     times_group_size: bool = False
 
 
-# By schema name. Left out: barriers and waits, which move no data.
-FORMS: Mapping[str, Form] = {
-    "c10d::_allgather_base_": Form("all_gather", "input_tensor", True),
-    "c10d::allgather_": Form("all_gather", "output_tensors"),
-    "c10d::allgather_coalesced_": Form("all_gather", "input_list", True),
-    "c10d::allgather_into_tensor_coalesced_": Form("all_gather", "inputs", True),
-    "c10d::_reduce_scatter_base_": Form("reduce_scatter", "input_tensor"),
-    "c10d::reduce_scatter_": Form("reduce_scatter", "input_tensors"),
-    "c10d::reduce_scatter_tensor_coalesced_": Form("reduce_scatter", "inputs"),
-    "c10d::allreduce_": Form("all_reduce", "tensors"),
-    "c10d::allreduce_coalesced_": Form("all_reduce", "tensors"),
-    "c10d::alltoall_": Form("all_to_all", "input_tensors"),
-    "c10d::alltoall_base_": Form("all_to_all", "input"),
-    "c10d::broadcast_": Form("broadcast", "tensors"),
-    "c10d::gather_": Form("gather", "input_tensors", True),
-    "c10d::scatter_": Form("scatter", "output_tensors", True),
-    "c10d::reduce_": Form("reduce", "tensors"),
-    "c10d::send": Form("send", "tensors"),
-    "c10d::recv_": Form("recv", "tensors"),
-    "c10d::recv_any_source_": Form("recv", "tensors"),
-    "_c10d_functional::all_gather_into_tensor": Form("all_gather", "input", True),
-    "_c10d_functional::all_gather_into_tensor_out": Form("all_gather", "input", True),
-    "_c10d_functional::all_gather_into_tensor_coalesced": Form("all_gather", "inputs", True),
-    "_c10d_functional::reduce_scatter_tensor": Form("reduce_scatter", "input"),
-    "_c10d_functional::reduce_scatter_tensor_out": Form("reduce_scatter", "input"),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": Form("reduce_scatter", "inputs"),
-    "_c10d_functional::all_reduce": Form("all_reduce", "input"),
-    "_c10d_functional::all_reduce_": Form("all_reduce", "input"),
-    "_c10d_functional::all_reduce_coalesced": Form("all_reduce", "inputs"),
-    "_c10d_functional::all_reduce_coalesced_": Form("all_reduce", "inputs"),
-    "_c10d_functional::all_to_all_single": Form("all_to_all", "input"),
-    "_c10d_functional::broadcast": Form("broadcast", "input"),
-    "_c10d_functional::broadcast_": Form("broadcast", "input"),
-    "_c10d_functional::isend": Form("send", "tensor"),
-    "_c10d_functional::irecv": Form("recv", "tensor"),
-    "_c10d_functional_autograd::all_gather_into_tensor": Form("all_gather", "input", True),
-    "_c10d_functional_autograd::reduce_scatter_tensor": Form("reduce_scatter", "input"),
-    "_c10d_functional_autograd::all_to_all_single": Form("all_to_all", "input"),
-    "_dtensor::shard_dim_alltoall": Form("all_to_all", "input"),
+# By qualified op name.
+SCHEMAS: Mapping[str, CollectiveSchema] = {
+    "c10d::_allgather_base_": CollectiveSchema("all_gather", "input_tensor", True),
+    "c10d::allgather_": CollectiveSchema("all_gather", "output_tensors"),
+    "c10d::allgather_coalesced_": CollectiveSchema("all_gather", "input_list", True),
+    "c10d::allgather_into_tensor_coalesced_": CollectiveSchema("all_gather", "inputs", True),
+    "c10d::_reduce_scatter_base_": CollectiveSchema("reduce_scatter", "input_tensor"),
+    "c10d::reduce_scatter_": CollectiveSchema("reduce_scatter", "input_tensors"),
+    "c10d::reduce_scatter_tensor_coalesced_": CollectiveSchema("reduce_scatter", "inputs"),
+    "c10d::allreduce_": CollectiveSchema("all_reduce", "tensors"),
+    "c10d::allreduce_coalesced_": CollectiveSchema("all_reduce", "tensors"),
+    "c10d::alltoall_": CollectiveSchema("all_to_all", "input_tensors"),
+    "c10d::alltoall_base_": CollectiveSchema("all_to_all", "input"),
+    "c10d::broadcast_": CollectiveSchema("broadcast", "tensors"),
+    "c10d::gather_": CollectiveSchema("gather", "input_tensors", True),
+    "c10d::scatter_": CollectiveSchema("scatter", "output_tensors", True),
+    "c10d::reduce_": CollectiveSchema("reduce", "tensors"),
+    "c10d::send": CollectiveSchema("send", "tensors"),
+    "c10d::recv_": CollectiveSchema("recv", "tensors"),
+    "c10d::recv_any_source_": CollectiveSchema("recv", "tensors"),
+    "_c10d_functional::all_gather_into_tensor": CollectiveSchema("all_gather", "input", True),
+    "_c10d_functional::all_gather_into_tensor_out": CollectiveSchema("all_gather", "input", True),
+    "_c10d_functional::all_gather_into_tensor_coalesced": CollectiveSchema(
+        "all_gather", "inputs", True
+    ),
+    "_c10d_functional::reduce_scatter_tensor": CollectiveSchema("reduce_scatter", "input"),
+    "_c10d_functional::reduce_scatter_tensor_out": CollectiveSchema("reduce_scatter", "input"),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": CollectiveSchema(
+        "reduce_scatter", "inputs"
+    ),
+    "_c10d_functional::all_reduce": CollectiveSchema("all_reduce", "input"),
+    "_c10d_functional::all_reduce_": CollectiveSchema("all_reduce", "input"),
+    "_c10d_functional::all_reduce_coalesced": CollectiveSchema("all_reduce", "inputs"),
+    "_c10d_functional::all_reduce_coalesced_": CollectiveSchema("all_reduce", "inputs"),
+    "_c10d_functional::all_to_all_single": CollectiveSchema("all_to_all", "input"),
+    "_c10d_functional::broadcast": CollectiveSchema("broadcast", "input"),
+    "_c10d_functional::broadcast_": CollectiveSchema("broadcast", "input"),
+    "_c10d_functional::isend": CollectiveSchema("send", "tensor"),
+    "_c10d_functional::irecv": CollectiveSchema("recv", "tensor"),
+    "_c10d_functional::batch_p2p_ops": CollectiveSchema("batch_p2p", "tensors"),
+    "_c10d_functional_autograd::all_gather_into_tensor": CollectiveSchema(
+        "all_gather", "input", True
+    ),
+    "_c10d_functional_autograd::reduce_scatter_tensor": CollectiveSchema("reduce_scatter", "input"),
+    "_c10d_functional_autograd::all_to_all_single": CollectiveSchema("all_to_all", "input"),
+    "_dtensor::shard_dim_alltoall": CollectiveSchema("all_to_all", "input"),
 }
+
+# By qualified op name: ops of the communication namespaces that move no data between ranks.
+IGNORED_OPS = frozenset(
+    (
+        # Barriers, waits and signals.
+        "c10d::barrier",
+        "c10d::monitored_barrier_",
+        "_c10d_functional::wait_tensor",
+        "c10d_functional::wait_tensor",
+        "symm_mem::_barrier",
+        "symm_mem::memset32_",
+        "symm_mem::nccl_wait_for_signal",
+        "symm_mem::nccl_wait_signal",
+        "symm_mem::nvshmem_wait_for_signal",
+        "symm_mem::stream_write_value32_",
+        # Work on a rank's own tensors.
+        "c10d::check_for_nan",
+        "_c10d_functional::_wrap_tensor_autograd",
+        "symm_mem::_async_input_mm",
+        # Look-ups and set-up: of groups, of buffers that other ranks can reach.
+        "_dtensor::mesh_get_process_group",
+        "symm_mem::_rendezvous",
+        "symm_mem::get_remote_tensors",
+    )
+)
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call: `tensors` hold the buffer, or `1 / factor` of it."""
+    """One call of a communication op.
+
+    Attributes:
+        op: common name of the collective; the op's qualified name if it is not in ``SCHEMAS``.
+        group: its process group; None if the op names none.
+        tensors: they hold the buffer, or ``1 / factor`` of it.
+        factor: see ``tensors``.
+    """
 
     op: str
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     tensors: tuple[torch.Tensor, ...]
     factor: int
 
@@ -84,20 +141,46 @@ class Collective:
 def read_collective(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Collective | None:
-    """The collective that a call of this op makes; None where it makes none."""
-    form = FORMS.get(func._schema.name)
-    if form is None:
+    """Read the collective that a call of an op makes.
+
+    Args:
+        func: any op.
+        args: the call's positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        None if the op is not in ``NAMESPACES`` or moves no data. The buffer of an op that is
+        not in ``SCHEMAS`` is taken to be the largest of its tensor arguments.
+    """
+    if func.namespace not in NAMESPACES:
+        return None
+    name = func._schema.name
+    if name in IGNORED_OPS:
         return None
     names = [argument.name for argument in func._schema.arguments]
     arguments = dict(zip(names, args, strict=False)) | kwargs
     group = _group(arguments.get("process_group", arguments.get("group_name")))
-    leaves = tree_leaves(arguments[form.buffer])
-    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return Collective(form.op, group, tensors, group.size() if form.times_group_size else 1)
+    schema = SCHEMAS.get(name)
+    if schema is None:
+        return Collective(name, group, _largest(_tensors(arguments)), factor=1)
+    assert group is not None, f"{name} was called without a process group"
+    factor = group.size() if schema.times_group_size else 1
+    return Collective(schema.op, group, _tensors(arguments[schema.buffer]), factor)
 
 
-def _group(group: Any) -> dist.ProcessGroup:
+def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
+def _largest(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The tensor of the most bytes, as a tuple of one; empty if there are none."""
+    return tuple(sorted(tensors, key=lambda t: t.numel() * t.dtype.itemsize)[-1:])
+
+
+def _group(group: Any) -> dist.ProcessGroup | None:
     """From what a c10d op takes (a boxed group) or a functional op (a group or its name)."""
     if isinstance(group, torch.ScriptObject):
         return dist.ProcessGroup.unbox(group)
-    return group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    return _resolve_process_group(group)

@@ -6,12 +6,15 @@ never changed after construction: ``None`` stays ``None`` in the fields, and the
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
 
 from fp8_dist.dtypes import FLOAT8_DTYPES, e4m3, e5m2, short_name
+
+# Recipes that a user of torchao may ask for by name.
+_TORCHAO_RECIPES = ("rowwise", "rowwise_with_gw_hp")
 
 Operand = Literal["input", "weight", "grad_output"]
 Gemm = Literal["output", "grad_input", "grad_weight"]
@@ -57,9 +60,11 @@ class Float8LinearRecipeName(enum.Enum):
     """One dynamic scale per tensor; float8 weight, input and output-gradient gathers."""
 
 
-def _check_type(field: str, value: object, expected: type) -> None:
+def _check_type(owner: object, field: str, *expected: type) -> None:
+    value = getattr(owner, field)
     if not isinstance(value, expected):
-        raise TypeError(f"CastConfig.{field} must be a {expected.__name__}, got {value!r}")
+        names = " or ".join(kind.__name__ for kind in expected)
+        raise TypeError(f"{type(owner).__name__}.{field} must be a {names}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,8 @@ class CastConfig:
     target_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        _check_type("scaling_type", self.scaling_type, ScalingType)
-        _check_type("scaling_granularity", self.scaling_granularity, ScalingGranularity)
+        _check_type(self, "scaling_type", ScalingType)
+        _check_type(self, "scaling_granularity", ScalingGranularity)
         if self.target_dtype is not None and self.target_dtype not in FLOAT8_DTYPES:
             raise ValueError(
                 f"CastConfig.target_dtype={self.target_dtype} is not a float8 dtype; use one of "
@@ -123,6 +128,9 @@ class Float8GemmConfig:
     """
 
     use_fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        _check_type(self, "use_fast_accum", bool)
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,7 @@ class Float8LinearConfig:
     cache_float8_shards: bool = True
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_gemm_pairs()
         self._check_operand_dtypes()
         self._check_fsdp_gather()
@@ -223,13 +232,28 @@ class Float8LinearConfig:
             recipe_name: a :class:`Float8LinearRecipeName` or its value, e.g. ``"tensorwise"``.
 
         Raises:
+            NotImplementedError: for torchao's recipes that are not implemented.
             ValueError: for a name that is no recipe.
         """
         if not isinstance(recipe_name, Float8LinearRecipeName):
             names = [recipe.value for recipe in Float8LinearRecipeName]
+            if recipe_name in _TORCHAO_RECIPES:
+                raise NotImplementedError(
+                    f"recipe_name={recipe_name!r} is not implemented; use one of {names}"
+                )
             if recipe_name not in names:
                 raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
         return Float8LinearConfig()
+
+    def _check_types(self) -> None:
+        for field in fields(self):
+            if field.name.startswith("cast_config"):
+                second = (type(None),) if "_for_grad_" in field.name else ()
+                _check_type(self, field.name, CastConfig, *second)
+            elif field.name.startswith("gemm_config"):
+                _check_type(self, field.name, Float8GemmConfig)
+            elif isinstance(field.default, bool):
+                _check_type(self, field.name, bool)
 
     def _check_gemm_pairs(self) -> None:
         for gemm, (left, right) in GEMM_OPERANDS.items():

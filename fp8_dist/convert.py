@@ -37,9 +37,15 @@ def convert_to_float8_training(
 
     Raises:
         ValueError: no layer was converted (it says why each was skipped), or a layer can't be
-            converted (it says which, and what to do).
+            converted or was with another config (it says which, and what to do).
+        TypeError: ``config`` is no Float8LinearConfig.
     """
-    config = Float8LinearConfig() if config is None else config
+    if config is not None and not isinstance(config, Float8LinearConfig):
+        raise TypeError(
+            f"convert_to_float8_training: config must be a Float8LinearConfig, got {config!r}; "
+            "Float8LinearConfig.from_recipe_name(name) makes one from a recipe's name"
+        )
+    given, config = config, config or Float8LinearConfig()
     chosen: dict[str, nn.Linear] = {}
     skipped: dict[str, str] = {}
     overridden: list[str] = []
@@ -48,6 +54,14 @@ def convert_to_float8_training(
             continue
         if module_filter_fn is not None and not module_filter_fn(candidate, fqn):
             skipped[fqn] = "module_filter_fn returned False"
+        elif isinstance(candidate, Float8Linear):
+            if given not in (None, candidate.config):
+                raise ValueError(
+                    f"convert_to_float8_training: {fqn or 'the module'} is converted already, with "
+                    f"another config: {candidate.extra_repr()}. Convert it once, or exclude it in "
+                    "module_filter_fn"
+                )
+            skipped[fqn] = "it is a Float8Linear already"
         elif reason := _unconvertible(candidate):
             skipped[fqn] = reason
             overridden += [fqn] if reason.startswith("its class") else []
@@ -89,8 +103,6 @@ def _convert_each(
 
 def _unconvertible(layer: nn.Linear) -> str:
     """Why a layer can't be converted, or an empty string."""
-    if isinstance(layer, Float8Linear):
-        return "it is a Float8Linear already"
     if is_parametrized(layer):
         return "its weight is parametrized (torch.nn.utils.parametrize)"
     if type(layer).forward is not nn.Linear.forward:

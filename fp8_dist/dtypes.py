@@ -1,6 +1,6 @@
 """Float8 dtypes per device, their limits, and which devices can multiply them.
 
-Words used in the whole package (SPEC section 2): *amax* is the maximum of absolute values over
+Words used in the whole package: *amax* is the maximum of absolute values over
 what one scale covers (fp32); *scale* is the dequantization scale (fp32), ``x ~= qdata * scale``;
 *qdata* are the float8 bytes; a mesh dimension is an *axis*, a tensor dimension a *dim*.
 """

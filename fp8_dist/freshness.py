@@ -69,7 +69,7 @@ class WeightCache:
             return False
         return True
 
-    def knows_another(self, param: torch.Tensor) -> bool:
+    def tracks_another(self, param: torch.Tensor) -> bool:
         """True if something is or was known of a parameter, and ``param`` is another."""
         known = self._param()
         return known is not None and known is not param

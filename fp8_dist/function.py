@@ -14,6 +14,7 @@ happen inside this function, so that no float8 subclass is ever a backward tange
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.cast import cast_with
@@ -36,31 +37,32 @@ class LinearSpec(NamedTuple):
 
     config: Float8LinearConfig
     output_placements: Placements | None
+    fqn: str
 
 
-class _Held(NamedTuple):
+class _LocalOperand(NamedTuple):
     """One operand, local, in each precision that some GEMM of its layer takes it in."""
 
     float8: Float8Tensor | None
     high: torch.Tensor | None
 
-    def arrived(self) -> "_Held":
-        """The same, waited for where it was still in flight."""
-        return _Held(*(t if t is None else local_tensor(t) for t in self))  # type: ignore[arg-type]
+    def wait(self) -> "_LocalOperand":
+        """The same, once collectives in flight have ended."""
+        return _LocalOperand(*(t if t is None else local_tensor(t) for t in self))  # type: ignore[arg-type]
 
     def for_gemm(self, config: Float8LinearConfig, gemm: Gemm) -> torch.Tensor:
-        held = self.float8 if config.gemm_enabled(gemm) else self.high
-        assert held is not None, f"no operand was kept for the GEMM of {gemm}"
-        return held
+        operand = self.float8 if config.gemm_enabled(gemm) else self.high
+        assert operand is not None, f"no operand was kept for the GEMM of {gemm}"
+        return operand
 
 
-def _hold(
+def _prepare_operand(
     tensor: torch.Tensor,
     operand: Operand,
     gemms: tuple[Gemm, ...],
     placements: Placements | None,
     config: Float8LinearConfig,
-) -> _Held:
+) -> _LocalOperand:
     """Cast an operand for the given GEMMs, and bring it to ``placements``, as float8 where it is.
 
     With ``amax_scope="rank"`` amax is reduced only over axes on which the operand then moves.
@@ -81,7 +83,7 @@ def _hold(
         float8 = _move(float8, placements)
     if not all(enabled):
         high = _move(tensor, placements)
-    return _Held(float8, high)  # type: ignore[arg-type]
+    return _LocalOperand(float8, high)  # type: ignore[arg-type]
 
 
 def _move(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
@@ -118,22 +120,24 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _save(ctx: Any, *operands: _Held) -> None:
+def _save(ctx: Any, *operands: _LocalOperand) -> None:
     """Save operands as plain tensors: hooks on saved tensors then see the real bytes."""
-    ctx.dtypes = [None if held.float8 is None else held.float8.orig_dtype for held in operands]
+    ctx.dtypes = [None if x.float8 is None else x.float8.orig_dtype for x in operands]
     flat: list[torch.Tensor | None] = []
-    for held in operands:
-        f8 = held.float8
+    for operand in operands:
+        f8 = operand.float8
         flat += [None, None] if f8 is None else [f8.qdata, f8.scale]
-        flat.append(held.high)
+        flat.append(operand.high)
     ctx.save_for_backward(*flat)
 
 
-def _saved(ctx: Any) -> list[_Held]:
+def _saved(ctx: Any) -> list[_LocalOperand]:
     flat, operands = ctx.saved_tensors, []
     for i, dtype in enumerate(ctx.dtypes):
         qdata, scale, high = flat[3 * i : 3 * i + 3]
-        operands.append(_Held(None if dtype is None else Float8Tensor(qdata, scale, dtype), high))
+        operands.append(
+            _LocalOperand(None if dtype is None else Float8Tensor(qdata, scale, dtype), high)
+        )
     return operands
 
 
@@ -177,84 +181,97 @@ class _LinearFunction(torch.autograd.Function):
         spec: LinearSpec,
     ) -> torch.Tensor:
         config = spec.config
-        input_at, weight_at = Layout.of(input), Layout.of(weight)
-        at: LinearLayouts | None = None
-        if input_at is not None and weight_at is not None:
-            at = linear_layouts(input_at.placements, weight_at.placements, input.ndim)
-        x = _hold(input, "input", ("output", "grad_weight"), at and at.input, config)
-        w = _hold_weight(weight, weight_qdata, weight_scale, config)
+        input_layout, weight_layout = Layout.of(input), Layout.of(weight)
+        layouts: LinearLayouts | None = None
+        if input_layout is not None and weight_layout is not None:
+            layouts = linear_layouts(
+                input_layout.placements, weight_layout.placements, input.ndim, spec.fqn
+            )
+        x = _prepare_operand(
+            input, "input", ("output", "grad_weight"), layouts and layouts.input, config
+        )
+        w = _weight_operand(weight, weight_qdata, weight_scale, config)
         # The gather of the input is waited for here, after the weight's cast was issued.
-        x = x.arrived()
+        x = x.wait()
 
         left = x.for_gemm(config, "output")
         right = w.for_gemm(config, "output")
         output = _gemm(_rows(left), right.t(), "output", config, input.dtype)
         output = output.reshape(*left.shape[:-1], output.shape[-1])
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.at = spec, at
-        ctx.input_at, ctx.weight_at, ctx.bias_at = input_at, weight_at, Layout.of(bias)
+        ctx.spec, ctx.layouts = spec, layouts
+        ctx.input_layout, ctx.weight_layout, ctx.bias_layout = (
+            input_layout,
+            weight_layout,
+            Layout.of(bias),
+        )
         ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = input.shape, input.dtype, weight.dtype
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         _save(
-            ctx, x if needs_weight else _Held(None, None), w if needs_input else _Held(None, None)
+            ctx,
+            x if needs_weight else _LocalOperand(None, None),
+            w if needs_input else _LocalOperand(None, None),
         )
 
-        if at is None or weight_at is None:
+        if layouts is None or weight_layout is None:
             return output if bias is None else output + bias.to(output.dtype)
         shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-        wrapped = Layout(weight_at.mesh, at.output, shape).wrap(output)
-        return _finished(wrapped, bias, spec.output_placements)
+        wrapped = Layout(weight_layout.mesh, layouts.output, shape).wrap(output)
+        return _add_bias(wrapped, bias, spec.output_placements)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
             return (None,) * 6
-        config, at = ctx.spec.config, ctx.at
+        config, layouts = ctx.spec.config, ctx.layouts
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = reduced(grad)
-        grad_bias = _bias_gradient(grad, ctx.bias_at) if needs_bias else None
+        grad_bias = _bias_gradient(grad, ctx.bias_layout) if needs_bias else None
         gemms: tuple[Gemm, ...] = ()
         gemms += ("grad_input",) if needs_input else ()
         gemms += ("grad_weight",) if needs_weight else ()
         if not gemms:
             return None, None, grad_bias, None, None, None
         x, w = _saved(ctx)
-        g = _hold(grad, "grad_output", gemms, at and at.grad_output, config)
-        g = g.arrived()
+        g = _prepare_operand(grad, "grad_output", gemms, layouts and layouts.grad_output, config)
+        g = g.wait()
 
         grad_input = grad_weight = None
         if needs_input:
             left, right = g.for_gemm(config, "grad_input"), w.for_gemm(config, "grad_input")
             grad_input = _gemm(_rows(left), right, "grad_input", config, ctx.input_dtype)
             grad_input = grad_input.reshape(*left.shape[:-1], grad_input.shape[-1])
-            if at is not None:
-                grad_input = _grad_input_at_home(grad_input, at, ctx.input_at)
+            if layouts is not None:
+                grad_input = _redistribute_grad_input(grad_input, layouts, ctx.input_layout)
         if needs_weight:
             left, right = g.for_gemm(config, "grad_weight"), x.for_gemm(config, "grad_weight")
             grad_weight = _gemm(
                 _rows(left).t(), _rows(right), "grad_weight", config, ctx.weight_dtype
             )
-            if at is not None:
-                grad_weight = ctx.weight_at._replace(placements=at.grad_weight).wrap(grad_weight)
+            if layouts is not None:
+                grad_weight = ctx.weight_layout._replace(placements=layouts.grad_weight).wrap(
+                    grad_weight
+                )
         return grad_input, grad_weight, grad_bias, None, None, None
 
 
-def _hold_weight(
+def _weight_operand(
     weight: torch.Tensor,
     qdata: torch.Tensor | None,
     scale: torch.Tensor | None,
     config: Float8LinearConfig,
-) -> _Held:
+) -> _LocalOperand:
     high = None
     if not (config.gemm_enabled("output") and config.gemm_enabled("grad_input")):
         high = local_tensor(weight)
     if qdata is None:
-        return _Held(None, high)
+        return _LocalOperand(None, high)
     assert scale is not None
-    return _Held(Float8Tensor(qdata, scale, weight.dtype), high)
+    return _LocalOperand(Float8Tensor(qdata, scale, weight.dtype), high)
 
 
-def _finished(
+def _add_bias(
     output: DTensor, bias: torch.Tensor | None, placements: Placements | None
 ) -> torch.Tensor:
     """The GEMM's output with the bias added, at the given placements (None: anywhere).
@@ -277,23 +294,27 @@ def _redistributed(tensor: DTensor, placements: Placements) -> DTensor:
     return tensor.redistribute(placements=placements, async_op=True)
 
 
-def _grad_input_at_home(grad_input: torch.Tensor, at: LinearLayouts, home: Layout) -> torch.Tensor:
+def _redistribute_grad_input(
+    grad_input: torch.Tensor, layouts: LinearLayouts, input_layout: Layout
+) -> torch.Tensor:
     """grad_input where the input came from.
 
     An input that was gathered here has its gradient reduce-scattered here. One that came gathered
     already keeps a Partial gradient, so that consumers of the same input share one reduction.
     """
-    result = home._replace(placements=at.grad_input).wrap(grad_input)
+    result = input_layout._replace(placements=layouts.grad_input).wrap(grad_input)
     target = tuple(
         grad if now == needed else now
-        for now, needed, grad in zip(home.placements, at.input, at.grad_input, strict=True)
+        for now, needed, grad in zip(
+            input_layout.placements, layouts.input, layouts.grad_input, strict=True
+        )
     )
     return result.redistribute(placements=target, async_op=True)
 
 
-def _bias_gradient(grad: torch.Tensor, bias_at: Layout | None) -> torch.Tensor:
+def _bias_gradient(grad: torch.Tensor, bias_layout: Layout | None) -> torch.Tensor:
     """The sum of the high-precision gradient over its rows, at the placements of the bias."""
     summed = grad.sum(dim=tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad
-    if not isinstance(summed, DTensor) or bias_at is None:
+    if not isinstance(summed, DTensor) or bias_layout is None:
         return summed
-    return summed.redistribute(placements=bias_at.placements)
+    return summed.redistribute(placements=bias_layout.placements)

@@ -1,5 +1,6 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
+import dataclasses
 import math
 from itertools import product
 from typing import Any, ClassVar, Protocol, get_args
@@ -7,12 +8,11 @@ from typing import Any, ClassVar, Protocol, get_args
 import torch
 import torch.nn as nn
 
-from fp8_dist.cast import scaling_of
+from fp8_dist.cast import cast_local, scaling_of
 from fp8_dist.config import Float8LinearConfig, Gemm
 from fp8_dist.freshness import WeightCache, warn_once
 from fp8_dist.function import LinearSpec, float8_linear
 from fp8_dist.matmul import ALIGNMENT, needs_alignment
-from fp8_dist.scaling import quantize
 from fp8_dist.sharding import (
     Layout,
     Placements,
@@ -72,7 +72,14 @@ class Float8Linear(nn.Linear):
             mod: the layer to convert; it is left as it was.
             config: defaults to ``Float8LinearConfig()``.
             fqn: the layer's name, for messages.
+
+        Raises:
+            TypeError: ``mod`` is no nn.Linear, or ``config`` no Float8LinearConfig.
         """
+        if not isinstance(mod, nn.Linear):
+            raise TypeError(f"Float8Linear.from_float: expected an nn.Linear, got {type(mod)}")
+        if config is not None and not isinstance(config, Float8LinearConfig):
+            raise TypeError(f"config must be a Float8LinearConfig, got {config!r}")
         new = cls.__new__(cls)
         for name, value in mod.__dict__.items():
             # Containers (parameters, hooks) are the module's own, what they hold is shared.
@@ -86,7 +93,7 @@ class Float8Linear(nn.Linear):
         return new
 
     def to_linear(self) -> nn.Linear:
-        """The high-precision layer with this one's parameters (shared, plain tensors)."""
+        """A new nn.Linear with this layer's parameters (shared, plain tensors) and mode alone."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
         linear.weight = nn.Parameter(
@@ -96,6 +103,17 @@ class Float8Linear(nn.Linear):
         return linear.train(self.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """See the class.
+
+        Raises:
+            TypeError: the input is not floating point.
+            ValueError: the input and the weight are not DTensors on one mesh, or both plain; or
+                sizes are misaligned (``pad_inner_dim``).
+        """
+        if not input.dtype.is_floating_point:
+            raise TypeError(
+                f"{self.fqn or 'Float8Linear'}: the input must be floating point, got {input.dtype}"
+            )
         self._check_mesh(input)
         if not torch.compiler.is_compiling():
             self._check_alignment(input)
@@ -105,8 +123,12 @@ class Float8Linear(nn.Linear):
             if torch.is_autocast_enabled(device):
                 input = input.to(torch.get_autocast_dtype(device))
             input = reduced(input)
-        spec = LinearSpec(self.config, self.output_placements)
+        spec = LinearSpec(self.config, self.output_placements, self.fqn)
         return float8_linear(input, self.weight, self.bias, weight, spec)
+
+    def local_shard(self) -> torch.Tensor:
+        """The plain local tensor of the weight, as it is now (no copy, no collectives)."""
+        return self.fsdp_weight_type.unwrap(local_tensor(self.weight))
 
     def cast_weight(self, shard: torch.Tensor | None = None, *, keep: bool = False) -> Float8Tensor:
         """The local shard of the weight as float8, with the scale of the global weight.
@@ -129,8 +151,7 @@ class Float8Linear(nn.Linear):
         cache, weight = self.weight_cache, self.weight
         dtype = self.config.operand_dtype("weight")
         assert dtype is not None
-        if shard is None:
-            shard = self.fsdp_weight_type.unwrap(local_tensor(weight))
+        shard = self.local_shard() if shard is None else shard
         fresh = cache.is_fresh(weight)
         if fresh and cache.float8 is not None and cache.float8.device == shard.device:
             return cache.float8
@@ -144,7 +165,7 @@ class Float8Linear(nn.Linear):
             assert cache.scaling is not None
             scaling = cache.scaling
         multiplier, scale = (t.to(shard.device) for t in scaling)
-        float8 = Float8Tensor(quantize(shard, multiplier, dtype), scale, shard.dtype)
+        float8 = cast_local(shard, dtype, (multiplier, scale))
         if fresh and self.config.cache_float8_shards and shard.device == weight.device:
             cache.float8 = float8
         return float8
@@ -162,22 +183,27 @@ class Float8Linear(nn.Linear):
             "go_gw": config.cast_config("grad_output", "grad_weight").short_str("grad_output"),
         }
         casts |= {k: v for k, v in second.items() if v != casts[k.split("_")[0]]}
-        return f"{super().extra_repr()}, casts=" + ",".join(f"{k}:{v}" for k, v in casts.items())
+        shown = ",".join(f"{name}:{cast}" for name, cast in casts.items())
+        others = [
+            f"{field.name}={getattr(config, field.name)}"
+            for field in dataclasses.fields(config)
+            if not field.name.startswith(("cast_config", "gemm_config"))
+            and getattr(config, field.name) != field.default
+        ]
+        return ", ".join([super().extra_repr(), f"casts={shown}", *others])
 
     def _float8_weight(self) -> Float8Tensor | None:
         """The local weight as float8 for this forward; None where no GEMM takes it so."""
         dtype = self.config.operand_dtype("weight")
         if dtype is None:
             return None
-        local = local_tensor(self.weight)
+        local, plain = local_tensor(self.weight), self.local_shard()
         if isinstance(local, Float8Tensor):
             return local  # FSDP2 gathered it
-        plain = self.fsdp_weight_type.unwrap(local)
         if torch.compiler.is_compiling():
             # Freshness is decided outside of graphs; inside, the scale is computed.
             with torch.no_grad():
-                multiplier, scale = self._dynamic_scaling(plain, dtype)
-                return Float8Tensor(quantize(plain, multiplier, dtype), scale, plain.dtype)
+                return cast_local(plain, dtype, self._dynamic_scaling(plain, dtype))
         self._warn_if_flags_have_no_effect(plain is not local)
         return self.cast_weight()
 
@@ -196,7 +222,7 @@ class Float8Linear(nn.Linear):
                 "FSDP2 does not manage its weight. Call fully_shard on the model (after "
                 "convert_to_float8_training), or leave the flag off",
             )
-        elif self.weight_cache.knows_another(self.weight):
+        elif self.weight_cache.tracks_another(self.weight):
             warn_once(
                 "precompute without float8 gather",
                 f"{self.fqn}: the precomputed scale is not used, because FSDP2 gathers this "

@@ -173,7 +173,8 @@ def _check_both_float8(func: Any, *operands: torch.Tensor) -> None:
         if not isinstance(x, Float8Tensor):
             raise NotImplementedError(
                 f"{func} of a Float8Tensor and a {type(x).__name__} of {x.dtype}: "
-                "cast_to_float8 the second, or dequantize() the first"
+                "cast_to_float8 the second, or dequantize() the first. (A weight that FSDP2 "
+                "gathers in float8 can be used by Float8Linear layers alone.)"
             )
 
 

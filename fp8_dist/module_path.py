@@ -1,4 +1,4 @@
-"""Which module is running now, in forward and in backward; `debug` names collectives by it."""
+"""Which module is running now, in forward and in backward; ``debug`` names collectives by it."""
 
 from functools import partial
 from types import TracebackType
@@ -15,18 +15,21 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-# Path segments that wrappers add and `state_dict` keys leave out.
+# Path segments that wrappers add and ``state_dict`` keys leave out.
 WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 class ModulePath:
-    """A context manager whose `current` is the FQN of the innermost module that is running.
+    """A context manager that tells which module is running.
 
-    FQNs count from the outermost module that was called, as in its `named_modules()`: that
-    module itself is "", and so is code outside of any module. `current` covers what torch runs
-    around a module's own forward and backward too: hooks of FSDP2 and of tensor parallel
-    styles. (`torch.utils.module_tracker` takes a module for left before its own forward hooks
-    run, which is where a row-parallel layer reduces its output.)
+    Attributes:
+        current: FQN of the innermost module that is running. FQNs count from the outermost module
+            that was called, as in its ``named_modules()``: that module itself is ``""``, and so
+            is code outside of any module.
+
+    ``current`` covers what torch runs around a module's own forward and backward too: hooks of
+    FSDP2 and of tensor parallel styles. (``torch.utils.module_tracker`` takes a module for left
+    before its own forward hooks run, which is where a row-parallel layer reduces its output.)
     """
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ class ModulePath:
         # (module, FQN, FQN of its caller) of every forward that is under way.
         self._calls: list[tuple[nn.Module, str, str]] = []
         self._handles: list[RemovableHandle] = []
-        # Handles of `_after_own_hooks`, by the id of the module being called.
+        # Handles of _after_own_hooks, by the id of the module being called.
         self._leaving: dict[int, list[RemovableHandle]] = {}
         self._backward_end_queued = False
 

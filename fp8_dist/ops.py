@@ -12,7 +12,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from fp8_dist.dtypes import is_float8
-from fp8_dist.tensor import FLOAT8_OPS, Float8Tensor
+from fp8_dist.tensor import FLOAT8_OPS, Float8Tensor, dequantized
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -143,6 +143,11 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
     # High-precision results: gradients and buffers of a float8 tensor are not float8.
     x = args[0]
     return func(x.qdata, *args[1:], **({"dtype": x.orig_dtype} | _given(kwargs)))
+
+
+@implements(aten.dequantize.self)
+def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return dequantized(args[0])
 
 
 @implements(aten.is_same_size.default)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 
 Placements = tuple[Placement, ...]
@@ -60,6 +61,13 @@ class LinearLayouts(NamedTuple):
     grad_output: Placements
     grad_input: Placements
     grad_weight: Placements
+
+
+@register_sharding(torch.ops.aten.dequantize.self)
+def _dequantize_rule(x: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    """Rows of (placements of the result, placements of the input) on one axis: elementwise."""
+    replicated: list[tuple[list[Placement], list[Placement]]] = [([Replicate()], [Replicate()])]
+    return replicated + [([Shard(d)], [Shard(d)]) for d in range(len(x.shape))]
 
 
 def is_shard(placement: Placement) -> bool:
@@ -107,7 +115,7 @@ def reduced(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def linear_layouts(
-    input: Sequence[Placement], weight: Sequence[Placement], input_ndim: int
+    input: Sequence[Placement], weight: Sequence[Placement], input_ndim: int, fqn: str = ""
 ) -> LinearLayouts:
     """The table at the top of this module, for each mesh axis.
 
@@ -115,6 +123,7 @@ def linear_layouts(
         input: placements of the input as it comes (Partial allowed: it will be reduced).
         weight: placements of the ``[out_features, in_features]`` weight on the same mesh.
         input_ndim: number of dims of the input.
+        fqn: the layer's name, for the error.
 
     Raises:
         ValueError: for a weight placement that no linear layer can compute with.
@@ -132,8 +141,9 @@ def linear_layouts(
             rows.append((Shard(last), Partial(), Replicate(), Shard(last), Shard(1)))
         else:
             raise ValueError(
-                f"a weight placed as {p_weight} can't be multiplied; use Replicate(), Shard(0) "
-                "(column-parallel) or Shard(1) (row-parallel)"
+                f"{fqn or 'Float8Linear'}: a weight placed as {p_weight} can't be multiplied; "
+                "distribute it as Replicate(), Shard(0) (column-parallel) or Shard(1) "
+                "(row-parallel)"
             )
     return LinearLayouts(*(tuple(column) for column in zip(*rows, strict=True)))
 

@@ -30,7 +30,8 @@ class Float8Tensor(torch.Tensor):
         scale: 0-dim fp32 dequantization scale of the whole (global) tensor.
         orig_dtype: the high-precision dtype it was cast from, which is also its ``dtype``.
 
-    It is made by :func:`fp8_dist.cast_to_float8`. Operators that move or multiply float8 data
+    The constructor takes these three and raises TypeError for other dtypes; usually
+    :func:`fp8_dist.cast_to_float8` makes it. Operators that move or multiply float8 data
     work on it (``fp8_dist.ops``); any other raises NotImplementedError.
     """
 
@@ -49,6 +50,11 @@ class Float8Tensor(torch.Tensor):
     ) -> "Float8Tensor":
         if not is_float8(qdata.dtype):
             raise TypeError(f"Float8Tensor: qdata must have a float8 dtype, got {qdata.dtype}")
+        if scale.dtype is not torch.float32 or not orig_dtype.is_floating_point:
+            raise TypeError(
+                "Float8Tensor: scale must be fp32 and orig_dtype floating point, got "
+                f"{scale.dtype} and {orig_dtype}"
+            )
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             qdata.size(),
@@ -71,7 +77,9 @@ class Float8Tensor(torch.Tensor):
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]
         """``qdata * scale`` in ``orig_dtype`` (computed in fp32, rounded once).
 
-        Differentiable: the gradient passes unchanged, as it does through the cast.
+        Differentiable: the gradient passes unchanged, as it does through the cast. (On a
+        DTensor(Float8Tensor) the method is torch's, which has no gradient:
+        ``to_local().dequantize()`` has.)
         """
         return _Dequantize.apply(self)
 
@@ -118,10 +126,15 @@ class Float8Tensor(torch.Tensor):
         return handler(func, args, kwargs or {})
 
 
+def dequantized(x: Float8Tensor) -> torch.Tensor:
+    """``dequantize()`` outside of autograd."""
+    return (x.qdata.to(torch.float32) * x.scale).to(x.orig_dtype)
+
+
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Float8Tensor) -> torch.Tensor:
-        return (x.qdata.to(torch.float32) * x.scale).to(x.orig_dtype)
+        return dequantized(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.freshness import after_step
 from fp8_dist.linear import Float8Linear, float8_layers
-from fp8_dist.scaling import amax, multiplier_from_amax, scale_from_multiplier
+from fp8_dist.scaling import amax, scaling_from_amax
 from fp8_dist.sharding import all_reduce_max, group_of, group_over, local_tensor, sharded_axes
 from fp8_dist.tensor import Float8Tensor
 
@@ -58,9 +58,11 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     Raises:
         ValueError: ``module`` has no converted layer, or a weight is not the 2-D parameter that
             the optimizer updates (FSDP1's flattened shards).
+        NotImplementedError: weights on several meshes, one of which does not enumerate its ranks
+            in even steps.
     """
     layers = {
-        name: layer
+        name or layer.fqn or "(the module itself)": layer
         for name, layer in float8_layers(module).items()
         if layer.config.operand_dtype("weight") is not None
     }
@@ -73,10 +75,11 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
         if isinstance(part, FSDPModule):
             part.reshard()  # unsharded weights are those of before the optimizer step
     _check_weights(layers)
-    weights = list({id(layer.weight): layer.weight for layer in layers.values()}.values())
-    local = [amax(layer_shard(weight)) for weight in weights]
-    reduced = dict(zip(map(id, weights), _reduce(weights, torch.stack(local)), strict=True))
-    _store(list(layers.values()), reduced)
+    # Layers that share a weight share its amax.
+    owners = {id(layer.weight): layer for layer in layers.values()}
+    local = torch.stack([amax(layer.local_shard()) for layer in owners.values()])
+    reduced = _reduce([layer.weight for layer in owners.values()], local)
+    _store(list(layers.values()), dict(zip(owners, reduced, strict=True)))
 
 
 def attach_precompute(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
@@ -88,6 +91,9 @@ def attach_precompute(optimizer: Optimizer, module: nn.Module) -> RemovableHandl
 
     Returns:
         A handle whose ``remove()`` ends it.
+
+    Raises:
+        ValueError: ``module`` has no converted layer.
     """
     if not float8_layers(module):
         raise ValueError(
@@ -95,11 +101,6 @@ def attach_precompute(optimizer: Optimizer, module: nn.Module) -> RemovableHandl
             "first"
         )
     return after_step(optimizer, lambda: precompute_float8_dynamic_scale(module))
-
-
-def layer_shard(weight: torch.Tensor) -> torch.Tensor:
-    """The plain local shard of a layer's weight."""
-    return Float8Linear.fsdp_weight_type.unwrap(local_tensor(weight))
 
 
 def _check_weights(layers: dict[str, Float8Linear]) -> None:
@@ -192,7 +193,6 @@ def _store(layers: Sequence[Float8Linear], amax_of: dict[int, torch.Tensor]) -> 
     for (dtype, power_of_2), same in kinds.items():
         assert dtype is not None
         amaxes = torch.stack([amax_of[id(layer.weight)] for layer in same])
-        multipliers = multiplier_from_amax(amaxes, dtype, power_of_2)
-        scales = scale_from_multiplier(multipliers)
+        multipliers, scales = scaling_from_amax(amaxes, dtype, power_of_2)
         for i, layer in enumerate(same):
             layer.weight_cache.store(layer.weight, (multipliers[i], scales[i]), precomputed=True)

@@ -1,12 +1,13 @@
-"""Independent references: the numerics of SPEC section 4 in fp64, SQNR, and a recorder.
+"""Independent references: the numerics of one cast in fp64, SQNR, and a recorder.
 
 Nothing here calls the code under test, but for :func:`weights_used`, which listens to it.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from fp8_dist import function, linear
@@ -78,6 +79,14 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def same_cast(a: Float8Tensor, b: Float8Tensor) -> bool:
     """True if two float8 tensors have the same bytes and the same scale, bit for bit."""
     return same_bits(a.qdata, b.qdata) and same_bits(a.scale, b.scale)
+
+
+def raised(kind: type[Exception], call: Callable[[], object]) -> str:
+    """The text of the exception of exactly this kind that a call raises."""
+    with pytest.raises(kind) as info:
+        call()
+    assert info.type is kind
+    return str(info.value)
 
 
 @contextmanager

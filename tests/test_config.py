@@ -66,9 +66,13 @@ def test_configs_are_frozen_and_hashable() -> None:
 
 
 REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
-    "recipe": (ValueError, lambda: Float8LinearConfig.from_recipe_name("rowwise")),
+    "recipe": (NotImplementedError, lambda: Float8LinearConfig.from_recipe_name("rowwise")),
+    "unknown recipe": (ValueError, lambda: Float8LinearConfig.from_recipe_name("fast")),
     "dtype": (ValueError, lambda: CastConfig(target_dtype=torch.bfloat16)),
     "type": (TypeError, lambda: CastConfig("dynamic")),  # type: ignore[arg-type]
+    "no cast": (TypeError, lambda: Float8LinearConfig(cast_config_input=None)),  # type: ignore[arg-type]
+    "no gemm": (TypeError, lambda: Float8LinearConfig(gemm_config_output=True)),  # type: ignore[arg-type]
+    "no bool": (TypeError, lambda: Float8LinearConfig(pad_inner_dim="no")),  # type: ignore[arg-type]
     "delayed": (NotImplementedError, lambda: CastConfig(ScalingType.DELAYED)),
     "axiswise": (
         NotImplementedError,
@@ -103,9 +107,13 @@ def test_refusals() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-recipe: recipe_name='rowwise' is not one of ['tensorwise']
+recipe: recipe_name='rowwise' is not implemented; use one of ['tensorwise']
+unknown recipe: recipe_name='fast' is not one of ['tensorwise']
 dtype: CastConfig.target_dtype=torch.bfloat16 is not a float8 dtype; use one of torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, or None for the operand's default
 type: CastConfig.scaling_type must be a ScalingType, got 'dynamic'
+no cast: Float8LinearConfig.cast_config_input must be a CastConfig, got None
+no gemm: Float8LinearConfig.gemm_config_output must be a Float8GemmConfig, got True
+no bool: Float8LinearConfig.pad_inner_dim must be a bool, got 'no'
 delayed: CastConfig: ScalingType.DELAYED is not implemented; use ScalingType.DYNAMIC
 axiswise: CastConfig: ScalingGranularity.AXISWISE is not implemented; use TENSORWISE
 one operand disabled: Float8LinearConfig: the GEMM of output multiplies input by weight, and weight is DISABLED while input is not; disable both or neither

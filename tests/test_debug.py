@@ -1,6 +1,7 @@
-"""`comm_audit`: what plain torch communicates, and how float8 shows, as tables."""
+"""``comm_audit``: what plain torch communicates, and how float8 shows, as tables."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from expecttest import assert_expected_inline
 from llama import Llama, LlamaConfig
 from ranks import RankPools, device_mesh
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -22,6 +24,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._pytree import tree_map_only
 
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    cast_to_float8,
+    convert_to_float8_training,
+)
+from fp8_dist.collectives import IGNORED_OPS, NAMESPACES, SCHEMAS, read_collective
 from fp8_dist.debug import CommAudit, CommRow, comm_audit, note_float8_payload
 from fp8_dist.tensor import Float8Tensor
 
@@ -161,6 +170,81 @@ def every_kind() -> str:
         sending.wait()
         dist.barrier()
     return audit.table()
+
+
+@contextmanager
+def op_of_tomorrow() -> Iterator[torch._ops.OpOverloadPacket]:
+    """A communication op that this version of the library has not heard of; it names no group."""
+    library = torch.library.Library("symm_mem", "FRAGMENT")
+    library.define("fp8_dist_put(Tensor signal, Tensor[] data, int peer) -> ()")
+    library.impl("fp8_dist_put", lambda signal, data, peer: None, "CompositeExplicitAutograd")
+    try:
+        yield torch.ops.symm_mem.fp8_dist_put
+    finally:
+        library._destroy()
+
+
+def ops_without_a_schema() -> str:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    buffers = [torch.ones(4), torch.empty(4)]
+    with comm_audit() as audit, op_of_tomorrow() as put:
+        for work in funcol.batch_p2p_ops(
+            ["isend", "irecv"], [1 - rank] * 2, [0, 0], buffers, group.group_name
+        ):
+            funcol.wait_tensor(work)
+        with torch.device("meta"):
+            torch.ops.symm_mem.one_shot_all_reduce(torch.ones(4), "sum", group.group_name)
+            a, bs = torch.ones(8, 4, dtype=torch.bfloat16), [torch.ones(4, 2, dtype=torch.bfloat16)]
+            torch.ops.symm_mem.fused_all_gather_matmul(a, bs, 0, group.group_name)
+        put(torch.ones(1), [torch.ones(3), torch.ones(4).to(torch.float8_e4m3fn)], 1 - rank)
+        put(torch.ones(1), [torch.ones(8).to(torch.float8_e4m3fn).view(torch.uint8)], 1 - rank)
+        with torch.inference_mode():  # where this deprecated op is not decomposed
+            torch.ops.c10d_functional.all_reduce(torch.ones(2), "sum", "", [0, 1], 2)
+    return audit.table()
+
+
+def placeholder(argument: torch.Argument) -> Any:
+    """A value for an op's argument, as far as the audit reads it."""
+    if argument.name == "process_group":
+        return dist.group.WORLD.boxed()
+    if argument.name == "group_name":
+        return dist.group.WORLD.group_name
+    values = {"Tensor": torch.ones(4), "List[Tensor]": [torch.ones(4)]}
+    values["List[List[Tensor]]"] = [values["List[Tensor]"]]
+    return values.get(str(argument.type))
+
+
+def all_registered_ops() -> dict[str, str]:
+    """How a call of each op of the communication namespaces is recorded; "" where it is not."""
+    recorded: dict[str, str] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, op = name.split("::")
+        if namespace in NAMESPACES:
+            packet, _, overload = op.partition(".")
+            func = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+            call = read_collective(func, tuple(map(placeholder, func._schema.arguments)), {})
+            assert call is None or call.tensors, name
+            recorded[func._schema.name] = "" if call is None else call.op
+    return recorded
+
+
+def reprs_of_float8_tensors() -> tuple[list[CommRow], str]:
+    mesh = device_mesh(dp=2)
+    model = nn.Sequential(nn.Linear(4, 2))
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    fully_shard(model, mesh=mesh)
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    x = cast_to_float8(DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)]), CastConfig())
+    gathered = x.redistribute(mesh, [Replicate()], async_op=True)
+    assert isinstance(gathered._local_tensor, AsyncCollectiveTensor)  # still on its way
+    audit = comm_audit(mesh)
+    with audit:
+        shown = [repr(x), repr(gathered), repr(model[0].weight)]
+    model.unshard()
+    with audit:
+        shown.append(repr(model[0].weight))
+    return audit.rows, "\n".join(shown)
 
 
 def names_of_axes() -> list[str]:
@@ -307,6 +391,51 @@ recv        world  float32          1         4     16
 total                              13              278
   float8                                           128
   other                                            150""",
+    )
+
+
+def test_an_op_without_a_schema_is_counted_under_its_own_name(ranks: RankPools) -> None:
+    first, second = ranks(2).run(ops_without_a_schema)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """\
+op                                 axis     dtype          count  elements  bytes
+batch_p2p                          world    float32            1         8     32
+symm_mem::one_shot_all_reduce      world    float32            1         4     16
+symm_mem::fused_all_gather_matmul  world    bfloat16           1        32     64
+symm_mem::fp8_dist_put             unknown  float32            1         3     12
+symm_mem::fp8_dist_put             unknown  float8_e4m3fn      1         8      8
+c10d_functional::all_reduce        unknown  float32            1         2      8
+total                                                          6              140
+  float8                                                                        8
+  other                                                                       132""",
+    )
+
+
+def test_every_registered_op_is_read_ignored_or_counted_by_name(ranks: RankPools) -> None:
+    recorded = ranks(2).run(all_registered_ops)[0]
+    by_name = {name for name, op in recorded.items() if op == name}
+    assert {name for name, op in recorded.items() if not op} == IGNORED_OPS & recorded.keys()
+    assert {n: op for n, op in recorded.items() if op and n not in by_name} == {
+        name: schema.op for name, schema in SCHEMAS.items() if name in recorded
+    }
+    # A new op elsewhere wants a schema, or to be ignored.
+    assert {name.split("::")[0] for name in by_name} == {"symm_mem", "c10d_functional"}
+
+
+def test_a_repr_communicates_nothing(ranks: RankPools) -> None:
+    first, second = ranks(2).run(reprs_of_float8_tensors)
+    assert first == second
+    rows, text = first
+    assert rows == []
+    assert_expected_inline(
+        text,
+        """\
+DTensor(local_tensor=Float8Tensor(shape=(2, 4), qdata=e4m3fn, scale=0.00223214, orig_dtype=float32, device=cpu), device_mesh=DeviceMesh((dp=2), 'cpu', stride=(1,)), placements=(Shard(dim=0),))
+DTensor(local_tensor=AsyncCollectiveTensor(Float8Tensor(shape=(4, 4), qdata=e4m3fn, scale=0.00223214, orig_dtype=float32, device=cpu)), device_mesh=DeviceMesh((dp=2), 'cpu', stride=(1,)), placements=(Replicate(),))
+DTensor(local_tensor=Float8AllGatherWeight(tensor([[1., 1., 1., 1.]])), device_mesh=DeviceMesh((dp=2), 'cpu', stride=(1,)), placements=(Shard(dim=0),))
+Float8Tensor(shape=(2, 4), qdata=e4m3fn, scale=0.00223214, orig_dtype=float32, device=cpu)""",
     )
 
 

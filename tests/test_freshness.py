@@ -10,8 +10,8 @@ import torch.nn as nn
 from expecttest import assert_expected_inline
 from nets import Distributed, Net, full
 from ranks import RankPools
-from reference import same_cast, weights_used
-from torch.distributed.fsdp import CPUOffloadPolicy
+from reference import raised, same_cast, weights_used
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 import fp8_dist.freshness
@@ -25,11 +25,23 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.linear import float8_layers
+from fp8_dist.sharding import local_tensor
+from fp8_dist.tensor import Float8Tensor
 
 
 def load_into(net: nn.Module, assign: bool) -> None:
     state = {k: v * 10 if "weight" in k else v for k, v in net.state_dict().items()}
     net.load_state_dict(state, assign=assign)
+
+
+def load_by_swapping(net: nn.Module) -> None:
+    """torch's other way to load exchanges the insides of two tensors, version counters included."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        load_into(net, False)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def write_through_data(net: nn.Module) -> None:
@@ -54,11 +66,18 @@ def mul_in_place(net: nn.Module) -> None:
 
 def scaled_step(net: nn.Module) -> None:
     """A GradScaler that finds an inf skips the step; the next one takes it."""
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     optimizer = torch.optim.SGD(net.parameters(), lr=10.0)
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
+    scaler.scale(torch.ones(()))  # the scaler makes its state here
+    gradients = [parameter.grad for parameter in net.parameters()]
+    first = next(net.parameters())
+    before = full(first.detach()).clone()
+    for factor, changes in ((torch.inf, False), (1.0, True)):
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            parameter.grad = gradient.sign() * factor
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(full(first.detach()), before) is not changes
 
 
 def ema_copy(net: nn.Module) -> None:
@@ -76,6 +95,7 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
     "AdamW fused": step(lambda p: torch.optim.AdamW(p, lr=1.0, fused=True)),
     "GradScaler": scaled_step,
     "load_state_dict": lambda net: load_into(net, False),
+    "load_state_dict by swapping": load_by_swapping,
     "load_state_dict(assign=True)": lambda net: load_into(net, True),
     "in-place": mul_in_place,
     "copy_ from an EMA": ema_copy,
@@ -199,22 +219,23 @@ def test_evaluation_between_steps(ranks: RankPools, dp: int, tp: int, reshard: b
 
 
 def unsharded_after_backward() -> bool:
-    """Parameters that stay unsharded through the optimizer step: precompute reshards them."""
+    """Weights that stay unsharded through the optimizer step: precompute reshards them."""
     world = Distributed(2, 1)
     for module in world.net.modules():
-        if hasattr(module, "set_reshard_after_backward"):
+        if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(world.net.parameters(), lr=10.0)
     x = world.mine(torch.randn(4, 8, 64))
     world.net(x).sum().backward()
-    for module in reversed(list(world.net.modules())):
-        if hasattr(module, "reshard"):
-            module.unshard()
-    with torch.no_grad():
-        layer = world.net.layers[0].w1
-        before = layer.weight_cache.scaling
-        precompute_float8_dynamic_scale(world.net)
-    expected = cast_to_float8(full(world.net.state_dict()["layers.0.w1.weight"]), CastConfig())
-    return before is not None and torch.equal(layer.weight_cache.scaling[1], expected.scale)
+    assert isinstance(local_tensor(world.net.layers[0].w1.weight), Float8Tensor)  # unsharded
+    optimizer.step()
+    precompute_float8_dynamic_scale(world.net)
+    values = {k: full(v) for k, v in world.net.state_dict().items()}
+    with weights_used(world.net) as used:
+        world.net(x)
+    return all(
+        same_cast(w, cast_to_float8(values[f"{n}.weight"], CastConfig())) for n, w in used.items()
+    )
 
 
 def test_precompute_while_unsharded(ranks: RankPools) -> None:
@@ -235,12 +256,6 @@ def test_optimizers_of_other_models_change_nothing() -> None:
     other(torch.randn(2, 4)).sum().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
     assert all(m.weight_cache.is_fresh(m.weight) for m in float8_layers(net).values())
-
-
-def raised(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as info:
-        call()
-    return str(info.value)
 
 
 def test_precompute_of_nothing_is_an_error() -> None:

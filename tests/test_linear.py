@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from reference import same_bits, sqnr, weights_used
+from reference import raised, same_bits, sqnr, weights_used
 
 import fp8_dist.freshness
+import fp8_dist.function
 from fp8_dist import (
     CastConfig,
+    Float8GemmConfig,
     Float8Linear,
     Float8LinearConfig,
     ScalingType,
@@ -240,3 +242,38 @@ def test_a_non_finite_input_is_visible() -> None:
     assert result["grad_weight"].isnan().all()
     assert result["grad_input"].isfinite().all()
     assert amax(x).isinf()
+
+
+def test_inputs_that_are_no_floats_are_refused() -> None:
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    assert_expected_inline(
+        raised(TypeError, lambda: model(torch.ones(2, 16, dtype=torch.int64))),
+        """0: the input must be floating point, got torch.int64""",
+    )
+
+
+def test_a_second_backward_is_refused() -> None:
+    _, float8 = twins()
+    x = torch.randn(4, 128, requires_grad=True)
+    (gradient,) = torch.autograd.grad(float8(x).pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("flag", ["pad_inner_dim", "emulate"])
+def test_every_flag_reaches_the_three_gemms(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, object]] = []
+    original = fp8_dist.function.scaled_mm
+
+    def recording(*args, **kwargs):  # type: ignore[no-untyped-def]
+        seen.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(fp8_dist.function, "scaled_mm", recording)
+    fast = Float8GemmConfig(use_fast_accum=True)
+    for value in (False, True):
+        seen.clear()
+        config = Float8LinearConfig(**{flag: value}, gemm_config_grad_input=fast)
+        run(twins(config)[1], torch.randn(16, 128), torch.randn(16, 96))
+        assert [kwargs[flag] for kwargs in seen] == [value] * 3
+        assert [kwargs["use_fast_accum"] for kwargs in seen] == [True, True, False]

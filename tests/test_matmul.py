@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from reference import same_bits, sqnr
 
-from fp8_dist import CastConfig, Float8Tensor, cast_to_float8
+from fp8_dist import CastConfig, Float8Tensor, cast_to_float8, matmul
 from fp8_dist.matmul import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -99,3 +99,25 @@ def test_environment_switches_refuse_what_they_dont_know(monkeypatch: pytest.Mon
     monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "maybe")
     with pytest.raises(ValueError, match="FP8_DIST_STRICT_ALIGNMENT='maybe'"):
         scaled_mm(*operands(2, 16, 16), out_dtype=torch.float32)
+
+
+def test_the_native_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The CPU has the operator too: what differs on a GPU is the kernel behind it.
+    monkeypatch.setattr(matmul, "device_has_float8_gemm", lambda device: True)
+    calls: list[bool] = []
+    original = torch._scaled_mm
+
+    def recording(a, b, *args, use_fast_accum, **kwargs):  # type: ignore[no-untyped-def]
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()
+        calls.append(use_fast_accum)
+        return original(a, b, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", recording)
+    for fast in (False, True):
+        a, b = operands(33, 20, 17)
+        out = scaled_mm(a, b, out_dtype=torch.float32, pad_inner_dim=True, use_fast_accum=fast)
+        assert sqnr(fp64(a, b), out) > 120
+    assert calls == [False, True]
+    scaled_mm(a, b, out_dtype=torch.float32, emulate=True)
+    assert len(calls) == 2

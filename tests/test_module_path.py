@@ -1,4 +1,4 @@
-"""`ModulePath`: the name of the module that is running, forward and backward."""
+"""``ModulePath``: the name of the module that is running, forward and backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

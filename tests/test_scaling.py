@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reference import reference_cast, same_bits
 
 from fp8_dist import CastConfig, ScalingType, cast_to_float8
-from fp8_dist.scaling import amax, multiplier_from_amax, scale_from_multiplier
+from fp8_dist.scaling import amax, scaling_from_amax
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -86,12 +86,12 @@ def test_non_contiguous_input_gives_the_same_bits() -> None:
 
 def test_power_of_two_multipliers_round_down() -> None:
     amaxes = torch.tensor([1.0, 3.5, 448.0, 500.0, 1e-20, 1e30])
-    m = multiplier_from_amax(amaxes, E4M3, True)
-    exact = multiplier_from_amax(amaxes, E4M3, False)
+    m, scale = scaling_from_amax(amaxes, E4M3, True)
+    exact, _ = scaling_from_amax(amaxes, E4M3, False)
     assert torch.equal(torch.frexp(m).mantissa, torch.full((6,), 0.5))
     assert bool((m <= exact).all())
     assert bool((m * 2 > exact).all())
-    assert same_bits(scale_from_multiplier(m), 1 / m)
+    assert same_bits(scale, 1 / m)
 
 
 def test_the_gradient_passes_through_cast_and_dequantize() -> None:
@@ -104,3 +104,17 @@ def test_the_gradient_passes_through_cast_and_dequantize() -> None:
 def test_disabled_is_the_tensor_itself() -> None:
     x = torch.randn(3)
     assert cast_to_float8(x, CastConfig(ScalingType.DISABLED)) is x
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_the_operators_are_what_compilers_expect(power_of_2: bool) -> None:
+    ops = torch.ops.fp8_dist
+    x = torch.randn(5, 7)
+    torch.library.opcheck(ops.amax.default, (x,))
+    torch.library.opcheck(ops.scaling_from_amax.default, (amax(x), E4M3, power_of_2))
+    multiplier, _ = scaling_from_amax(amax(x), E4M3, power_of_2)
+    torch.library.opcheck(ops.quantize.default, (x.t(), multiplier, E5M2))
+    a, b = (cast_to_float8(torch.randn(*s), CastConfig()) for s in ((5, 16), (16, 7)))
+    arguments = (a.qdata, b.qdata, a.scale, b.scale, torch.bfloat16, False, False, False)
+    # (The schema test of opcheck multiplies its arguments, which float8 tensors can't be.)
+    torch.library.opcheck(ops.scaled_mm.default, arguments, test_utils="test_faketensor")

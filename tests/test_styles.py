@@ -9,7 +9,7 @@ import torch.nn as nn
 from expecttest import assert_expected_inline
 from nets import MLP, Net, full
 from ranks import RankPools, device_mesh
-from reference import same_bits, sqnr
+from reference import raised, same_bits, sqnr
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -236,12 +236,6 @@ def test_torch_styles_on_converted_layers(ranks: RankPools) -> None:
     assert ranks(2).run(torch_styles) == [[True] * 6] * 2
 
 
-def raised(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as info:
-        call()
-    return str(info.value)
-
-
 def converted(cls: Callable[[], nn.Module], **config: Any) -> nn.Module:
     return convert_to_float8_training(cls(), config=Float8LinearConfig(**config))
 
@@ -305,7 +299,7 @@ def test_refusals(ranks: RankPools) -> None:
         """\
 unconverted: Float8ColwiseParallel needs a Float8Linear, found a Linear; convert the layer, or use torch's style without Float8 in its name
 no float8 layer: PrepareFloat8ModuleInput: this MLP contains no Float8Linear; convert the model first, or use torch's PrepareModuleInput
-different casts: PrepareFloat8ModuleInput: the layers that share this input cast it differently: {'w1': 'in_features=32, out_features=32, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2', 'w2': 'in_features=32, out_features=32, bias=True, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2'}; give them one config, or name the one to follow in fwd_config_submodule_fqn
+different casts: PrepareFloat8ModuleInput: the layers that share this input cast it differently: {'w1': 'in_features=32, out_features=32, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2, round_scales_to_power_of_2=True', 'w2': 'in_features=32, out_features=32, bias=True, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2'}; give them one config, or name the one to follow in fwd_config_submodule_fqn
 other dtype: PrepareFloat8ModuleInput: float8_dtype=torch.float8_e5m2, but the layers (w1, w3, w2) cast their input to torch.float8_e4m3fn; drop the argument
 unknown submodule: PrepareFloat8ModuleInput: fwd_config_submodule_fqn='w4' is no Float8Linear in this MLP; it has ['w1', 'w3', 'w2']
 high precision: PrepareFloat8ModuleInput: w1, w3, w2 take their input in high precision in some GEMM; use torch's PrepareModuleInput""",
@@ -321,9 +315,19 @@ def test_the_one_to_follow_may_be_named(ranks: RankPools) -> None:
 
 
 def named() -> bool:
-    mlp = converted(lambda: MLP(32, 32))
+    """The cast of the input is that of w1, though w2's differs."""
+    mlp = MLP(32, 32)
+    for name in ("w1", "w2", "w3"):
+        convert_to_float8_training(
+            mlp,
+            module_filter_fn=lambda m, fqn, name=name: fqn == name,
+            config=Float8LinearConfig(round_scales_to_power_of_2=name != "w2"),
+        )
     style = PrepareFloat8ModuleInput(
         input_layouts=Shard(1), desired_input_layouts=Replicate(), fwd_config_submodule_fqn="w1"
     )
     parallelize_module(mlp, device_mesh(tp=2), style)
-    return len(mlp._forward_pre_hooks) == 1
+    seen: list[Any] = []
+    mlp.forward = lambda x: seen.append(x.to_local())
+    mlp(torch.randn(2, 4, 32))
+    return torch.frexp(seen[0].scale).mantissa.item() == 0.5

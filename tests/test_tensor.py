@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from reference import same_bits, same_cast, sqnr
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits, same_cast, sqnr
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fp8_dist import CastConfig, Float8Tensor, cast_to_float8
 
@@ -115,12 +117,6 @@ def test_repr() -> None:
     )
 
 
-def raised(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as info:
-        call()
-    return str(info.value)
-
-
 def test_refusals_name_what_was_asked_and_what_to_do() -> None:
     x, y = float8(4, 4), float8(4, 4)
     assert_expected_inline(
@@ -149,7 +145,7 @@ def test_refusals_name_what_was_asked_and_what_to_do() -> None:
     )
     assert_expected_inline(
         raised(NotImplementedError, lambda: x @ torch.randn(4, 4)),
-        """aten.mm.default of a Float8Tensor and a Tensor of torch.float32: cast_to_float8 the second, or dequantize() the first""",
+        """aten.mm.default of a Float8Tensor and a Tensor of torch.float32: cast_to_float8 the second, or dequantize() the first. (A weight that FSDP2 gathers in float8 can be used by Float8Linear layers alone.)""",
     )
     assert_expected_inline(
         raised(NotImplementedError, lambda: torch.randn(4, 4).copy_(x)),
@@ -171,3 +167,18 @@ def test_refusals_name_what_was_asked_and_what_to_do() -> None:
         raised(TypeError, lambda: Float8Tensor(torch.ones(2), torch.ones(()), torch.float32)),
         """Float8Tensor: qdata must have a float8 dtype, got torch.float32""",
     )
+
+
+def placed_dequantize() -> list[bool]:
+    mesh = device_mesh(tp=2)
+    whole = torch.randn(5, 4)
+    same = []
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        cast = cast_to_float8(distribute_tensor(whole, mesh, [placement]), CastConfig())
+        twin = cast_to_float8(whole, CastConfig()).dequantize()
+        same.append(same_bits(cast.dequantize().full_tensor(), twin))
+    return same
+
+
+def test_a_float8_dtensor_dequantizes_where_it_is(ranks: RankPools) -> None:
+    assert ranks(2).run(placed_dequantize) == [[True] * 3] * 2

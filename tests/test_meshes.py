@@ -1,0 +1,245 @@
+"""Ways to distribute a model beyond FSDP2 x TP: what works, what is refused, and how."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from nets import Distributed, Net, full, net_plan
+from ranks import RankPools, device_mesh
+from reference import raised, same_cast, sqnr, weights_used
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    cast_to_float8,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.fsdp import Float8AllGatherWeight
+from fp8_dist.tensor_parallel import apply_tp_plan
+
+GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+
+
+def data_parallel(kind: str) -> dict[str, float]:
+    """DDP and FSDP1: float8 compute, high-precision communication; SQNR against one device."""
+    net, twin = Net(), Net()
+    for model in (net, twin):
+        convert_to_float8_training(model)
+    if kind == "DDP":
+        wrapped: nn.Module = DistributedDataParallel(net)
+    else:
+        wrapped = FullyShardedDataParallel(net, use_orig_params=True, device_id="cpu")
+    found = {}
+    for step in range(2):
+        x = torch.randn(2, 4, 64)
+        output, expected = wrapped(x), twin(x)
+        output.sum().backward()
+        expected.sum().backward()
+        found[f"output {step}"] = sqnr(expected, output)
+        for model in (wrapped, twin):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    if kind == "FSDP1":
+        text = raised(ValueError, lambda: precompute_float8_dynamic_scale(wrapped))
+        assert "flattened shards, as FSDP1 keeps them" in text
+        assert "layers.0.w1" in text
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["DDP", "FSDP1"])
+def test_data_parallel(ranks: RankPools, kind: str) -> None:
+    for found in ranks(2).run(data_parallel, kind):
+        assert min(found.values()) > 100, found
+
+
+def hybrid(tp: int, precompute: bool) -> tuple[list[str], int, int]:
+    """HSDP (x TP): layers with a wrong cast; all-reduces of precompute, and of weights after.
+
+    (FSDP2 itself refuses a 2-D mesh without names.)
+    """
+    mesh = init_device_mesh("cpu", (2, 2, tp), mesh_dim_names=("replicate", "shard", "tp"))
+    net = Net()
+    masters = {n: p.detach().clone() for n, p in net.named_parameters()}
+    convert_to_float8_training(net, config=GATHERED)
+    if tp > 1:
+        apply_tp_plan(net, mesh["tp"], net_plan(net, False))
+    data = mesh["replicate", "shard"]
+    for layer in net.layers:
+        fully_shard(layer, mesh=data)
+    fully_shard(net, mesh=data)
+    with comm_audit(mesh) as audit:
+        if precompute:
+            precompute_float8_dynamic_scale(net)
+    reduces = audit.count()
+    with comm_audit(mesh) as audit, weights_used(net) as used:
+        net(torch.randn(2, 8, 64)).sum().backward()
+    wrong = []
+    for name, weight in used.items():
+        cast = cast_to_float8(masters[f"{name}.weight"], CastConfig())
+        part = cast.qdata.chunk(tp, 1 if name.endswith("w2") else 0)[mesh.get_local_rank("tp")]
+        if not same_cast(weight, cast.rewrap(qdata=part)):
+            wrong.append(name)
+    assert len(used) == 6
+    activations = 6 if tp > 1 else 0  # inputs of w2 and gradients of w1, w3, per MLP
+    return wrong, reduces, audit.count("all_reduce", dtype=torch.int32) - activations
+
+
+def test_hybrid_sharding(ranks: RankPools) -> None:
+    assert ranks(4).run(hybrid, 1, True) == [([], 1, 0)] * 4
+    assert ranks(4).run(hybrid, 1, False) == [([], 0, 6)] * 4
+
+
+def unnamed_axis() -> bool:
+    net = convert_to_float8_training(Net(), config=GATHERED)
+    master = net.state_dict()["layers.0.w1.weight"].clone()
+    fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
+    precompute_float8_dynamic_scale(net)
+    with weights_used(net) as used:
+        net(torch.randn(1, 4, 64))
+    return same_cast(used["layers.0.w1"], cast_to_float8(master, CastConfig()))
+
+
+def test_a_mesh_without_names(ranks: RankPools) -> None:
+    assert ranks(4).run(unnamed_axis) == [True] * 4
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_hybrid_sharding_and_tp(ranks: RankPools, precompute: bool) -> None:
+    expected = ([], 1, 0) if precompute else ([], 0, 6)
+    assert ranks(8).run(hybrid, 2, precompute, timeout=120) == [expected] * 8
+
+
+def even_columns(precompute: bool) -> list[str]:
+    """FSDP2 with an even Shard(1) placement."""
+    net = Net()
+    masters = {n: p.detach().clone() for n, p in net.named_parameters()}
+    twin = convert_to_float8_training(copy.deepcopy(net))
+    convert_to_float8_training(net, config=GATHERED)
+    fully_shard(
+        net,
+        mesh=device_mesh(dp=2),
+        shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None,
+    )
+    if precompute:
+        precompute_float8_dynamic_scale(net)
+    x = torch.randn(2, 4, 64)
+    with weights_used(net) as used:
+        output = net(x)
+    output.sum().backward()
+    expected = twin(x)
+    expected.sum().backward()
+    wrong = [
+        name
+        for name, weight in used.items()
+        if not same_cast(weight, cast_to_float8(masters[f"{name}.weight"], CastConfig()))
+    ]
+    wrong += [
+        name
+        for (name, p), other in zip(net.named_parameters(), twin.parameters(), strict=True)
+        if sqnr(other.grad, full(p.grad)) < 120
+    ]
+    return wrong if sqnr(expected, output) > 120 else [*wrong, "output"]
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_fsdp_on_columns(ranks: RankPools, precompute: bool) -> None:
+    assert ranks(2).run(even_columns, precompute) == [[], []]
+
+
+def stages() -> tuple[list[str], int, set[str]]:
+    """A pipeline stage's submesh: nothing may touch the other stage's ranks."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    stage = mesh["dp", "tp"]
+    net = Net(seed=mesh.get_local_rank("pp"))  # the stages hold different weights
+    masters = {n: p.detach().clone() for n, p in net.named_parameters()}
+    convert_to_float8_training(net, config=GATHERED)
+    apply_tp_plan(net, stage["tp"], net_plan(net, True))
+    for module in (*net.layers, net):
+        fully_shard(module, mesh=stage["dp"])
+    with comm_audit(mesh) as audit:
+        precompute_float8_dynamic_scale(net)
+        reduces = audit.count()
+        with weights_used(net) as used:
+            net(torch.randn(2, 4, 64)).sum().backward()
+    wrong = [
+        name
+        for name, weight in used.items()
+        if not torch.equal(
+            weight.scale, cast_to_float8(masters[f"{name}.weight"], CastConfig()).scale
+        )
+    ]
+    return wrong, reduces, {row.axis for row in audit.rows}
+
+
+def test_a_pipeline_stage(ranks: RankPools) -> None:
+    expected = ([], 1, {"dp+tp", "dp", "tp"})
+    assert ranks(8).run(stages, timeout=120) == [expected] * 8
+
+
+def owner_of_another_kind() -> str:
+    layer = nn.Linear(16, 16, bias=False)
+    layer.weight = nn.Parameter(Float8AllGatherWeight(layer.weight.detach()))
+    fully_shard(layer, mesh=device_mesh(dp=2))
+    return raised(ValueError, lambda: layer(torch.randn(2, 16)))
+
+
+def irregular_meshes() -> str:
+    world = torch.distributed.get_rank()
+    net = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+    convert_to_float8_training(net)
+    meshes = (DeviceMesh("cpu", [0, 3, 1, 2]), init_device_mesh("cpu", (4,)))
+    for layer, mesh in zip(net, meshes, strict=True):
+        weight = torch.distributed.tensor.distribute_tensor(layer.weight.detach(), mesh, [Shard(0)])
+        layer.weight = nn.Parameter(weight)
+    assert world in range(4)
+    return raised(NotImplementedError, lambda: precompute_float8_dynamic_scale(net))
+
+
+def test_refusals(ranks: RankPools) -> None:
+    assert_expected_inline(ranks(2).run(owner_of_another_kind)[0], """a FSDPLinear owns a weight that is gathered in float8; only a Float8Linear can use it. Share a converted layer's weight with no other module, or leave the layer unconverted""")
+    assert_expected_inline(ranks(4).run(irregular_meshes)[0], """precompute_float8_dynamic_scale: DeviceMesh((4,), 'cpu', stride=(1,)) does not enumerate its ranks in ascending, even steps; build it with init_device_mesh""")
+
+
+def test_repr_of_a_weight() -> None:
+    assert_expected_inline(repr(Float8AllGatherWeight(torch.ones(2))), """Float8AllGatherWeight(tensor([1., 1.]))""")
+
+
+def mixed_model() -> list[str]:
+    """Layers under TP and FSDP2, under FSDP2 alone, and not distributed at all."""
+    world = Distributed(2, 2)
+    mesh = world.mesh
+    torch.manual_seed(3)
+    alone, local = nn.Linear(64, 48), nn.Linear(48, 16)
+    masters = {"alone": alone.weight.detach().clone(), "local": local.weight.detach().clone()}
+    model = nn.ModuleDict({"net": world.net, "alone": alone, "local": local})
+    convert_to_float8_training(
+        model, config=GATHERED, module_filter_fn=lambda m, fqn: fqn == "alone"
+    )
+    convert_to_float8_training(model, module_filter_fn=lambda m, fqn: fqn == "local")
+    fully_shard(model["alone"], mesh=mesh["dp"])
+    with comm_audit(mesh) as audit:
+        precompute_float8_dynamic_scale(model)
+    wrong = [] if audit.count() == 1 else [audit.table()]
+    with comm_audit(mesh) as audit, weights_used(model) as used:
+        x = model["net"](world.mine(torch.randn(4, 8, 64)))
+        model["local"](model["alone"](x)).sum().backward()
+    for name, master in masters.items():
+        if not same_cast(used[name], cast_to_float8(master, CastConfig())):
+            wrong.append(name)
+    if audit.count("all_reduce", axis="dp", dtype=torch.int32):
+        wrong.append("amax traffic of weights")
+    return wrong
+
+
+def test_a_model_distributed_in_parts(ranks: RankPools) -> None:
+    assert ranks(4).run(mixed_model) == [[]] * 4
