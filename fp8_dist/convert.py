@@ -5,6 +5,9 @@ from collections.abc import Callable
 from typing import cast
 
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig
@@ -23,7 +26,8 @@ def convert_to_float8_training(
 
     Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied.
     Parameters, hooks and attributes of the layers carry over. Subclasses of nn.Linear are
-    converted if they don't override ``forward``; the others are left alone, with a warning.
+    converted if they don't override ``forward``. The others are left alone, with a warning, as
+    are layers whose weight is computed (``weight_norm``) or read by nn.MultiheadAttention.
 
     Args:
         module: the model. A model that is itself an nn.Linear is not changed: its conversion is
@@ -48,7 +52,7 @@ def convert_to_float8_training(
     given, config = config, config or Float8LinearConfig()
     chosen: dict[str, nn.Linear] = {}
     skipped: dict[str, str] = {}
-    overridden: list[str] = []
+    left: list[str] = []
     for fqn, candidate in module.named_modules():
         if not isinstance(candidate, nn.Linear):
             continue
@@ -64,19 +68,20 @@ def convert_to_float8_training(
             skipped[fqn] = "it is a Float8Linear already"
         elif reason := _unconvertible(candidate):
             skipped[fqn] = reason
-            overridden += [fqn] if reason.startswith("its class") else []
+            left.append(fqn)
         else:
             chosen[fqn] = candidate
     already = any(isinstance(m, Float8Linear) for m in module.modules())
     if not chosen and not already:
         raise ValueError(_nothing_converted(module, skipped))
-    if overridden:
+    if left:
+        reasons = "; ".join(f"{fqn} ({skipped[fqn]})" for fqn in left)
         warnings.warn(
-            f"convert_to_float8_training left these layers in high precision: "
-            f"{', '.join(overridden)}: {skipped[overridden[0]]}. Exclude them in "
-            "module_filter_fn to say that this is meant",
+            f"convert_to_float8_training left these layers in high precision: {reasons}. Exclude "
+            "them in module_filter_fn to say that this is meant",
             stacklevel=2,
         )
+    _check_not_distributed(chosen)
     _check_shared_weights(module, chosen, config)
     converted = _convert_each(chosen, config)
     if module in converted:
@@ -103,8 +108,12 @@ def _convert_each(
 
 def _unconvertible(layer: nn.Linear) -> str:
     """Why a layer can't be converted, or an empty string."""
-    if is_parametrized(layer):
-        return "its weight is parametrized (torch.nn.utils.parametrize)"
+    if is_parametrized(layer) or "weight" not in layer._parameters:
+        return "its weight is computed from other parameters (a parametrization, weight_norm)"
+    if isinstance(layer, LazyModuleMixin):
+        return "it is lazy: run it once, so that it knows its sizes"
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return f"its class {type(layer).__name__} is read by nn.MultiheadAttention, never called"
     if type(layer).forward is not nn.Linear.forward:
         return f"its class {type(layer).__name__} has a forward of its own"
     if not layer.weight.dtype.is_floating_point:
@@ -122,6 +131,17 @@ def _nothing_converted(module: nn.Module, skipped: dict[str, str]) -> str:
     return (
         f"convert_to_float8_training: no layer of {type(module).__name__} was converted:\n{lines}"
     )
+
+
+def _check_not_distributed(chosen: dict[str, nn.Linear]) -> None:
+    """Refuse layers that tensor parallelism or FSDP2 were applied to before."""
+    late = [fqn or "the module" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)]
+    if late:
+        raise ValueError(
+            "convert_to_float8_training: these weights are distributed already: "
+            f"{', '.join(late)}. Convert the model first, then apply tensor parallelism, then "
+            "fully_shard"
+        )
 
 
 def _check_shared_weights(

@@ -6,11 +6,15 @@ What can change a weight, and how it is noticed:
 * any ``torch.optim`` step: a global post-step hook drops what is known of the optimizer's
   parameters. Version counters alone would not do: foreach and fused steps change a DTensor
   without bumping them;
-* in-place ops on the parameter: its version counter;
-* ``load_state_dict``, a replaced parameter: the layer drops it, or the identity differs.
+* in-place ops on the parameter or on its ``to_local()``: version counters;
+* ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops it, or the identity
+  differs.
 
-Not detectable: writes through ``.data`` or ``to_local()``, and in-place foreach ops outside an
-optimizer. For these there is :func:`fp8_dist.invalidate_float8_scales`.
+Not noticed: writes through ``.data`` or to what ``state_dict()`` gave out, in-place foreach ops
+outside an optimizer, and a write to ``to_local()`` between precompute and the first use of the
+scale. For these there is
+:func:`fp8_dist.invalidate_float8_scales`. They cannot make an evaluation wrong: the float8 copy,
+and a scale that was not precomputed, are kept for passes that record gradients alone.
 
 All of it depends on the sequence of calls alone, which is the same on all ranks, so ranks agree
 about which of them need a collective. Nothing here runs inside a compiled graph.
@@ -25,9 +29,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8_dist.tensor import Float8Tensor
+
+Scaling = tuple[torch.Tensor, torch.Tensor]
 
 
 class WeightCache:
@@ -39,53 +44,85 @@ class WeightCache:
     """
 
     def __init__(self) -> None:
-        self.scaling: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.scaling: Scaling | None = None
         self.float8: Float8Tensor | None = None
-        self._param: Callable[[], torch.Tensor | None] = lambda: None
+        # A strong reference: tensors with weak ones can't be swapped, as module.to() does.
+        self._param: torch.Tensor | None = None
         self._version: int | None = None
+        self._shard_version: int | None = None
         self._precomputed = False
 
     def store(
-        self,
-        param: torch.Tensor,
-        scaling: tuple[torch.Tensor, torch.Tensor],
-        *,
-        precomputed: bool,
+        self, param: torch.Tensor, scaling: Scaling, shard: torch.Tensor | None = None
     ) -> None:
-        """Remember the scaling of the values that ``param`` has now."""
+        """Remember the scaling of the values that ``param`` has now.
+
+        Args:
+            param: the parameter.
+            scaling: (multiplier, scale).
+            shard: its local tensor where it is being used; None: precomputed for later use.
+        """
         self.scaling = scaling
         self.float8 = None
-        self._param = weakref.ref(param)
         self._version = _version(param)
-        self._precomputed = precomputed
-        _watch(param, self)
+        self._shard_version = None if shard is None else _version(shard)
+        self._precomputed = shard is None
+        if self._param is not param:
+            _unwatch(self._param, self)
+            self._param = param
+            _watch(param, self)
 
-    def is_fresh(self, param: torch.Tensor) -> bool:
-        """True if what is known is known of ``param``, and of the values it has now."""
-        if self.scaling is None or self._param() is not param:
+    def is_fresh(self, param: torch.Tensor, shard: torch.Tensor) -> bool:
+        """True if what is known is known of ``param``, and of the values it has now.
+
+        Args:
+            param: the parameter.
+            shard: its local tensor. Its version is compared from one use to the next, not with
+                that at precompute: FSDP2 replaces the local tensor of a padded shard when it
+                first runs, on some ranks only.
+        """
+        if self.scaling is None or self._param is not param:
             return False
-        if self._version != _version(param):
+        shard_version = _version(shard)
+        if self._shard_version is None:
+            self._shard_version = shard_version
+        if self._version != _version(param) or self._shard_version != shard_version:
             self.drop()
             return False
         return True
 
     def tracks_another(self, param: torch.Tensor) -> bool:
         """True if something is or was known of a parameter, and ``param`` is another."""
-        known = self._param()
-        return known is not None and known is not param
+        return self._param is not None and self._param is not param
+
+    def end_of_evaluation(self) -> None:
+        """Forget, after a pass without gradients, what such passes must not rely on.
+
+        An evaluated model may be changed by means that go unnoticed (an EMA by foreach ops).
+        """
+        self.float8 = None
+        if not self._precomputed:
+            self.scaling = None
 
     def drop(self) -> None:
         """Forget everything but that there once was a precomputed scale."""
         self.scaling = None
         self.float8 = None
 
-    def warn_if_stale(self, param: torch.Tensor, fqn: str) -> None:
+    def reset(self) -> None:
+        """Forget everything: the parameter is about to become another."""
+        self.drop()
+        _unwatch(self._param, self)
+        self._param = None
+        self._precomputed = False
+
+    def warn_if_stale(self, param: torch.Tensor, name: str) -> None:
         """Warn once if the precomputed scale of ``param`` was dropped and none followed."""
-        if self.scaling is None and self._precomputed and self._param() is param:
+        if self.scaling is None and self._precomputed and self._param is param:
             self._precomputed = False
             warn_once(
                 "stale scale",
-                f"{fqn}: the weight changed after precompute_float8_dynamic_scale, so its scale "
+                f"{name}: the weight changed after precompute_float8_dynamic_scale, so its scale "
                 "is computed again in this step, with one all-reduce per weight. Call "
                 "precompute_float8_dynamic_scale(model) after every optimizer.step(), or "
                 "attach_precompute(optimizer, model) once",
@@ -110,7 +147,15 @@ def after_step(optimizer: Optimizer, call: Callable[[], None]) -> RemovableHandl
     return handle
 
 
-_caches: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> WeakSet of its caches
+def warn_once(kind: str, message: str) -> None:
+    """Warn about the first module that meets a condition; the others are alike."""
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn(message, stacklevel=3)
+
+
+# id of a parameter -> the caches that know it, each of which keeps it alive.
+_caches: dict[int, "weakref.WeakSet[WeightCache]"] = {}
 _after_step: "weakref.WeakKeyDictionary[Optimizer, OrderedDict[int, Callable[[], None]]]" = (
     weakref.WeakKeyDictionary()
 )
@@ -120,7 +165,15 @@ _warned: set[str] = set()
 
 def _watch(param: torch.Tensor, cache: WeightCache) -> None:
     _install_hook()
-    _caches.setdefault(param, weakref.WeakSet()).add(cache)
+    _caches.setdefault(id(param), weakref.WeakSet()).add(cache)
+
+
+def _unwatch(param: torch.Tensor | None, cache: WeightCache) -> None:
+    known = _caches.get(id(param))
+    if known is not None:
+        known.discard(cache)
+        if not known:
+            del _caches[id(param)]
 
 
 def _install_hook() -> None:
@@ -133,23 +186,12 @@ def _install_hook() -> None:
 def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            for cache in _caches.get(param, ()):
+            for cache in _caches.get(id(param), ()):
                 cache.drop()
     for call in list(_after_step.get(optimizer, {}).values()):
         call()
 
 
-def _version(param: torch.Tensor) -> int | None:
-    """The version counter of the parameter itself; None if it keeps none.
-
-    Not those of the tensors inside: FSDP2 replaces the local tensor of a padded shard when it
-    first runs, on some ranks only.
-    """
-    return None if param.is_inference() else param._version
-
-
-def warn_once(kind: str, message: str) -> None:
-    """Warn about the first module that meets a condition; the others are alike."""
-    if kind not in _warned:
-        _warned.add(kind)
-        warnings.warn(message, stacklevel=3)
+def _version(tensor: torch.Tensor) -> int | None:
+    """The version counter of a tensor; None if it keeps none."""
+    return None if tensor.is_inference() else tensor._version

@@ -11,6 +11,7 @@ Gradients are plain tensors wherever autograd sees them: the cast and the gather
 happen inside this function, so that no float8 subclass is ever a backward tangent.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -110,14 +111,28 @@ def _gemm(
         right,
         out_dtype=out_dtype,
         use_fast_accum=config.gemm_config(gemm).use_fast_accum,
-        pad_inner_dim=config.pad_inner_dim,
+        # The inner dim of grad_weight is the number of rows of the input. That is data, and may
+        # be misaligned on one data-parallel rank alone, where refusing would hang the others.
+        pad_inner_dim=config.pad_inner_dim or gemm == "grad_weight",
         emulate=config.emulate,
     )
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """``[..., K]`` as a matrix ``[M, K]``."""
-    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
+    """``[..., K]`` as a matrix ``[M, K]``; either may be 0."""
+    if tensor.ndim == 2:
+        return tensor
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _unflatten_rows(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``[M, N]`` as ``[..., N]`` with the leading dims of ``like``.
+
+    Not a view for autograd: a function's output that is one can't be modified in place.
+    """
+    if like.ndim == 2:
+        return matrix
+    return torch.ops.aten._unsafe_view(matrix, (*like.shape[:-1], matrix.shape[-1]))
 
 
 def _save(ctx: Any, *operands: _LocalOperand) -> None:
@@ -197,7 +212,7 @@ class _LinearFunction(torch.autograd.Function):
         left = x.for_gemm(config, "output")
         right = w.for_gemm(config, "output")
         output = _gemm(_rows(left), right.t(), "output", config, input.dtype)
-        output = output.reshape(*left.shape[:-1], output.shape[-1])
+        output = _unflatten_rows(output, left)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts = spec, layouts
         ctx.input_layout, ctx.weight_layout, ctx.bias_layout = (
@@ -241,7 +256,7 @@ class _LinearFunction(torch.autograd.Function):
         if needs_input:
             left, right = g.for_gemm(config, "grad_input"), w.for_gemm(config, "grad_input")
             grad_input = _gemm(_rows(left), right, "grad_input", config, ctx.input_dtype)
-            grad_input = grad_input.reshape(*left.shape[:-1], grad_input.shape[-1])
+            grad_input = _unflatten_rows(grad_input, left)
             if layouts is not None:
                 grad_input = _redistribute_grad_input(grad_input, layouts, ctx.input_layout)
         if needs_weight:

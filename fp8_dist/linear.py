@@ -1,12 +1,11 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
 import dataclasses
-import math
-from itertools import product
 from typing import Any, ClassVar, Protocol, get_args
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import cast_local, scaling_of
 from fp8_dist.config import Float8LinearConfig, Gemm
@@ -16,7 +15,6 @@ from fp8_dist.matmul import ALIGNMENT, needs_alignment
 from fp8_dist.sharding import (
     Layout,
     Placements,
-    linear_layouts,
     local_sizes,
     local_tensor,
     reduced,
@@ -39,8 +37,8 @@ class Float8Linear(nn.Linear):
 
     Shapes: input ``[..., in_features]``, output ``[..., out_features]`` in the input's dtype (the
     autocast dtype under autocast). Parameters stay in high precision, so a ``state_dict`` is
-    interchangeable with nn.Linear's. Made by :func:`fp8_dist.convert_to_float8_training` or
-    :meth:`from_float`.
+    interchangeable with nn.Linear's. Made by :func:`fp8_dist.convert_to_float8_training`,
+    :meth:`from_float`, or the constructor, which takes nn.Linear's arguments and ``config``.
 
     Collectives: none on one device. On DTensors those of the table in
     :mod:`fp8_dist.sharding`, plus an all-reduce of 4 bytes for each operand that is sharded and
@@ -62,6 +60,19 @@ class Float8Linear(nn.Linear):
     # Set by fp8_dist.fsdp: this package knows that there is such a type, not what it does.
     fsdp_weight_type: ClassVar[FSDPWeightType]
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        config: Float8LinearConfig | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._set_up(config, "")
+
     @classmethod
     def from_float(
         cls, mod: nn.Linear, config: Float8LinearConfig | None = None, *, fqn: str = ""
@@ -78,19 +89,22 @@ class Float8Linear(nn.Linear):
         """
         if not isinstance(mod, nn.Linear):
             raise TypeError(f"Float8Linear.from_float: expected an nn.Linear, got {type(mod)}")
-        if config is not None and not isinstance(config, Float8LinearConfig):
-            raise TypeError(f"config must be a Float8LinearConfig, got {config!r}")
         new = cls.__new__(cls)
         for name, value in mod.__dict__.items():
             # Containers (parameters, hooks) are the module's own, what they hold is shared.
             new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
-        new.config = Float8LinearConfig() if config is None else config
-        new.fqn = fqn
-        new.output_placements = None
-        new.weight_cache = WeightCache()
-        if new.config.enable_fsdp_float8_all_gather:
-            new.weight = new._wrapped(new.weight)
+        new._set_up(config, fqn)
         return new
+
+    def _set_up(self, config: Float8LinearConfig | None, fqn: str) -> None:
+        if config is not None and not isinstance(config, Float8LinearConfig):
+            raise TypeError(f"config must be a Float8LinearConfig, got {config!r}")
+        self.config = Float8LinearConfig() if config is None else config
+        self.fqn = fqn or type(self).__name__
+        self.output_placements = None
+        self.weight_cache = WeightCache()
+        if self.config.enable_fsdp_float8_all_gather:
+            self.weight = self._wrapped(self.weight)
 
     def to_linear(self) -> nn.Linear:
         """A new nn.Linear with this layer's parameters (shared, plain tensors) and mode alone."""
@@ -107,22 +121,30 @@ class Float8Linear(nn.Linear):
 
         Raises:
             TypeError: the input is not floating point.
-            ValueError: the input and the weight are not DTensors on one mesh, or both plain; or
-                sizes are misaligned (``pad_inner_dim``).
+            ValueError: its last dim is not ``in_features``; the input and the weight are not
+                DTensors on one mesh, or both plain; or features are misaligned
+                (``pad_inner_dim``).
         """
         if not input.dtype.is_floating_point:
-            raise TypeError(
-                f"{self.fqn or 'Float8Linear'}: the input must be floating point, got {input.dtype}"
+            raise TypeError(f"{self.fqn}: the input must be floating point, got {input.dtype}")
+        # (The shape of a DTensor made of uneven local tensors is only torch's guess.)
+        plain = not isinstance(input, DTensor)
+        if plain and (input.ndim == 0 or input.shape[-1] != self.in_features):
+            raise ValueError(
+                f"{self.fqn}: the last dim of the input must be in_features={self.in_features}, "
+                f"got an input of shape {tuple(input.shape)}"
             )
         self._check_mesh(input)
         if not torch.compiler.is_compiling():
-            self._check_alignment(input)
+            self._check_alignment(input.device)
         weight = self._float8_weight()
         if not isinstance(local_tensor(input), Float8Tensor):
             device = input.device.type
             if torch.is_autocast_enabled(device):
                 input = input.to(torch.get_autocast_dtype(device))
             input = reduced(input)
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            self.weight_cache.end_of_evaluation()
         spec = LinearSpec(self.config, self.output_placements, self.fqn)
         return float8_linear(input, self.weight, self.bias, weight, spec)
 
@@ -151,15 +173,15 @@ class Float8Linear(nn.Linear):
         cache, weight = self.weight_cache, self.weight
         dtype = self.config.operand_dtype("weight")
         assert dtype is not None
+        fresh = cache.is_fresh(weight, local_tensor(weight))
         shard = self.local_shard() if shard is None else shard
-        fresh = cache.is_fresh(weight)
         if fresh and cache.float8 is not None and cache.float8.device == shard.device:
             return cache.float8
         if not fresh:
             cache.warn_if_stale(weight, self.fqn)
             scaling = self._dynamic_scaling(shard, dtype)
             if keep:
-                cache.store(weight, scaling, precomputed=False)
+                cache.store(weight, scaling, local_tensor(weight))
                 fresh = True
         else:
             assert cache.scaling is not None
@@ -225,9 +247,10 @@ class Float8Linear(nn.Linear):
         elif self.weight_cache.tracks_another(self.weight):
             warn_once(
                 "precompute without float8 gather",
-                f"{self.fqn}: the precomputed scale is not used, because FSDP2 gathers this "
-                "weight in high precision and the layer scales what it gets. Set "
-                "enable_fsdp_float8_all_gather=True",
+                f"{self.fqn}: the precomputed scale is not used, because the weight of this "
+                "forward is not the parameter that it was computed from: FSDP2 gathered it in "
+                "high precision (set enable_fsdp_float8_all_gather=True), or functional_call "
+                "replaced it",
             )
 
     def _check_mesh(self, input: torch.Tensor) -> None:
@@ -238,44 +261,36 @@ class Float8Linear(nn.Linear):
                 for layout in (here, there)
             ]
             raise ValueError(
-                f"{self.fqn or 'Float8Linear'}: the weight is {found[0]}, the input is "
+                f"{self.fqn}: the weight is {found[0]}, the input is "
                 f"{found[1]}; parallelize the layer with Float8ColwiseParallel or "
                 "Float8RowwiseParallel, or pass an input on the weight's mesh"
             )
 
-    def _check_alignment(self, input: torch.Tensor) -> None:
+    def _check_alignment(self, device: torch.device) -> None:
         """Refuse what the float8 GEMMs would refuse, on all ranks if on one, before they start."""
         config = self.config
-        if config.pad_inner_dim or not needs_alignment(input.device, config.emulate):
+        if config.pad_inner_dim or not needs_alignment(device, config.emulate):
             return
         if not any(config.gemm_enabled(gemm) for gemm in get_args(Gemm)):
             return
-        sizes = {"out_features": {self.out_features}, "in_features": {self.in_features}}
-        here, there = Layout.of(self.weight), Layout.of(input)
-        if here is not None and there is not None:
-            sizes = {"out_features": local_sizes(here, 0), "in_features": local_sizes(here, 1)}
-            needed = linear_layouts(there.placements, here.placements, input.ndim).input
-            rows = there._replace(placements=needed)
-            sizes["rows of the input"] = {
-                math.prod(counts)
-                for counts in product(*(local_sizes(rows, d) for d in range(input.ndim - 1)))
-            }
-        else:
-            sizes["rows of the input"] = {input.shape[:-1].numel()}
-        trains = torch.is_grad_enabled() and self.weight.requires_grad
-        if not (trains and config.gemm_enabled("grad_weight")):
-            del sizes["rows of the input"]
-        bad = [
-            f"{name} {' or '.join(map(str, sorted(found)))}"
-            for name, found in sizes.items()
-            if any(size % ALIGNMENT for size in found)
-        ]
+        layout = Layout.of(self.weight)
+        features = {"out_features": self.out_features, "in_features": self.in_features}
+        bad = []
+        for dim, (name, size) in enumerate(features.items()):
+            sizes = {size} if layout is None else local_sizes(layout, dim)
+            if any(n % ALIGNMENT for n in sizes):
+                bad.append(f"{name} {' or '.join(map(str, sorted(sizes)))}")
         if bad:
             raise ValueError(
-                f"{self.fqn or 'Float8Linear'}: float8 GEMMs need local sizes that are multiples "
-                f"of {ALIGNMENT} on this device, found {', '.join(bad)}; set "
+                f"{self.fqn}: float8 GEMMs need local sizes that are multiples of {ALIGNMENT} on "
+                f"this device, found {', '.join(bad)}; set "
                 "Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted"
             )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
+        # module.to(), .cuda(), to_empty() and their like change the weight unnoticed.
+        self.weight_cache.reset()
+        return super()._apply(fn, recurse)
 
     def _plain(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight on the same storage as a plain tensor or DTensor, detached."""

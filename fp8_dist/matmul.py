@@ -11,6 +11,7 @@ bf16 x bf16 -> fp32, and
 * other devices: an fp32 GEMM.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ _LIB.define(
 
 def needs_alignment(device: torch.device, emulate: bool) -> bool:
     """True where the float8 GEMM takes only dims that are multiples of ``ALIGNMENT``."""
-    return (device_has_float8_gemm(device) and not emulate) or strict_alignment()
+    return not emulate and (device_has_float8_gemm(device) or strict_alignment())
 
 
 def scaled_mm(
@@ -120,12 +121,15 @@ def _emulated(
     scale_b: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    if a.device.type == "cpu" and out_dtype is torch.bfloat16:
+    on_cpu = a.device.type == "cpu"
+    alpha = scale_a.item() * scale_b.item() if on_cpu else 1.0
+    # The scale of an enormous product may exceed fp32, in which addmm keeps its alpha.
+    fits = not math.isfinite(alpha) or abs(alpha) <= torch.finfo(torch.float32).max
+    if on_cpu and fits and out_dtype is torch.bfloat16:
         # The bias term of addmm is ignored at beta=0; alpha scales the fp32 accumulator.
         unused = torch.zeros((), dtype=torch.bfloat16)
-        alpha = (scale_a * scale_b).item()
         return torch.addmm(unused, a.to(torch.bfloat16), b.to(torch.bfloat16), beta=0, alpha=alpha)
-    wide = torch.float64 if a.device.type == "cpu" else torch.float32
+    wide = torch.float64 if on_cpu else torch.float32
     product = torch.mm(a.to(wide), b.to(wide))
     return product.mul_(scale_a.to(wide) * scale_b.to(wide)).to(out_dtype)
 

@@ -8,7 +8,7 @@ element (slot) per coordinate there, and fills in only its own: the others stay 
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8_dist.freshness import after_step
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.scaling import amax, scaling_from_amax
-from fp8_dist.sharding import all_reduce_max, group_of, group_over, local_tensor, sharded_axes
+from fp8_dist.sharding import all_reduce_max, group_of, local_tensor, reduce_amax, sharded_axes
 from fp8_dist.tensor import Float8Tensor
 
 
@@ -32,13 +32,8 @@ class _Axis(NamedTuple):
     stride: int
     size: int
 
-
-class _Axes(NamedTuple):
-    """The mesh of one weight: all its axes, and those (of size 2 or more) that shard it."""
-
-    mesh: DeviceMesh | None
-    axes: tuple[_Axis, ...]
-    sharded: frozenset[_Axis]
+    def coordinate(self, rank: int) -> int:
+        return rank // self.stride % self.size
 
 
 @torch.no_grad()
@@ -57,20 +52,10 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 
     Raises:
         ValueError: ``module`` has no converted layer, or a weight is not the 2-D parameter that
-            the optimizer updates (FSDP1's flattened shards).
-        NotImplementedError: weights on several meshes, one of which does not enumerate its ranks
-            in even steps.
+            the optimizer updates (FSDP1's flattened shards, parametrizations).
+        NotImplementedError: weights on several meshes that are not slices of one root mesh.
     """
-    layers = {
-        name or layer.fqn or "(the module itself)": layer
-        for name, layer in float8_layers(module).items()
-        if layer.config.operand_dtype("weight") is not None
-    }
-    if not layers:
-        raise ValueError(
-            "precompute_float8_dynamic_scale: the module has no Float8Linear with a float8 "
-            "weight; call convert_to_float8_training first"
-        )
+    layers = _float8_layers(module, "precompute_float8_dynamic_scale")
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # unsharded weights are those of before the optimizer step
@@ -95,21 +80,34 @@ def attach_precompute(optimizer: Optimizer, module: nn.Module) -> RemovableHandl
     Raises:
         ValueError: ``module`` has no converted layer.
     """
-    if not float8_layers(module):
-        raise ValueError(
-            "attach_precompute: the module has no Float8Linear; call convert_to_float8_training "
-            "first"
-        )
+    _float8_layers(module, "attach_precompute")
     return after_step(optimizer, lambda: precompute_float8_dynamic_scale(module))
 
 
-def _check_weights(layers: dict[str, Float8Linear]) -> None:
-    flat = [n for n, layer in layers.items() if layer.weight.ndim != 2]
-    if flat:
+def _float8_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
+    """The layers of a module that take their weight in float8, by name."""
+    layers = {
+        name or layer.fqn: layer
+        for name, layer in float8_layers(module).items()
+        if layer.config.operand_dtype("weight") is not None
+    }
+    if not layers:
         raise ValueError(
-            "precompute_float8_dynamic_scale: these weights are flattened shards, as FSDP1 keeps "
-            f"them, and have no scale of their own: {', '.join(flat)}. Use fully_shard (FSDP2), "
-            "or leave precompute out: the layers scale what FSDP1 gathers"
+            f"{caller}: the module has no Float8Linear with a float8 weight; call "
+            "convert_to_float8_training first"
+        )
+    return layers
+
+
+def _check_weights(layers: dict[str, Float8Linear]) -> None:
+    computed = [n for n, layer in layers.items() if "weight" not in layer._parameters]
+    flat = [n for n, m in layers.items() if n not in computed and m.weight.ndim != 2]
+    if computed or flat:
+        raise ValueError(
+            "precompute_float8_dynamic_scale: these weights are not the parameters that an "
+            f"optimizer updates: {', '.join(computed + flat)} (flattened shards, as FSDP1 keeps "
+            "them, or parametrized). Use fully_shard (FSDP2), or leave precompute out: the layers "
+            "scale what they get"
         )
     unsharded = [n for n, m in layers.items() if isinstance(local_tensor(m.weight), Float8Tensor)]
     if unsharded:
@@ -122,65 +120,84 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
 
 def _reduce(weights: Sequence[torch.Tensor], local: torch.Tensor) -> torch.Tensor:
     """Global amaxes of the weights from their local ones (both ``[len(weights)]``, fp32)."""
-    axes_of: dict[int, tuple[_Axis, ...]] = {}  # by the identity of a mesh: weights share few
-    meshes = [_axes(weight, axes_of) for weight in weights]
-    union = sorted({axis for mesh in meshes for axis in mesh.sharded}, reverse=True)
-    if not union:
+    sharded = [i for i, weight in enumerate(weights) if _sharded_axes(weight)]
+    if not sharded:
         return local
-    if len(union) > 1:
-        # Axes on which a weight is replicated may be included: they lead to the whole world,
-        # which has a process group.
-        union = sorted({axis for mesh in meshes for axis in mesh.axes}, reverse=True)
+    index = torch.tensor(sharded, device=local.device)
+    chosen = [cast(DTensor, weights[i]) for i in sharded]
+    one_mesh = len({weight.device_mesh for weight in chosen}) == 1
+    reduce = _reduce_on_one_mesh if one_mesh else _reduce_on_submeshes
+    return local.index_copy(0, index, reduce(chosen, local.index_select(0, index)))
+
+
+def _sharded_axes(weight: torch.Tensor) -> set[int]:
+    """The mesh axes (of size 2 or more) on which a weight is sharded."""
+    if not isinstance(weight, DTensor):
+        return set()
+    return {a for a in sharded_axes(weight.placements) if weight.device_mesh.size(a) > 1}
+
+
+def _reduce_on_one_mesh(weights: Sequence[DTensor], local: torch.Tensor) -> torch.Tensor:
+    mesh = weights[0].device_mesh
+    axes = {axis for weight in weights for axis in _sharded_axes(weight)}
+    # Axes on which a weight is replicated may be included.
+    return reduce_amax(local, mesh, sorted(axes), replicated=range(mesh.ndim))
+
+
+def _reduce_on_submeshes(weights: Sequence[DTensor], local: torch.Tensor) -> torch.Tensor:
+    meshes = {weight.device_mesh for weight in weights}
+    axes_of = {mesh: tuple(_axis(mesh, i) for i in range(mesh.ndim)) for mesh in meshes}
+    own = [axes_of[weight.device_mesh] for weight in weights]
+    union = sorted({axis for axes in own for axis in axes if axis.size > 1}, reverse=True)
+    _check_disjoint(union, weights)
     rank = dist.get_rank()
     sizes: list[int] = []
     mine: list[int] = []
-    for mesh in meshes:
+    for axes in own:
         # Along the axes of its own mesh a weight is one tensor; along the others there may be
         # as many as there are coordinates.
-        outside = [axis for axis in union if axis not in mesh.axes]
         slots, slot = 1, 0
-        for stride, size in outside:
-            slots, slot = slots * size, slot * size + rank // stride % size
+        for axis in union:
+            if axis not in axes:
+                slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
         mine.append(sum(sizes) + slot)
         sizes.append(slots)
     index = torch.tensor(mine, device=local.device)
     vector = local.new_zeros(sum(sizes)).index_copy_(0, index, local)
-    return all_reduce_max(vector, _group(union, meshes, rank)).index_select(0, index)
+    return all_reduce_max(vector, _group(union, rank)).index_select(0, index)
 
 
-def _axes(weight: torch.Tensor, axes_of: dict[int, tuple[_Axis, ...]]) -> _Axes:
-    if not isinstance(weight, DTensor):
-        return _Axes(None, (), frozenset())
-    mesh = weight.device_mesh
-    if id(mesh) not in axes_of:
-        axes_of[id(mesh)] = tuple(
-            _Axis(_stride(mesh, axis), mesh.size(axis)) for axis in range(mesh.ndim)
-        )
-    axes = axes_of[id(mesh)]
-    sharded = frozenset(axes[i] for i in sharded_axes(weight.placements) if axes[i].size > 1)
-    return _Axes(mesh, axes, sharded)
-
-
-def _stride(mesh: DeviceMesh, axis: int) -> int:
-    """The distance between neighbours on an axis, in global ranks."""
+def _axis(mesh: DeviceMesh, axis: int) -> _Axis:
+    """A mesh axis as a digit of the global rank."""
     ranks = mesh.mesh.movedim(axis, 0).reshape(mesh.size(axis), -1)[:, 0].tolist()
-    steps = {b - a for a, b in pairwise(ranks)}
-    if len(steps) > 1 or any(step < 0 for step in steps):
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    regular = range(ranks[0], ranks[0] + stride * len(ranks), stride) if stride > 0 else range(0)
+    if ranks != list(regular) or ranks[0] // stride % len(ranks) != 0:
         raise NotImplementedError(
-            f"precompute_float8_dynamic_scale: {mesh} does not enumerate its ranks in ascending, "
-            "even steps; build it with init_device_mesh"
+            f"precompute_float8_dynamic_scale: weights live on several meshes, and {mesh} does "
+            "not enumerate its ranks in ascending, even steps; slice all of them from one "
+            "init_device_mesh"
         )
-    return steps.pop() if steps else 1
+    return _Axis(stride, len(ranks))
 
 
-def _group(axes: Sequence[_Axis], meshes: Sequence[_Axes], rank: int) -> dist.ProcessGroup:
+def _check_disjoint(axes: Sequence[_Axis], weights: Sequence[DTensor]) -> None:
+    """Refuse axes that overlap, such as a flattened one beside one that it was made of."""
+    for outer, inner in pairwise(axes):  # strides fall
+        if inner.stride * inner.size > outer.stride or outer.stride % inner.stride:
+            meshes = "; ".join(sorted({str(weight.device_mesh) for weight in weights}))
+            raise NotImplementedError(
+                "precompute_float8_dynamic_scale: weights live on meshes whose axes overlap "
+                f"({meshes}); use meshes sliced from one root mesh, and flattened axes for all "
+                "weights or for none"
+            )
+
+
+def _group(axes: Sequence[_Axis], rank: int) -> dist.ProcessGroup:
     """The group of all ranks that differ from this one only along the given axes."""
-    for known in meshes:
-        if known.mesh is not None and set(axes) <= set(known.axes):
-            return group_over(known.mesh, tuple(sorted(known.axes.index(a) for a in axes)))
-    ranks = [rank - sum(rank // stride % size * stride for stride, size in axes)]
-    for stride, size in axes:
-        ranks = [base + i * stride for base in ranks for i in range(size)]
+    ranks = [rank - sum(axis.coordinate(rank) * axis.stride for axis in axes)]
+    for axis in axes:
+        ranks = [base + i * axis.stride for base in ranks for i in range(axis.size)]
     return group_of(ranks, "float8_amax")
 
 
@@ -195,4 +212,4 @@ def _store(layers: Sequence[Float8Linear], amax_of: dict[int, torch.Tensor]) -> 
         amaxes = torch.stack([amax_of[id(layer.weight)] for layer in same])
         multipliers, scales = scaling_from_amax(amaxes, dtype, power_of_2)
         for i, layer in enumerate(same):
-            layer.weight_cache.store(layer.weight, (multipliers[i], scales[i]), precomputed=True)
+            layer.weight_cache.store(layer.weight, (multipliers[i], scales[i]))

@@ -16,26 +16,35 @@ MAX_DIFFERENCE = 0.01
 MAX_FRACTION_OF_FIRST = 0.7
 SMOOTHING_STEPS = 5
 NUMBERS = ("bytes", "float8_bytes", "all_gather_bytes", "tokens_per_second")
+# The ratios of bytes that are reported, and how.
+RATIOS = {
+    "bytes": "bytes on the wire",
+    "all_gather_bytes": "bytes of all-gathers alone, unconverted layers included",
+}
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """Reads what scripts/train.py wrote into `folder`.
 
     Returns:
-        name, losses (one per step), tokens_per_second (mean of the last steps), and the bytes of
-        one step's collectives as one rank sees them (bytes, float8_bytes, all_gather_bytes).
+        name, losses (one per step), tokens_per_second (mean of the last steps), the bytes of one
+        step's collectives as one rank sees them (bytes, float8_bytes, all_gather_bytes), and
+        unexpected_gathers, see there.
 
     Raises:
-        SystemExit: a file is missing or holds no step.
+        SystemExit: a file is missing or cut off, or steps are missing.
     """
     try:
         config = json.loads((folder / "config.json").read_text())
         steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         rows = json.loads((folder / "comm.json").read_text())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, json.JSONDecodeError) as error:
         sys.exit(f"{folder} is not a finished run of scripts/train.py: {error}")
-    if not steps:
-        sys.exit(f"{folder}/metrics.jsonl holds no step")
+    if len(steps) != config["steps"]:
+        sys.exit(
+            f"{folder} is not a finished run of scripts/train.py: metrics.jsonl holds "
+            f"{len(steps)} of {config['steps']} steps"
+        )
     # The very last step ran under the audit, which takes time of its own.
     speeds = [step["tokens_per_second"] for step in steps[:-1][-LAST_STEPS:] or steps]
     return {
@@ -45,7 +54,51 @@ def read_run(folder: Path) -> dict[str, Any]:
         "bytes": sum(row["bytes"] for row in rows),
         "float8_bytes": sum(row["float8_bytes"] for row in rows),
         "all_gather_bytes": sum(row["bytes"] for row in rows if row["op"] == "all_gather"),
+        "unexpected_gathers": unexpected_gathers(rows, config),
     }
+
+
+def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> list[str]:
+    """Finds all-gathers in high precision that a float8 run should have made in float8.
+
+    A module without float8 layers may gather what it likes. Any other one, and the code outside
+    of modules (module "", where FSDP2's prefetches run too), may gather the parameters that lie
+    in it outside of float8 layers, and no more than these: neither a float8 layer's weight nor
+    its input or output gradient fits.
+
+    Args:
+        rows: of comm.json, one per op, axis, dtype and module.
+        config: of config.json: `float8_layers`, names; `high_precision_gather`, elements that a
+            gather of a parameter moves, by its name.
+
+    Returns:
+        A line for each module and axis that gathers too much.
+    """
+    gathers: dict[tuple[str, str], int] = {}
+    moved: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row["op"] == "all_gather":
+            where = (row["module"], row["axis"])
+            gathers[where] = gathers.get(where, 0) + row["count"]
+            moved[where] = moved.get(where, 0) + (0 if row["float8_bytes"] else row["elements"])
+    lines = []
+    for (module, axis), elements in moved.items():
+        if not any(lies_in(layer, module) for layer in config["float8_layers"]):
+            continue
+        sizes = config["high_precision_gather"].items()
+        own = sum(size for name, size in sizes if lies_in(name, module))
+        allowed = own * gathers[module, axis]
+        if elements > allowed:
+            lines.append(
+                f"{module or 'the whole model'} gathered {elements:,} elements in high precision "
+                f"on {axis}, where {allowed:,} are not float8's"
+            )
+    return lines
+
+
+def lies_in(name: str, module: str) -> bool:
+    """Whether the module or parameter `name` is `module` or a part of it."""
+    return not module or f"{name}.".startswith(f"{module}.")
 
 
 def mean_of_last(values: list[float]) -> float:
@@ -67,8 +120,8 @@ def summarize(baseline: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     last, reference = mean_of_last(run["losses"]), mean_of_last(baseline["losses"])
     difference = last / reference - 1
     summary["loss_difference"] = difference
-    # None on one rank, where nothing is communicated.
-    for key in ("bytes", "all_gather_bytes"):
+    # None where nothing is communicated: one rank gathers nothing, and may reduce nothing either.
+    for key in RATIOS:
         summary[f"{key}_ratio"] = run[key] / baseline[key] if baseline[key] else None
     problems = []
     # Written so that a NaN is a problem too.
@@ -79,6 +132,10 @@ def summarize(baseline: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
             problems.append(
                 f"{each['name']} did not get below {MAX_FRACTION_OF_FIRST:.0%} of its first loss"
             )
+    # A run that gathers anything gathers float8.
+    if run["all_gather_bytes"] and not run["float8_bytes"]:
+        problems.append(f"{run['name']} communicated nothing in float8")
+    problems += run["unexpected_gathers"]
     summary["problems"] = problems
     return summary
 
@@ -97,14 +154,14 @@ def report(baseline: str, run: str, summary: dict[str, Any]) -> str:
             f"{row['float8_bytes']:>15,}{row['tokens_per_second']:>11,.0f}"
         )
     lines.append(f"loss of {run} against {baseline}: {summary['loss_difference']:+.2%}")
-    if summary["bytes_ratio"] is not None:
-        lines.append(
-            f"bytes on the wire, {run} / {baseline}: {summary['bytes_ratio']:.3f}; of all-gathers "
-            f"alone, unconverted layers included: {summary['all_gather_bytes_ratio']:.3f}"
-        )
+    for key, what in RATIOS.items():
+        ratio = summary[f"{key}_ratio"]
+        if ratio is not None:
+            lines.append(f"{what}, {run} / {baseline}: {ratio:.3f}")
     verdict = "; ".join(summary["problems"]) or (
         f"within {MAX_DIFFERENCE:.0%} of {baseline}, and both below "
-        f"{MAX_FRACTION_OF_FIRST:.0%} of their first loss"
+        f"{MAX_FRACTION_OF_FIRST:.0%} of their first loss; "
+        f"every gather for a float8 layer is float8"
     )
     lines.append(f"verdict: {'NOT AS EXPECTED: ' if summary['problems'] else ''}{verdict}")
     return "\n".join(lines)

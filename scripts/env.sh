@@ -1,34 +1,71 @@
-# Sourced by quickstart.sh and test.sh: creates or reuses the Python environment.
+# Sourced by quickstart.sh and test.sh, before they change the folder: creates or reuses the Python
+# environment.
 #
-# Defines ensure_env EXTRAS, which leaves the environment's interpreter in $PY.
+# Defines REPO_ROOT, and ensure_env EXTRAS, which leaves the environment's interpreter in $PY.
 #   PYTHON          the interpreter to make it with (default: python3); 3.11 or later
 #   FP8_DIST_VENV   where it lives (default: .venv in the repository)
 
+# With CDPATH set, cd prints where it went, or goes elsewhere.
+unset CDPATH
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+# absolute PATH: prints it as it reads from the current folder.
+absolute() {
+    case "$1" in
+        /*) printf '%s' "$1" ;;
+        *) printf '%s' "$PWD/$1" ;;
+    esac
+}
+
+FP8_DIST_VENV="$(absolute "${FP8_DIST_VENV:-$REPO_ROOT/.venv}")"
+case "${PYTHON:=python3}" in
+    */*) PYTHON="$(absolute "$PYTHON")" ;;  # a bare name is looked up in PATH
+esac
 
 # ensure_env EXTRAS: installs the checkout, editable, with the named extras ("train,test") and the
 # versions of constraints.txt. Does nothing when that has been done for the same pyproject.toml
 # and constraints.txt.
 ensure_env() {
     local extras="$1"
-    local python="${PYTHON:-python3}"
-    local venv="${FP8_DIST_VENV:-$REPO_ROOT/.venv}"
-    PY="$venv/bin/python"
-    if [ ! -x "$PY" ]; then
-        if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-            echo "Python 3.11 or later is needed; '$python' is not (set PYTHON=...)" >&2
-            return 1
-        fi
-        echo "== creating the environment $venv"
-        "$python" -m venv "$venv" || return 1
+    PY="$FP8_DIST_VENV/bin/python"
+    # -P everywhere: what lies in the current folder must not hide an installed module.
+    if ! "$PY" -P -m pip --version > /dev/null 2>&1; then
+        create_env || return 1
     fi
     # The stamp says what was installed: a moved checkout, other pins or other extras install anew.
-    local stamp="$venv/installed-${extras//,/-}" wanted
+    local stamp="$FP8_DIST_VENV/installed-${extras//,/-}" wanted
     wanted="$REPO_ROOT $(cat "$REPO_ROOT/pyproject.toml" "$REPO_ROOT/constraints.txt" | cksum)"
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
         echo "== installing fp8-dist[$extras]"
-        "$PY" -m pip install --quiet --disable-pip-version-check \
-            -c "$REPO_ROOT/constraints.txt" -e "$REPO_ROOT[$extras]" || return 1
+        # The package is built with the environment's own setuptools, so that it is pinned too:
+        # whether constraints reach isolated builds depends on pip's version.
+        pip_install setuptools || return 1
+        pip_install --no-build-isolation -e "$REPO_ROOT[$extras]" || return 1
         printf '%s' "$wanted" > "$stamp"
+    fi
+}
+
+pip_install() {
+    "$PY" -P -m pip install --quiet --disable-pip-version-check \
+        -c "$REPO_ROOT/constraints.txt" "$@"
+}
+
+# create_env: makes the environment, also in place of one that has no working pip: its creation was
+# interrupted, or its interpreter is gone.
+create_env() {
+    if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "Python 3.11 or later is needed; '$PYTHON' is not (set PYTHON=...)" >&2
+        return 1
+    fi
+    if [ -n "$(ls -A "$FP8_DIST_VENV" 2> /dev/null)" ] && [ ! -f "$FP8_DIST_VENV/pyvenv.cfg" ]; then
+        echo "$FP8_DIST_VENV holds something else than a Python environment: remove it, or set" \
+            "FP8_DIST_VENV=..." >&2
+        return 1
+    fi
+    echo "== creating the environment $FP8_DIST_VENV"
+    if ! "$PYTHON" -m venv --clear "$FP8_DIST_VENV"; then
+        echo "the environment could not be created with '$PYTHON'; on Debian and Ubuntu it needs" \
+            "a package: apt install python3-venv" >&2
+        return 1
     fi
 }

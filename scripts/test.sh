@@ -2,10 +2,29 @@
 # Creates the environment (or reuses it) and runs every check that this machine can run:
 #   bash scripts/test.sh                  linters, type checker, import contracts, all tests
 #   bash scripts/test.sh ARGS...          only pytest, with these arguments: tests/test_debug.py -k mixed
-# Every stage runs, also after a failed one; the exit status is 0 when all of them passed.
+# Every stage runs, also after a failed one; the exit status is 0 when all of them passed. Arguments
+# that select no test at all are a failure (pytest's status 5), so that a misspelt name is noticed.
 set -u
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/env.sh
+unset CDPATH
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+cd "$REPO_ROOT" || exit 1
+
+# torch.compile's default backend compiles C++ that includes Python.h: said now, not after the
+# installation and in the middle of the tests.
+if ! command -v "${CXX:-g++}" > /dev/null; then
+    echo "the tests of torch.compile need a C++ compiler, and '${CXX:-g++}' is not found: set" \
+        "CXX=..., or on Debian and Ubuntu: apt install g++" >&2
+    exit 1
+fi
+python="$FP8_DIST_VENV/bin/python"
+[ -x "$python" ] || python="$PYTHON"
+# Without an answer there is no such Python, which is ensure_env's to say.
+include="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))' 2> /dev/null)"
+if [ -n "$include" ] && [ ! -f "$include/Python.h" ]; then
+    echo "the tests of torch.compile need Python's headers, and there is no $include/Python.h:" \
+        "on Debian and Ubuntu: apt install python3-dev" >&2
+    exit 1
+fi
 ensure_env "dev" || exit 1
 
 # Tests compare bits and start up to eight ranks: one thread each.

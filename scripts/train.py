@@ -10,20 +10,21 @@ torchrun it is a single process.
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from corpus import VOCAB_SIZE, Corpus, load_corpus
+from corpus import VOCAB_SIZE, Corpus
 from llama import MODELS, Llama
+from options import BF16, make_parser, parse_options
+from run_writer import RunWriter
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -32,80 +33,39 @@ from tqdm import tqdm
 
 from fp8_dist import (
     Float8LinearConfig,
-    Float8LinearRecipeName,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-from fp8_dist.debug import CommAudit, comm_audit
+from fp8_dist.debug import comm_audit
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 
-BF16 = "bf16"
-RECIPES = (BF16, *(name.value for name in Float8LinearRecipeName))
 MAX_GRAD_NORM = 1.0
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses and checks the options; errors end the process with status 2, on every rank alike."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add, flag = parser.add_argument, argparse.BooleanOptionalAction
-    add("--model", choices=MODELS, default="debug", help="size of the Llama")
-    add("--recipe", choices=RECIPES, default=BF16, help="bf16, or a float8 recipe")
-    add("--dp", type=int, help="data-parallel (FSDP2) ranks; default: all that --tp leaves")
-    add("--tp", type=int, default=1, help="tensor-parallel ranks")
-    add("--sequence-parallel", action=flag, help="default: on when --tp is above 1")
-    add("--compile", action="store_true", help="torch.compile each transformer block")
-    add("--steps", type=int, default=120)
-    add("--batch-size", type=int, default=16, help="rows of the global batch, over all ranks")
-    add("--seq-len", type=int, default=128, help="tokens (bytes) per row")
-    add("--lr", type=float, default=1e-3, help="peak; falls linearly to 0 after the warmup")
-    add("--warmup", type=int, default=40, help="steps in which --lr is reached linearly")
-    add("--seed", type=int, default=0, help="of weights and data")
-    add("--out", type=Path, help="folder of metrics and tables; default: runs/RECIPE")
-    add("--data", type=Path, help="file or folder; default: Python's standard library source")
-    add("--precompute", action=flag, default=True, help="float8 scales after each step, together")
-    add("--log-every", type=int, default=1, help="steps between reads of the loss")
-    args = parser.parse_args(argv)
-    args.out = args.out or Path("runs") / args.recipe
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    for name in ("tp", "steps", "batch_size", "seq_len", "log_every"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if args.warmup < 0:
-        parser.error(f"--warmup must not be negative, got {args.warmup}")
-    if not 0 <= args.seed < 2**31:
-        parser.error(f"--seed must lie in [0, 2**31), got {args.seed}")
-    if args.dp is None:
-        args.dp = max(world_size // args.tp, 1)
-    if args.dp * args.tp != world_size:
-        parser.error(
-            f"--dp {args.dp} times --tp {args.tp} is {args.dp * args.tp}, but there are "
-            f"{world_size} ranks: start that many (torchrun --nproc-per-node {args.dp * args.tp})"
-        )
-    if args.batch_size % args.dp:
-        parser.error(f"--batch-size {args.batch_size} is not a multiple of --dp {args.dp}")
-    if args.sequence_parallel is None:
-        args.sequence_parallel = args.tp > 1
-    if args.sequence_parallel and args.tp == 1:
-        parser.error("--sequence-parallel needs --tp above 1")
-    if args.sequence_parallel and args.seq_len % args.tp:
-        parser.error(f"--seq-len {args.seq_len} is not a multiple of --tp {args.tp}")
-    try:
-        args.corpus = load_corpus(args.data, seq_len=args.seq_len)
-    except ValueError as error:
-        parser.error(f"--data: {error}")
-    return args
+    return parse_options(make_parser(__doc__), argv)
+
+
+def choose_device(local_rank: int, local_ranks: int) -> tuple[torch.device, str]:
+    """Returns this rank's device and, where GPUs are left unused, the reason ("" otherwise).
+
+    Ranks that share a GPU cannot form an NCCL group: they all train on the CPU instead.
+    """
+    gpus = torch.cuda.device_count()
+    if local_ranks <= gpus:
+        return torch.device("cuda", local_rank), ""
+    reason = f"{local_ranks} ranks need as many GPUs, this machine has {gpus}" if gpus else ""
+    return torch.device("cpu"), reason
 
 
 @contextmanager
-def process_group() -> Iterator[torch.device]:
-    """Joins the ranks that torchrun started, or makes a world of one; yields this rank's device."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # Ranks that share a GPU cannot form an NCCL group: they all train on the CPU instead.
-    use_cuda = local_ranks <= torch.cuda.device_count()
-    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+def process_group() -> Iterator[tuple[torch.device, str]]:
+    """Joins the ranks that torchrun started, or makes a world of one; yields `choose_device`."""
+    device, reason = choose_device(
+        int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
+    use_cuda = device.type == "cuda"
     if use_cuda:
         torch.cuda.set_device(device)
     backend = "nccl" if use_cuda else "gloo"
@@ -114,7 +74,7 @@ def process_group() -> Iterator[torch.device]:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield device
+        yield device, reason
     finally:
         dist.destroy_process_group()
 
@@ -140,6 +100,10 @@ def build_model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device
     if args.tp > 1:
         plan = llama_tp_plan(model, sequence_parallel=args.sequence_parallel)
         apply_tp_plan(model, mesh["tp"], plan)
+    if args.compile and args.tp > 1:
+        # The embedding's reduction is asynchronous, and compiled graphs lose the gradient of an
+        # input that is still under way, in silence (pytorch/pytorch#191113): it would not learn.
+        model.tok_embeddings.register_forward_hook(lambda *hooked: wait_tensor(hooked[-1]))
     if args.compile:
         for block in model.layers:
             block.compile(fullgraph=True)
@@ -253,11 +217,16 @@ def global_grad_norm(model: nn.Module) -> Tensor:
     return total.sqrt()
 
 
-def train(args: argparse.Namespace, device: torch.device) -> None:
-    """Runs the steps; rank 0 shows progress and writes the files of `--out`."""
+def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> None:
+    """Runs the steps; rank 0 shows progress and writes the files of `--out`.
+
+    reason: why the device is not another one, for people.
+    """
+    writer = RunWriter(args) if dist.get_rank() == 0 else None
     mesh = init_device_mesh(device.type, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
     trainer = Trainer(args, mesh, device)
-    writer = RunWriter(args, trainer) if dist.get_rank() == 0 else None
+    if writer is not None:
+        writer.write_config(trainer.model, device, reason)
     progress = tqdm(range(1, args.steps + 1), desc=args.recipe, unit="step", disable=writer is None)
     pending: list[tuple[int, Tensor, Tensor]] = []
     since = time.perf_counter()
@@ -287,53 +256,11 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         writer.write_audit(audit)
 
 
-class RunWriter:
-    """Writes config.json, metrics.jsonl, comm.txt and comm.json into `--out`."""
-
-    def __init__(self, args: argparse.Namespace, trainer: Trainer) -> None:
-        self.out: Path = args.out
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.metrics = (self.out / "metrics.jsonl").open("w", buffering=1)
-        parameters = sum(p.numel() for p in trainer.model.parameters())
-        print(
-            f"{args.model} Llama, {parameters:,} parameters, {args.recipe}, dp {args.dp} x tp "
-            f"{args.tp} on {trainer.device.type} with {dist.get_backend()}; "
-            f"{args.corpus.tokens.numel():,} bytes of {args.corpus.source}",
-            flush=True,
-        )
-        shown = {name: value for name, value in vars(args).items() if name != "corpus"}
-        shown |= {
-            "data": args.corpus.source,
-            "data_bytes": args.corpus.tokens.numel(),
-            "device": str(trainer.device),
-            "parameters": parameters,
-            "torch": torch.__version__,
-        }
-        (self.out / "config.json").write_text(json.dumps(shown, indent=2, default=str) + "\n")
-
-    def write_step(self, step: int, loss: float, grad_norm: float, speed: float) -> None:
-        """Appends one line; speed is in tokens per second over all ranks."""
-        line = {"step": step, "loss": loss, "tokens_per_second": speed, "grad_norm": grad_norm}
-        self.metrics.write(json.dumps(line) + "\n")
-
-    def write_audit(self, audit: CommAudit) -> None:
-        """Prints and writes the collectives of the audited (last) step."""
-        self.metrics.close()
-        table = audit.table()
-        print(f"\nCollectives of one training step, as one rank sees them:\n{table}\n", flush=True)
-        (self.out / "comm.txt").write_text(f"{table}\n\n{audit.table(by_module=True)}\n")
-        rows = [
-            dataclasses.asdict(row) | {"dtype": str(row.dtype), "float8_bytes": row.float8_bytes}
-            for row in audit.rows
-        ]
-        (self.out / "comm.json").write_text(json.dumps(rows, indent=2) + "\n")
-
-
 def main(argv: list[str] | None = None) -> None:
     """Entry point."""
     args = parse_args(argv)
-    with process_group() as device:
-        train(args, device)
+    with process_group() as (device, reason):
+        train(args, device, reason)
 
 
 if __name__ == "__main__":

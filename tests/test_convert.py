@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
+from ranks import RankPools, device_mesh
+from reference import raised
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 
 from fp8_dist import Float8Linear, Float8LinearConfig, convert_to_float8_training
@@ -110,7 +113,7 @@ def test_nothing_converted_is_an_error_that_says_why() -> None:
 convert_to_float8_training: no layer of Sequential was converted:
   0: module_filter_fn returned False
   1: its class OwnForward has a forward of its own
-  2: its weight is parametrized (torch.nn.utils.parametrize)""",
+  2: its weight is computed from other parameters (a parametrization, weight_norm)""",
     )
     with pytest.raises(ValueError, match="contains no") as info:
         convert_to_float8_training(nn.Sequential(nn.ReLU()))
@@ -126,7 +129,7 @@ def test_subclasses() -> None:
         convert_to_float8_training(model)
     assert_expected_inline(
         str(record[0].message),
-        """convert_to_float8_training left these layers in high precision: 1: its class OwnForward has a forward of its own. Exclude them in module_filter_fn to say that this is meant""",
+        """convert_to_float8_training left these layers in high precision: 1 (its class OwnForward has a forward of its own). Exclude them in module_filter_fn to say that this is meant""",
     )
     assert isinstance(model[0], Float8Linear)
     assert type(model[1]) is OwnForward
@@ -162,3 +165,42 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
     with pytest.raises(ValueError, match="for all of its users"):
         convert_to_float8_training(model, config=GATHERED)
     assert not any(isinstance(m, Float8Linear) for m in model.modules())
+
+
+def test_layers_that_are_read_and_never_called_are_left_alone() -> None:
+    model = nn.TransformerEncoderLayer(32, 2, 64)
+    with pytest.warns(UserWarning, match=r"self_attn.out_proj \(its class NonDynamically"):
+        convert_to_float8_training(model)
+    assert isinstance(model.linear1, Float8Linear)
+    assert not isinstance(model.self_attn.out_proj, Float8Linear)
+
+
+def test_weights_that_are_computed_or_not_there_yet() -> None:
+    model = nn.Sequential(
+        torch.nn.utils.weight_norm(nn.Linear(4, 4)), nn.LazyLinear(4), nn.Linear(4, 4)
+    )
+    with pytest.warns(UserWarning, match="left these layers") as record:
+        convert_to_float8_training(model, config=GATHERED)
+    text = next(str(w.message) for w in record if "left these" in str(w.message))
+    assert "0 (its weight is computed from other parameters" in text
+    assert "1 (it is lazy" in text
+    assert isinstance(model[2], Float8Linear)
+
+
+def test_another_config_for_a_converted_layer_is_refused() -> None:
+    model = convert_to_float8_training(Model())
+    with pytest.raises(ValueError, match=r"block.0 is converted already, with another config"):
+        convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    convert_to_float8_training(model, config=Float8LinearConfig())
+    with pytest.raises(TypeError, match="must be a Float8LinearConfig, got 'tensorwise'"):
+        convert_to_float8_training(Model(), config="tensorwise")  # type: ignore[arg-type]
+
+
+def converted_too_late() -> str:
+    model = Model()
+    fully_shard(model, mesh=device_mesh(dp=2))
+    return raised(ValueError, lambda: convert_to_float8_training(model))
+
+
+def test_converting_after_fully_shard_is_refused(ranks: RankPools) -> None:
+    assert_expected_inline(ranks(2).run(converted_too_late)[0], """convert_to_float8_training: these weights are distributed already: block.0, block.2, head. Convert the model first, then apply tensor parallelism, then fully_shard""")

@@ -255,7 +255,7 @@ def test_optimizers_of_other_models_change_nothing() -> None:
     precompute_float8_dynamic_scale(net)
     other(torch.randn(2, 4)).sum().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert all(m.weight_cache.is_fresh(m.weight) for m in float8_layers(net).values())
+    assert all(m.weight_cache.is_fresh(m.weight, m.weight) for m in float8_layers(net).values())
 
 
 def test_precompute_of_nothing_is_an_error() -> None:
@@ -266,7 +266,7 @@ def test_precompute_of_nothing_is_an_error() -> None:
     )
     assert_expected_inline(
         raised(ValueError, lambda: attach_precompute(optimizer, nn.Linear(2, 2))),
-        """attach_precompute: the module has no Float8Linear; call convert_to_float8_training first""",
+        """attach_precompute: the module has no Float8Linear with a float8 weight; call convert_to_float8_training first""",
     )
 
 
@@ -297,7 +297,7 @@ def test_a_weight_gathered_in_high_precision_is_scaled_as_it_comes(ranks: RankPo
     assert first == second
     assert_expected_inline(
         first,
-        """layers.0.w1: the precomputed scale is not used, because FSDP2 gathers this weight in high precision and the layer scales what it gets. Set enable_fsdp_float8_all_gather=True""",
+        """layers.0.w1: the precomputed scale is not used, because the weight of this forward is not the parameter that it was computed from: FSDP2 gathered it in high precision (set enable_fsdp_float8_all_gather=True), or functional_call replaced it""",
     )
 
 
@@ -325,3 +325,68 @@ def test_config_without_cache_keeps_no_float8_copy() -> None:
         net(torch.randn(2, 4, 64))
         kept = [m.weight_cache.float8 is not None for m in float8_layers(net).values()]
         assert kept == [cache] * 6
+
+
+def writes_that_versions_miss(write: str) -> list[bool]:
+    """Without precompute, FSDP2: is the output that of the changed weights?"""
+    world = Distributed(2, 1)
+    x = world.mine(torch.randn(4, 8, 64))
+    with torch.set_grad_enabled(write == "to_local"):
+        world.net(x)
+        with torch.no_grad():
+            if write == "to_local":
+                for p in world.net.parameters():
+                    p.to_local().mul_(2)
+            elif write == "state_dict":
+                for value in world.net.state_dict().values():
+                    value.mul_(2)
+            else:
+                torch._foreach_mul_(list(world.net.parameters()), 2.0)
+        values = {k: full(v) for k, v in world.net.state_dict().items()}
+        with weights_used(world.net) as used:
+            world.net(x)
+    return [
+        same_cast(w, cast_to_float8(values[f"{n}.weight"], CastConfig())) for n, w in used.items()
+    ]
+
+
+@pytest.mark.parametrize("write", ["to_local", "state_dict", "foreach"])
+def test_evaluation_never_uses_old_bytes(ranks: RankPools, write: str) -> None:
+    assert ranks(2).run(writes_that_versions_miss, write) == [[True] * 6] * 2
+
+
+def moved(dp: int, tp: int) -> list[bool]:
+    """module.to(dtype) after precompute and a step's forward: fresh casts of the new values."""
+    world = Distributed(dp, tp)
+    precompute_float8_dynamic_scale(world.net)
+    x = world.mine(torch.randn(4, 8, 64))
+    world.net(x)
+    world.net.to(torch.bfloat16)
+    values = {k: full(v) for k, v in world.net.state_dict().items()}
+    with weights_used(world.net) as used:
+        world.net(x.bfloat16())
+    same = []
+    for name, weight in used.items():
+        cast = cast_to_float8(values[f"{name}.weight"], CastConfig())
+        same.append(same_cast(weight, cast.rewrap(qdata=world.tp_part(name, cast.qdata))))
+        same.append(values[f"{name}.weight"].dtype is torch.bfloat16)
+    return same
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+def test_a_moved_module_is_cast_anew(ranks: RankPools, dp: int, tp: int) -> None:
+    assert ranks(2).run(moved, dp, tp) == [[True] * 12] * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("gather", [False, True])
+def test_a_moved_module_is_cast_anew_on_one_device(gather: bool) -> None:
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=gather)
+    net = convert_to_float8_training(Net(), config=config)
+    precompute_float8_dynamic_scale(net)
+    net(torch.randn(2, 4, 64))
+    net.to(torch.bfloat16)
+    with weights_used(net) as used:
+        net(torch.randn(2, 4, 64, dtype=torch.bfloat16))
+    for name, layer in float8_layers(net).items():
+        assert same_cast(used[name], cast_to_float8(layer.local_shard(), CastConfig()))

@@ -252,6 +252,39 @@ def test_inputs_that_are_no_floats_are_refused() -> None:
     )
 
 
+def test_inputs_of_another_width_are_refused() -> None:
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    for shape in ((2, 15), ()):
+        text = raised(ValueError, lambda shape=shape: model(torch.ones(shape)))
+        assert text.startswith("0: the last dim of the input must be in_features=16, got")
+
+
+def test_outputs_may_be_modified_in_place() -> None:
+    for bias in (False, True):
+        layer, float8 = twins(bias=bias)
+        x = torch.randn(2, 8, 128)
+        for model in (layer, float8):
+            nn.Sequential(model, nn.ReLU(inplace=True))(x).sum().backward()
+        assert sqnr(layer.weight.grad, float8.weight.grad) > 15
+
+
+def test_the_constructor_takes_those_of_linear() -> None:
+    config = Float8LinearConfig(round_scales_to_power_of_2=True)
+    layer = Float8Linear(16, 32, False, dtype=torch.bfloat16, config=config)
+    assert layer(torch.randn(2, 16, dtype=torch.bfloat16)).shape == (2, 32)
+    assert "round_scales_to_power_of_2=True" in repr(layer)
+
+
+def test_scales_whose_product_exceeds_fp32() -> None:
+    x, w = torch.full((2, 16), 1e30), torch.full((16, 16), 1e30)
+    w[1:] = 0
+    layer = Float8Linear(16, 16, bias=False, dtype=torch.bfloat16)
+    layer.weight.data.copy_(w)
+    output = layer(x.bfloat16())
+    assert output[:, 0].isinf().all()
+    assert torch.equal(output[:, 1:], torch.zeros(2, 15, dtype=torch.bfloat16))
+
+
 def test_a_second_backward_is_refused() -> None:
     _, float8 = twins()
     x = torch.randn(4, 128, requires_grad=True)
@@ -275,5 +308,7 @@ def test_every_flag_reaches_the_three_gemms(flag: str, monkeypatch: pytest.Monke
         seen.clear()
         config = Float8LinearConfig(**{flag: value}, gemm_config_grad_input=fast)
         run(twins(config)[1], torch.randn(16, 128), torch.randn(16, 96))
-        assert [kwargs[flag] for kwargs in seen] == [value] * 3
+        # The rows of grad_weight's operands are padded in any case.
+        expected = [value, value, value or flag == "pad_inner_dim"]
+        assert [kwargs[flag] for kwargs in seen] == expected
         assert [kwargs["use_fast_accum"] for kwargs in seen] == [True, True, False]

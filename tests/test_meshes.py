@@ -206,12 +206,20 @@ def irregular_meshes() -> str:
 
 
 def test_refusals(ranks: RankPools) -> None:
-    assert_expected_inline(ranks(2).run(owner_of_another_kind)[0], """a FSDPLinear owns a weight that is gathered in float8; only a Float8Linear can use it. Share a converted layer's weight with no other module, or leave the layer unconverted""")
-    assert_expected_inline(ranks(4).run(irregular_meshes)[0], """precompute_float8_dynamic_scale: DeviceMesh((4,), 'cpu', stride=(1,)) does not enumerate its ranks in ascending, even steps; build it with init_device_mesh""")
+    assert_expected_inline(
+        ranks(2).run(owner_of_another_kind)[0],
+        """a FSDPLinear owns a weight that is gathered in float8; only a Float8Linear can use it. Share a converted layer's weight with no other module, or leave the layer unconverted""",
+    )
+    assert_expected_inline(
+        ranks(4).run(irregular_meshes)[0],
+        """precompute_float8_dynamic_scale: weights live on several meshes, and DeviceMesh((4,), 'cpu', stride=(1,)) does not enumerate its ranks in ascending, even steps; slice all of them from one init_device_mesh""",
+    )
 
 
 def test_repr_of_a_weight() -> None:
-    assert_expected_inline(repr(Float8AllGatherWeight(torch.ones(2))), """Float8AllGatherWeight(tensor([1., 1.]))""")
+    assert_expected_inline(
+        repr(Float8AllGatherWeight(torch.ones(2))), """Float8AllGatherWeight(tensor([1., 1.]))"""
+    )
 
 
 def mixed_model() -> list[str]:
@@ -243,3 +251,33 @@ def mixed_model() -> list[str]:
 
 def test_a_model_distributed_in_parts(ranks: RankPools) -> None:
     assert ranks(4).run(mixed_model) == [[]] * 4
+
+
+def overlapping() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    flat = mesh._flatten("ab")
+    net = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+    convert_to_float8_training(net)
+    for layer, part in zip(net, (flat, mesh["a"]), strict=True):
+        weight = torch.distributed.tensor.distribute_tensor(layer.weight.detach(), part, [Shard(0)])
+        layer.weight = nn.Parameter(weight)
+    return raised(NotImplementedError, lambda: precompute_float8_dynamic_scale(net))
+
+
+def test_overlapping_axes_are_refused(ranks: RankPools) -> None:
+    assert "whose axes overlap" in ranks(4).run(overlapping)[0]
+
+
+def autocast_dtypes() -> list[torch.dtype]:
+    world = Distributed(1, 2)
+    dtypes: list[torch.dtype] = []
+    for layer in world.net.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        world.net(world.mine(torch.randn(2, 8, 64)))
+    return dtypes
+
+
+def test_autocast_reaches_prepared_inputs(ranks: RankPools) -> None:
+    assert ranks(2).run(autocast_dtypes) == [[torch.bfloat16] * 6] * 2

@@ -2,14 +2,17 @@
 
 import ast
 import importlib
+import importlib.metadata
 import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -92,10 +95,51 @@ def test_imports_stand_at_the_top_of_the_file(name: str) -> None:
     assert not inner
 
 
-def test_every_extra_is_pinned() -> None:
-    pins = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = {pin.split("==")[0].lower() for pin in pins if "==" in pin}
-    extras = PROJECT["project"]["optional-dependencies"]
-    wanted = {name.split("==")[0].split("[")[0] for names in extras.values() for name in names}
-    assert wanted - {"fp8-dist"} <= pinned
-    assert "torch" in pinned
+# Requirements of torch's GPU wheels: exact in its own metadata, and absent from the CPU's.
+GPU_WHEELS = ("cuda-", "nvidia-", "triton")
+
+
+def required(distribution: str, extra: str) -> Iterator[Requirement]:
+    """What an installed distribution requires on this machine, for one of its extras ("": none)."""
+    for text in importlib.metadata.requires(distribution) or ():
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            yield requirement
+
+
+def transitive(requirements: Iterable[Requirement]) -> set[str]:
+    """Canonical names of the requirements and of everything that they require in turn."""
+    waiting, seen = list(requirements), set()
+    names = set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        names.add(name)
+        for extra in ("", *requirement.extras):
+            if (name, extra) not in seen and not name.startswith(GPU_WHEELS):
+                seen.add((name, extra))
+                waiting += required(name, extra)
+    return names
+
+
+@pytest.mark.parametrize("extra", ["train", "test", "bench", "dev"])
+def test_everything_that_an_extra_installs_is_pinned(extra: str) -> None:
+    extras: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+    waiting, wanted = [extra], []
+    while waiting:
+        for requirement in map(Requirement, extras[waiting.pop()]):
+            own = requirement.name == PROJECT["project"]["name"]
+            (waiting if own else wanted).extend(requirement.extras if own else [requirement])
+    wanted += map(Requirement, PROJECT["project"]["dependencies"])
+    wanted += map(Requirement, PROJECT["build-system"]["requires"])
+    names = {name for name in transitive(wanted) if not name.startswith(GPU_WHEELS)}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
+    assert names - pinned == set()
+
+
+def test_constraints_are_exact() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert all(str(pin.specifier).startswith("==") for pin in pins)
+    assert [pin.name.lower() for pin in pins] == sorted(pin.name.lower() for pin in pins)

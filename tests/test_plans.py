@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from llama import Llama, LlamaConfig
+from reference import sqnr
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -279,10 +280,12 @@ layers.1.feed_forward.w3.weight""",
     )
 
 
-def parallel_logits(sequence_parallel: bool, vocabulary_sharded: bool) -> tuple[torch.Tensor, ...]:
+def parallel_logits(
+    converted: bool, sequence_parallel: bool, vocabulary_sharded: bool
+) -> tuple[torch.Tensor, ...]:
     """Runs on every rank: logits, loss and a weight's full gradient under the provided plan."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    model = Llama(TINY)
+    model = llama() if converted else Llama(TINY)
     plan = llama_tp_plan(
         model, sequence_parallel=sequence_parallel, loss_parallel=vocabulary_sharded
     )
@@ -312,5 +315,21 @@ def logits_loss_gradient(model: Llama, vocabulary_sharded: bool) -> tuple[torch.
 )
 def test_parallel_model_computes_what_one_device_does(ranks, sequence_parallel, vocabulary_sharded):
     expected = logits_loss_gradient(Llama(TINY), False)
-    for result in ranks(2).run(parallel_logits, sequence_parallel, vocabulary_sharded):
+    for result in ranks(2).run(parallel_logits, False, sequence_parallel, vocabulary_sharded):
         torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "vocabulary_sharded"), [(True, False), (False, False), (True, True)]
+)
+def test_parallel_float8_model_computes_what_one_device_does(
+    ranks, sequence_parallel, vocabulary_sharded
+):
+    """Up to the order of the row-parallel reductions, which may move a value to the next code."""
+    expected = logits_loss_gradient(llama(), False)
+    unquantized = logits_loss_gradient(Llama(TINY), False)
+    for result in ranks(2).run(parallel_logits, True, sequence_parallel, vocabulary_sharded):
+        assert min(map(sqnr, expected, result)) > 50
+        # What the other model would give: float8 was at work.
+        assert sqnr(unquantized[0], result[0]) < 45
+        assert sqnr(unquantized[2], result[2]) < 30

@@ -1,4 +1,4 @@
-"""The training script, its text, and the comparison of two runs."""
+"""The training script and its text: options, devices, what a run writes."""
 
 import json
 import os
@@ -6,13 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import compare
 import pytest
 import torch
 import train
 from corpus import Corpus, load_corpus
 from expecttest import assert_expected_inline
-from torch.distributed.device_mesh import init_device_mesh
+from run_writer import RunWriter
 
 SCRIPTS = Path(train.__file__).parent
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
@@ -103,6 +102,11 @@ def test_refused_options(capsys, monkeypatch, small_text):
         "--steps 0",
         "--seed -1",
         "--warmup -1",
+        "--dp 0",
+        "--lr 0",
+        "--lr -1e-3",
+        "--lr nan",
+        "--lr inf",
     ]
     errors = [
         options_error(capsys, *f"{options} --data {small_text}".split()) for options in refused
@@ -117,7 +121,12 @@ def test_refused_options(capsys, monkeypatch, small_text):
 --seq-len 130 is not a multiple of --tp 4
 --steps must be at least 1
 --seed must lie in [0, 2**31), got -1
---warmup must not be negative, got -1""",
+--warmup must not be negative, got -1
+--dp must be at least 1
+--lr must be positive and finite, got 0.0
+argument --lr: expected one argument
+--lr must be positive and finite, got nan
+--lr must be positive and finite, got inf""",
     )
 
 
@@ -134,6 +143,40 @@ def test_refused_texts(capsys, monkeypatch, tmp_path, small_text):
 --data: text.txt has 1008 bytes of text (1 files), but rows of 1008 tokens need more: give a longer text or use shorter rows""",
     )
     train.parse_args(["--data", "text.txt", "--seq-len", "1007"])
+
+
+def test_refused_folders(capsys, monkeypatch, tmp_path, small_text):
+    monkeypatch.chdir(tmp_path)
+    refused = ["--out text.txt", "--out text.txt/run"]
+    errors = [options_error(capsys, *f"{options} --data text.txt".split()) for options in refused]
+    assert [error.replace(str(tmp_path), "...") for error in errors] == [
+        "--out text.txt: text.txt is a file; name a folder",
+        "--out text.txt/run: .../text.txt is a file; name a folder",
+    ]
+    train.parse_args(["--data", "text.txt", "--out", "new/run"])
+
+
+def test_heads_that_the_ranks_cannot_share(capsys, monkeypatch, small_text):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    message = options_error(capsys, "--tp", "8", "--data", str(small_text))
+    assert message == "--tp 8 does not divide the 4 key/value heads of --model debug"
+
+
+def test_shortened_options_are_unknown(capsys):
+    assert options_error(capsys, "--step", "3") == "unrecognized arguments: --step 3"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "reason"),
+    [
+        (0, "cpu", ""),
+        (1, "cpu", "2 ranks need as many GPUs, this machine has 1"),
+        (2, "cuda:1", ""),
+    ],
+)
+def test_ranks_train_on_gpus_when_each_has_one(monkeypatch, gpus, device, reason):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert train.choose_device(local_rank=1, local_ranks=2) == (torch.device(device), reason)
 
 
 def test_unknown_recipe(capsys):
@@ -182,91 +225,12 @@ def test_one_process_trains_and_writes_everything(tmp_path, small_text, recipe):
     assert isinstance(json.loads((tmp_path / "comm.json").read_text()), list)
 
 
-def gradient_norms(sequence_parallel: bool) -> tuple[float, float]:
-    """Runs on every rank: the norm that training clips by, and that of the full gradients."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    options = ["--dp", "2", "--tp", "2", "--seq-len", "16"]
-    if not sequence_parallel:
-        options.append("--no-sequence-parallel")
-    os.environ["WORLD_SIZE"] = "4"
-    model = train.build_model(train.parse_args(options), mesh, torch.device("cpu"))
-    text = torch.arange(32).view(2, 16) + mesh.get_local_rank("dp")
-    model(text).logsumexp(-1).mean().backward()
-    full = [p.grad.full_tensor().flatten() for p in model.parameters()]
-    return train.global_grad_norm(model).item(), torch.cat(full).double().norm().item()
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_gradient_norm_counts_every_element_once(ranks, sequence_parallel):
-    results = ranks(4).run(gradient_norms, sequence_parallel)
-    for ours, expected in results:
-        assert ours == pytest.approx(expected, rel=1e-5)
-        assert ours == results[0][0]
-
-
-def write_run(folder: Path, recipe: str, losses: list[float], sizes: dict[str, int]) -> Path:
-    """Writes the files of a run; sizes: bytes by "op dtype"."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"recipe": recipe}))
-    lines = [
-        {"step": step, "loss": loss, "tokens_per_second": 1000.0, "grad_norm": 1.0}
-        for step, loss in enumerate(losses, 1)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = [
-        {"op": op, "bytes": size, "float8_bytes": size if "float8" in dtype else 0}
-        for (op, _, dtype), size in ((k.partition(" "), v) for k, v in sizes.items())
-    ]
-    (folder / "comm.json").write_text(json.dumps(rows))
-    return folder
-
-
-def test_comparison_of_good_runs(tmp_path, capsys):
-    losses = [5.5 - 0.1 * step for step in range(40)]
-    bf16 = write_run(
-        tmp_path / "a", "bf16", losses, {"all_gather bfloat16": 3000, "all_reduce bfloat16": 1000}
-    )
-    float8 = write_run(
-        tmp_path / "b",
-        "tensorwise",
-        [5.5, *(x * 1.004 for x in losses[1:])],
-        {"all_gather float8_e4m3fn": 1500, "all_reduce bfloat16": 700},
-    )
-    assert compare.main([str(bf16), str(float8), "--out", str(tmp_path), "--assert"]) == 0
-    shown = capsys.readouterr().out.partition("written:")[0].strip("\n")
-    assert_expected_inline(
-        shown,
-        """\
-              first loss  mean of last 20   bytes per step   of it float8   tokens/s
-bf16              5.5000           2.5500            4,000              0      1,000
-tensorwise        5.5000           2.5602            2,200          1,500      1,000
-loss of tensorwise against bf16: +0.40%
-bytes on the wire, tensorwise / bf16: 0.550; of all-gathers alone, unconverted layers included: 0.500
-verdict: within 1% of bf16, and both below 70% of their first loss""",
-    )
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "summary.json").read_text())["bytes_ratio"] == 0.55
-
-
-@pytest.mark.parametrize(
-    ("last", "problem"),
-    [
-        (3.06, "the losses differ by more than 1%"),
-        (float("nan"), "the losses differ by more than 1%"),
-        (4.5, "tensorwise did not get below 70% of its first loss"),
-    ],
-)
-def test_comparison_of_a_bad_run(tmp_path, capsys, last, problem):
-    bf16 = write_run(tmp_path / "a", "bf16", [5.5] + [3.0] * 20, {"all_gather bfloat16": 4000})
-    float8 = write_run(
-        tmp_path / "b", "tensorwise", [5.5] + [last] * 20, {"all_gather uint8": 2200}
-    )
-    arguments = [str(bf16), str(float8), "--out", str(tmp_path)]
-    assert compare.main(arguments) == 0
-    assert compare.main([*arguments, "--assert"]) == 1
-    assert problem in capsys.readouterr().out
-
-
-def test_comparison_of_an_unfinished_run(tmp_path):
-    with pytest.raises(SystemExit, match="is not a finished run of"):
-        compare.read_run(tmp_path)
+def test_an_old_run_is_gone_before_a_new_one_starts(tmp_path, small_text):
+    names = ("config.json", "metrics.jsonl", "comm.json", "comm.txt")
+    for name in names:
+        (tmp_path / name).write_text("old")
+    writer = RunWriter(train.parse_args(["--data", str(small_text), "--out", str(tmp_path)]))
+    writer.metrics.close()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.name in names} == {
+        "metrics.jsonl": ""
+    }
