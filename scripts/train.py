@@ -24,7 +24,6 @@ from llama import MODELS, Llama
 from options import BF16, make_parser, parse_options
 from run_writer import RunWriter
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -100,10 +99,6 @@ def build_model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device
     if args.tp > 1:
         plan = llama_tp_plan(model, sequence_parallel=args.sequence_parallel)
         apply_tp_plan(model, mesh["tp"], plan)
-    if args.compile and args.tp > 1:
-        # The embedding's reduction is asynchronous, and compiled graphs lose the gradient of an
-        # input that is still under way, in silence (pytorch/pytorch#191113): it would not learn.
-        model.tok_embeddings.register_forward_hook(lambda *hooked: wait_tensor(hooked[-1]))
     if args.compile:
         for block in model.layers:
             block.compile(fullgraph=True)

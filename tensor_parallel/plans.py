@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from torch import nn
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -37,6 +38,21 @@ _LLAMA_BLOCKS = {
 _HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
 
 
+class AwaitedRowwiseParallel(RowwiseParallel):
+    """torch's RowwiseParallel, whose local output is waited for.
+
+    The blocks that read an embedding are often compiled one by one, and torch (2.13) loses the
+    gradient of a tensor that is in flight when it enters a compiled graph (pytorch#191113).
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
+    ) -> Any:
+        prepare = RowwiseParallel._prepare_output_fn
+        return wait_tensor(prepare(output_layouts, use_local_output, mod, outputs, device_mesh))
+
+
 def llama_tp_plan(
     model: nn.Module, *, sequence_parallel: bool = True, loss_parallel: bool = False
 ) -> dict[str, ParallelStyle]:
@@ -62,7 +78,7 @@ def llama_tp_plan(
     layer_names = _check_llama_names(model)
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        "tok_embeddings": AwaitedRowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     }
     for layer in layer_names:
         for block, (norm, consumers, writer) in _LLAMA_BLOCKS.items():

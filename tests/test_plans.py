@@ -72,7 +72,7 @@ def test_plan_of_an_unconverted_model():
     assert_expected_inline(
         show(llama_tp_plan(Llama(TINY))),
         """\
-tok_embeddings            RowwiseParallel input=R output=S(1)
+tok_embeddings            AwaitedRowwiseParallel input=R output=S(1)
 layers.0.attention_norm   SequenceParallel DTensor out
 layers.0.attention        PrepareModuleInput input=S(1) desired_input=R DTensor out
 layers.0.attention.wq     ColwiseParallel input=R output=S(-1)
@@ -93,7 +93,7 @@ def test_plan_of_a_converted_model():
     assert_expected_inline(
         show(llama_tp_plan(llama())),
         """\
-tok_embeddings            RowwiseParallel input=R output=S(1)
+tok_embeddings            AwaitedRowwiseParallel input=R output=S(1)
 layers.0.attention_norm   SequenceParallel DTensor out
 layers.0.attention        PrepareFloat8ModuleInput input=S(1) desired_input=R DTensor out
 layers.0.attention.wq     Float8ColwiseParallel input=R output=S(-1)
@@ -115,7 +115,7 @@ def test_plan_without_sequence_parallelism():
     assert_expected_inline(
         show(plan),
         """\
-tok_embeddings            RowwiseParallel input=R output=R
+tok_embeddings            AwaitedRowwiseParallel input=R output=R
 layers.0.attention        PrepareFloat8ModuleInput input=R desired_input=R DTensor out
 layers.0.attention.wq     Float8ColwiseParallel input=R output=S(-1)
 layers.0.attention.wk     Float8ColwiseParallel input=R output=S(-1)
