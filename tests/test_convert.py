@@ -203,4 +203,7 @@ def converted_too_late() -> str:
 
 
 def test_converting_after_fully_shard_is_refused(ranks: RankPools) -> None:
-    assert_expected_inline(ranks(2).run(converted_too_late)[0], """convert_to_float8_training: these weights are distributed already: block.0, block.2, head. Convert the model first, then apply tensor parallelism, then fully_shard""")
+    assert_expected_inline(
+        ranks(2).run(converted_too_late)[0],
+        """convert_to_float8_training: these weights are distributed already: block.0, block.2, head. Convert the model first, then apply tensor parallelism, then fully_shard""",
+    )
