@@ -49,38 +49,8 @@ def convert_to_float8_training(
             f"convert_to_float8_training: config must be a Float8LinearConfig, got {config!r}; "
             "Float8LinearConfig.from_recipe_name(name) makes one from a recipe's name"
         )
-    given, config = config, config or Float8LinearConfig()
-    chosen: dict[str, nn.Linear] = {}
-    skipped: dict[str, str] = {}
-    left: list[str] = []
-    for fqn, candidate in module.named_modules():
-        if not isinstance(candidate, nn.Linear):
-            continue
-        if module_filter_fn is not None and not module_filter_fn(candidate, fqn):
-            skipped[fqn] = "module_filter_fn returned False"
-        elif isinstance(candidate, Float8Linear):
-            if given not in (None, candidate.config):
-                raise ValueError(
-                    f"convert_to_float8_training: {fqn or 'the module'} is converted already, with "
-                    f"another config: {candidate.extra_repr()}. Convert it once, or exclude it in "
-                    "module_filter_fn"
-                )
-            skipped[fqn] = "it is a Float8Linear already"
-        elif reason := _unconvertible(candidate):
-            skipped[fqn] = reason
-            left.append(fqn)
-        else:
-            chosen[fqn] = candidate
-    already = any(isinstance(m, Float8Linear) for m in module.modules())
-    if not chosen and not already:
-        raise ValueError(_nothing_converted(module, skipped))
-    if left:
-        reasons = "; ".join(f"{fqn} ({skipped[fqn]})" for fqn in left)
-        warnings.warn(
-            f"convert_to_float8_training left these layers in high precision: {reasons}. Exclude "
-            "them in module_filter_fn to say that this is meant",
-            stacklevel=2,
-        )
+    chosen = _choose(module, module_filter_fn, config)
+    config = config or Float8LinearConfig()
     _check_not_distributed(chosen)
     _check_shared_weights(module, chosen, config)
     converted = _convert_each(chosen, config)
@@ -91,6 +61,47 @@ def convert_to_float8_training(
             if child in converted:
                 setattr(parent, name, converted[child])  # type: ignore[index]
     return module
+
+
+def _choose(
+    module: nn.Module, module_filter_fn: FilterFn | None, config: Float8LinearConfig | None
+) -> dict[str, nn.Linear]:
+    """The layers to convert, by name; says why others are skipped if none or some can't be."""
+    chosen: dict[str, nn.Linear] = {}
+    reasons: dict[str, str] = {}
+    left: list[str] = []
+    for fqn, layer in module.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        if module_filter_fn is not None and not module_filter_fn(layer, fqn):
+            reasons[fqn] = "module_filter_fn returned False"
+        elif isinstance(layer, Float8Linear):
+            _check_same_config(fqn, layer, config)
+            reasons[fqn] = "it is a Float8Linear already"
+        elif reason := _unconvertible(layer):
+            reasons[fqn] = reason
+            left.append(fqn)
+        else:
+            chosen[fqn] = layer
+    if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
+        raise ValueError(_nothing_converted(module, reasons))
+    if left:
+        shown = "; ".join(f"{fqn} ({reasons[fqn]})" for fqn in left)
+        warnings.warn(
+            f"convert_to_float8_training left these layers in high precision: {shown}. Exclude "
+            "them in module_filter_fn to say that this is meant",
+            stacklevel=3,
+        )
+    return chosen
+
+
+def _check_same_config(fqn: str, layer: Float8Linear, config: Float8LinearConfig | None) -> None:
+    if config not in (None, layer.config):
+        raise ValueError(
+            f"convert_to_float8_training: {fqn or 'the module'} is converted already, with "
+            f"another config: {layer.extra_repr()}. Convert it once, or exclude it in "
+            "module_filter_fn"
+        )
 
 
 def _convert_each(

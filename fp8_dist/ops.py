@@ -132,17 +132,20 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     return dst
 
 
-@implements(
-    aten.zeros_like.default,
-    aten.empty_like.default,
-    aten.new_zeros.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-)
+@implements(aten.zeros_like.default, aten.empty_like.default)
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    # High-precision results: gradients and buffers of a float8 tensor are not float8.
+    # High precision: what is made like a float8 tensor holds its gradients.
     x = args[0]
     return func(x.qdata, *args[1:], **({"dtype": x.orig_dtype} | _given(kwargs)))
+
+
+@implements(aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default)
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    # float8, unless another dtype is asked for: a shard that DTensor adds, empty or to be filled.
+    x = args[0]
+    if kwargs.get("dtype") is not None:
+        return func(x.qdata, *args[1:], **kwargs)
+    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs))
 
 
 @implements(aten.dequantize.self)

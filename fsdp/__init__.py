@@ -1,4 +1,4 @@
-"""Float8 weight gathers of FSDP2, and the scales of all weights in one all-reduce."""
+"""Float8 weight gathers of FSDP2, all scales in one all-reduce, clipping on several meshes."""
 
 if __name__ != "fp8_dist.fsdp":
     raise ImportError(
@@ -6,10 +6,16 @@ if __name__ != "fp8_dist.fsdp":
         "checkout, or after pip install)"
     )
 
+from fp8_dist.fsdp.clip import clip_grad_norm_
 from fp8_dist.fsdp.precompute import (
     attach_precompute,
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
 
-__all__ = ["Float8AllGatherWeight", "attach_precompute", "precompute_float8_dynamic_scale"]
+__all__ = [
+    "Float8AllGatherWeight",
+    "attach_precompute",
+    "clip_grad_norm_",
+    "precompute_float8_dynamic_scale",
+]

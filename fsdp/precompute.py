@@ -52,12 +52,14 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 
     Raises:
         ValueError: ``module`` has no converted layer, or a weight is not the 2-D parameter that
-            the optimizer updates (FSDP1's flattened shards, parametrizations).
+            the optimizer updates (FSDP1's flattened shards, parametrizations), or FSDP2 reshards
+            to a smaller mesh after forward, which it can't do with float8 gathers.
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
     """
     layers = _float8_layers(module, "precompute_float8_dynamic_scale")
-    for part in module.modules():
+    for name, part in module.named_modules():
         if isinstance(part, FSDPModule):
+            _check_resharding(name, part)
             part.reshard()  # unsharded weights are those of before the optimizer step
     _check_weights(layers)
     # Layers that share a weight share its amax.
@@ -97,6 +99,19 @@ def _float8_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
             "convert_to_float8_training first"
         )
     return layers
+
+
+def _check_resharding(name: str, module: FSDPModule) -> None:
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None or group.post_forward_mesh_info in (None, group.mesh_info):
+        return
+    gathered = [p for p in group.fsdp_params if hasattr(p, "_extensions_data")]
+    if gathered:
+        raise ValueError(
+            f"precompute_float8_dynamic_scale: fully_shard({name or 'the root'}, "
+            "reshard_after_forward=<int>) can't reshard weights that it gathers in float8 to a "
+            "smaller mesh; use True or False there, or leave enable_fsdp_float8_all_gather off"
+        )
 
 
 def _check_weights(layers: dict[str, Float8Linear]) -> None:

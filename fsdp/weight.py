@@ -16,14 +16,16 @@ five-argument hook hands over, so ``detach``, ``to``, offload and checkpoints ha
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate
 from torch.utils._pytree import tree_map_only
 
 from fp8_dist.debug import note_float8_payload
 from fp8_dist.linear import Float8Linear
-from fp8_dist.sharding import local_tensor
+from fp8_dist.sharding import Layout, local_sizes, local_tensor
 from fp8_dist.tensor import Float8Tensor
 
 aten = torch.ops.aten
@@ -128,6 +130,10 @@ class Float8AllGatherWeight(torch.Tensor):
 
         Collectives: one all-reduce of 4 bytes, over all axes on which the weight is sharded,
         unless its scale is known (precompute, or an earlier micro-batch).
+
+        Raises:
+            ValueError: the module is no Float8Linear, or tensor parallelism leaves some rank with
+                an empty shard, whose gradient FSDP2 can't reduce.
         """
         if not isinstance(module, Float8Linear):
             raise ValueError(
@@ -135,6 +141,7 @@ class Float8AllGatherWeight(torch.Tensor):
                 "Float8Linear can use it. Share a converted layer's weight with no other module, "
                 "or leave the layer unconverted"
             )
+        _check_other_shards(module, mesh)
         cast = module.cast_weight(self._tensor, keep=True)
         padded = _padded(cast.qdata, _padded_size(self.size(), outer_size, mesh.size()))
         note_float8_payload(padded.numel(), padded.dtype)
@@ -159,6 +166,30 @@ class Float8AllGatherWeight(torch.Tensor):
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs.
         return Float8Tensor(data.view(float8_dtype), scale, param_dtype), ()
+
+
+def _check_other_shards(module: Float8Linear, mesh: DeviceMesh) -> None:
+    """Refuse, on all ranks, weights of which some rank holds nothing before FSDP2 shards them."""
+    layout = Layout.of(module.weight)
+    if layout is None or layout.mesh.ndim == 1:
+        return
+    ours = dist.get_process_group_ranks(mesh.get_group())
+    others = layout._replace(
+        placements=tuple(
+            Replicate() if _ranks(layout.mesh, axis) == ours else placement
+            for axis, placement in enumerate(layout.placements)
+        )
+    )
+    if any(0 in local_sizes(others, dim) for dim in range(2)):
+        raise ValueError(
+            f"{module.fqn}: a weight of shape {tuple(layout.shape)} leaves a tensor-parallel rank "
+            f"of {layout.mesh} without any of it, and FSDP2 can't reduce an empty gradient; leave "
+            "the layer out of the tensor-parallel plan"
+        )
+
+
+def _ranks(mesh: DeviceMesh, axis: int) -> list[int]:
+    return dist.get_process_group_ranks(mesh.get_group(axis))
 
 
 def _padded_size(shard: torch.Size, outer: torch.Size, world_size: int) -> torch.Size:

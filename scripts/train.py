@@ -10,7 +10,6 @@ torchrun it is a single process.
 
 import argparse
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
 from fp8_dist import (
@@ -36,6 +34,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.debug import comm_audit
+from fp8_dist.fsdp import clip_grad_norm_
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 
 MAX_GRAD_NORM = 1.0
@@ -160,9 +159,7 @@ class Trainer:
         logits = self.model(inputs.to(self.device))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten().to(self.device))
         loss.backward()
-        grad_norm = global_grad_norm(self.model)
-        for group in self.optimizer.param_groups:
-            clip_grads_with_norm_(group["params"], MAX_GRAD_NORM, grad_norm)
+        grad_norm = clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
@@ -188,28 +185,6 @@ def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return (steps - step) / max(steps - warmup, 1)
-
-
-def global_grad_norm(model: nn.Module) -> Tensor:
-    """Returns the 2-norm of the whole gradient, an fp32 scalar that is the same on all ranks.
-
-    One all-reduce of one number for all parameters, whatever their meshes: every rank adds the
-    squares of its shards, each divided by the number of ranks that hold the same shard.
-    """
-    by_copies: dict[int, list[Tensor]] = {}
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            continue
-        assert isinstance(parameter.grad, DTensor)
-        mesh, placements = parameter.grad.device_mesh, parameter.grad.placements
-        shards = math.prod(
-            mesh.size(axis) for axis, where in enumerate(placements) if not where.is_replicate()
-        )
-        by_copies.setdefault(dist.get_world_size() // shards, []).append(parameter.grad.to_local())
-    squares = [get_total_norm(grads) ** 2 / copies for copies, grads in by_copies.items()]
-    total = torch.stack(squares).sum()
-    dist.all_reduce(total)
-    return total.sqrt()
 
 
 def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> None:

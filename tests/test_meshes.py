@@ -22,7 +22,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.fsdp import Float8AllGatherWeight
+from fp8_dist.fsdp import Float8AllGatherWeight, clip_grad_norm_
 from fp8_dist.tensor_parallel import apply_tp_plan
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
@@ -281,3 +281,140 @@ def autocast_dtypes() -> list[torch.dtype]:
 
 def test_autocast_reaches_prepared_inputs(ranks: RankPools) -> None:
     assert ranks(2).run(autocast_dtypes) == [[torch.bfloat16] * 6] * 2
+
+
+def smaller_mesh() -> str:
+    net = convert_to_float8_training(Net(), config=GATHERED)
+    for module in (*net.layers, net):
+        fully_shard(module, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+    return raised(ValueError, lambda: precompute_float8_dynamic_scale(net))
+
+
+def test_resharding_to_a_smaller_mesh_is_refused(ranks: RankPools) -> None:
+    assert_expected_inline(
+        ranks(4).run(smaller_mesh)[0],
+        """precompute_float8_dynamic_scale: fully_shard(layers.0, reshard_after_forward=<int>) can't reshard weights that it gathers in float8 to a smaller mesh; use True or False there, or leave enable_fsdp_float8_all_gather off""",
+    )
+
+
+def empty_batches(dp: int, tp: int, everywhere: bool) -> list[bool]:
+    """No rows on one data-parallel rank, or on all: finite gradients, no hang."""
+    world = Distributed(dp, tp, sequence_parallel=False)
+    first = world.mesh.get_local_rank("dp") == 0
+    x = torch.randn(0 if everywhere or first else 2, 4, 64)
+    world.net(x).sum().backward()
+    gradients = [full(p.grad) for p in world.net.parameters()]
+    return [bool(g.isfinite().all()) and bool(g.any()) is not everywhere for g in gradients]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
+def test_empty_batches(ranks: RankPools, dp: int, tp: int, everywhere: bool) -> None:
+    for finite in ranks(dp * tp).run(empty_batches, dp, tp, everywhere, timeout=30):
+        assert all(finite)
+
+
+def nan_gradient() -> tuple[bool, bool]:
+    """A NaN in one tensor-parallel rank's part of grad_output: are all gradients NaN here?"""
+    world = Distributed(1, 2)
+    x = world.mine(torch.randn(2, 8, 64)).requires_grad_()
+    output = world.net.layers[0](x)
+    grad = torch.randn_like(output)
+    if torch.distributed.get_rank() == 1:
+        grad[0, 0, 0] = torch.nan
+    output.backward(grad)
+    weight = full(world.net.layers[0].w2.weight.grad)
+    return bool(weight.isnan().all()), bool(x.grad.isnan().all())
+
+
+def test_a_nan_gradient_on_one_rank_is_visible_on_all(ranks: RankPools) -> None:
+    assert ranks(2).run(nan_gradient, timeout=30) == [(True, True)] * 2
+
+
+def clipped(tp: int, alone: bool, norm_type: float) -> list[float]:
+    """(norm, one device's norm) and whether the clipped gradients are one device's."""
+    world = Distributed(2, tp, sequence_parallel=False)
+    torch.manual_seed(1)
+    models = []
+    for net, distributed in ((world.net, True), (world.twin, False)):
+        extra = nn.Linear(64, 16)
+        torch.manual_seed(1)
+        extra.reset_parameters()
+        if distributed and not alone:
+            fully_shard(extra, mesh=world.mesh["dp"])  # on dp, beside layers on dp x tp
+        models.append(nn.ModuleList([net, extra]))
+    x = torch.randn(2, 4, 64)
+    norms = []
+    for model in models:
+        model[1](model[0](x)).sum().backward()
+        norms.append(clip_grad_norm_(model.parameters(), 1.0, norm_type).item())
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return [*norms, min(sqnr(b.grad, full(a.grad)) for a, b in pairs)]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gradient_clipping(ranks: RankPools, tp: int, alone: bool, norm_type: float) -> None:
+    for norm, expected, closeness in ranks(2 * tp).run(clipped, tp, alone, norm_type):
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert closeness > 100
+
+
+def mixed_dtypes() -> list[str]:
+    """bf16 and fp32 weights, two float8 dtypes, in one precompute."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32).bfloat16(), nn.Linear(32, 32))
+    masters = [layer.weight.detach().clone() for layer in net]
+    e5m2 = CastConfig(target_dtype=torch.float8_e5m2)
+    for name, config in (("0", GATHERED), ("1", GATHERED)):
+        convert_to_float8_training(
+            net, config=config, module_filter_fn=lambda m, fqn, name=name: fqn == name
+        )
+    convert_to_float8_training(
+        net,
+        config=Float8LinearConfig(cast_config_weight=e5m2, enable_fsdp_float8_all_gather=True),
+        module_filter_fn=lambda m, fqn: fqn == "2",
+    )
+    for layer in net:
+        fully_shard(layer, mesh=device_mesh(dp=2))
+    with comm_audit() as audit:
+        precompute_float8_dynamic_scale(net)
+    wrong = [] if audit.count() == 1 else [audit.table()]
+    with weights_used(net) as used:
+        for layer in net:
+            layer(torch.randn(2, 32, dtype=layer.weight.dtype))
+    for i, (master, config) in enumerate(
+        zip(masters, (CastConfig(), CastConfig(), e5m2), strict=True)
+    ):
+        if not same_cast(used[str(i)], cast_to_float8(master, config)):
+            wrong.append(str(i))
+    return wrong
+
+
+def test_weights_of_several_dtypes(ranks: RankPools) -> None:
+    assert ranks(2).run(mixed_dtypes) == [[], []]
+
+
+def moved_shards() -> list[bool]:
+    """float8 DTensors from one sharded dim to another, uneven: bytes stay those of one device."""
+    mesh = device_mesh(tp=2)
+    whole = torch.randn(5, 7)
+    one_device = cast_to_float8(whole, CastConfig())
+    cast = cast_to_float8(
+        torch.distributed.tensor.distribute_tensor(whole, mesh, [Shard(0)]), CastConfig()
+    )
+    with comm_audit(mesh) as audit:
+        moved = cast.redistribute(placements=[Shard(1)])
+    group = mesh.get_group().group_name
+    sent = torch.ops._c10d_functional.all_to_all_single(one_device[:4], [2, 2], [2, 2], group)
+    sent = torch.ops._c10d_functional.wait_tensor(sent)
+    return [
+        all(row.float8_bytes == row.bytes for row in audit.rows),
+        torch.equal(moved.full_tensor().dequantize(), one_device.dequantize()),
+        isinstance(sent, type(one_device)) and torch.equal(sent.scale, one_device.scale),
+    ]
+
+
+def test_float8_moves_between_shards(ranks: RankPools) -> None:
+    assert ranks(2).run(moved_shards) == [[True] * 3] * 2

@@ -88,9 +88,11 @@ def test_copies_and_new_tensors() -> None:
     x, y = float8(3, 4), float8(3, 4)
     x.copy_(y)
     assert same_cast(x, y)
-    for new in (torch.zeros_like(x), torch.empty_like(x), x.new_zeros(2), x.new_empty(2)):
-        assert type(new) is torch.Tensor
-        assert new.dtype is torch.float32
+    for like in (torch.zeros_like(x), torch.empty_like(x), x.new_zeros(2, dtype=torch.float32)):
+        assert type(like) is torch.Tensor
+        assert like.dtype is torch.float32
+    assert torch.equal(x.new_zeros(2).dequantize(), torch.zeros(2))
+    assert isinstance(x.new_empty(0, 4), Float8Tensor)
     converted = x.to(torch.bfloat16)
     assert converted.dtype is torch.bfloat16
     assert same_cast(converted, x)
