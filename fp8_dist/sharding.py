@@ -17,6 +17,7 @@ to where it is needed as float8.) A cast keeps the placements of its input; its 
 over the axes on which the input is sharded, and over no others.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -196,6 +197,11 @@ def group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
     """
     if len(axes) == 1:
         return mesh.get_group(axes[0])
+    world = dist.group.WORLD
+    assert world is not None, "no default process group"
+    if math.prod(mesh.size(axis) for axis in axes) == world.size():
+        # Without reading the mesh's ranks: under FakeTensorMode they have no values.
+        return world
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is not part of the mesh"
     index = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(mesh.ndim))

@@ -7,6 +7,7 @@ model, its batch and the mesh, not on the machine.
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -45,18 +46,20 @@ REPORT_TEXT = """\
 
 A tiny Llama: 4 layers, dim 64, ffn 128, vocabulary 256, no grouped-query attention, 2 sequences of
 32 tokens on each data-parallel rank, 28 converted weights, bf16 compute. One step is forward,
-backward, optimizer and precompute, as one rank sees it. Bytes are sizes of buffers, as in
-`fp8_dist.debug.comm_audit`.
+backward, optimizer (SGD) and precompute, as one rank sees it, the second one of a run. Bytes are
+sizes of buffers, as in `fp8_dist.debug.comm_audit`.
 
-"precompute" are the all-reduces of precompute alone. The last two columns are about the all-reduces
-of one amax in forward and backward, per layer: all of them, and the blocking ones, which are waited
-for before any other op is issued.
+"precompute" counts the all-reduces of precompute, which "all-reduces" has too. The last two columns
+are about the all-reduces of a single amax in forward and backward, per layer: all of them, and the
+blocking ones, which are waited for before any other op but a view is issued: nothing hides them.
+With tensor parallelism 9 of the all-reduces are those of the norms' gradients.
 
 {table}
 
-torchao has no precompute for weights that FSDP2 does not shard. `amax_scope="rank"` is a deviation
-from the scales of a single device: operands that are not gathered are scaled by their local amax.
-{torchao}
+torchao is version {torchao}, with its own styles and precompute; it has no precompute for weights
+that FSDP2 does not shard, and gloo moves its tensor-parallel gathers as uint8 views, as it refuses
+float8. `amax_scope="rank"` is a deviation from the scales of a single device: operands that are not
+gathered are scaled by their local amax.
 """
 
 
@@ -179,7 +182,8 @@ def main() -> int:
         if not compared:
             parser.error("--write needs torchao, whose rows are part of the document: install it")
         REPORT.parent.mkdir(exist_ok=True)
-        REPORT.write_text(REPORT_TEXT.format(table=shown))
+        torchao = importlib.metadata.version("torchao")
+        REPORT.write_text(REPORT_TEXT.format(table=shown, torchao=torchao))
     if not args.check:
         return 0
     broken = list(broken_promises(rows))

@@ -1,23 +1,19 @@
-"""Counts what one training step communicates: bf16, fp8_dist and torchao (where installed).
+"""What one training step of a tiny Llama communicates, measured on the ranks that run this file.
 
-    python scripts/communication.py --assert --write
+    torchrun --nproc-per-node 4 scripts/measure_communication.py rows.json
 
-Starts 2 and 4 ranks on this machine (gloo, CPU) that train a tiny Llama under FSDP2, TP + SP and
-both, and records the second step of each: forward, backward, optimizer and precompute. Counts and
-sizes of buffers do not depend on the machine.
+scripts/communication.py starts it and shows the rows. The recorded step is the second one: forward,
+backward, optimizer and precompute.
 
 Vocabulary: a *mesh* is one way to distribute the model; a *variant* is a library with its
 settings; a *row* is what one rank counts for a variant on a mesh (all ranks count alike). An
-*amax all-reduce* reduces one number in forward or backward; precompute's are counted apart. It is
-*blocking* if its result is waited for before any other op is issued, so that nothing hides it.
+*amax all-reduce* reduces one number in forward or backward; precompute's is counted apart. It is
+*blocking* if its result is waited for before any other op but a view is issued: nothing hides it.
 """
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +22,7 @@ import torch
 import torch.distributed as dist
 from llama import Llama, LlamaConfig
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -37,8 +34,9 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-from fp8_dist.collectives import read_collective
+from fp8_dist.collectives import IGNORED_OPS, read_collective
 from fp8_dist.debug import CommAudit, comm_audit
+from fp8_dist.dtypes import is_float8
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 
 try:
@@ -47,9 +45,6 @@ try:
 except ImportError:
     torchao = torchao_styles = None
 
-REPORT = Path(__file__).resolve().parent.parent / "docs/communication.md"
-COMMAND = "python scripts/communication.py --write"
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 LAYERS = 4
 SEQUENCE = 32
 BATCH = 2  # sequences per data-parallel rank
@@ -105,6 +100,24 @@ class Row:
     blocking: int
 
 
+class Float8AsBytes(TorchDispatchMode):
+    """Lets gloo, which refuses float8, gather it for torchao: as uint8, which is as large.
+
+    Modes that are entered after this one see the float8 gather.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _is_rewritten(types):
+            return NotImplemented
+        gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+        if func is gather and is_float8(args[0].dtype):
+            return gather(args[0].view(torch.uint8), *args[1:], **kwargs).view(args[0].dtype)
+        return func(*args, **kwargs)
+
+
 class AmaxReductions(TorchDispatchMode):
     """Counts all-reduces of one number, and those waited for before another op is issued."""
 
@@ -119,21 +132,32 @@ class AmaxReductions(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented  # a subclass is seen through the ops that it makes of this one
+        if _is_rewritten(types):
+            return NotImplemented
         if func is torch.ops._c10d_functional.wait_tensor.default:
             _, issued = self._in_flight.pop(args[0].untyped_storage()._cdata, (None, -1))
             self.blocking += issued == self._issued
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if not func.is_view:  # views compute nothing
-            self._issued += 1
+        # Neither views, nor bookkeeping of collectives, nor what DTensor asks fake tensors.
+        idle = func.is_view or func._schema.name in IGNORED_OPS or isinstance(result, FakeTensor)
+        self._issued += not idle
         call = read_collective(func, args, kwargs)
         if call and call.op == "all_reduce" and sum(t.numel() for t in call.tensors) == 1:
             assert isinstance(result, torch.Tensor), f"{func} is not waited for by an op"
             self.count += 1
             self._in_flight[result.untyped_storage()._cdata] = (result, self._issued)
         return result
+
+
+def _is_rewritten(types: tuple[type, ...]) -> bool:
+    """Whether a tensor subclass makes other ops of this one, which a mode sees then."""
+    return any(
+        kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        # DTensor asks fake tensors what an op would return.
+        and not issubclass(kind, FakeTensor)
+        for kind in types
+    )
 
 
 def variants(mesh: str) -> Iterator[Variant]:
@@ -204,11 +228,11 @@ def precompute_of(variant: Variant) -> Callable[[nn.Module], None]:
 def measure(mesh_name: str, variant: Variant, mesh: DeviceMesh) -> Row:
     """Runs two steps and returns what the second one communicates; called on every rank."""
     model, precompute = distributed_model(variant, mesh), precompute_of(variant)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tokens = torch.randint(256, (BATCH, SEQUENCE))
     for _ in range(2):
         step, after, amax = comm_audit(mesh), comm_audit(mesh), AmaxReductions()
-        with step:
+        with Float8AsBytes(), step:
             with amax:
                 model(tokens).logsumexp(-1).mean().backward()
             optimizer.step()
@@ -231,7 +255,7 @@ def _bytes(op: str, audit: CommAudit) -> int:
     return sum(row.bytes for row in audit.rows if row.op == op)
 
 
-def measure_on_rank(path: Path) -> None:
+def main(path: Path) -> None:
     """The life of one rank: rows of every mesh of this world size; rank 0 writes them."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -249,16 +273,5 @@ def measure_on_rank(path: Path) -> None:
     dist.destroy_process_group()
 
 
-def measure_all() -> list[Row]:
-    """Starts the ranks of each world size, one after the other, and returns their rows."""
-    rows: list[Row] = []
-    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
-    for world_size in sorted({dp * tp for dp, tp in MESHES.values()}):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "rows.json"
-            launch = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
-            launch += ["--local-addr", "localhost", "--nproc-per-node", str(world_size)]
-            command = [*launch, __file__, "--rank-writes", str(path)]
-            subprocess.run(command, check=True, env=defaults | os.environ)
-            rows += [Row(**row) for row in json.loads(path.read_text())]
-    return rows
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

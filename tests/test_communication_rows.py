@@ -1,0 +1,103 @@
+"""scripts/communication.py: our rows of its table, and what it says of rows that break promises."""
+
+import dataclasses
+
+from communication import REPORT, broken_promises, table
+from expecttest import assert_expected_inline
+from measure_communication import (
+    BOTH,
+    FSDP,
+    MESHES,
+    OURS_PRECOMPUTED,
+    OURS_RANK,
+    TORCHAO,
+    TORCHAO_PRECOMPUTED,
+    TP,
+    Row,
+    measure,
+    variants,
+)
+from ranks import RankPools, device_mesh
+
+
+def our_rows(name: str) -> list[Row]:
+    """Runs on every rank of a mesh."""
+    dp, tp = MESHES[name]
+    ours = [variant for variant in variants(name) if variant.library == "fp8_dist"]
+    return [measure(name, variant, device_mesh(dp=dp, tp=tp)) for variant in ours]
+
+
+def words(text: str) -> set[tuple[str, ...]]:
+    """The rows of a table without the width of its columns."""
+    lines = (tuple(line.split()) for line in text.splitlines())
+    return {line for line in lines if line[:1] == ("|",) and not line[1].startswith("--")}
+
+
+def test_our_rows(ranks: RankPools) -> None:
+    rows = []
+    for name, (dp, tp) in MESHES.items():
+        by_rank = ranks(dp * tp).run(our_rows, name)
+        assert by_rank == [by_rank[0]] * (dp * tp)
+        rows += by_rank[0]
+    assert list(broken_promises(rows)) == []
+    assert words(table(rows)) <= words(REPORT.read_text())
+    assert_expected_inline(
+        table(rows),
+        """\
+| mesh                | variant                                  | all-gathers    | float8 in them | reduce-scatters | all-reduces  | precompute | amax / layer | blocking / layer |
+| ------------------- | ---------------------------------------- | -------------- | -------------- | --------------- | ------------ | ---------- | ------------ | ---------------- |
+| FSDP2 x2            | fp8_dist                                 | 10 (461,056 B) | 327,680 B      | 5 (394,368 B)   | 28 (112 B)   | 0          | 7            | 7                |
+| FSDP2 x2            | fp8_dist + precompute                    | 10 (461,056 B) | 327,680 B      | 5 (394,368 B)   | 1 (112 B)    | 1          | 0            | 0                |
+| TP x2 + SP          | fp8_dist                                 | 19 (114,688 B) | 65,536 B       | 18 (147,456 B)  | 81 (1,440 B) | 0          | 18           | 18               |
+| TP x2 + SP          | fp8_dist + precompute                    | 19 (114,688 B) | 65,536 B       | 18 (147,456 B)  | 54 (1,440 B) | 1          | 11           | 11               |
+| TP x2 + SP          | fp8_dist + precompute, amax_scope="rank" | 19 (114,688 B) | 65,536 B       | 18 (147,456 B)  | 26 (1,328 B) | 1          | 4            | 4                |
+| FSDP2 2 x TP 2 + SP | fp8_dist                                 | 29 (346,368 B) | 229,376 B      | 23 (345,216 B)  | 81 (1,440 B) | 0          | 18           | 18               |
+| FSDP2 2 x TP 2 + SP | fp8_dist + precompute                    | 29 (346,368 B) | 229,376 B      | 23 (345,216 B)  | 54 (1,440 B) | 1          | 11           | 11               |
+| FSDP2 2 x TP 2 + SP | fp8_dist + precompute, amax_scope="rank" | 29 (346,368 B) | 229,376 B      | 23 (345,216 B)  | 26 (1,328 B) | 1          | 4            | 4                |""",
+    )
+
+
+def row(mesh: str, variant: str, all_reduces: int, precompute: int, amax: int) -> Row:
+    counts = {"all_gather": 5, "reduce_scatter": 5, "all_reduce": all_reduces}
+    sizes = {"all_gather": 1000, "reduce_scatter": 2000, "all_reduce": 4 * all_reduces}
+    return Row(mesh, variant, counts, sizes, 500, precompute, amax, amax)
+
+
+def test_promises_that_are_broken_are_named() -> None:
+    ours, theirs = OURS_PRECOMPUTED.name, TORCHAO_PRECOMPUTED.name
+    rows = {
+        (r.mesh, r.variant): r
+        for r in (
+            row(FSDP, ours, all_reduces=1, precompute=1, amax=0),
+            row(TP, ours, all_reduces=45, precompute=1, amax=44),
+            row(TP, OURS_RANK.name, all_reduces=17, precompute=1, amax=16),
+            row(BOTH, ours, all_reduces=45, precompute=1, amax=44),
+            row(BOTH, OURS_RANK.name, all_reduces=17, precompute=1, amax=16),
+            row(FSDP, theirs, all_reduces=1, precompute=1, amax=0),
+            row(TP, TORCHAO.name, all_reduces=100, precompute=0, amax=100),
+            row(BOTH, theirs, all_reduces=46, precompute=2, amax=44),
+        )
+    }
+    assert list(broken_promises(list(rows.values()))) == []
+    gathers_more = dataclasses.replace(
+        rows[TP, ours], sizes=rows[TP, ours].sizes | {"all_gather": 2000}
+    )
+    worse = {
+        (FSDP, ours): row(FSDP, ours, all_reduces=2, precompute=2, amax=0),
+        (TP, ours): gathers_more,
+        (TP, OURS_RANK.name): row(TP, OURS_RANK.name, all_reduces=21, precompute=1, amax=20),
+        (BOTH, ours): row(BOTH, ours, all_reduces=49, precompute=1, amax=48),
+    }
+    assert_expected_inline(
+        "\n".join(broken_promises([*(rows | worse).values()])),
+        """\
+FSDP2 x2, fp8_dist + precompute: 2 collectives of all_reduce, above the 1 of torchao + precompute
+FSDP2 x2, fp8_dist + precompute: 8 bytes of all_reduce, above the 4 of torchao + precompute
+TP x2 + SP, fp8_dist + precompute: 2,000 bytes of all_gather, above the 1,000 of torchao
+FSDP2 2 x TP 2 + SP, fp8_dist + precompute: 49 collectives of all_reduce, above the 46 of torchao + precompute
+FSDP2 2 x TP 2 + SP, fp8_dist + precompute: 196 bytes of all_reduce, above the 184 of torchao + precompute
+FSDP2 x2, fp8_dist + precompute: 2 all-reduces, 2 of them precompute's, where 1 and 1 are allowed
+FSDP2 2 x TP 2 + SP, fp8_dist + precompute: 49 all-reduces, 1 of them precompute's, where 45 and 1 are allowed
+TP x2 + SP, fp8_dist + precompute, amax_scope="rank": 5 amax all-reduces per layer, not 4
+FSDP2 2 x TP 2 + SP, fp8_dist + precompute: 12 amax all-reduces per layer, not 11""",
+    )

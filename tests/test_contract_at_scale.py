@@ -1,0 +1,179 @@
+"""The communication contract at 1,024 ranks: the same collectives per step as on a few real ones.
+
+One process plays one rank of a fake process group, whose collectives move nothing, and computes
+with fake tensors, which hold nothing: what is left of a step is its sequence of collectives.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from llama import Llama, LlamaConfig
+from ranks import RankPool, RankPools, device_mesh
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    invalidate_float8_scales,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.debug import CommAudit, comm_audit
+from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
+
+FAKE_RANKS = 1024
+# The first, and one whose FSDP shards are empty: no dim 0 of the model reaches 1,024.
+CHOSEN_RANKS = (0, FAKE_RANKS - 1)
+FAKE_TIMEOUT_S = 240.0  # for all meshes, on a busy machine; 7 s on a quiet one
+LAYERS, WEIGHTS_PER_LAYER = 2, 7
+
+# What one rank counts: number of collectives by phase, and by "op axis dtype" in it.
+Counts = dict[str, dict[str, int]]
+MeshShape = tuple[int, int]  # dp, tp
+
+
+def small_llama(tp: int) -> Llama:
+    """On the meta device; as wide as it must be for every tensor-parallel rank to have a head."""
+    heads = max(8, tp)
+    with torch.device("meta"):
+        return Llama(
+            LlamaConfig(
+                dim=2 * heads,
+                n_layers=LAYERS,
+                n_heads=heads,
+                n_kv_heads=heads,
+                ffn_dim=4 * heads,
+                vocab_size=max(256, tp),
+                max_seq_len=heads,
+            )
+        )
+
+
+def parallelized(mesh: DeviceMesh) -> Llama:
+    """A float8 Llama on the meta device: SP over tp, FSDP2 over dp, if of two ranks or more."""
+    dp, tp = mesh["dp"], mesh["tp"]
+    model = small_llama(tp.size())
+    convert_to_float8_training(
+        model,
+        module_filter_fn=lambda _, name: name != "output",
+        config=Float8LinearConfig(enable_fsdp_float8_all_gather=dp.size() > 1),
+    )
+    if tp.size() > 1:
+        apply_tp_plan(model, tp, llama_tp_plan(model))
+    if dp.size() > 1:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=dp, mp_policy=policy)
+    return model
+
+
+def counts_of_a_step(mesh: DeviceMesh, fake: bool) -> Counts:
+    """Precompute, the step that follows it, and a step that nothing was precomputed for."""
+    # Before the fake mode begins: in it, the tensor of a mesh's ranks would have no values.
+    model = parallelized(mesh)
+    counts: Counts = {}
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+        model.to_empty(device="cpu")
+        if not fake:
+            model.init_weights()
+        tokens = torch.zeros(2, model.config.max_seq_len, dtype=torch.int64)
+        with comm_audit(mesh) as audit:
+            precompute_float8_dynamic_scale(model)
+        counts["precompute"] = counted(audit)
+        for phase in ("with precompute", "without precompute"):
+            with comm_audit(mesh) as audit:
+                model(tokens).sum().backward()
+            counts[phase] = counted(audit)
+            invalidate_float8_scales(model)
+    return counts
+
+
+def counted(audit: CommAudit) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for row in audit.rows:
+        key = f"{row.op} {row.axis} {str(row.dtype).removeprefix('torch.')}"
+        counts[key] = counts.get(key, 0) + row.count
+    return counts
+
+
+def on_real_ranks(dp: int, tp: int) -> Counts:
+    return counts_of_a_step(device_mesh(dp=dp, tp=tp), fake=False)
+
+
+def on_fake_ranks(shapes: list[MeshShape]) -> dict[MeshShape, Counts]:
+    """By mesh: what one of `CHOSEN_RANKS` counts. Takes the default group's place for good."""
+    chosen = CHOSEN_RANKS[dist.get_rank()]
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=chosen, world_size=FAKE_RANKS, store=FakeStore())
+    meshes = {
+        shape: init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")) for shape in shapes
+    }
+    return {shape: counts_of_a_step(mesh, fake=True) for shape, mesh in meshes.items()}
+
+
+# At 1,024 ranks, and on real ones.
+LARGE_AND_SMALL: list[tuple[MeshShape, MeshShape]] = [
+    ((1024, 1), (2, 1)),
+    ((1024, 1), (4, 1)),
+    ((1, 1024), (1, 2)),
+    ((1, 1024), (1, 4)),
+    ((128, 8), (2, 2)),
+    ((128, 8), (4, 2)),
+]
+LARGE = list(dict.fromkeys(large for large, _ in LARGE_AND_SMALL))
+
+
+def mesh_name(shape: MeshShape) -> str:
+    return "dp{}-tp{}".format(*shape)
+
+
+@pytest.fixture(scope="module")
+def at_scale() -> dict[MeshShape, list[Counts]]:
+    """By mesh: what each of `CHOSEN_RANKS` counts."""
+    # A process per chosen rank, used for nothing else: each has its own fake world.
+    pool = RankPool(len(CHOSEN_RANKS))
+    try:
+        by_rank = pool.run(on_fake_ranks, LARGE, timeout=FAKE_TIMEOUT_S)
+    finally:
+        pool.close()
+    return {shape: [counts[shape] for counts in by_rank] for shape in LARGE}
+
+
+@pytest.mark.parametrize(("large", "small"), LARGE_AND_SMALL, ids=mesh_name)
+def test_as_many_collectives_at_1024_ranks_as_on_a_few(
+    ranks: RankPools,
+    at_scale: dict[MeshShape, list[Counts]],
+    large: MeshShape,
+    small: MeshShape,
+) -> None:
+    dp, tp = small
+    real = ranks(dp * tp).run(on_real_ranks, dp, tp, timeout=120)
+    assert [*real, *at_scale[large]] == [real[0]] * (dp * tp + len(CHOSEN_RANKS))
+
+
+@pytest.mark.parametrize("large", LARGE, ids=mesh_name)
+def test_amax_traffic_at_1024_ranks(
+    at_scale: dict[MeshShape, list[Counts]], large: MeshShape
+) -> None:
+    dp, tp = large
+    # The inputs of attention, wo, feed-forward and w2, and every layer's output gradient.
+    activations = LAYERS * 11 if tp > 1 else 0
+    weights = LAYERS * WEIGHTS_PER_LAYER
+    axis = "dp" if tp == 1 else "tp" if dp == 1 else "world"
+    for counts in at_scale[large]:
+        assert counts["precompute"] == {f"all_reduce {axis} int32": 1}
+        assert amax_reductions(counts["with precompute"]) == activations
+        assert amax_reductions(counts["without precompute"]) == activations + weights
+
+
+def amax_reductions(counts: dict[str, int]) -> int:
+    """All-reduces of amaxes, which travel as int32, over all axes."""
+    return sum(
+        count
+        for key, count in counts.items()
+        if key.startswith("all_reduce ") and key.endswith(" int32")
+    )
