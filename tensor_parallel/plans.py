@@ -38,17 +38,26 @@ _LLAMA_BLOCKS = {
 _HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
 
 
-class AwaitedRowwiseParallel(RowwiseParallel):
-    """torch's RowwiseParallel, whose local output is waited for.
+class EmbeddingRowwiseParallel(RowwiseParallel):
+    """torch's RowwiseParallel for the embedding, which starts the residual stream.
 
-    The blocks that read an embedding are often compiled one by one, and torch (2.13) loses the
-    gradient of a tensor that is in flight when it enters a compiled graph (pytorch#191113).
+    Its local output is waited for: the blocks that read it are often compiled one by one, and
+    torch (2.13) loses the gradient of a tensor that is in flight when it enters a compiled graph
+    (pytorch#191113). A sequence that the ranks can't share evenly is refused here, where all of
+    them know its length: plain local tensors of different lengths would hang later gathers.
     """
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
     ) -> Any:
+        (layout,), size = output_layouts, device_mesh.size()
+        if use_local_output and isinstance(layout, Shard) and outputs.shape[layout.dim] % size:
+            raise ValueError(
+                f"the embedding's output of shape {tuple(outputs.shape)} can't be sharded evenly "
+                f"on dim {layout.dim} over {size} tensor-parallel ranks; pad the sequence to a "
+                "multiple, or make the plan with sequence_parallel=False"
+            )
         prepare = RowwiseParallel._prepare_output_fn
         return wait_tensor(prepare(output_layouts, use_local_output, mod, outputs, device_mesh))
 
@@ -78,7 +87,9 @@ def llama_tp_plan(
     layer_names = _check_llama_names(model)
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
-        "tok_embeddings": AwaitedRowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        "tok_embeddings": EmbeddingRowwiseParallel(
+            input_layouts=Replicate(), output_layouts=between
+        )
     }
     for layer in layer_names:
         for block, (norm, consumers, writer) in _LLAMA_BLOCKS.items():

@@ -72,7 +72,7 @@ def test_plan_of_an_unconverted_model():
     assert_expected_inline(
         show(llama_tp_plan(Llama(TINY))),
         """\
-tok_embeddings            AwaitedRowwiseParallel input=R output=S(1)
+tok_embeddings            EmbeddingRowwiseParallel input=R output=S(1)
 layers.0.attention_norm   SequenceParallel DTensor out
 layers.0.attention        PrepareModuleInput input=S(1) desired_input=R DTensor out
 layers.0.attention.wq     ColwiseParallel input=R output=S(-1)
@@ -93,7 +93,7 @@ def test_plan_of_a_converted_model():
     assert_expected_inline(
         show(llama_tp_plan(llama())),
         """\
-tok_embeddings            AwaitedRowwiseParallel input=R output=S(1)
+tok_embeddings            EmbeddingRowwiseParallel input=R output=S(1)
 layers.0.attention_norm   SequenceParallel DTensor out
 layers.0.attention        PrepareFloat8ModuleInput input=S(1) desired_input=R DTensor out
 layers.0.attention.wq     Float8ColwiseParallel input=R output=S(-1)
@@ -115,7 +115,7 @@ def test_plan_without_sequence_parallelism():
     assert_expected_inline(
         show(plan),
         """\
-tok_embeddings            AwaitedRowwiseParallel input=R output=R
+tok_embeddings            EmbeddingRowwiseParallel input=R output=R
 layers.0.attention        PrepareFloat8ModuleInput input=R desired_input=R DTensor out
 layers.0.attention.wq     Float8ColwiseParallel input=R output=S(-1)
 layers.0.attention.wk     Float8ColwiseParallel input=R output=S(-1)
@@ -333,3 +333,25 @@ def test_parallel_float8_model_computes_what_one_device_does(
         # What the other model would give: float8 was at work.
         assert sqnr(unquantized[0], result[0]) < 45
         assert sqnr(unquantized[2], result[2]) < 30
+
+
+def uneven_sequence(sequence_parallel: bool) -> str:
+    """Runs on every rank: a sequence of 15 tokens on 2 ranks, and what is said about it."""
+    model = llama()
+    plan = llama_tp_plan(model, sequence_parallel=sequence_parallel)
+    apply_tp_plan(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+    try:
+        model(torch.zeros(2, 15, dtype=torch.int64))
+    except ValueError as error:
+        return str(error)
+    return "computed"
+
+
+def test_a_sequence_that_the_ranks_cannot_share(ranks):
+    assert ranks(2).run(uneven_sequence, False) == ["computed"] * 2
+    first, second = ranks(2).run(uneven_sequence, True)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """the embedding's output of shape (2, 15, 64) can't be sharded evenly on dim 1 over 2 tensor-parallel ranks; pad the sequence to a multiple, or make the plan with sequence_parallel=False""",
+    )
