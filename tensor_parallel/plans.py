@@ -69,7 +69,7 @@ def llama_tp_plan(
 
     The plan reads the model: a converted layer (`Float8Linear`) gets a float8 style, any other
     one torch's. The input of a block is cast and gathered in float8 once for all of its consumers
-    when all of them are converted; otherwise it is gathered as it is, once, and each converted
+    when all of them cast it alike; otherwise it is gathered as it is, once, and each converted
     consumer casts it.
 
     Args:
@@ -188,10 +188,24 @@ def _rowwise_style(model: nn.Module, name: str, output: Placement) -> ParallelSt
 
 
 def _prepare_style(model: nn.Module, consumers: list[str], layout: Placement) -> ParallelStyle:
-    # One unconverted consumer needs the high-precision input, so that is what must travel.
-    converted = all(_is_converted(model, name) for name in consumers)
-    style = PrepareFloat8ModuleInput if converted else PrepareModuleInput
-    return style(input_layouts=(layout,), desired_input_layouts=(Replicate(),))
+    at: dict[str, Any] = {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
+    casts = {_input_cast(model, name) for name in consumers}
+    # One consumer that needs the high-precision input, or another cast of it, decides what must
+    # travel.
+    if len(casts) > 1 or None in casts:
+        return PrepareModuleInput(**at)
+    return PrepareFloat8ModuleInput(**at, fwd_config_submodule_fqn=consumers[0].rpartition(".")[2])
+
+
+def _input_cast(model: nn.Module, name: str) -> tuple[Any, bool] | None:
+    """How a layer casts its input, if it takes it in float8 in both of its GEMMs."""
+    layer = model.get_submodule(name)
+    if not isinstance(layer, Float8Linear):
+        return None
+    config = layer.config
+    if not (config.gemm_enabled("output") and config.gemm_enabled("grad_weight")):
+        return None
+    return config.operand_dtype("input"), config.round_scales_to_power_of_2
 
 
 def _matches(module: nn.Module, pattern: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
