@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from ranks import RankPools
+from ranks import RankPools, device_mesh
 from reference import same_bits
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -64,6 +64,13 @@ REFUSED = {
 }
 
 
+def stage_mesh(axes: tuple[int, int, int, int]) -> DeviceMesh:
+    """The mesh of this rank's stage; made once for each pool of ranks, groups are not for free."""
+    pp, replicate, shard, tp = axes
+    whole = device_mesh(pp=pp, replicate=replicate, shard=shard, tp=tp)
+    return whole["replicate", "shard", "tp"]
+
+
 def build(mesh: DeviceMesh, style: str, dim: int, shape: tuple[int, int]) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(shape[1], shape[0]))
@@ -110,8 +117,7 @@ def verdicts(
     axes: tuple[int, int, int, int], style: str, dim: int, shape: tuple[int, int], precompute: bool
 ) -> dict[str, bool]:
     """Per operand: is it, bit for bit, this rank's part of one process's cast?"""
-    names = ("pp", "replicate", "shard", "tp")
-    mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)["replicate", "shard", "tp"]
+    mesh = stage_mesh(axes)
     model = build(mesh, style, dim, shape)
     master = nn.Linear(shape[1], shape[0])
     torch.manual_seed(0)
@@ -180,7 +186,6 @@ def refused(
     shape: tuple[int, int],
     error: type[Exception],
 ) -> bool:
-    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     with pytest.raises(error, match=r"uneven sharding on dim 1|can't reduce an empty gradient"):
-        build(mesh["replicate", "shard", "tp"], style, dim, shape)(torch.randn(6, shape[1]))
+        build(stage_mesh(axes), style, dim, shape)(torch.randn(6, shape[1]))
     return True

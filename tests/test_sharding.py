@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPools, device_mesh
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -115,7 +114,7 @@ def test_amax_is_reduced_over_its_axes_and_keeps_what_is_not_finite(ranks: RankP
 
 def groups() -> list[list[int]]:
     """Ranks of the groups over some axes of a 3-D mesh; a stage makes its group alone."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = device_mesh(pp=2, dp=2, tp=2)
     stage = mesh["dp", "tp"]
     for pp in (1, 0):
         if mesh.get_local_rank("pp") == pp:
