@@ -5,7 +5,11 @@ What can change a weight, and how it is noticed:
 
 * any ``torch.optim`` step: a global post-step hook drops what is known of the optimizer's
   parameters. Version counters alone would not do: foreach and fused steps change a DTensor
-  without bumping them;
+  without bumping them. It also drops what was cast in passing of parameters that no optimizer
+  was seen to update: they may be copies of such parameters (mixed-precision optimizers that own
+  the masters copy them back through ``.data``);
+* FSDP2 replaces sharded parameters by unsharded ones and back: the layer notices each exchange,
+  since it can't know what an unsharded parameter holds the next time;
 * in-place ops on the parameter or on its ``to_local()``: version counters;
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops it, or the identity
   differs.
@@ -24,7 +28,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -33,6 +37,10 @@ from torch.utils.hooks import RemovableHandle
 from fp8_dist.tensor import Float8Tensor
 
 Scaling = tuple[torch.Tensor, torch.Tensor]
+
+# Who found a scaling out: precompute, FSDP2's gather of the sharded parameter, or a forward, which
+# sees whatever is the layer's parameter at that time.
+Source = Literal["precompute", "gather", "forward"]
 
 
 class WeightCache:
@@ -50,26 +58,33 @@ class WeightCache:
         self._param: torch.Tensor | None = None
         self._version: int | None = None
         self._shard_version: int | None = None
-        self._precomputed = False
+        self._source: Source = "forward"
+        self._optimized = False
 
     def store(
-        self, param: torch.Tensor, scaling: Scaling, shard: torch.Tensor | None = None
+        self,
+        param: torch.Tensor,
+        scaling: Scaling,
+        source: Source,
+        shard: torch.Tensor | None = None,
     ) -> None:
         """Remember the scaling of the values that ``param`` has now.
 
         Args:
             param: the parameter.
             scaling: (multiplier, scale).
+            source: who found it out.
             shard: its local tensor where it is being used; None: precomputed for later use.
         """
         self.scaling = scaling
         self.float8 = None
         self._version = _version(param)
         self._shard_version = None if shard is None else _version(shard)
-        self._precomputed = shard is None
+        self._source = source
         if self._param is not param:
             _unwatch(self._param, self)
             self._param = param
+            self._optimized = False
             _watch(param, self)
 
     def is_fresh(self, param: torch.Tensor, shard: torch.Tensor) -> bool:
@@ -91,9 +106,9 @@ class WeightCache:
             return False
         return True
 
-    def tracks_another(self, param: torch.Tensor) -> bool:
-        """True if something is or was known of a parameter, and ``param`` is another."""
-        return self._param is not None and self._param is not param
+    def precomputed_for_another(self, param: torch.Tensor) -> bool:
+        """True if a scale was precomputed for a parameter, and ``param`` is another."""
+        return self._source == "precompute" and self._param is not param
 
     def end_of_evaluation(self) -> None:
         """Forget, after a pass without gradients, what such passes must not rely on.
@@ -101,8 +116,22 @@ class WeightCache:
         An evaluated model may be changed by means that go unnoticed (an EMA by foreach ops).
         """
         self.float8 = None
-        if not self._precomputed:
+        if self._source != "precompute":
             self.scaling = None
+
+    def parameter_replaced(self) -> None:
+        """The layer's parameter becomes another tensor, perhaps to come back with other values.
+
+        (A sharded parameter that FSDP2 replaces doesn't change in the meantime.)
+        """
+        if self._source == "forward":
+            self.drop()
+
+    def optimizer_stepped(self, is_own: bool) -> None:
+        """An optimizer took a step: one that updates this parameter, or another."""
+        self._optimized |= is_own
+        if is_own or not (self._optimized or self._source == "precompute"):
+            self.drop()
 
     def drop(self) -> None:
         """Forget everything but that there once was a precomputed scale."""
@@ -114,12 +143,12 @@ class WeightCache:
         self.drop()
         _unwatch(self._param, self)
         self._param = None
-        self._precomputed = False
+        self._source = "forward"
 
     def warn_if_stale(self, param: torch.Tensor, name: str) -> None:
         """Warn once if the precomputed scale of ``param`` was dropped and none followed."""
-        if self.scaling is None and self._precomputed and self._param is param:
-            self._precomputed = False
+        if self.scaling is None and self._source == "precompute" and self._param is param:
+            self._source = "forward"
             warn_once(
                 "stale scale",
                 f"{name}: the weight changed after precompute_float8_dynamic_scale, so its scale "
@@ -184,10 +213,10 @@ def _install_hook() -> None:
 
 @torch.compiler.disable
 def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            for cache in _caches.get(id(param), ()):
-                cache.drop()
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for param, caches in _caches.items():
+        for cache in caches:
+            cache.optimizer_stepped(param in own)
     for call in list(_after_step.get(optimizer, {}).values()):
         call()
 

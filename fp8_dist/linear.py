@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import cast_local, scaling_of
 from fp8_dist.config import Float8LinearConfig, Gemm
-from fp8_dist.freshness import WeightCache, warn_once
+from fp8_dist.freshness import Source, WeightCache, warn_once
 from fp8_dist.function import LinearSpec, float8_linear
 from fp8_dist.matmul import ALIGNMENT, needs_alignment
 from fp8_dist.sharding import (
@@ -152,24 +152,24 @@ class Float8Linear(nn.Linear):
         """The plain local tensor of the weight, as it is now (no copy, no collectives)."""
         return self.fsdp_weight_type.unwrap(local_tensor(self.weight))
 
-    def cast_weight(self, shard: torch.Tensor | None = None, *, keep: bool = False) -> Float8Tensor:
+    def cast_weight(self, source: Source, shard: torch.Tensor | None = None) -> Float8Tensor:
         """The local shard of the weight as float8, with the scale of the global weight.
 
         What ``precompute_float8_dynamic_scale`` or an earlier call left in ``weight_cache`` is
         used if it is fresh.
 
         Args:
+            source: who asks. (What is computed here is remembered for a parameter only: a tensor
+                in its place, such as FSDP1's view of what it gathered, changes unnoticed.)
             shard: the local shard, where it was moved off the parameter's device (CPU offload).
-            keep: remember a scale that had to be computed here. Only for a parameter that the
-                optimizer sees: what FSDP gathered in high precision changes unnoticed.
 
         Collectives: one all-reduce of 4 bytes if the weight is sharded and its scale not known.
         """
         # What an evaluation under inference_mode leaves in the cache, training may save.
         with torch.inference_mode(False), torch.no_grad():
-            return self._cast_weight(shard, keep)
+            return self._cast_weight(source, shard)
 
-    def _cast_weight(self, shard: torch.Tensor | None, keep: bool) -> Float8Tensor:
+    def _cast_weight(self, source: Source, shard: torch.Tensor | None) -> Float8Tensor:
         cache, weight = self.weight_cache, self.weight
         dtype = self.config.operand_dtype("weight")
         assert dtype is not None
@@ -180,8 +180,8 @@ class Float8Linear(nn.Linear):
         if not fresh:
             cache.warn_if_stale(weight, self.fqn)
             scaling = self._dynamic_scaling(shard, dtype)
-            if keep:
-                cache.store(weight, scaling, local_tensor(weight))
+            if isinstance(weight, nn.Parameter):
+                cache.store(weight, scaling, source, local_tensor(weight))
                 fresh = True
         else:
             assert cache.scaling is not None
@@ -227,7 +227,7 @@ class Float8Linear(nn.Linear):
             with torch.no_grad():
                 return cast_local(plain, dtype, self._dynamic_scaling(plain, dtype))
         self._warn_if_flags_have_no_effect(plain is not local)
-        return self.cast_weight()
+        return self.cast_weight("forward")
 
     def _dynamic_scaling(
         self, shard: torch.Tensor, dtype: torch.dtype
@@ -244,7 +244,7 @@ class Float8Linear(nn.Linear):
                 "FSDP2 does not manage its weight. Call fully_shard on the model (after "
                 "convert_to_float8_training), or leave the flag off",
             )
-        elif self.weight_cache.tracks_another(self.weight):
+        elif self.weight_cache.precomputed_for_another(self.weight):
             warn_once(
                 "precompute without float8 gather",
                 f"{self.fqn}: the precomputed scale is not used, because the weight of this "
@@ -286,6 +286,12 @@ class Float8Linear(nn.Linear):
                 f"this device, found {', '.join(bad)}; set "
                 "Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted"
             )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
+        if name == "weight" and "weight_cache" in self.__dict__:
+            self.weight_cache.parameter_replaced()
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         # module.to(), .cuda(), to_empty() and their like change the weight unnoticed.

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.freshness import after_step
+from fp8_dist.fsdp.resharding import check_sharded_module
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.scaling import amax, scaling_from_amax
 from fp8_dist.sharding import all_reduce_max, group_of, local_tensor, reduce_amax, sharded_axes
@@ -59,7 +60,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     layers = _float8_layers(module, "precompute_float8_dynamic_scale")
     for name, part in module.named_modules():
         if isinstance(part, FSDPModule):
-            _check_resharding(name, part)
+            check_sharded_module(part, name or "the root")
             part.reshard()  # unsharded weights are those of before the optimizer step
     _check_weights(layers)
     # Layers that share a weight share its amax.
@@ -99,19 +100,6 @@ def _float8_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
             "convert_to_float8_training first"
         )
     return layers
-
-
-def _check_resharding(name: str, module: FSDPModule) -> None:
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None or group.post_forward_mesh_info in (None, group.mesh_info):
-        return
-    gathered = [p for p in group.fsdp_params if hasattr(p, "_extensions_data")]
-    if gathered:
-        raise ValueError(
-            f"precompute_float8_dynamic_scale: fully_shard({name or 'the root'}, "
-            "reshard_after_forward=<int>) can't reshard weights that it gathers in float8 to a "
-            "smaller mesh; use True or False there, or leave enable_fsdp_float8_all_gather off"
-        )
 
 
 def _check_weights(layers: dict[str, Float8Linear]) -> None:
@@ -227,4 +215,4 @@ def _store(layers: Sequence[Float8Linear], amax_of: dict[int, torch.Tensor]) -> 
         amaxes = torch.stack([amax_of[id(layer.weight)] for layer in same])
         multipliers, scales = scaling_from_amax(amaxes, dtype, power_of_2)
         for i, layer in enumerate(same):
-            layer.weight_cache.store(layer.weight, (multipliers[i], scales[i]))
+            layer.weight_cache.store(layer.weight, (multipliers[i], scales[i]), "precompute")

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils._pytree import tree_map_only
 
 from fp8_dist.debug import note_float8_payload
+from fp8_dist.fsdp.resharding import check_layer
 from fp8_dist.linear import Float8Linear
 from fp8_dist.sharding import Layout, local_sizes, local_tensor
 from fp8_dist.tensor import Float8Tensor
@@ -132,8 +133,9 @@ class Float8AllGatherWeight(torch.Tensor):
         unless its scale is known (precompute, or an earlier micro-batch).
 
         Raises:
-            ValueError: the module is no Float8Linear, or tensor parallelism leaves some rank with
-                an empty shard, whose gradient FSDP2 can't reduce.
+            ValueError: the module is no Float8Linear, FSDP2 is to reshard to a smaller mesh
+                (``reshard_after_forward=<int>``), or tensor parallelism leaves some rank with an
+                empty shard, whose gradient FSDP2 can't reduce.
         """
         if not isinstance(module, Float8Linear):
             raise ValueError(
@@ -141,8 +143,9 @@ class Float8AllGatherWeight(torch.Tensor):
                 "Float8Linear can use it. Share a converted layer's weight with no other module, "
                 "or leave the layer unconverted"
             )
+        check_layer(module, module.fqn)
         _check_other_shards(module, mesh)
-        cast = module.cast_weight(self._tensor, keep=True)
+        cast = module.cast_weight("gather", self._tensor)
         padded = _padded(cast.qdata, _padded_size(self.size(), outer_size, mesh.size()))
         note_float8_payload(padded.numel(), padded.dtype)
         return (padded.view(torch.uint8),), (cast.scale, padded.dtype)

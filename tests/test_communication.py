@@ -22,6 +22,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
+from fp8_dist.sharding import local_tensor
 
 INT32 = torch.int32  # amax travels as the bits of a non-negative float
 
@@ -342,6 +343,44 @@ def test_micro_batches_cast_each_weight_once(ranks: RankPools, precompute: bool)
     assert cached == [(reduces, weights, True)] * 2
     uncached = ranks(2).run(micro_batches, False, precompute)
     assert uncached == [(reduces, 4 * gathers_per_weight * weights, True)] * 2
+
+
+def casts_in_two_steps(dp: int, tp: int, gather: bool) -> list[int]:
+    """Casts of weights in each of two steps of 4 micro-batches, never precomputed."""
+    world = Distributed(dp, tp, gather=gather)
+    optimizer = torch.optim.AdamW(world.net.parameters())
+    shapes = {tuple(local_tensor(p).shape) for p in world.net.parameters() if p.ndim == 2}
+    if dp > 1 and not gather:
+        shapes = {(64, 96 // tp), (96 // tp, 64)}  # unsharded
+    counts = []
+    for _ in range(2):
+        casts = Casts(shapes)
+        with casts:
+            for _ in range(4):
+                world.net(world.mine(torch.randn(6, 10, 64))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(casts.count)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "gather", "expected"),
+    [
+        (1, 1, False, 6),
+        (1, 2, False, 6),
+        (2, 1, True, 6),
+        (2, 2, True, 6),
+        # FSDP2 gathers them in high precision, for all that the layer knows with new values.
+        (2, 1, False, 24),
+        (2, 2, False, 24),
+    ],
+)
+def test_micro_batches_without_precompute(
+    ranks: RankPools, dp: int, tp: int, gather: bool, expected: int
+) -> None:
+    found = ranks(dp * tp).run(casts_in_two_steps, dp, tp, gather)
+    assert found == [[expected] * 2] * (dp * tp)
 
 
 def attached() -> tuple[int, int, int]:

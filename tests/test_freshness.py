@@ -258,6 +258,37 @@ def test_optimizers_of_other_models_change_nothing() -> None:
     assert all(m.weight_cache.is_fresh(m.weight, m.weight) for m in float8_layers(net).values())
 
 
+def test_masters_of_an_optimizer_may_be_copied_back_through_data() -> None:
+    """Mixed-precision optimizers that own the masters write the model's weights in this way."""
+    net = convert_to_float8_training(Net())
+    masters = [p.detach().clone() for p in net.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=10.0)
+    for _ in range(3):
+        with weights_used(net) as used:
+            net(torch.randn(2, 4, 64)).square().mean().backward()
+        for name, layer in float8_layers(net).items():
+            assert same_cast(used[name], cast_to_float8(layer.weight.detach(), CastConfig()))
+        for master, parameter in zip(masters, net.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad, None
+        optimizer.step()
+        for master, parameter in zip(masters, net.parameters(), strict=True):
+            parameter.data.copy_(master)
+
+
+def test_optimizers_of_other_models_leave_a_known_parameter_alone() -> None:
+    net, other = convert_to_float8_training(Net()), nn.Linear(4, 4)
+    own = torch.optim.SGD(net.parameters(), lr=0.1)
+    foreign = torch.optim.SGD(other.parameters(), lr=0.1)
+    kept = []
+    for _ in range(2):
+        net(torch.randn(2, 4, 64)).sum().backward()
+        other(torch.randn(2, 4)).sum().backward()
+        foreign.step()
+        kept.append([m.weight_cache.float8 is not None for m in float8_layers(net).values()])
+        own.step()
+    assert kept == [[False] * 6, [True] * 6]  # it is known from its first step on
+
+
 def test_precompute_of_nothing_is_an_error() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     assert_expected_inline(

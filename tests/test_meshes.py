@@ -282,18 +282,44 @@ def test_autocast_reaches_prepared_inputs(ranks: RankPools) -> None:
     assert ranks(2).run(autocast_dtypes) == [[torch.bfloat16] * 6] * 2
 
 
-def smaller_mesh() -> str:
-    net = convert_to_float8_training(Net(), config=GATHERED)
+def smaller_mesh(gather: bool) -> list[str]:
+    net = convert_to_float8_training(Net(), config=GATHERED if gather else None)
     for module in (*net.layers, net):
-        fully_shard(module, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
-    return raised(ValueError, lambda: precompute_float8_dynamic_scale(net))
+        fully_shard(module, mesh=device_mesh(dp=4), reshard_after_forward=2)
+    x = torch.randn(2, 8, 64)
+    if not gather:
+        net(x).sum().backward()
+        return []
+    return [
+        raised(ValueError, lambda: precompute_float8_dynamic_scale(net)),
+        raised(ValueError, lambda: net(x)),
+    ]
 
 
 def test_resharding_to_a_smaller_mesh_is_refused(ranks: RankPools) -> None:
+    first, *others = ranks(4).run(smaller_mesh, True)
+    assert others == [first] * 3
     assert_expected_inline(
-        ranks(4).run(smaller_mesh)[0],
-        """precompute_float8_dynamic_scale: fully_shard(layers.0, reshard_after_forward=<int>) can't reshard weights that it gathers in float8 to a smaller mesh; use True or False there, or leave enable_fsdp_float8_all_gather off""",
+        "\n".join(first),
+        """\
+layers.0: fully_shard(..., reshard_after_forward=<int>) can't reshard weights that it gathers in float8 to a smaller mesh; use True or False there, or leave enable_fsdp_float8_all_gather off
+layers.0.w1: fully_shard(..., reshard_after_forward=<int>) can't reshard weights that it gathers in float8 to a smaller mesh; use True or False there, or leave enable_fsdp_float8_all_gather off""",
     )
+    assert ranks(4).run(smaller_mesh, False) == [[]] * 4
+
+
+def resharding_turned_off() -> bool:
+    net = convert_to_float8_training(Net(), config=GATHERED)
+    for module in (*net.layers, net):
+        fully_shard(module, mesh=device_mesh(dp=4), reshard_after_forward=2)
+    net.set_reshard_after_forward(True)
+    precompute_float8_dynamic_scale(net)
+    net(torch.randn(2, 8, 64)).sum().backward()
+    return all(p.grad is not None for p in net.parameters())
+
+
+def test_the_last_word_on_resharding_counts(ranks: RankPools) -> None:
+    assert ranks(4).run(resharding_turned_off) == [True] * 4
 
 
 def empty_batches(dp: int, tp: int, everywhere: bool) -> list[bool]:
