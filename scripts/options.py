@@ -110,8 +110,6 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace, world
         args.sequence_parallel = args.tp > 1
     if args.sequence_parallel and args.tp == 1:
         parser.error("--sequence-parallel needs --tp above 1")
-    if args.sequence_parallel and args.seq_len % args.tp:
-        parser.error(f"--seq-len {args.seq_len} is not a multiple of --tp {args.tp}")
 
 
 def _check_out(parser: argparse.ArgumentParser, out: Path) -> None:

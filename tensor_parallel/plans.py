@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -38,28 +38,45 @@ _LLAMA_BLOCKS = {
 _HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
 
 
-class EmbeddingRowwiseParallel(RowwiseParallel):
-    """torch's RowwiseParallel for the embedding, which starts the residual stream.
+class ResidualRowwiseParallel(RowwiseParallel):
+    """torch's RowwiseParallel for a layer that writes to the residual stream.
 
-    Its local output is waited for: the blocks that read it are often compiled one by one, and
+    Its output is a plain local tensor, which costs least, unless the ranks can't share the
+    sharded dim evenly. Then it is a DTensor: a plain one does not know how long the other ranks'
+    shards are, as later gathers must. Every rank and every writer decides by the same two sizes,
+    of the sequence and of the mesh, so that the two kinds never meet in a residual add.
+    """
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=False
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_hook(_local_if_even)
+        return module
+
+
+class Float8ResidualRowwiseParallel(ResidualRowwiseParallel, Float8RowwiseParallel):
+    """Float8RowwiseParallel with the output of ResidualRowwiseParallel."""
+
+
+class EmbeddingRowwiseParallel(ResidualRowwiseParallel):
+    """ResidualRowwiseParallel for the embedding, which starts the residual stream.
+
+    Its output is waited for: the blocks that read it are often compiled one by one, and
     torch (2.13) loses the gradient of a tensor that is in flight when it enters a compiled graph
-    (pytorch#191113). A sequence that the ranks can't share evenly is refused here, where all of
-    them know its length: plain local tensors of different lengths would hang later gathers.
+    (pytorch#191113).
     """
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
     ) -> Any:
-        (layout,), size = output_layouts, device_mesh.size()
-        if use_local_output and isinstance(layout, Shard) and outputs.shape[layout.dim] % size:
-            raise ValueError(
-                f"the embedding's output of shape {tuple(outputs.shape)} can't be sharded evenly "
-                f"on dim {layout.dim} over {size} tensor-parallel ranks; pad the sequence to a "
-                "multiple, or make the plan with sequence_parallel=False"
-            )
-        prepare = RowwiseParallel._prepare_output_fn
-        return wait_tensor(prepare(output_layouts, use_local_output, mod, outputs, device_mesh))
+        return outputs.redistribute(placements=output_layouts, async_op=False)
 
 
 def llama_tp_plan(
@@ -77,7 +94,9 @@ def llama_tp_plan(
             (attention: `wq`, `wk`, `wv`, `wo`; feed_forward: `w1`, `w2`, `w3`), `norm`, `output`.
             Convert it first: layers that are converted later are not known to the plan.
         sequence_parallel: activations between blocks are sharded along dim 1 (sequence) and the
-            norms run on shards. False: they are replicated and the norms are left alone.
+            norms run on shards. False: they are replicated and the norms are left alone. Between
+            blocks are plain local tensors, or DTensors for a sequence of a length that the ranks
+            can't share evenly.
         loss_parallel: the head returns logits as a DTensor sharded along the vocabulary, for
             `torch.distributed.tensor.parallel.loss_parallel`, in place of full plain logits.
 
@@ -99,7 +118,7 @@ def llama_tp_plan(
             plan[path] = _prepare_style(model, [f"{path}.{name}" for name in consumers], between)
             for name in consumers:
                 plan[f"{path}.{name}"] = _colwise_style(model, f"{path}.{name}")
-            plan[f"{path}.{writer}"] = _rowwise_style(model, f"{path}.{writer}", between)
+            plan[f"{path}.{writer}"] = _residual_style(model, f"{path}.{writer}", between)
     if sequence_parallel:
         plan["norm"] = SequenceParallel()
     plan["output"] = _colwise_style(
@@ -182,9 +201,20 @@ def _colwise_style(model: nn.Module, name: str, **arguments: Any) -> ParallelSty
     return style(**arguments)
 
 
-def _rowwise_style(model: nn.Module, name: str, output: Placement) -> ParallelStyle:
-    style = Float8RowwiseParallel if _is_converted(model, name) else RowwiseParallel
+def _residual_style(model: nn.Module, name: str, output: Placement) -> ParallelStyle:
+    converted = _is_converted(model, name)
+    style = Float8ResidualRowwiseParallel if converted else ResidualRowwiseParallel
     return style(output_layouts=output)
+
+
+def _local_if_even(module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
+    """A forward hook: what ResidualRowwiseParallel says."""
+    (placement,), size = output.placements, output.device_mesh.size()
+    if isinstance(placement, Shard) and output.shape[placement.dim] % size:
+        # A shard that was padded for its reduction keeps the strides of the padded one, which its
+        # DTensor does not state: compiled blocks would be compiled again for it, or fail on it.
+        return output.clone()
+    return output.to_local()
 
 
 def _prepare_style(model: nn.Module, consumers: list[str], layout: Placement) -> ParallelStyle:
@@ -198,14 +228,12 @@ def _prepare_style(model: nn.Module, consumers: list[str], layout: Placement) ->
 
 
 def _input_cast(model: nn.Module, name: str) -> tuple[Any, bool] | None:
-    """How a layer casts its input, if it takes it in float8 in both of its GEMMs."""
+    """How a layer casts its input, if one float8 copy serves both of its GEMMs."""
     layer = model.get_submodule(name)
     if not isinstance(layer, Float8Linear):
         return None
-    config = layer.config
-    if not (config.gemm_enabled("output") and config.gemm_enabled("grad_weight")):
-        return None
-    return config.operand_dtype("input"), config.round_scales_to_power_of_2
+    cast = layer.config.travelling_cast("input")
+    return None if cast is None else (cast, layer.config.round_scales_to_power_of_2)
 
 
 def _matches(module: nn.Module, pattern: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -248,11 +276,12 @@ def _offenders(
 def _check_float8_style(name: str, module: nn.Module, style: ParallelStyle) -> Iterator[str]:
     kind = type(module).__name__
     if isinstance(style, (Float8ColwiseParallel, Float8RowwiseParallel)):
+        torch_style = ColwiseParallel if isinstance(style, ColwiseParallel) else RowwiseParallel
         if not isinstance(module, Float8Linear):
             yield (
                 f"{name!r} has the style {type(style).__name__} but is a {kind}, not a "
                 f"Float8Linear: convert it first (convert_to_float8_training), or use torch's "
-                f"{type(style).__name__.removeprefix('Float8')}"
+                f"{torch_style.__name__}"
             )
     elif isinstance(style, PrepareFloat8ModuleInput) and not any(
         isinstance(child, Float8Linear) for child in module.modules()

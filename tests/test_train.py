@@ -11,6 +11,7 @@ import torch
 import train
 from corpus import Corpus, load_corpus
 from expecttest import assert_expected_inline
+from ranks import RankPools, device_mesh
 from run_writer import RunWriter
 
 SCRIPTS = Path(train.__file__).parent
@@ -98,7 +99,6 @@ def test_refused_options(capsys, monkeypatch, small_text):
         "--tp 8",
         "--batch-size 6",
         "--sequence-parallel",
-        "--tp 4 --seq-len 130",
         "--steps 0",
         "--seed -1",
         "--warmup -1",
@@ -118,7 +118,6 @@ def test_refused_options(capsys, monkeypatch, small_text):
 --dp 1 times --tp 8 is 8, but there are 4 ranks: start that many (torchrun --nproc-per-node 8)
 --batch-size 6 is not a multiple of --dp 4
 --sequence-parallel needs --tp above 1
---seq-len 130 is not a multiple of --tp 4
 --steps must be at least 1
 --seed must lie in [0, 2**31), got -1
 --warmup must not be negative, got -1
@@ -223,6 +222,29 @@ def test_one_process_trains_and_writes_everything(tmp_path, small_text, recipe):
     assert (config["recipe"], config["parameters"]) == (recipe, 853120)
     assert (tmp_path / "comm.txt").read_text().strip()
     assert isinstance(json.loads((tmp_path / "comm.json").read_text()), list)
+
+
+def steps_on_two_ranks(options: list[str]) -> list[tuple[float, float]]:
+    """Runs on every rank: loss and gradient norm of each step, with sequence parallelism."""
+    os.environ["WORLD_SIZE"] = "2"
+    args = train.parse_args([*QUICK, *options, "--tp", "2"])
+    trainer = train.Trainer(args, device_mesh(dp=1, tp=2), torch.device("cpu"))
+    steps = (trainer.step(step) for step in range(1, args.steps + 1))
+    return [(trainer.mean_over_ranks(loss), norm.item()) for loss, norm in steps]
+
+
+# As far from one process as rows of a length that tp divides are.
+@pytest.mark.parametrize(("recipe", "tolerance"), [("bf16", 5e-4), ("tensorwise", 5e-3)])
+def test_rows_of_a_length_that_tp_does_not_divide(
+    ranks: RankPools, tmp_path: Path, small_text: Path, recipe: str, tolerance: float
+):
+    options = ["--data", str(small_text), "--recipe", recipe, "--seq-len", "31"]
+    expected = [(line["loss"], line["grad_norm"]) for line in run_script(tmp_path, *options)]
+    first, second = ranks(2).run(steps_on_two_ranks, options)
+    assert first == second
+    for found, (loss, norm) in zip(first, expected, strict=True):
+        assert found[0] == pytest.approx(loss, rel=tolerance)
+        assert found[1] == pytest.approx(norm, rel=10 * tolerance)
 
 
 def test_an_old_run_is_gone_before_a_new_one_starts(tmp_path, small_text):
