@@ -10,6 +10,7 @@ Convert a model, parallelize and shard it, train::
     precompute_float8_dynamic_scale(model)
 """
 
+from fp8_dist.auto_filter import auto_filter
 from fp8_dist.cast import cast_to_float8
 from fp8_dist.config import (
     CastConfig,
@@ -20,7 +21,11 @@ from fp8_dist.config import (
     ScalingType,
 )
 from fp8_dist.convert import convert_to_float8_training
-from fp8_dist.fsdp import attach_precompute, precompute_float8_dynamic_scale
+from fp8_dist.fsdp import (
+    attach_precompute,
+    precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
+)
 from fp8_dist.linear import Float8Linear, invalidate_float8_scales
 from fp8_dist.tensor import Float8Tensor
 
@@ -36,9 +41,11 @@ __all__ = [
     "ScalingGranularity",
     "ScalingType",
     "attach_precompute",
+    "auto_filter",
     "cast_to_float8",
     "convert_to_float8_training",
     "invalidate_float8_scales",
     "precompute_float8_dynamic_scale",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "sync_float8_amax_and_scale_history",
 ]

@@ -1,12 +1,13 @@
 """Casts to float8, differentiable and DTensor-aware."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.config import CastConfig, ScalingGranularity
-from fp8_dist.scaling import amax, quantize, scaling_from_amax
+from fp8_dist.config import CastConfig, Covers, ScalingGranularity, ScalingType
+from fp8_dist.scaling import Scaling, amax_over, quantize, reduced_dims, scaling_from_amax
 from fp8_dist.sharding import Layout, local_tensor, reduce_amax, reduced, sharded_axes
 from fp8_dist.tensor import Float8Tensor
 
@@ -24,20 +25,25 @@ def cast_to_float8(
         tensor: floating point, any shape. A DTensor may have any placements: amax is reduced over
             exactly the axes on which it is sharded; Partial ones are reduced first.
         cast_config: ``target_dtype=None`` means e4m3. ``DISABLED`` returns ``tensor`` itself.
-        dim: the reduced dim of an axiswise cast; ``None`` for a tensorwise one.
+        dim: the reduced dim of an axiswise cast (one scale for each index of the other dims);
+            ``None`` for a tensorwise one.
         round_scales_to_power_of_2: round the quantization multiplier down to a power of two.
 
     Returns:
-        Float8Tensor of the input's shape (qdata in the float8 dtype, a 0-dim fp32 scale; the
-        formula is in :mod:`fp8_dist.scaling`), or DTensor(Float8Tensor) with the placements of
-        the input (Partial became Replicate). Its ``redistribute`` moves 1 byte per element. The
-        gradient passes unchanged.
+        Float8Tensor of the input's shape (qdata in the float8 dtype; a fp32 scale, 0-dim or of
+        size 1 along ``dim``; the formula is in :mod:`fp8_dist.scaling`), or
+        DTensor(Float8Tensor) with the placements of the input (Partial became Replicate). Its
+        ``redistribute`` moves 1 byte per element, and scales of the last dim with their rows;
+        tensors with scales along other dims can't be redistributed. The gradient passes
+        unchanged.
 
-    Collectives: at most one all-reduce of 4 bytes (and those of Partial axes, high precision).
+    Collectives: at most one all-reduce of 4 bytes per scale, none for scales of a ``dim`` that is
+    not sharded (and those of Partial axes, in high precision).
 
     Raises:
         TypeError: ``tensor`` is no tensor, not floating point, or float8 already.
-        ValueError: ``dim`` does not fit the granularity.
+        ValueError: ``dim`` does not fit the granularity or the tensor, or the scale is DELAYED,
+            whose history a Float8Linear has.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"cast_to_float8: expected a tensor, got a {type(tensor).__name__}")
@@ -47,43 +53,91 @@ def cast_to_float8(
         raise TypeError("cast_to_float8: the tensor is float8 already")
     if not tensor.dtype.is_floating_point:
         raise TypeError(f"cast_to_float8: expected a floating-point tensor, got {tensor.dtype}")
-    if dim is not None and cast_config.scaling_granularity is ScalingGranularity.TENSORWISE:
-        raise ValueError(
-            f"cast_to_float8: dim={dim} is the reduced dim of an axiswise cast, but the "
-            "granularity is TENSORWISE; drop dim"
-        )
     if not cast_config.enabled:
         return tensor
+    _check_dim(tensor, cast_config, dim)
+    if cast_config.scaling_type is ScalingType.DELAYED:
+        raise ValueError(
+            "cast_to_float8: a DELAYED scale comes from the history that a Float8Linear keeps; use "
+            "ScalingType.DYNAMIC"
+        )
+    dims = None if dim is None else (dim % tensor.ndim,)
     dtype = cast_config.dtype_for("input")
-    return _CastToFloat8.apply(reduced(tensor), dtype, round_scales_to_power_of_2)
+    return _CastToFloat8.apply(reduced(tensor), dtype, dims, round_scales_to_power_of_2)
+
+
+def _check_dim(tensor: torch.Tensor, cast_config: CastConfig, dim: int | None) -> None:
+    if cast_config.scaling_granularity is ScalingGranularity.TENSORWISE:
+        if dim is not None:
+            raise ValueError(
+                f"cast_to_float8: dim={dim} is the reduced dim of an axiswise cast, but the "
+                "granularity is TENSORWISE; drop dim"
+            )
+    elif dim is None:
+        raise ValueError(
+            "cast_to_float8: an AXISWISE cast needs dim, the reduced dim (-1: a scale per row)"
+        )
+    elif not -tensor.ndim <= dim < tensor.ndim:
+        raise ValueError(f"cast_to_float8: dim={dim}, but the tensor has {tensor.ndim} dims")
 
 
 def scaling_of(
     tensor: torch.Tensor,
     dtype: torch.dtype,
+    covers: Covers,
     round_scales_to_power_of_2: bool,
     axes: tuple[int, ...] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Scaling:
     """The quantization multiplier and the scale of a tensor for a float8 dtype.
 
     Args:
         tensor: a tensor or DTensor without Partial placements.
-        axes: mesh axes to reduce amax over; ``None`` means those on which it is sharded.
+        dtype: the float8 dtype.
+        covers: what one scale covers of ``tensor`` as a matrix ``[..., columns]``.
+        round_scales_to_power_of_2: see :mod:`fp8_dist.scaling`.
+        axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
 
     Returns:
-        Two 0-dim fp32 tensors. At most one all-reduce of 4 bytes.
+        Two fp32 tensors, of the shape of :func:`fp8_dist.scaling.amax` of the local tensor. At
+        most one all-reduce of 4 bytes per scale.
     """
-    value = amax(local_tensor(tensor))
-    if isinstance(tensor, DTensor):
-        over = sharded_axes(tensor.placements) if axes is None else axes
-        same = tuple(i for i, p in enumerate(tensor.placements) if p.is_replicate())
-        value = reduce_amax(value, tensor.device_mesh, over, same)
+    dims = reduced_dims(covers, tensor.ndim)
+    return scaling_over(tensor, dtype, dims, round_scales_to_power_of_2, axes)
+
+
+def scaling_over(
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    dims: Sequence[int] | None,
+    round_scales_to_power_of_2: bool,
+    axes: tuple[int, ...] | None = None,
+) -> Scaling:
+    """:func:`scaling_of` where a scale covers the given dims (``None``: all)."""
+    value = global_amax(amax_over(local_tensor(tensor), dims), tensor, dims, axes)
     return scaling_from_amax(value, dtype, round_scales_to_power_of_2)
 
 
-def cast_local(
-    local: torch.Tensor, dtype: torch.dtype, scaling: tuple[torch.Tensor, torch.Tensor]
-) -> Float8Tensor:
+def global_amax(
+    value: torch.Tensor,
+    tensor: torch.Tensor,
+    dims: Sequence[int] | None,
+    axes: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """Local amaxes over ``dims`` of a tensor, reduced over the axes on which ``dims`` are sharded.
+
+    At most one all-reduce of 4 bytes per element of ``value``; ``axes`` as in :func:`scaling_of`.
+    """
+    if not isinstance(tensor, DTensor):
+        return value
+    placements, mesh = tensor.placements, tensor.device_mesh
+    over = sharded_axes(placements, tensor.ndim, dims)
+    if axes is not None:
+        over = tuple(axis for axis in over if axis in axes)
+    same = tuple(i for i, p in enumerate(placements) if p.is_replicate())
+    return reduce_amax(value, mesh, over, same)
+
+
+def cast_local(local: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> Float8Tensor:
     """A local tensor as float8, with a known (multiplier, scale)."""
     multiplier, scale = scaling
     return Float8Tensor(quantize(local, multiplier, dtype), scale, local.dtype)
@@ -92,11 +146,16 @@ def cast_local(
 def cast_with(
     tensor: torch.Tensor,
     dtype: torch.dtype,
+    covers: Covers,
     round_scales_to_power_of_2: bool,
     axes: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """The cast itself, outside autograd; arguments and collectives as in :func:`scaling_of`."""
-    scaling = scaling_of(tensor, dtype, round_scales_to_power_of_2, axes)
+    scaling = scaling_of(tensor, dtype, covers, round_scales_to_power_of_2, axes)
+    return _cast(tensor, dtype, scaling)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
     cast = cast_local(local_tensor(tensor), dtype, scaling)
     layout = Layout.of(tensor)
     return cast if layout is None else layout.wrap(cast)
@@ -105,10 +164,14 @@ def cast_with(
 class _CastToFloat8(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool
+        ctx: Any,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        dims: tuple[int, ...] | None,
+        round_scales_to_power_of_2: bool,
     ) -> torch.Tensor:
-        return cast_with(tensor, dtype, round_scales_to_power_of_2)
+        return _cast(tensor, dtype, scaling_over(tensor, dtype, dims, round_scales_to_power_of_2))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return grad, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        return grad, None, None, None

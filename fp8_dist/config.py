@@ -6,15 +6,14 @@ never changed after construction: ``None`` stays ``None`` in the fields, and the
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from fp8_dist.dtypes import FLOAT8_DTYPES, e4m3, e5m2, short_name
-
-# Recipes that a user of torchao may ask for by name.
-_TORCHAO_RECIPES = ("rowwise", "rowwise_with_gw_hp")
 
 Operand = Literal["input", "weight", "grad_output"]
 Gemm = Literal["output", "grad_input", "grad_weight"]
@@ -25,6 +24,24 @@ GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
+
+
+# What one scale covers, of an operand as a matrix ``[rows, columns]``.
+Covers = Literal["tensor", "row", "column"]
+
+
+class Cast(NamedTuple):
+    """A cast of an operand as its GEMM takes it.
+
+    Attributes:
+        dtype: the float8 dtype.
+        covers: what one scale covers. An N-D operand is the matrix ``[..., columns]``.
+        delayed: the scale comes from the history.
+    """
+
+    dtype: torch.dtype
+    covers: Covers = "tensor"
+    delayed: bool = False
 
 
 class ScalingType(enum.Enum):
@@ -58,6 +75,19 @@ class Float8LinearRecipeName(enum.Enum):
 
     TENSORWISE = "tensorwise"
     """One dynamic scale per tensor; float8 weight, input and output-gradient gathers."""
+    ROWWISE = "rowwise"
+    """One scale per row of each GEMM's operands, hence two casts of each tensor, along different
+    dims: one float8 copy can't serve both, so gathers stay in high precision."""
+    ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
+    """As rowwise; the weight in the GEMM of grad_input has one scale, and the GEMM of grad_weight
+    is left in high precision. Gathers stay in high precision."""
+    ROWWISE_FOLDED = "rowwise_folded"
+    """One scale per row; what runs along a contraction is folded into grad_output (see
+    :mod:`fp8_dist.folding`), so that one copy serves all GEMMs and float8 weight, input and
+    output-gradient gathers, without amax all-reduces for what is gathered."""
+    DELAYED = "delayed"
+    """One scale per tensor, from the history of its amax; float8 gathers as tensorwise, and one
+    all-reduce per step in ``sync_float8_amax_and_scale_history``."""
 
 
 def _check_type(owner: object, field: str, *expected: type) -> None:
@@ -90,13 +120,13 @@ class CastConfig:
                 f"CastConfig.target_dtype={self.target_dtype} is not a float8 dtype; use one of "
                 f"{', '.join(map(str, FLOAT8_DTYPES))}, or None for the operand's default"
             )
-        if self.scaling_type is ScalingType.DELAYED:
-            raise NotImplementedError(
-                "CastConfig: ScalingType.DELAYED is not implemented; use ScalingType.DYNAMIC"
-            )
-        if self.scaling_granularity is ScalingGranularity.AXISWISE:
-            raise NotImplementedError(
-                "CastConfig: ScalingGranularity.AXISWISE is not implemented; use TENSORWISE"
+        if (
+            self.scaling_type is ScalingType.DELAYED
+            and self.scaling_granularity is ScalingGranularity.AXISWISE
+        ):
+            raise ValueError(
+                "CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor, rows "
+                "come and go; use TENSORWISE, or ScalingType.DYNAMIC"
             )
 
     @property
@@ -155,6 +185,9 @@ class Float8LinearConfig:
         amax_history_len: length of the amax history of ``ScalingType.DELAYED``.
         cache_float8_shards: keep the float8 copy of a weight's local shard (1 byte per element)
             until the weight changes, so that micro-batches cast once.
+        fold_row_scales: cast each operand once, one scale per row, and fold the scales that run
+            along a contraction into grad_output (:mod:`fp8_dist.folding`). Needs AXISWISE dynamic
+            casts and power-of-two scales.
     """
 
     cast_config_input: CastConfig = CastConfig()
@@ -174,20 +207,18 @@ class Float8LinearConfig:
     amax_scope: Literal["global", "rank"] = "global"
     amax_history_len: int = 16
     cache_float8_shards: bool = True
+    fold_row_scales: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
         self._check_gemm_pairs()
-        self._check_operand_dtypes()
+        self._check_operands()
+        self._check_folding()
         self._check_fsdp_gather()
+        self._check_delayed()
         if self.amax_scope not in ("global", "rank"):
             raise ValueError(
                 f"Float8LinearConfig.amax_scope={self.amax_scope!r}: use 'global' or 'rank'"
-            )
-        if self.amax_history_len != 16:
-            raise ValueError(
-                f"Float8LinearConfig.amax_history_len={self.amax_history_len} has no effect: it "
-                "belongs to ScalingType.DELAYED, which no operand of this config uses"
             )
         if self.force_recompute_fp8_weight_in_bwd:
             raise ValueError(
@@ -217,12 +248,34 @@ class Float8LinearConfig:
         """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
         return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
 
-    def operand_dtype(self, operand: Operand) -> torch.dtype | None:
-        """The float8 dtype of ``operand``, ``None`` where no GEMM takes it in float8."""
-        for gemm, operands in GEMM_OPERANDS.items():
-            if operand in operands and self.cast_config(operand, gemm).enabled:
-                return self.cast_config(operand, gemm).dtype_for(operand)
-        return None
+    def cast(self, operand: Operand, gemm: Gemm) -> Cast | None:
+        """How ``operand`` is cast for ``gemm``; ``None``: it stays in high precision there.
+
+        Rows and columns are those of the operand as it is stored: a GEMM's operands are scaled
+        along the dims that its result keeps.
+        """
+        config = self.cast_config(operand, gemm)
+        if not config.enabled:
+            return None
+        covers: Covers = "tensor"
+        if config.scaling_granularity is ScalingGranularity.AXISWISE:
+            contracts_rows = gemm == "grad_weight" or (operand, gemm) == ("weight", "grad_input")
+            covers = "column" if contracts_rows and not self.fold_row_scales else "row"
+        delayed = config.scaling_type is ScalingType.DELAYED
+        return Cast(config.dtype_for(operand), covers, delayed)
+
+    def casts(self, operand: Operand) -> tuple[Cast, ...]:
+        """The different casts of ``operand`` in its two GEMMs, in their order."""
+        casts = [self.cast(operand, g) for g, pair in GEMM_OPERANDS.items() if operand in pair]
+        return tuple(dict.fromkeys(cast for cast in casts if cast is not None))
+
+    def travelling_cast(self, operand: Operand) -> Cast | None:
+        """The cast in which ``operand`` is gathered; ``None``: in high precision.
+
+        One copy must serve both of its GEMMs.
+        """
+        casts = {self.cast(operand, g) for g, pair in GEMM_OPERANDS.items() if operand in pair}
+        return casts.pop() if len(casts) == 1 else None
 
     @staticmethod
     def from_recipe_name(recipe_name: "Float8LinearRecipeName | str") -> "Float8LinearConfig":
@@ -232,18 +285,14 @@ class Float8LinearConfig:
             recipe_name: a :class:`Float8LinearRecipeName` or its value, e.g. ``"tensorwise"``.
 
         Raises:
-            NotImplementedError: for torchao's recipes that are not implemented.
             ValueError: for a name that is no recipe.
         """
+        names = [recipe.value for recipe in Float8LinearRecipeName]
         if not isinstance(recipe_name, Float8LinearRecipeName):
-            names = [recipe.value for recipe in Float8LinearRecipeName]
-            if recipe_name in _TORCHAO_RECIPES:
-                raise NotImplementedError(
-                    f"recipe_name={recipe_name!r} is not implemented; use one of {names}"
-                )
             if recipe_name not in names:
                 raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
-        return Float8LinearConfig()
+            recipe_name = Float8LinearRecipeName(recipe_name)
+        return _RECIPES[recipe_name]()
 
     def _check_types(self) -> None:
         for field in fields(self):
@@ -265,19 +314,37 @@ class Float8LinearConfig:
                     f"{off} is DISABLED while {on} is not; disable both or neither"
                 )
 
-    def _check_operand_dtypes(self) -> None:
+    def _check_operands(self) -> None:
         for operand in get_args(Operand):
-            uses = [gemm for gemm, operands in GEMM_OPERANDS.items() if operand in operands]
-            dtypes = {
-                self.cast_config(operand, gemm).dtype_for(operand)
-                for gemm in uses
-                if self.cast_config(operand, gemm).enabled
-            }
+            casts = self.casts(operand)
+            dtypes = {cast.dtype for cast in casts}
             if len(dtypes) > 1:
                 raise ValueError(
                     f"Float8LinearConfig: {operand} is cast to {sorted(map(str, dtypes))} in its "
-                    "two GEMMs; it is cast once, so both casts need the same target_dtype"
+                    "two GEMMs; both casts need the same target_dtype"
                 )
+            if len({cast.delayed for cast in casts}) > 1:
+                raise ValueError(
+                    f"Float8LinearConfig: {operand} has a DELAYED scale in one GEMM and a DYNAMIC "
+                    "one in the other; use one scaling_type for both, or DISABLED"
+                )
+
+    def _check_folding(self) -> None:
+        if not self.fold_row_scales:
+            return
+        for operand in get_args(Operand):
+            if any(cast.covers != "row" or cast.delayed for cast in self.casts(operand)):
+                raise ValueError(
+                    f"Float8LinearConfig: fold_row_scales=True needs one scale per row, and "
+                    f"{operand} has another cast; use ScalingGranularity.AXISWISE, "
+                    "ScalingType.DYNAMIC (or DISABLED) in all of its GEMMs"
+                )
+        if not self.round_scales_to_power_of_2:
+            raise ValueError(
+                "Float8LinearConfig: fold_row_scales=True casts a gradient again after its scales "
+                "were folded in, which is exact for powers of two only; set "
+                "round_scales_to_power_of_2=True"
+            )
 
     def _check_fsdp_gather(self) -> None:
         if not self.enable_fsdp_float8_all_gather:
@@ -288,3 +355,69 @@ class Float8LinearConfig:
                     "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers the weight "
                     f"in float8 only, but the GEMM of {gemm} has its weight cast DISABLED"
                 )
+        if self.travelling_cast("weight") is None:
+            covers = " and one per ".join(cast.covers for cast in self.casts("weight"))
+            raise ValueError(
+                "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy "
+                f"of the weight, but its GEMMs take two, with one scale per {covers}; leave it "
+                "off (FSDP2 then gathers in high precision), or use the recipe rowwise_folded"
+            )
+
+    def _check_delayed(self) -> None:
+        length = self.amax_history_len
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(
+                f"Float8LinearConfig.amax_history_len={length!r}: use an integer of at least 1"
+            )
+        delayed = [
+            operand
+            for operand in get_args(Operand)
+            if any(cast.delayed for cast in self.casts(operand))
+        ]
+        if length != 16 and not delayed:
+            raise ValueError(
+                f"Float8LinearConfig.amax_history_len={length} has no effect: it "
+                "belongs to ScalingType.DELAYED, which no operand of this config uses"
+            )
+        if delayed and self.amax_scope == "rank":
+            raise ValueError(
+                f"Float8LinearConfig.amax_scope='rank': the scale of {', '.join(delayed)} is "
+                "DELAYED, it costs no all-reduce in the step and is that of the global tensor; "
+                "use 'global'"
+            )
+
+
+def _rowwise(**changes: Any) -> Float8LinearConfig:
+    rows = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=e4m3())
+    arguments: dict[str, Any] = {
+        "cast_config_input": rows,
+        "cast_config_weight": rows,
+        "cast_config_grad_output": rows,
+        "round_scales_to_power_of_2": True,
+    }
+    return Float8LinearConfig(**(arguments | changes))
+
+
+def _rowwise_with_gw_hp() -> Float8LinearConfig:
+    disabled = CastConfig(scaling_type=ScalingType.DISABLED)
+    return _rowwise(
+        cast_config_weight_for_grad_input=CastConfig(target_dtype=e4m3()),
+        cast_config_input_for_grad_weight=disabled,
+        cast_config_grad_output_for_grad_weight=disabled,
+    )
+
+
+def _delayed() -> Float8LinearConfig:
+    delayed = CastConfig(scaling_type=ScalingType.DELAYED)
+    return Float8LinearConfig(
+        cast_config_input=delayed, cast_config_weight=delayed, cast_config_grad_output=delayed
+    )
+
+
+_RECIPES: dict[Float8LinearRecipeName, Callable[[], Float8LinearConfig]] = {
+    Float8LinearRecipeName.TENSORWISE: Float8LinearConfig,
+    Float8LinearRecipeName.ROWWISE: _rowwise,
+    Float8LinearRecipeName.ROWWISE_WITH_GW_HP: _rowwise_with_gw_hp,
+    Float8LinearRecipeName.ROWWISE_FOLDED: partial(_rowwise, fold_row_scales=True),
+    Float8LinearRecipeName.DELAYED: _delayed,
+}

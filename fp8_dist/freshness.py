@@ -34,9 +34,9 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from fp8_dist.config import Cast
+from fp8_dist.scaling import Scaling
 from fp8_dist.tensor import Float8Tensor
-
-Scaling = tuple[torch.Tensor, torch.Tensor]
 
 # Who found a scaling out: precompute, FSDP2's gather of the sharded parameter, or a forward, which
 # sees whatever is the layer's parameter at that time.
@@ -47,24 +47,29 @@ class WeightCache:
     """What is known about the current values of one weight.
 
     Attributes:
-        scaling: (quantization multiplier, scale), 0-dim fp32, of the global weight.
-        float8: the local shard as float8, where it is kept.
+        scaling: for each cast of the weight, the (quantization multiplier, scale) of its local
+            shard: of the global weight, or of the global rows or columns.
+        float8: the local shard as float8, one for each cast, where they are kept.
+        all_rows: scales ``[rows, 1]`` of the global weight's rows, where FSDP2's gather can't carry
+            them (0 for rows that it does not gather).
     """
 
     def __init__(self) -> None:
-        self.scaling: Scaling | None = None
-        self.float8: Float8Tensor | None = None
+        self.scaling: dict[Cast, Scaling] | None = None
+        self.float8: tuple[Float8Tensor, ...] | None = None
+        self.all_rows: torch.Tensor | None = None
         # A strong reference: tensors with weak ones can't be swapped, as module.to() does.
         self._param: torch.Tensor | None = None
         self._version: int | None = None
         self._shard_version: int | None = None
         self._source: Source = "forward"
         self._optimized = False
+        self._steps_since_sync = 0
 
     def store(
         self,
         param: torch.Tensor,
-        scaling: Scaling,
+        scaling: dict[Cast, Scaling],
         source: Source,
         shard: torch.Tensor | None = None,
     ) -> None:
@@ -72,12 +77,12 @@ class WeightCache:
 
         Args:
             param: the parameter.
-            scaling: (multiplier, scale).
+            scaling: (multiplier, scale) for each cast.
             source: who found it out.
             shard: its local tensor where it is being used; None: precomputed for later use.
         """
         self.scaling = scaling
-        self.float8 = None
+        self.float8 = self.all_rows = None
         self._version = _version(param)
         self._shard_version = None if shard is None else _version(shard)
         self._source = source
@@ -117,7 +122,7 @@ class WeightCache:
         """
         self.float8 = None
         if self._source != "precompute":
-            self.scaling = None
+            self.scaling = self.all_rows = None
 
     def parameter_replaced(self) -> None:
         """The layer's parameter becomes another tensor, perhaps to come back with other values.
@@ -130,13 +135,13 @@ class WeightCache:
     def optimizer_stepped(self, is_own: bool) -> None:
         """An optimizer took a step: one that updates this parameter, or another."""
         self._optimized |= is_own
+        self._steps_since_sync += is_own
         if is_own or not (self._optimized or self._source == "precompute"):
             self.drop()
 
     def drop(self) -> None:
         """Forget everything but that there once was a precomputed scale."""
-        self.scaling = None
-        self.float8 = None
+        self.scaling = self.float8 = self.all_rows = None
 
     def reset(self) -> None:
         """Forget everything: the parameter is about to become another."""
@@ -155,6 +160,21 @@ class WeightCache:
                 "is computed again in this step, with one all-reduce per weight. Call "
                 "precompute_float8_dynamic_scale(model) after every optimizer.step(), or "
                 "attach_precompute(optimizer, model) once",
+            )
+
+    def synced(self) -> None:
+        """The weight has a new delayed scale."""
+        self.drop()
+        self._steps_since_sync = 0
+
+    def warn_if_not_synced(self, name: str) -> None:
+        """Warn once if optimizer steps pass by without a sync of the delayed scale."""
+        if self._steps_since_sync > 1:
+            warn_once(
+                "stale history",
+                f"{name}: {self._steps_since_sync} optimizer steps were taken since the amax "
+                "histories of DELAYED scales were last updated; call "
+                "sync_float8_amax_and_scale_history(model) once per step",
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WeightCache":

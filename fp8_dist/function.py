@@ -12,6 +12,7 @@ happen inside this function, so that no float8 subclass is ever a backward tange
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.cast import cast_with
-from fp8_dist.config import Float8LinearConfig, Gemm, Operand
+from fp8_dist.config import GEMM_OPERANDS, Cast, Float8LinearConfig, Gemm, Operand
+from fp8_dist.delayed import AmaxHistory
+from fp8_dist.folding import folded_gradients
 from fp8_dist.matmul import scaled_mm
 from fp8_dist.sharding import (
     Layout,
@@ -39,22 +42,12 @@ class LinearSpec(NamedTuple):
     config: Float8LinearConfig
     output_placements: Placements | None
     fqn: str
+    histories: Mapping[str, AmaxHistory]
+    record: bool  # whether the forward's casts belong to a training step
 
 
-class _LocalOperand(NamedTuple):
-    """One operand, local, in each precision that some GEMM of its layer takes it in."""
-
-    float8: Float8Tensor | None
-    high: torch.Tensor | None
-
-    def wait(self) -> "_LocalOperand":
-        """The same, once collectives in flight have ended."""
-        return _LocalOperand(*(t if t is None else local_tensor(t) for t in self))  # type: ignore[arg-type]
-
-    def for_gemm(self, config: Float8LinearConfig, gemm: Gemm) -> torch.Tensor:
-        operand = self.float8 if config.gemm_enabled(gemm) else self.high
-        assert operand is not None, f"no operand was kept for the GEMM of {gemm}"
-        return operand
+# An operand, local, as each GEMM takes it: Float8Tensor or high precision. May be in flight.
+_Operands = dict[Gemm, torch.Tensor]
 
 
 def _prepare_operand(
@@ -62,29 +55,94 @@ def _prepare_operand(
     operand: Operand,
     gemms: tuple[Gemm, ...],
     placements: Placements | None,
-    config: Float8LinearConfig,
-) -> _LocalOperand:
-    """Cast an operand for the given GEMMs, and bring it to ``placements``, as float8 where it is.
+    spec: LinearSpec,
+) -> _Operands:
+    """Cast an operand for the given GEMMs, and bring it to ``placements``.
 
-    With ``amax_scope="rank"`` amax is reduced only over axes on which the operand then moves.
+    One cast that serves all of them is made first and moves as float8. Otherwise the operand moves
+    in high precision, once, and is cast where it lands. With ``amax_scope="rank"`` amax is reduced
+    only over axes on which the operand moves after its cast.
     """
-    enabled = [config.gemm_enabled(gemm) for gemm in gemms]
-    float8 = high = None
-    if any(enabled):
-        float8 = tensor
-        if not isinstance(local_tensor(tensor), Float8Tensor):
-            axes = None
-            if config.amax_scope == "rank" and isinstance(tensor, DTensor):
-                assert placements is not None
-                pairs = enumerate(zip(tensor.placements, placements, strict=True))
-                axes = tuple(i for i, (now, then) in pairs if is_shard(now) and now != then)
-            dtype = config.operand_dtype(operand)
-            assert dtype is not None
-            float8 = cast_with(tensor, dtype, config.round_scales_to_power_of_2, axes)
-        float8 = _move(float8, placements)
-    if not all(enabled):
-        high = _move(tensor, placements)
-    return _LocalOperand(float8, high)  # type: ignore[arg-type]
+    config = spec.config
+    casts = {gemm: config.cast(operand, gemm) for gemm in gemms}
+    if isinstance(local_tensor(tensor), Float8Tensor):
+        return dict.fromkeys(gemms, _move(tensor, placements))
+    first = casts[gemms[0]]
+    if first is not None and first.covers != "column" and set(casts.values()) == {first}:
+        axes = _moving_axes(tensor, placements) if config.amax_scope == "rank" else None
+        cast = _cast_operand(tensor, operand, first, spec, axes)
+        return dict.fromkeys(gemms, _move(cast, placements))
+    high = local_tensor(_move(tensor, placements))
+    layout = Layout.of(tensor)
+    if layout is not None:
+        assert placements is not None
+        tensor = layout._replace(placements=placements).wrap(high)
+    landed: dict[Cast | None, torch.Tensor] = {None: high}
+    for kind in casts.values():
+        if kind is not None and kind not in landed:
+            axes = () if config.amax_scope == "rank" else None
+            landed[kind] = local_tensor(_cast_operand(tensor, operand, kind, spec, axes))
+    return {gemm: landed[kind] for gemm, kind in casts.items()}
+
+
+def _moving_axes(tensor: torch.Tensor, placements: Placements | None) -> tuple[int, ...] | None:
+    if not isinstance(tensor, DTensor):
+        return None
+    assert placements is not None
+    pairs = enumerate(zip(tensor.placements, placements, strict=True))
+    return tuple(axis for axis, (now, then) in pairs if is_shard(now) and now != then)
+
+
+def _cast_operand(
+    tensor: torch.Tensor,
+    operand: Operand,
+    cast: Cast,
+    spec: LinearSpec,
+    axes: tuple[int, ...] | None,
+) -> torch.Tensor:
+    if cast.delayed:
+        record = spec.record or operand == "grad_output"
+        return spec.histories[operand].cast(tensor, record)
+    power_of_2 = spec.config.round_scales_to_power_of_2
+    return cast_with(tensor, cast.dtype, cast.covers, power_of_2, axes)
+
+
+def _prepare_gradient(
+    grad: torch.Tensor,
+    gemms: tuple[Gemm, ...],
+    placements: Placements | None,
+    partners: dict[str, torch.Tensor | None],
+    spec: LinearSpec,
+) -> _Operands:
+    """grad_output for the GEMMs; ``partners`` are the operands that it is multiplied by."""
+    config = spec.config
+    folds = [gemm for gemm in gemms if config.cast("grad_output", gemm) is not None]
+    if not (config.fold_row_scales and folds):
+        return _prepare_operand(grad, "grad_output", gemms, placements, spec)
+    operands: _Operands = {}
+    if len(folds) < len(gemms):
+        # One GEMM is in high precision: so it moves, once.
+        high = local_tensor(_move(grad, placements))
+        operands = dict.fromkeys(gemms, high)
+        layout = Layout.of(grad)
+        if layout is not None:
+            assert placements is not None
+            grad = layout._replace(placements=placements).wrap(high)
+    scales = {
+        gemm: _row_scale(partners[GEMM_OPERANDS[gemm][1]]) if gemm in folds else None
+        for gemm in ("grad_input", "grad_weight")
+    }
+    cast = config.cast("grad_output", folds[0])
+    assert cast is not None
+    axes = () if config.amax_scope == "rank" else None
+    return operands | folded_gradients(
+        grad, cast, placements, scales["grad_input"], scales["grad_weight"], axes
+    )
+
+
+def _row_scale(partner: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(partner, Float8Tensor)
+    return partner.scale
 
 
 def _move(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
@@ -106,6 +164,8 @@ def _gemm(
     if not isinstance(left, Float8Tensor):
         return torch.mm(left, right.to(left.dtype)).to(out_dtype)
     assert isinstance(right, Float8Tensor)
+    if config.fold_row_scales and gemm != "output":
+        right = right.rewrap(scale=right.scale.new_ones(()))  # it was folded into the gradient
     return scaled_mm(
         left,
         right,
@@ -135,24 +195,20 @@ def _unflatten_rows(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(matrix, (*like.shape[:-1], matrix.shape[-1]))
 
 
-def _save(ctx: Any, *operands: _LocalOperand) -> None:
+def _save(ctx: Any, *operands: torch.Tensor | None) -> None:
     """Save operands as plain tensors: hooks on saved tensors then see the real bytes."""
-    ctx.dtypes = [None if x.float8 is None else x.float8.orig_dtype for x in operands]
+    ctx.dtypes = [x.orig_dtype if isinstance(x, Float8Tensor) else None for x in operands]
     flat: list[torch.Tensor | None] = []
-    for operand in operands:
-        f8 = operand.float8
-        flat += [None, None] if f8 is None else [f8.qdata, f8.scale]
-        flat.append(operand.high)
+    for x in operands:
+        flat += [x.qdata, x.scale] if isinstance(x, Float8Tensor) else [x, None]
     ctx.save_for_backward(*flat)
 
 
-def _saved(ctx: Any) -> list[_LocalOperand]:
+def _saved(ctx: Any) -> list[torch.Tensor | None]:
     flat, operands = ctx.saved_tensors, []
     for i, dtype in enumerate(ctx.dtypes):
-        qdata, scale, high = flat[3 * i : 3 * i + 3]
-        operands.append(
-            _LocalOperand(None if dtype is None else Float8Tensor(qdata, scale, dtype), high)
-        )
+        data, scale = flat[2 * i : 2 * i + 2]
+        operands.append(data if dtype is None else Float8Tensor(data, scale, dtype))
     return operands
 
 
@@ -160,7 +216,7 @@ def float8_linear(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    weight_float8: Float8Tensor | None,
+    weight_casts: Sequence[Float8Tensor],
     spec: LinearSpec,
 ) -> torch.Tensor:
     """``input @ weight^T + bias`` with float8 operands.
@@ -170,16 +226,14 @@ def float8_linear(
         weight: ``[N, K]``, what gradients flow to; a DTensor exactly if ``input`` is one, on the
             same mesh.
         bias: ``[N]`` or None.
-        weight_float8: the local weight as float8 (None where no GEMM takes it so).
-        spec: config, and where a DTensor output goes.
+        weight_casts: the local weight in each of ``config.casts("weight")``.
+        spec: config, where a DTensor output goes, and the amax histories of DELAYED operands.
 
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    qdata, scale = (
-        (None, None) if weight_float8 is None else (weight_float8.qdata, weight_float8.scale)
-    )
-    return _LinearFunction.apply(input, weight, bias, qdata, scale, spec)
+    flat = [field for cast in weight_casts for field in (cast.qdata, cast.scale)]
+    return _LinearFunction.apply(input, weight, bias, spec, *flat)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -191,9 +245,8 @@ class _LinearFunction(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        weight_qdata: torch.Tensor | None,
-        weight_scale: torch.Tensor | None,
         spec: LinearSpec,
+        *weight_casts: torch.Tensor,
     ) -> torch.Tensor:
         config = spec.config
         input_layout, weight_layout = Layout.of(input), Layout.of(weight)
@@ -202,15 +255,14 @@ class _LinearFunction(torch.autograd.Function):
             layouts = linear_layouts(
                 input_layout.placements, weight_layout.placements, input.ndim, spec.fqn
             )
-        x = _prepare_operand(
-            input, "input", ("output", "grad_weight"), layouts and layouts.input, config
-        )
-        w = _weight_operand(weight, weight_qdata, weight_scale, config)
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
+        x = _prepare_operand(input, "input", gemms, layouts and layouts.input, spec)
+        w = _weight_operands(weight, weight_casts, config)
         # The gather of the input is waited for here, after the weight's cast was issued.
-        x = x.wait()
+        x = {gemm: local_tensor(operand) for gemm, operand in x.items()}
 
-        left = x.for_gemm(config, "output")
-        right = w.for_gemm(config, "output")
+        left, right = x["output"], w["output"]
         output = _gemm(_rows(left), right.t(), "output", config, input.dtype)
         output = _unflatten_rows(output, left)
         ctx.set_materialize_grads(False)
@@ -221,12 +273,7 @@ class _LinearFunction(torch.autograd.Function):
             Layout.of(bias),
         )
         ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = input.shape, input.dtype, weight.dtype
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
-        _save(
-            ctx,
-            x if needs_weight else _LocalOperand(None, None),
-            w if needs_input else _LocalOperand(None, None),
-        )
+        _save(ctx, x.get("grad_weight"), w["grad_input"] if needs_input else None)
 
         if layouts is None or weight_layout is None:
             return output if bias is None else output + bias.to(output.dtype)
@@ -237,8 +284,9 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        unused = (None,) * (len(ctx.needs_input_grad) - 3)
         if grad is None:
-            return (None,) * 6
+            return None, None, None, *unused
         config, layouts = ctx.spec.config, ctx.layouts
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = reduced(grad)
@@ -247,43 +295,41 @@ class _LinearFunction(torch.autograd.Function):
         gemms += ("grad_input",) if needs_input else ()
         gemms += ("grad_weight",) if needs_weight else ()
         if not gemms:
-            return None, None, grad_bias, None, None, None
+            return None, None, grad_bias, *unused
         x, w = _saved(ctx)
-        g = _prepare_operand(grad, "grad_output", gemms, layouts and layouts.grad_output, config)
-        g = g.wait()
+        g = _prepare_gradient(
+            grad, gemms, layouts and layouts.grad_output, {"input": x, "weight": w}, ctx.spec
+        )
+        g = {gemm: local_tensor(operand) for gemm, operand in g.items()}
 
         grad_input = grad_weight = None
         if needs_input:
-            left, right = g.for_gemm(config, "grad_input"), w.for_gemm(config, "grad_input")
-            grad_input = _gemm(_rows(left), right, "grad_input", config, ctx.input_dtype)
+            assert w is not None
+            left = g["grad_input"]
+            grad_input = _gemm(_rows(left), w, "grad_input", config, ctx.input_dtype)
             grad_input = _unflatten_rows(grad_input, left)
             if layouts is not None:
                 grad_input = _redistribute_grad_input(grad_input, layouts, ctx.input_layout)
         if needs_weight:
-            left, right = g.for_gemm(config, "grad_weight"), x.for_gemm(config, "grad_weight")
+            assert x is not None
             grad_weight = _gemm(
-                _rows(left).t(), _rows(right), "grad_weight", config, ctx.weight_dtype
+                _rows(g["grad_weight"]).t(), _rows(x), "grad_weight", config, ctx.weight_dtype
             )
             if layouts is not None:
                 grad_weight = ctx.weight_layout._replace(placements=layouts.grad_weight).wrap(
                     grad_weight
                 )
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias, *unused
 
 
-def _weight_operand(
-    weight: torch.Tensor,
-    qdata: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    config: Float8LinearConfig,
-) -> _LocalOperand:
-    high = None
-    if not (config.gemm_enabled("output") and config.gemm_enabled("grad_input")):
-        high = local_tensor(weight)
-    if qdata is None:
-        return _LocalOperand(None, high)
-    assert scale is not None
-    return _LocalOperand(Float8Tensor(qdata, scale, weight.dtype), high)
+def _weight_operands(
+    weight: torch.Tensor, casts: tuple[torch.Tensor, ...], config: Float8LinearConfig
+) -> _Operands:
+    known: dict[Cast | None, torch.Tensor] = {None: local_tensor(weight)}
+    for i, cast in enumerate(config.casts("weight")):
+        known[cast] = Float8Tensor(casts[2 * i], casts[2 * i + 1], weight.dtype)
+    gemms: tuple[Gemm, ...] = ("output", "grad_input")
+    return {gemm: known[config.cast("weight", gemm)] for gemm in gemms}
 
 
 def _add_bias(

@@ -8,10 +8,12 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import cast_local, scaling_of
-from fp8_dist.config import Float8LinearConfig, Gemm
+from fp8_dist.config import Cast, Float8LinearConfig, Gemm, Operand
+from fp8_dist.delayed import AmaxHistory
 from fp8_dist.freshness import Source, WeightCache, warn_once
 from fp8_dist.function import LinearSpec, float8_linear
 from fp8_dist.matmul import ALIGNMENT, needs_alignment
+from fp8_dist.scaling import Scaling
 from fp8_dist.sharding import (
     Layout,
     Placements,
@@ -20,6 +22,8 @@ from fp8_dist.sharding import (
     reduced,
 )
 from fp8_dist.tensor import Float8Tensor
+
+_HISTORIES = "float8_amax_histories"
 
 
 class FSDPWeightType(Protocol):
@@ -49,13 +53,16 @@ class Float8Linear(nn.Linear):
         fqn: the layer's name in the model that was converted, for messages.
         output_placements: where a DTensor output goes; ``None`` leaves it where the GEMM left it.
             The tensor-parallel styles set it.
-        weight_cache: scale and float8 shard of the weight, while they are known to be fresh.
+        weight_cache: scales and float8 shard of the weight, while they are known to be fresh.
+        histories: the amax history of each operand whose scaling is DELAYED (and of the input that
+            ``PrepareFloat8ModuleInput`` casts in the layer's way).
     """
 
     config: Float8LinearConfig
     fqn: str
     output_placements: Placements | None
     weight_cache: WeightCache
+    histories: dict[str, AmaxHistory]
 
     # Set by fp8_dist.fsdp: this package knows that there is such a type, not what it does.
     fsdp_weight_type: ClassVar[FSDPWeightType]
@@ -103,6 +110,14 @@ class Float8Linear(nn.Linear):
         self.fqn = fqn or type(self).__name__
         self.output_placements = None
         self.weight_cache = WeightCache()
+        self.histories = {
+            str(operand): AmaxHistory(
+                cast, self.config.amax_history_len, self.config.round_scales_to_power_of_2
+            )
+            for operand in get_args(Operand)
+            for cast in self.config.casts(operand)
+            if cast.delayed
+        }
         if self.config.enable_fsdp_float8_all_gather:
             self.weight = self._wrapped(self.weight)
 
@@ -138,22 +153,28 @@ class Float8Linear(nn.Linear):
         if not torch.compiler.is_compiling():
             self._check_alignment(input.device)
         weight = self._float8_weight()
-        if not isinstance(local_tensor(input), Float8Tensor):
+        if isinstance(local_tensor(input), Float8Tensor):
+            self._check_prepared(local_tensor(input))
+        else:
             device = input.device.type
             if torch.is_autocast_enabled(device):
                 input = input.to(torch.get_autocast_dtype(device))
             input = reduced(input)
         if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
             self.weight_cache.end_of_evaluation()
-        spec = LinearSpec(self.config, self.output_placements, self.fqn)
+        spec = LinearSpec(
+            self.config, self.output_placements, self.fqn, self.histories, torch.is_grad_enabled()
+        )
         return float8_linear(input, self.weight, self.bias, weight, spec)
 
     def local_shard(self) -> torch.Tensor:
         """The plain local tensor of the weight, as it is now (no copy, no collectives)."""
         return self.fsdp_weight_type.unwrap(local_tensor(self.weight))
 
-    def cast_weight(self, source: Source, shard: torch.Tensor | None = None) -> Float8Tensor:
-        """The local shard of the weight as float8, with the scale of the global weight.
+    def cast_weight(
+        self, source: Source, shard: torch.Tensor | None = None
+    ) -> tuple[Float8Tensor, ...]:
+        """The local shard of the weight in each of its casts, with the scales of the global weight.
 
         What ``precompute_float8_dynamic_scale`` or an earlier call left in ``weight_cache`` is
         used if it is fresh.
@@ -163,31 +184,37 @@ class Float8Linear(nn.Linear):
                 in its place, such as FSDP1's view of what it gathered, changes unnoticed.)
             shard: the local shard, where it was moved off the parameter's device (CPU offload).
 
-        Collectives: one all-reduce of 4 bytes if the weight is sharded and its scale not known.
+        Returns:
+            One tensor for each of ``config.casts("weight")``.
+
+        Collectives: for each cast one all-reduce of 4 bytes per scale, if what a scale covers is
+        sharded and the scales are not known.
         """
         # What an evaluation under inference_mode leaves in the cache, training may save.
         with torch.inference_mode(False), torch.no_grad():
             return self._cast_weight(source, shard)
 
-    def _cast_weight(self, source: Source, shard: torch.Tensor | None) -> Float8Tensor:
+    def _cast_weight(self, source: Source, shard: torch.Tensor | None) -> tuple[Float8Tensor, ...]:
         cache, weight = self.weight_cache, self.weight
-        dtype = self.config.operand_dtype("weight")
-        assert dtype is not None
         fresh = cache.is_fresh(weight, local_tensor(weight))
         shard = self.local_shard() if shard is None else shard
-        if fresh and cache.float8 is not None and cache.float8.device == shard.device:
+        if fresh and cache.float8 is not None and cache.float8[0].device == shard.device:
             return cache.float8
         if not fresh:
             cache.warn_if_stale(weight, self.fqn)
-            scaling = self._dynamic_scaling(shard, dtype)
+            if self.histories:
+                cache.warn_if_not_synced(self.fqn)
+            scaling = self._dynamic_scaling(shard)
             if isinstance(weight, nn.Parameter):
                 cache.store(weight, scaling, source, local_tensor(weight))
                 fresh = True
         else:
             assert cache.scaling is not None
             scaling = cache.scaling
-        multiplier, scale = (t.to(shard.device) for t in scaling)
-        float8 = cast_local(shard, dtype, (multiplier, scale))
+        float8 = tuple(
+            cast_local(shard, cast.dtype, (m.to(shard.device), scale.to(shard.device)))
+            for cast, (m, scale) in scaling.items()
+        )
         if fresh and self.config.cache_float8_shards and shard.device == weight.device:
             cache.float8 = float8
         return float8
@@ -214,27 +241,32 @@ class Float8Linear(nn.Linear):
         ]
         return ", ".join([super().extra_repr(), f"casts={shown}", *others])
 
-    def _float8_weight(self) -> Float8Tensor | None:
-        """The local weight as float8 for this forward; None where no GEMM takes it so."""
-        dtype = self.config.operand_dtype("weight")
-        if dtype is None:
-            return None
+    def _float8_weight(self) -> tuple[Float8Tensor, ...]:
+        """The local weight in each of its casts, for this forward."""
+        if not self.config.casts("weight"):
+            return ()
         local, plain = local_tensor(self.weight), self.local_shard()
         if isinstance(local, Float8Tensor):
-            return local  # FSDP2 gathered it
+            return (local,)  # FSDP2 gathered it
         if torch.compiler.is_compiling():
             # Freshness is decided outside of graphs; inside, the scale is computed.
             with torch.no_grad():
-                return cast_local(plain, dtype, self._dynamic_scaling(plain, dtype))
+                scaling = self._dynamic_scaling(plain)
+                return tuple(cast_local(plain, c.dtype, scaling[c]) for c in scaling)
         self._warn_if_flags_have_no_effect(plain is not local)
         return self.cast_weight("forward")
 
-    def _dynamic_scaling(
-        self, shard: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _dynamic_scaling(self, shard: torch.Tensor) -> dict[Cast, Scaling]:
+        """The scales of the local shard for each cast of the weight, as it is now."""
         layout = Layout.of(self.weight)
         tensor = shard if layout is None else layout.wrap(shard)
-        return scaling_of(tensor, dtype, self.config.round_scales_to_power_of_2)
+        power_of_2 = self.config.round_scales_to_power_of_2
+        return {
+            cast: self.histories["weight"].scaling_of(tensor)
+            if cast.delayed
+            else scaling_of(tensor, cast.dtype, cast.covers, power_of_2)
+            for cast in self.config.casts("weight")
+        }
 
     def _warn_if_flags_have_no_effect(self, wrapped: bool) -> None:
         if wrapped:
@@ -264,6 +296,23 @@ class Float8Linear(nn.Linear):
                 f"{self.fqn}: the weight is {found[0]}, the input is "
                 f"{found[1]}; parallelize the layer with Float8ColwiseParallel or "
                 "Float8RowwiseParallel, or pass an input on the weight's mesh"
+            )
+
+    def _check_prepared(self, input: torch.Tensor) -> None:
+        """Refuse an input that was cast in another way than this layer takes it."""
+        assert isinstance(input, Float8Tensor)
+        cast = self.config.travelling_cast("input")
+        by_row = input.scale.ndim > 0 and input.scale.shape == (*input.shape[:-1], 1)
+        covers = "tensor" if input.scale.ndim == 0 else "row" if by_row else "column"
+        if cast is None or cast.covers != covers or cast.dtype is not input.qdata.dtype:
+            wanted = "two different casts of it, or high precision"
+            if cast is not None:
+                wanted = f"{cast.dtype} with one scale per {cast.covers}"
+            raise ValueError(
+                f"{self.fqn}: the input is float8 already, {input.qdata.dtype} with one scale per "
+                f"{covers}, but the layer takes {wanted}; pass it in high precision "
+                "(PrepareModuleInput instead of PrepareFloat8ModuleInput), or prepare it as the "
+                "layer takes it"
             )
 
     def _check_alignment(self, device: torch.device) -> None:
@@ -317,6 +366,11 @@ class Float8Linear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
             destination[prefix + "weight"] = self._plain(self.weight)
+        # Not among the keys, which are nn.Linear's: torch hands the metadata to whoever loads.
+        saved = {name: history.state() for name, history in self.histories.items()}
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if saved and metadata is not None:
+            metadata[_HISTORIES] = {n: value for n, value in saved.items() if value is not None}
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
@@ -327,6 +381,8 @@ class Float8Linear(nn.Linear):
             state_dict[key] = self._wrapped(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         self.weight_cache.drop()
+        for name, history in self.histories.items():
+            history.load(local_metadata.get(_HISTORIES, {}).get(name))
 
 
 def invalidate_float8_scales(module: nn.Module) -> None:

@@ -6,8 +6,10 @@ bf16 x bf16 -> fp32, and
 
 * bf16 output on CPU: a bf16 GEMM of the upcast data with the scales as its alpha, which rounds
   once at the end;
-* fp32 and fp16 output on CPU: an fp64 GEMM. Sums of e4m3 products are exact there, so that the
-  result does not depend on the order of accumulation, nor on how a weight is sharded;
+  (Rows and columns with scales that are powers of two: scaled after the GEMM, which is as exact);
+* fp32 and fp16 output on CPU, and other scales: an fp64 GEMM. Sums of e4m3 products are exact
+  there, so that the result does not depend on the order of accumulation, nor on how a weight is
+  sharded;
 * other devices: an fp32 GEMM.
 """
 
@@ -46,10 +48,11 @@ def scaled_mm(
     pad_inner_dim: bool = False,
     emulate: bool = False,
 ) -> torch.Tensor:
-    """Matrix product of two local float8 matrices.
+    """Matrix product of two local float8 matrices, scaled along the dims that the product keeps.
 
     Args:
-        a: ``[M, K]``, b: ``[K, N]``, any strides, any pair of float8 dtypes with a 0-dim scale.
+        a: ``[M, K]``, any strides, a float8 dtype; its scale is 0-dim or ``[M, 1]``.
+        b: ``[K, N]``, likewise; its scale is 0-dim or ``[1, N]``.
         out_dtype: dtype of the result (fp32, bf16 or fp16).
         use_fast_accum: accumulate in reduced precision where the device offers it.
         pad_inner_dim: pad K and N with zeros to multiples of 16 where the device needs that.
@@ -62,6 +65,13 @@ def scaled_mm(
         ValueError: K or N is no multiple of 16 on a device (or under
             ``FP8_DIST_STRICT_ALIGNMENT=1``) that needs it, and ``pad_inner_dim`` is off.
     """
+    for x, kept in ((a, 0), (b, 1)):
+        if x.scale.ndim and x.scale.shape[1 - kept] != 1:
+            raise ValueError(
+                f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: a scale of shape "
+                f"{tuple(x.scale.shape)} runs along the dim that is summed over; cast along it "
+                f"(dim={1 - kept}) instead"
+            )
     return torch.ops.fp8_dist.scaled_mm(
         a.qdata,
         b.qdata,
@@ -89,6 +99,8 @@ def _scaled_mm(
         return torch.zeros(a.shape[0], columns, dtype=out_dtype, device=a.device)
     if needs_alignment(a.device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
+        if scale_b.ndim and b.shape[1] > columns:
+            scale_b = torch.nn.functional.pad(scale_b, (0, b.shape[1] - columns))
     if device_has_float8_gemm(a.device) and not emulate:
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
     else:
@@ -109,9 +121,26 @@ def _native(
     # cuBLASLt multiplies a row-major by a column-major matrix.
     a = a.contiguous()
     b = b.t().contiguous().t()
-    return torch._scaled_mm(
-        a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+    if scale_a.ndim == scale_b.ndim == 0:
+        return torch._scaled_mm(
+            a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+    if out_dtype is torch.bfloat16:
+        # The rowwise kernel takes a scale for each row and column.
+        return torch._scaled_mm(
+            a,
+            b,
+            scale_a.expand(a.shape[0], 1).contiguous(),
+            scale_b.expand(1, b.shape[1]).contiguous(),
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
+    # It writes bf16 alone; the tensorwise one writes fp32, which is scaled afterwards.
+    one = torch.ones((), device=a.device)
+    product = torch._scaled_mm(
+        a, b, one, one, out_dtype=torch.float32, use_fast_accum=use_fast_accum
     )
+    return product.mul_(scale_a).mul_(scale_b).to(out_dtype)
 
 
 def _emulated(
@@ -122,16 +151,31 @@ def _emulated(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     on_cpu = a.device.type == "cpu"
+    to_bf16 = on_cpu and out_dtype is torch.bfloat16
+    if scale_a.ndim or scale_b.ndim:
+        if to_bf16 and _are_powers_of_2(scale_a) and _are_powers_of_2(scale_b):
+            # Rounded by the GEMM; scaling by powers of two rounds no more.
+            product = torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16)).to(torch.float32)
+            return product.mul_(scale_a).mul_(scale_b).to(torch.bfloat16)
+        wide = torch.float64 if on_cpu else torch.float32
+        product = torch.mm(a.to(wide), b.to(wide))
+        return product.mul_(scale_a.to(wide)).mul_(scale_b.to(wide)).to(out_dtype)
     alpha = scale_a.item() * scale_b.item() if on_cpu else 1.0
     # The scale of an enormous product may exceed fp32, in which addmm keeps its alpha.
     fits = not math.isfinite(alpha) or abs(alpha) <= torch.finfo(torch.float32).max
-    if on_cpu and fits and out_dtype is torch.bfloat16:
+    if to_bf16 and fits:
         # The bias term of addmm is ignored at beta=0; alpha scales the fp32 accumulator.
         unused = torch.zeros((), dtype=torch.bfloat16)
         return torch.addmm(unused, a.to(torch.bfloat16), b.to(torch.bfloat16), beta=0, alpha=alpha)
     wide = torch.float64 if on_cpu else torch.float32
     product = torch.mm(a.to(wide), b.to(wide))
     return product.mul_(scale_a.to(wide) * scale_b.to(wide)).to(out_dtype)
+
+
+def _are_powers_of_2(scale: torch.Tensor) -> bool:
+    """True if all finite values of a scale are powers of two."""
+    mantissa, _ = torch.frexp(scale)
+    return bool(((mantissa == 0.5) | ~scale.isfinite()).all())
 
 
 def _aligned(

@@ -1,8 +1,9 @@
 """What operators do to a local ``Float8Tensor``: the table behind its ``__torch_dispatch__``.
 
-One tensorwise scale belongs to every element, so an operator that only moves elements runs on the
-bytes and keeps the scale. Bytes are moved as ``uint8`` where a backend lacks float8 kernels: all
-collectives (gloo, old NCCL and MPI refuse float8), ``cat`` and padding.
+An operator that only moves elements runs on the bytes, and on the scale as if it had been expanded
+to their shape: a tensorwise one stays as it is, those of rows move with their rows. Bytes are moved
+as ``uint8`` where a backend lacks float8 kernels: all collectives (gloo, old NCCL and MPI refuse
+float8), ``cat`` and padding.
 """
 
 from collections.abc import Callable
@@ -39,8 +40,6 @@ def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
 
 @implements(
     aten.alias.default,
-    aten.as_strided.default,
-    aten.clone.default,
     aten.detach.default,
     aten.expand.default,
     aten.permute.default,
@@ -50,24 +49,91 @@ def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
     aten.t.default,
     aten.transpose.int,
     aten.unsqueeze.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten._reshape_alias.default,
 )
 def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
+    x, rest = args[0], args[1:]
+    scale = x.scale if x.scale.ndim == 0 else _covering(func(_expanded(x), *rest, **kwargs))
+    return x.rewrap(qdata=func(x.qdata, *rest, **kwargs), scale=scale)
+
+
+def _covered(x: Float8Tensor) -> list[bool]:
+    """For each dim, whether a scale covers it: the last one where rows have a scale each."""
+    if x.scale.shape == (*x.shape[:-1], 1):
+        return [False] * (x.ndim - 1) + [True]
+    return [n == 1 for n in x.scale.shape]
+
+
+def _expanded(x: Float8Tensor) -> torch.Tensor:
+    """The scale as a view of the data's shape: stride 0 along the dims that it covers."""
+    covered = zip(_covered(x), x.scale.stride(), strict=True)
+    stride = [0 if c else stride for c, stride in covered]
+    return x.scale.as_strided(x.qdata.shape, stride, x.scale.storage_offset())
+
+
+def _covering(expanded: torch.Tensor) -> torch.Tensor:
+    """The scale that a moved, expanded one repeats."""
+    pairs = zip(expanded.shape, expanded.stride(), strict=True)
+    size = [1 if stride == 0 else n for n, stride in pairs]
+    return expanded.as_strided(size, expanded.stride(), expanded.storage_offset())
+
+
+@implements(aten.view.default, aten._unsafe_view.default)
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
+    x, size = args
+    qdata = func(x.qdata, size, **kwargs)
+    scale = x.scale
+    if scale.ndim:
+        if qdata.shape[-1:] != x.shape[-1:]:
+            raise _no_scale_for(func, x)
+        if scale.shape == (*x.shape[:-1], 1):
+            scale = scale.reshape(*qdata.shape[:-1], 1)
+        elif scale.numel() == scale.shape[-1]:
+            scale = scale.reshape(*[1] * (qdata.ndim - 1), -1)
+        else:
+            raise _no_scale_for(func, x)
+    return x.rewrap(qdata=qdata, scale=scale)
+
+
+@implements(aten.as_strided.default, aten._reshape_alias.default)
+def _restride(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x = args[0]
-    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs))
+    qdata = func(x.qdata, *args[1:], **kwargs)
+    # (FSDP2 restrides what it gathered to what it has already.)
+    same = qdata.shape == x.qdata.shape and qdata.stride() == x.qdata.stride()
+    if x.scale.ndim and not (same and qdata.storage_offset() == x.qdata.storage_offset()):
+        raise _no_scale_for(func, x)
+    return x.rewrap(qdata=qdata)
+
+
+def _no_scale_for(func: Any, x: Float8Tensor) -> NotImplementedError:
+    return NotImplementedError(
+        f"{func} of a Float8Tensor of shape {tuple(x.shape)} with a scale of shape "
+        f"{tuple(x.scale.shape)}: its result has no scale per row or column; call .dequantize() "
+        "first"
+    )
+
+
+@implements(aten.clone.default)
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
+    x = args[0]
+    scale = func(x.scale) if x.scale.ndim else x.scale
+    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scale)
 
 
 @implements(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default)
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Float8Tensor]:
-    x = args[0]
-    return [x.rewrap(qdata=q) for q in func(x.qdata, *args[1:], **kwargs)]
+    x, rest = args[0], args[1:]
+    parts = func(x.qdata, *rest, **kwargs)
+    if x.scale.ndim == 0:
+        return [x.rewrap(qdata=q) for q in parts]
+    scales = func(_expanded(x), *rest, **kwargs)
+    return [x.rewrap(qdata=q, scale=_covering(s)) for q, s in zip(parts, scales, strict=True)]
 
 
 @implements(aten.cat.default)
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
-    tensors, rest = args[0], args[1:]
+    tensors = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = tensors[0]
     for x in tensors:
         if not isinstance(x, Float8Tensor):
@@ -79,14 +145,24 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
             raise ValueError(
                 f"torch.cat of float8 tensors of {first.qdata.dtype} and {x.qdata.dtype}"
             )
-        # Chunks of one tensor share its scale object: no comparison of values, hence no sync.
-        if x.scale is not first.scale and not torch.equal(x.scale, first.scale):
-            raise ValueError(
-                "torch.cat of float8 tensors that were cast with different scales; dequantize() "
-                "them, or cast them together"
-            )
-    out = func([as_bytes(x.qdata) for x in tensors], *rest, **kwargs)
-    return first.rewrap(qdata=out.view(first.qdata.dtype))
+    scales = [x.scale for x in tensors]
+    if first.scale.ndim and not _covered(first)[dim]:
+        scale = func(scales, dim)
+    else:
+        scale = _common_scale(scales)
+    out = func([as_bytes(x.qdata) for x in tensors], dim)
+    return first.rewrap(qdata=out.view(first.qdata.dtype), scale=scale)
+
+
+def _common_scale(scales: list[torch.Tensor]) -> torch.Tensor:
+    first = scales[0]
+    # Chunks of one tensor share its scale object: no comparison of values, hence no sync.
+    if not all(s is first or torch.equal(s, first) for s in scales):
+        raise ValueError(
+            "torch.cat of float8 tensors that were cast with different scales; dequantize() "
+            "them, or cast them together"
+        )
+    return first
 
 
 @implements(aten.constant_pad_nd.default)
@@ -98,7 +174,16 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
             f"padding a Float8Tensor with {value}: only 0 has the same float8 code under every "
             "scale; call .dequantize() first"
         )
-    return x.rewrap(qdata=func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype))
+    scale = x.scale
+    if scale.ndim:
+        # From the last dim on, a pair for each: nothing is added along a dim that a scale covers.
+        added = list(pad)
+        for i in range(0, len(added), 2):
+            if _covered(x)[-1 - i // 2]:
+                added[i : i + 2] = [0, 0]
+        scale = func(scale, added, 0)
+    qdata = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype)
+    return x.rewrap(qdata=qdata, scale=scale)
 
 
 @implements(aten._to_copy.default)
@@ -145,7 +230,13 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     x = args[0]
     if kwargs.get("dtype") is not None:
         return func(x.qdata, *args[1:], **kwargs)
-    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs))
+    scale = x.scale
+    if scale.ndim:
+        size = args[1]
+        if len(size) != scale.ndim:
+            raise _no_scale_for(func, x)
+        scale = scale.new_zeros([1 if c else n for c, n in zip(_covered(x), size, strict=True)])
+    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scale)
 
 
 @implements(aten.dequantize.self)
@@ -162,14 +253,66 @@ def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     funcol.all_gather_into_tensor.default,
     funcol.all_to_all_single.default,
     funcol.broadcast.default,
-    funcol.wait_tensor.default,
     torch.ops._dtensor.shard_dim_alltoall.default,
 )
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
-    # Every rank cast with the scale of the global tensor: the bytes are all there is to send.
+    x, rest = args[0], args[1:]
+    if x.scale.ndim == 0:
+        # Every rank cast with the scale of the global tensor: the bytes are all there is to send.
+        out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
+        return x.rewrap(qdata=out.view(x.qdata.dtype))
+    if _covered(x) != [False] * (x.ndim - 1) + [True] or (
+        func is torch.ops._dtensor.shard_dim_alltoall.default
+        and x.ndim - 1 in (d % x.ndim for d in rest[:2])
+    ):
+        raise NotImplementedError(
+            f"{func} of a Float8Tensor of shape {tuple(x.shape)} with a scale of shape "
+            f"{tuple(x.scale.shape)}: only whole rows travel, each with its scale; redistribute "
+            "the high-precision tensor and cast it then"
+        )
+    packed = func(pack_rows(x.qdata, x.scale), *rest, **kwargs)
+    if torch.compiler.is_compiling():
+        packed = funcol.wait_tensor(packed)  # in a graph, one wait would not do for two views
+    qdata, (scale,) = unpack_rows(packed, x.qdata.dtype, x.shape[-1])
+    return x.rewrap(qdata=qdata, scale=scale)
+
+
+@implements(funcol.wait_tensor.default)
+def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x = args[0]
-    out = func(as_bytes(x.qdata.contiguous()), *args[1:], **kwargs)
+    out = func(as_bytes(x.qdata), **kwargs)
+    # A scale that travelled came in the same message.
     return x.rewrap(qdata=out.view(x.qdata.dtype))
+
+
+def pack_rows(qdata: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
+    """Rows of float8 data with some fp32 numbers each, as one message.
+
+    Args:
+        qdata: ``[..., K]``, a float8 dtype.
+        columns: fp32, ``[..., 1]``.
+
+    Returns:
+        uint8 ``[..., K']``: the data, zeros up to a multiple of 4, 4 bytes for each number.
+    """
+    data = torch.nn.functional.pad(as_bytes(qdata), (0, -qdata.shape[-1] % 4))
+    numbers = [c.contiguous().view(torch.uint8) for c in columns]
+    return torch.cat([data, *numbers], dim=-1)
+
+
+def unpack_rows(
+    packed: torch.Tensor, dtype: torch.dtype, columns: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What :func:`pack_rows` was given, as views (of data that may still be in flight).
+
+    Args:
+        packed: its result, after rows were moved.
+        dtype: the float8 dtype of the data.
+        columns: K.
+    """
+    start = columns + -columns % 4
+    numbers = packed[..., start:].view(torch.float32)
+    return packed[..., :columns].view(dtype), list(numbers.split(1, dim=-1))
 
 
 # torch >= 2.13 wraps the result of a collective by an operator, older ones by a plain call.

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -82,9 +83,21 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def sharded_axes(placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The mesh axes over which the amax of a tensor with these placements is reduced."""
-    return tuple(axis for axis, p in enumerate(placements) if is_shard(p))
+def sharded_axes(
+    placements: Sequence[Placement], ndim: int, dims: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The mesh axes over which the amax of a tensor with these placements is reduced.
+
+    Args:
+        placements: one per axis.
+        ndim: the tensor's number of dims.
+        dims: what a scale covers (``None``: all dims); shards of others have scales of their own.
+    """
+    return tuple(
+        axis
+        for axis, p in enumerate(placements)
+        if is_shard(p) and (dims is None or p.dim % ndim in dims)  # type: ignore[attr-defined]
+    )
 
 
 def local_sizes(layout: Layout, dim: int) -> set[int]:
@@ -101,6 +114,14 @@ def local_sizes(layout: Layout, dim: int) -> set[int]:
                 for rank in range(n)
             }
     return sizes
+
+
+def global_offset(layout: Layout, dim: int) -> int:
+    """Where this rank's shard begins in the global tensor, along a dim. (0 for an empty shard.)"""
+    shape, offset = compute_local_shape_and_global_offset(
+        layout.shape, layout.mesh, layout.placements
+    )
+    return offset[dim] if shape[dim] else 0
 
 
 def reduced(tensor: torch.Tensor) -> torch.Tensor:

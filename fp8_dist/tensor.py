@@ -1,8 +1,9 @@
 """``Float8Tensor``: float8 bytes, their scale, and the dtype they stand for.
 
 DTensor is outermost: a distributed float8 tensor is ``DTensor(Float8Tensor(qdata, scale))``, and
-DTensor's own rules move its shapes and placements. The scale is that of the *global* tensor, so
-every rank holds the same scale, and a float8 gather needs to move the bytes only.
+DTensor's own rules move its shapes and placements. A scale is that of the *global* tensor, or of a
+whole row or column of it. One scale for all is the same on every rank, and a float8 gather moves
+the bytes only; the scales of rows travel with their rows.
 """
 
 from collections.abc import Callable
@@ -27,10 +28,12 @@ class Float8Tensor(torch.Tensor):
 
     Attributes:
         qdata: the float8 bytes, of this tensor's shape and strides.
-        scale: 0-dim fp32 dequantization scale of the whole (global) tensor.
+        scale: fp32 dequantization scale: 0-dim for the whole (global) tensor, or with as many dims
+            as ``qdata`` and of size 1 along those that one scale covers, such as ``[..., 1]``.
         orig_dtype: the high-precision dtype it was cast from, which is also its ``dtype``.
 
-    The constructor takes these three and raises TypeError for other dtypes; usually
+    The constructor takes these three; it raises TypeError for other dtypes, ValueError for a scale
+    that does not fit. Usually
     :func:`fp8_dist.cast_to_float8` makes it. Operators that move or multiply float8 data
     work on it (``fp8_dist.ops``); any other raises NotImplementedError.
     """
@@ -54,6 +57,14 @@ class Float8Tensor(torch.Tensor):
             raise TypeError(
                 "Float8Tensor: scale must be fp32 and orig_dtype floating point, got "
                 f"{scale.dtype} and {orig_dtype}"
+            )
+        if scale.ndim and (
+            scale.ndim != qdata.ndim
+            or any(n not in (1, size) for n, size in zip(scale.shape, qdata.shape, strict=True))
+        ):
+            raise ValueError(
+                f"Float8Tensor: a scale of shape {tuple(scale.shape)} does not cover qdata of "
+                f"shape {tuple(qdata.shape)}; it must be 0-dim, or of size 1 along what it covers"
             )
         self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -85,7 +96,11 @@ class Float8Tensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         known = type(self.scale) is torch.Tensor and self.scale.device.type != "meta"
-        scale = f"{self.scale.item():.6g}" if known else "?"
+        scale = "?"
+        if self.scale.ndim:
+            scale = f"fp32{list(self.scale.shape)}"
+        elif known:
+            scale = f"{self.scale.item():.6g}"
         return (
             f"Float8Tensor(shape={tuple(self.shape)}, qdata={short_name(self.qdata.dtype)}, "
             f"scale={scale}, orig_dtype={short_name(self.orig_dtype)}, device={self.device})"

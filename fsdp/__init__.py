@@ -1,4 +1,4 @@
-"""Float8 weight gathers of FSDP2, all scales in one all-reduce, clipping on several meshes."""
+"""Float8 weight gathers of FSDP2, a model's scales in one all-reduce, clipping on all meshes."""
 
 if __name__ != "fp8_dist.fsdp":
     raise ImportError(
@@ -7,6 +7,7 @@ if __name__ != "fp8_dist.fsdp":
     )
 
 from fp8_dist.fsdp.clip import clip_grad_norm_
+from fp8_dist.fsdp.delayed import sync_float8_amax_and_scale_history
 from fp8_dist.fsdp.precompute import (
     attach_precompute,
     precompute_float8_dynamic_scale,
@@ -18,4 +19,5 @@ __all__ = [
     "attach_precompute",
     "clip_grad_norm_",
     "precompute_float8_dynamic_scale",
+    "sync_float8_amax_and_scale_history",
 ]

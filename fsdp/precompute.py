@@ -1,14 +1,15 @@
-"""Every weight's scale from one all-reduce, after the optimizer step.
+"""Every weight's scales from one all-reduce, after the optimizer step.
 
-One fp32 vector per process holds the local amax of every float8 weight; one MAX all-reduce over
-the union of the axes on which any of them is sharded gives all global amaxes. A weight whose own
-mesh lacks some of those axes may have other values at other coordinates on them, so it gets one
-element (slot) per coordinate there, and fills in only its own: the others stay 0.
+One fp32 vector per process holds the local amaxes of all float8 weights that need others' amaxes;
+one MAX all-reduce over the union of the axes on which any of them is sharded gives the global ones.
+A weight whose own mesh lacks some of those axes may have other values at other coordinates on them,
+so it gets a part (slot) of the vector per coordinate there, and fills in only its own: the others
+stay 0. Rows (and columns) with scales of their own stand at their global positions: so the scales
+of all rows of a weight become known to all ranks.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,22 +20,42 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fp8_dist.config import Cast, Covers
 from fp8_dist.freshness import after_step
+from fp8_dist.fsdp.mesh_axes import axes_of, group_along, union_of
 from fp8_dist.fsdp.resharding import check_sharded_module
 from fp8_dist.linear import Float8Linear, float8_layers
-from fp8_dist.scaling import amax, scaling_from_amax
-from fp8_dist.sharding import all_reduce_max, group_of, local_tensor, reduce_amax, sharded_axes
+from fp8_dist.scaling import Scaling, amax, reduced_dims, scaling_from_amax
+from fp8_dist.sharding import (
+    Layout,
+    all_reduce_max,
+    global_offset,
+    local_sizes,
+    local_tensor,
+    reduce_amax,
+    sharded_axes,
+)
 from fp8_dist.tensor import Float8Tensor
 
 
-class _Axis(NamedTuple):
-    """A mesh axis as a digit of the global rank: ``rank // stride % size`` is the coordinate."""
+class _Amaxes(NamedTuple):
+    """The amaxes of one weight, in one of its casts.
 
-    stride: int
+    Attributes:
+        layer: a layer that has the weight.
+        covers: what one scale covers.
+        local: of the local shard: 0-dim, ``[rows, 1]`` or ``[1, columns]``.
+        size: how many there are of the global weight.
+        offset: which of them is the first local one.
+        axes: mesh axes of the weight that decide about them; empty if the local ones are global.
+    """
+
+    layer: Float8Linear
+    covers: Covers
+    local: torch.Tensor
     size: int
-
-    def coordinate(self, rank: int) -> int:
-        return rank // self.stride % self.size
+    offset: int
+    axes: tuple[int, ...]
 
 
 @torch.no_grad()
@@ -48,26 +69,35 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     Args:
         module: the model, or a part of it.
 
-    Collectives: exactly one all-reduce (MAX) of 4 bytes per weight (more for weights that don't
-    live on all axes, see above), none if no weight is sharded.
+    Collectives: exactly one all-reduce (MAX) of 4 bytes per scale that needs it (more for weights
+    that don't live on all axes, see above), none if no scale does. With one scale per row these
+    are the rows that are sharded along themselves (row-parallel weights), or unevenly by FSDP2.
 
     Raises:
-        ValueError: ``module`` has no converted layer, or a weight is not the 2-D parameter that
-            the optimizer updates (FSDP1's flattened shards, parametrizations), or FSDP2 reshards
-            to a smaller mesh after forward, which it can't do with float8 gathers.
+        ValueError: ``module`` has no converted layer whose weight has a DYNAMIC scale, or a weight
+            is not the 2-D parameter that the optimizer updates (FSDP1's flattened shards,
+            parametrizations), or FSDP2 reshards to a smaller mesh after forward, which it can't do
+            with float8 gathers.
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
     """
     layers = _float8_layers(module, "precompute_float8_dynamic_scale")
+    reshard(module)  # unsharded weights are those of before the optimizer step
+    _check_weights(layers)
+    # Layers that share a weight share its amaxes.
+    amaxes: dict[tuple[int, Covers], _Amaxes] = {}
+    for layer in layers.values():
+        for cast in layer.config.casts("weight"):
+            if (id(layer.weight), cast.covers) not in amaxes:
+                amaxes[id(layer.weight), cast.covers] = _local_amaxes(layer, cast.covers)
+    _store(list(layers.values()), dict(zip(amaxes, _reduce(list(amaxes.values())), strict=True)))
+
+
+def reshard(module: nn.Module) -> None:
+    """Put the sharded parameters of all FSDP modules back in place."""
     for name, part in module.named_modules():
         if isinstance(part, FSDPModule):
             check_sharded_module(part, name or "the root")
-            part.reshard()  # unsharded weights are those of before the optimizer step
-    _check_weights(layers)
-    # Layers that share a weight share its amax.
-    owners = {id(layer.weight): layer for layer in layers.values()}
-    local = torch.stack([amax(layer.local_shard()) for layer in owners.values()])
-    reduced = _reduce([layer.weight for layer in owners.values()], local)
-    _store(list(layers.values()), dict(zip(owners, reduced, strict=True)))
+            part.reshard()
 
 
 def attach_precompute(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
@@ -92,12 +122,17 @@ def _float8_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
     layers = {
         name or layer.fqn: layer
         for name, layer in float8_layers(module).items()
-        if layer.config.operand_dtype("weight") is not None
+        if any(not cast.delayed for cast in layer.config.casts("weight"))
     }
     if not layers:
+        delayed = any(layer.histories for layer in float8_layers(module).values())
         raise ValueError(
-            f"{caller}: the module has no Float8Linear with a float8 weight; call "
-            "convert_to_float8_training first"
+            f"{caller}: the module has no Float8Linear with a float8 weight of dynamic scale; call "
+            + (
+                "sync_float8_amax_and_scale_history for DELAYED ones"
+                if delayed
+                else "convert_to_float8_training first"
+            )
         )
     return layers
 
@@ -121,98 +156,107 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
         )
 
 
-def _reduce(weights: Sequence[torch.Tensor], local: torch.Tensor) -> torch.Tensor:
-    """Global amaxes of the weights from their local ones (both ``[len(weights)]``, fp32)."""
-    sharded = [i for i, weight in enumerate(weights) if _sharded_axes(weight)]
-    if not sharded:
-        return local
-    index = torch.tensor(sharded, device=local.device)
-    chosen = [cast(DTensor, weights[i]) for i in sharded]
-    one_mesh = len({weight.device_mesh for weight in chosen}) == 1
-    reduce = _reduce_on_one_mesh if one_mesh else _reduce_on_submeshes
-    return local.index_copy(0, index, reduce(chosen, local.index_select(0, index)))
+def _local_amaxes(layer: Float8Linear, covers: Covers) -> _Amaxes:
+    local = amax(layer.local_shard(), covers)
+    layout = Layout.of(layer.weight)
+    if layout is None:
+        return _Amaxes(layer, covers, local, local.numel(), 0, ())
+    dim = {"tensor": None, "row": 0, "column": 1}[covers]
+    over = sharded_axes(layout.placements, 2, reduced_dims(covers, 2))
+    gathered = covers == "row" and layer.config.enable_fsdp_float8_all_gather
+    if gathered and len(local_sizes(layout, 0)) > 1:
+        # Scales of unequal parts don't fit into FSDP2's gather: all ranks are told all of them.
+        over = sharded_axes(layout.placements, 2)
+    axes = tuple(axis for axis in over if layout.mesh.size(axis) > 1)
+    if dim is None:
+        return _Amaxes(layer, covers, local, 1, 0, axes)
+    return _Amaxes(layer, covers, local, layout.shape[dim], global_offset(layout, dim), axes)
 
 
-def _sharded_axes(weight: torch.Tensor) -> set[int]:
-    """The mesh axes (of size 2 or more) on which a weight is sharded."""
-    if not isinstance(weight, DTensor):
-        return set()
-    return {a for a in sharded_axes(weight.placements) if weight.device_mesh.size(a) > 1}
+def _reduce(amaxes: Sequence[_Amaxes]) -> list[tuple[_Amaxes, torch.Tensor | None]]:
+    """Each with all of its amaxes of the global weight ``[size]``, or None where local ones do."""
+    chosen = [a for a in amaxes if a.axes]
+    if not chosen:
+        return [(a, None) for a in amaxes]
+    meshes = {_mesh(a) for a in chosen}
+    reduce = _reduce_on_one_mesh if len(meshes) == 1 else _reduce_on_submeshes
+    reduced = iter(reduce(chosen))
+    return [(a, next(reduced) if a.axes else None) for a in amaxes]
 
 
-def _reduce_on_one_mesh(weights: Sequence[DTensor], local: torch.Tensor) -> torch.Tensor:
-    mesh = weights[0].device_mesh
-    axes = {axis for weight in weights for axis in _sharded_axes(weight)}
+def _mesh(amaxes: _Amaxes) -> DeviceMesh:
+    weight = amaxes.layer.weight
+    assert isinstance(weight, DTensor)
+    return weight.device_mesh
+
+
+def _at_global_positions(amaxes: _Amaxes) -> torch.Tensor:
+    flat = amaxes.local.reshape(-1)
+    after = amaxes.size - amaxes.offset - len(flat)
+    return torch.nn.functional.pad(flat, (amaxes.offset, after)) if after or amaxes.offset else flat
+
+
+def _reduce_on_one_mesh(amaxes: Sequence[_Amaxes]) -> Sequence[torch.Tensor]:
+    mesh = _mesh(amaxes[0])
+    vector = torch.cat([_at_global_positions(a) for a in amaxes])
+    axes = {axis for a in amaxes for axis in a.axes}
     # Axes on which a weight is replicated may be included.
-    return reduce_amax(local, mesh, sorted(axes), replicated=range(mesh.ndim))
+    vector = reduce_amax(vector, mesh, sorted(axes), replicated=range(mesh.ndim))
+    return vector.split([a.size for a in amaxes])
 
 
-def _reduce_on_submeshes(weights: Sequence[DTensor], local: torch.Tensor) -> torch.Tensor:
-    meshes = {weight.device_mesh for weight in weights}
-    axes_of = {mesh: tuple(_axis(mesh, i) for i in range(mesh.ndim)) for mesh in meshes}
-    own = [axes_of[weight.device_mesh] for weight in weights]
-    union = sorted({axis for axes in own for axis in axes if axis.size > 1}, reverse=True)
-    _check_disjoint(union, weights)
+def _reduce_on_submeshes(amaxes: Sequence[_Amaxes]) -> Sequence[torch.Tensor]:
+    own = {mesh: axes_of(mesh) for mesh in {_mesh(a) for a in amaxes}}
+    union = union_of(own)
     rank = dist.get_rank()
     sizes: list[int] = []
-    mine: list[int] = []
-    for axes in own:
+    parts: list[torch.Tensor] = []
+    for a in amaxes:
         # Along the axes of its own mesh a weight is one tensor; along the others there may be
         # as many as there are coordinates.
         slots, slot = 1, 0
         for axis in union:
-            if axis not in axes:
+            if axis not in own[_mesh(a)]:
                 slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
-        mine.append(sum(sizes) + slot)
-        sizes.append(slots)
-    index = torch.tensor(mine, device=local.device)
-    vector = local.new_zeros(sum(sizes)).index_copy_(0, index, local)
-    return all_reduce_max(vector, _group(union, rank)).index_select(0, index)
+        zeros = a.local.new_zeros(slots * a.size)
+        zeros[slot * a.size : (slot + 1) * a.size] = _at_global_positions(a)
+        parts.append(zeros)
+        sizes += [slot * a.size, a.size, (slots - slot - 1) * a.size]
+    vector = all_reduce_max(torch.cat(parts), group_along(union, rank))
+    return vector.split(sizes)[1::3]
 
 
-def _axis(mesh: DeviceMesh, axis: int) -> _Axis:
-    """A mesh axis as a digit of the global rank."""
-    ranks = mesh.mesh.movedim(axis, 0).reshape(mesh.size(axis), -1)[:, 0].tolist()
-    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    regular = range(ranks[0], ranks[0] + stride * len(ranks), stride) if stride > 0 else range(0)
-    if ranks != list(regular) or ranks[0] // stride % len(ranks) != 0:
-        raise NotImplementedError(
-            f"precompute_float8_dynamic_scale: weights live on several meshes, and {mesh} does "
-            "not enumerate its ranks in ascending, even steps; slice all of them from one "
-            "init_device_mesh"
-        )
-    return _Axis(stride, len(ranks))
-
-
-def _check_disjoint(axes: Sequence[_Axis], weights: Sequence[DTensor]) -> None:
-    """Refuse axes that overlap, such as a flattened one beside one that it was made of."""
-    for outer, inner in pairwise(axes):  # strides fall
-        if inner.stride * inner.size > outer.stride or outer.stride % inner.stride:
-            meshes = "; ".join(sorted({str(weight.device_mesh) for weight in weights}))
-            raise NotImplementedError(
-                "precompute_float8_dynamic_scale: weights live on meshes whose axes overlap "
-                f"({meshes}); use meshes sliced from one root mesh, and flattened axes for all "
-                "weights or for none"
-            )
-
-
-def _group(axes: Sequence[_Axis], rank: int) -> dist.ProcessGroup:
-    """The group of all ranks that differ from this one only along the given axes."""
-    ranks = [rank - sum(axis.coordinate(rank) * axis.stride for axis in axes)]
-    for axis in axes:
-        ranks = [base + i * axis.stride for base in ranks for i in range(axis.size)]
-    return group_of(ranks, "float8_amax")
-
-
-def _store(layers: Sequence[Float8Linear], amax_of: dict[int, torch.Tensor]) -> None:
-    kinds: dict[tuple[torch.dtype | None, bool], list[Float8Linear]] = {}
+def _store(
+    layers: Sequence[Float8Linear],
+    reduced: dict[tuple[int, Covers], tuple[_Amaxes, torch.Tensor | None]],
+) -> None:
+    """Turn amaxes into scales, all of a kind at once, and leave them with their layers."""
+    wanted: dict[tuple[torch.dtype, bool], list[tuple[Float8Linear, Cast]]] = {}
     for layer in layers:
-        config = layer.config
-        kind = (config.operand_dtype("weight"), config.round_scales_to_power_of_2)
-        kinds.setdefault(kind, []).append(layer)
-    for (dtype, power_of_2), same in kinds.items():
-        assert dtype is not None
-        amaxes = torch.stack([amax_of[id(layer.weight)] for layer in same])
-        multipliers, scales = scaling_from_amax(amaxes, dtype, power_of_2)
-        for i, layer in enumerate(same):
-            layer.weight_cache.store(layer.weight, (multipliers[i], scales[i]), "precompute")
+        for cast in layer.config.casts("weight"):
+            kind = (cast.dtype, layer.config.round_scales_to_power_of_2)
+            wanted.setdefault(kind, []).append((layer, cast))
+    scalings: dict[tuple[Float8Linear, Cast], Scaling] = {}
+    for (dtype, power_of_2), same in wanted.items():
+        found = [reduced[id(layer.weight), cast.covers] for layer, cast in same]
+        values = [a.local.reshape(-1) if whole is None else whole for a, whole in found]
+        sizes = [len(value) for value in values]
+        multipliers, scales = scaling_from_amax(torch.cat(values), dtype, power_of_2)
+        each = zip(same, multipliers.split(sizes), scales.split(sizes), strict=True)
+        scalings |= {key: (m, scale) for key, m, scale in each}
+    for layer in layers:
+        local = {
+            cast: _local_part(reduced[id(layer.weight), cast.covers][0], scalings[layer, cast])
+            for cast in layer.config.casts("weight")
+        }
+        layer.weight_cache.store(layer.weight, local, "precompute")
+        for cast in local:
+            if cast.covers == "row" and reduced[id(layer.weight), "row"][1] is not None:
+                layer.weight_cache.all_rows = scalings[layer, cast][1].reshape(-1, 1)
+
+
+def _local_part(amaxes: _Amaxes, scaling: Scaling) -> Scaling:
+    m, scale = scaling
+    if len(m) != amaxes.local.numel():
+        m, scale = (t.narrow(0, amaxes.offset, amaxes.local.numel()) for t in scaling)
+    return m.reshape(amaxes.local.shape), scale.reshape(amaxes.local.shape)

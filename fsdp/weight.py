@@ -5,7 +5,10 @@ Three tensors, in FSDP2's words:
 * the *sharded parameter*: ``DTensor(Float8AllGatherWeight(shard))``, high precision, what the
   optimizer sees;
 * the *all-gather input*: the shard's float8 bytes as ``uint8``, cast with the scale of the global
-  weight and padded to the size that FSDP2 gives every rank;
+  weight and padded to the size that FSDP2 gives every rank; beside it, where rows have scales of
+  their own and are sharded evenly, their scales. (FSDP2 takes inputs of the padded shard's size
+  alone where shards are uneven: the scales of all rows then come from an all-reduce, that of
+  precompute or one of their own);
 * the *unsharded parameter*: ``Float8Tensor`` over FSDP2's all-gather output, or a DTensor of it
   on the tensor-parallel mesh; what the forward computes with.
 
@@ -13,7 +16,7 @@ The weight carries nothing but its type. Its scale lives on the layer that owns 
 five-argument hook hands over, so ``detach``, ``to``, offload and checkpoints have nothing to lose.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from fp8_dist.debug import note_float8_payload
 from fp8_dist.fsdp.resharding import check_layer
 from fp8_dist.linear import Float8Linear
-from fp8_dist.sharding import Layout, local_sizes, local_tensor
+from fp8_dist.sharding import Layout, all_reduce_max, global_offset, local_sizes, local_tensor
 from fp8_dist.tensor import Float8Tensor
 
 aten = torch.ops.aten
@@ -51,6 +54,14 @@ _SAME_WEIGHT = frozenset(
         torch.ops.c10d.scatter_.default,
     )
 )
+
+
+class _Metadata(NamedTuple):
+    """What :meth:`Float8AllGatherWeight.fsdp_post_all_gather` is told besides the gathered data."""
+
+    scale: torch.Tensor | None  # None: gathered too
+    dtype: torch.dtype
+    size: torch.Size
 
 
 class Float8AllGatherWeight(torch.Tensor):
@@ -126,11 +137,12 @@ class Float8AllGatherWeight(torch.Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.dtype]]:
-        """FSDP2: what to gather. One uint8 tensor of the padded shard's size.
+    ) -> tuple[tuple[torch.Tensor, ...], _Metadata]:
+        """FSDP2: what to gather. A uint8 tensor of the padded shard's size, perhaps row scales.
 
-        Collectives: one all-reduce of 4 bytes, over all axes on which the weight is sharded,
-        unless its scale is known (precompute, or an earlier micro-batch).
+        Collectives: one all-reduce of 4 bytes per scale, over all axes on which what a scale
+        covers is sharded, unless the scales are known (precompute, or an earlier micro-batch);
+        for unevenly sharded rows one over ``mesh``, of 4 bytes per row.
 
         Raises:
             ValueError: the module is no Float8Linear, FSDP2 is to reshard to a smaller mesh
@@ -145,30 +157,67 @@ class Float8AllGatherWeight(torch.Tensor):
             )
         check_layer(module, module.fqn)
         _check_other_shards(module, mesh)
-        cast = module.cast_weight("gather", self._tensor)
+        (cast,) = module.cast_weight("gather", self._tensor)
         padded = _padded(cast.qdata, _padded_size(self.size(), outer_size, mesh.size()))
         note_float8_payload(padded.numel(), padded.dtype)
-        return (padded.view(torch.uint8),), (cast.scale, padded.dtype)
+        inputs: tuple[torch.Tensor, ...] = (padded.view(torch.uint8),)
+        if cast.scale.ndim == 0 or self.size()[1:] != outer_size[1:]:
+            scale: torch.Tensor | None = cast.scale  # the same on all ranks
+        elif outer_size[0] % mesh.size() == 0:
+            inputs, scale = (*inputs, cast.scale.reshape(-1)), None
+        else:
+            scale = _all_row_scales(module, cast.scale, outer_size[0], mesh)
+        return inputs, _Metadata(scale, padded.dtype, outer_size)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: tuple[torch.Tensor, torch.dtype],
+        metadata: _Metadata,
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """FSDP2: the unsharded weight over the gathered bytes (no copy)."""
-        (data,) = all_gather_outputs
-        scale, float8_dtype = metadata
+        data, *row_scales = all_gather_outputs
+        scale = metadata.scale
+        if scale is None:
+            scale = row_scales[0].reshape(-1, 1)
         if out is not None:
             # FSDP2 refilled the same storage: only the scale is new.
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.scale = scale
             return None
-        # FSDP2 itself allocates and frees the storage of its all-gather outputs.
-        return Float8Tensor(data.view(float8_dtype), scale, param_dtype), ()
+        # FSDP2 itself allocates and frees the storage of its all-gather outputs. What it gathered
+        # is the weight, padded, and for shards of other dims than the first in another shape.
+        qdata = data.view(metadata.dtype)
+        qdata = qdata.as_strided(metadata.size, torch.empty(metadata.size, device="meta").stride())
+        return Float8Tensor(qdata, scale, param_dtype), ()
+
+
+def _all_row_scales(
+    module: Float8Linear, scale: torch.Tensor, rows: int, mesh: DeviceMesh
+) -> torch.Tensor:
+    """Scales ``[rows, 1]`` of all rows of which FSDP2 gives the ranks of ``mesh`` unequal parts."""
+    layout, cache = Layout.of(module.weight), module.weight_cache
+    assert layout is not None
+    if cache.all_rows is None:
+        all_rows = scale.new_zeros(layout.shape[0], 1)
+        start = global_offset(layout, 0)
+        all_rows[start : start + len(scale)] = scale
+        cache.all_rows = all_reduce_max(all_rows, mesh.get_group())
+    start = global_offset(_unsharded_layout(layout, mesh), 0)
+    return cache.all_rows[start : start + rows].to(scale.device)
+
+
+def _unsharded_layout(layout: Layout, mesh: DeviceMesh) -> Layout:
+    """Where a weight lives once FSDP2 has gathered it over ``mesh``."""
+    ours = dist.get_process_group_ranks(mesh.get_group())
+    placements = tuple(
+        Replicate() if _ranks(layout.mesh, axis) == ours else placement
+        for axis, placement in enumerate(layout.placements)
+    )
+    return layout._replace(placements=placements)
 
 
 def _check_other_shards(module: Float8Linear, mesh: DeviceMesh) -> None:
@@ -176,13 +225,7 @@ def _check_other_shards(module: Float8Linear, mesh: DeviceMesh) -> None:
     layout = Layout.of(module.weight)
     if layout is None or layout.mesh.ndim == 1:
         return
-    ours = dist.get_process_group_ranks(mesh.get_group())
-    others = layout._replace(
-        placements=tuple(
-            Replicate() if _ranks(layout.mesh, axis) == ours else placement
-            for axis, placement in enumerate(layout.placements)
-        )
-    )
+    others = _unsharded_layout(layout, mesh)
     if any(0 in local_sizes(others, dim) for dim in range(2)):
         raise ValueError(
             f"{module.fqn}: a weight of shape {tuple(layout.shape)} leaves a tensor-parallel rank "

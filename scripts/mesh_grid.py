@@ -18,9 +18,11 @@ HEADER = """\
 
 # Every mesh, every shape
 
-One linear layer; its float8 input, weight and output gradient as the three GEMMs take them on each
-rank, compared with the matching part of a single process's cast: scale and bytes. Verdicts are
-those without / with `precompute_float8_dynamic_scale`. Shapes are out_features x in_features.
+One linear layer in each of the recipes tensorwise, rowwise, rowwise_with_gw_hp, rowwise_folded and
+delayed; all operands of its float8 GEMMs on each rank, compared with the matching part of a single
+process's: scales and bytes. (delayed: in its second step, scaled by the history of the first.)
+Verdicts are those without / with `precompute_float8_dynamic_scale`. Shapes are out_features x
+in_features. FSDP2 gathers in float8 where the recipe can.
 
 "bitwise": equal bit for bit on all ranks. "refused": an error on all ranks that says why (FSDP2
 can't shard a dim other than the first unevenly, nor reduce the gradient of an empty tensor-parallel

@@ -22,9 +22,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fp8_dist.cast import cast_to_float8
-from fp8_dist.config import CastConfig
+from fp8_dist.config import Cast, CastConfig, ScalingGranularity
+from fp8_dist.delayed import AmaxHistory
 from fp8_dist.linear import Float8Linear, float8_layers
-from fp8_dist.sharding import local_tensor
+from fp8_dist.sharding import local_tensor, reduced
 from fp8_dist.tensor import Float8Tensor
 
 
@@ -76,11 +77,12 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         fwd_config_submodule_fqn: the Float8Linear in the module whose config is followed;
             ``None`` means all of them, and they must agree.
 
-    Collectives: per input, one all-reduce of 4 bytes and one all-gather of 1 byte per element.
+    Collectives: per input, one all-gather of 1 byte per element, and one all-reduce of 4 bytes for
+    a dynamic scale per tensor; scales of rows travel in the gather, 4 bytes each.
 
     Raises:
         ValueError: when applied to a module without Float8Linear, with layers that disagree, or
-            that don't take their input in float8.
+            that don't take their input in one float8 copy (``rowwise`` takes two).
     """
 
     def __init__(
@@ -127,18 +129,30 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        dtype, power_of_2 = self._cast_of(module)
         # One style may be applied to several modules whose layers cast differently.
         style = copy.copy(self)
-        style._cast = partial(
-            cast_to_float8,
-            cast_config=CastConfig(target_dtype=dtype),
-            round_scales_to_power_of_2=power_of_2,
-        )
+        layers = self._followed_layers(module)
+        (cast,) = self._check_casts(layers)
+        config = next(iter(layers.values())).config
+        if cast.delayed:
+            # Its history is kept with a layer's, of which it need not be the input.
+            history = AmaxHistory(cast, config.amax_history_len, config.round_scales_to_power_of_2)
+            next(iter(layers.values())).histories["prepared_input"] = history
+            style._cast = partial(_cast_delayed, history)
+        else:
+            granularity = ScalingGranularity.AXISWISE if cast.covers == "row" else None
+            style._cast = partial(
+                cast_to_float8,
+                cast_config=CastConfig(
+                    target_dtype=cast.dtype,
+                    scaling_granularity=granularity or ScalingGranularity.TENSORWISE,
+                ),
+                dim=None if granularity is None else -1,
+                round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+            )
         return super(PrepareFloat8ModuleInput, style)._apply(module, device_mesh)
 
-    def _cast_of(self, module: nn.Module) -> tuple[torch.dtype, bool]:
-        """The input cast that the float8 layers in ``module`` agree about."""
+    def _followed_layers(self, module: nn.Module) -> dict[str, Float8Linear]:
         layers = float8_layers(module)
         if self.fwd_config_submodule_fqn is not None:
             chosen = layers.get(self.fwd_config_submodule_fqn)
@@ -148,39 +162,58 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                     f"{self.fwd_config_submodule_fqn!r} is no Float8Linear in this "
                     f"{type(module).__name__}; it has {list(layers)}"
                 )
-            layers = {self.fwd_config_submodule_fqn: chosen}
+            return {self.fwd_config_submodule_fqn: chosen}
         if not layers:
             raise ValueError(
                 f"PrepareFloat8ModuleInput: this {type(module).__name__} contains no "
                 "Float8Linear; convert the model first, or use torch's PrepareModuleInput"
             )
+        return layers
+
+    def _check_casts(self, layers: dict[str, Float8Linear]) -> set[Cast]:
+        """The one input cast that the layers agree about."""
+        for name, layer in layers.items():
+            if layer.config.travelling_cast("input") is None:
+                raise ValueError(
+                    f"PrepareFloat8ModuleInput: {', '.join(layers)} take their input in two "
+                    "different casts, or in high precision in some GEMM, which no single float8 "
+                    f"copy can serve ({name}: {layer.extra_repr()}); use torch's "
+                    "PrepareModuleInput"
+                )
         casts = {
-            name: (
-                tuple(layer.config.gemm_enabled(gemm) for gemm in ("output", "grad_weight")),
-                layer.config.operand_dtype("input"),
-                layer.config.round_scales_to_power_of_2,
-            )
-            for name, layer in layers.items()
+            (layer.config.travelling_cast("input"), layer.config.round_scales_to_power_of_2)
+            for layer in layers.values()
         }
-        if len(set(casts.values())) > 1:
+        if len(casts) > 1:
             raise ValueError(
                 "PrepareFloat8ModuleInput: the layers that share this input cast it differently: "
                 f"{ {n: layer.extra_repr() for n, layer in layers.items()} }; give them one "
                 "config, or name the one to follow in fwd_config_submodule_fqn"
             )
-        (enabled, dtype, power_of_2) = next(iter(casts.values()))
-        if not all(enabled):
-            raise ValueError(
-                f"PrepareFloat8ModuleInput: {', '.join(layers)} take their input in high "
-                "precision in some GEMM; use torch's PrepareModuleInput"
-            )
-        assert dtype is not None
-        if self.float8_dtype not in (None, dtype):
-            raise ValueError(
-                f"PrepareFloat8ModuleInput: float8_dtype={self.float8_dtype}, but the layers "
-                f"({', '.join(layers)}) cast their input to {dtype}; drop the argument"
-            )
-        return dtype, power_of_2
+        found = {cast for cast, _ in casts if cast is not None}
+        for cast in found:
+            if self.float8_dtype not in (None, cast.dtype):
+                raise ValueError(
+                    f"PrepareFloat8ModuleInput: float8_dtype={self.float8_dtype}, but the layers "
+                    f"({', '.join(layers)}) cast their input to {cast.dtype}; drop the argument"
+                )
+        return found
+
+
+class _CastDelayed(torch.autograd.Function):
+    """A cast with a delayed scale; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, history: AmaxHistory, record: bool) -> torch.Tensor:
+        return history.cast(input, record)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return grad, None, None
+
+
+def _cast_delayed(history: AmaxHistory, input: torch.Tensor) -> torch.Tensor:
+    return _CastDelayed.apply(reduced(input), history, torch.is_grad_enabled())
 
 
 def _distribute(

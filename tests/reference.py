@@ -91,16 +91,19 @@ def raised(kind: type[Exception], call: Callable[[], object]) -> str:
 
 @contextmanager
 def weights_used(model: torch.nn.Module) -> Iterator[dict[str, Float8Tensor]]:
-    """Records, per layer name, a copy of the local float8 weight that its forward multiplies."""
+    """Records, per layer name, a copy of the local float8 weight that its forward multiplies.
+
+    (Of layers that cast their weight twice: of the first cast.)
+    """
     names = {layer.fqn: name for name, layer in linear.float8_layers(model).items()}
     used: dict[str, Float8Tensor] = {}
     running: list[str] = []
     original = linear.float8_linear
 
-    def recording(x, weight, bias, weight_float8, spec):  # type: ignore[no-untyped-def]
-        if weight_float8 is not None:
-            used[running[-1]] = weight_float8.clone()
-        return original(x, weight, bias, weight_float8, spec)
+    def recording(x, weight, bias, weight_casts, spec):  # type: ignore[no-untyped-def]
+        if weight_casts:
+            used[running[-1]] = weight_casts[0].clone()
+        return original(x, weight, bias, weight_casts, spec)
 
     def enter(layer: linear.Float8Linear, args: object) -> None:
         running.append(names[layer.fqn])

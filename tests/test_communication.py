@@ -429,7 +429,9 @@ def mixed_meshes() -> list[str]:
     wrong = [] if audit.count() == audit.count("all_reduce") == 1 else [audit.table()]
     for name, layer in float8_layers(net).items():
         cast = cast_to_float8(masters[name], CastConfig())
-        if not same_bits(layer.weight_cache.scaling[1], cast.scale):
+        if not same_bits(
+            layer.weight_cache.scaling[layer.config.casts("weight")[0]][1], cast.scale
+        ):
             wrong.append(name)
     return wrong
 

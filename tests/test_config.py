@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from fp8_dist import (
     ScalingGranularity,
     ScalingType,
 )
+from fp8_dist.config import GEMM_OPERANDS, Cast
 
+AXISWISE = ScalingGranularity.AXISWISE
 OFF = CastConfig(ScalingType.DISABLED)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -24,9 +27,8 @@ def test_none_means_the_operands_default_and_is_not_filled_in() -> None:
     config = Float8LinearConfig(
         cast_config_input=shared, cast_config_weight=shared, cast_config_grad_output=shared
     )
-    assert config.operand_dtype("input") is E4M3
-    assert config.operand_dtype("weight") is E4M3
-    assert config.operand_dtype("grad_output") is E5M2
+    assert config.casts("input") == config.casts("weight") == (Cast(E4M3),)
+    assert config.casts("grad_output") == (Cast(E5M2),)
     assert shared.target_dtype is None
     assert config.cast_config_input_for_grad_weight is None
     assert config.cast_config("input", "grad_weight") is shared
@@ -50,12 +52,63 @@ def test_gemms_can_be_disabled_one_by_one() -> None:
     everything = Float8LinearConfig(
         cast_config_input=OFF, cast_config_weight=OFF, cast_config_grad_output=OFF
     )
-    assert everything.operand_dtype("weight") is None
+    assert everything.casts("weight") == ()
+
+
+def casts_of(config: Float8LinearConfig) -> str:
+    """A line per GEMM with what its operands are cast to, and one with what can travel."""
+    lines = []
+    for gemm, operands in GEMM_OPERANDS.items():
+        casts = [config.cast(operand, gemm) for operand in operands]
+        shown = [
+            f"{operand} "
+            + (f"{c.dtype} per {c.covers}{', delayed' * c.delayed}" if c else "high precision")
+            for operand, c in zip(operands, casts, strict=True)
+        ]
+        lines.append(f"  {gemm}: {'; '.join(shown)}")
+    moving = [o for o in ("input", "weight", "grad_output") if config.travelling_cast(o)]  # type: ignore[arg-type]
+    lines.append(f"  travels in float8: {', '.join(moving) or 'nothing'}")
+    return "\n".join(lines).replace("torch.float8_", "")
 
 
 def test_recipes_by_name() -> None:
-    for name in ("tensorwise", Float8LinearRecipeName.TENSORWISE):
-        assert Float8LinearConfig.from_recipe_name(name) == Float8LinearConfig()
+    configs = {r: Float8LinearConfig.from_recipe_name(r) for r in Float8LinearRecipeName}
+    assert configs == {r: Float8LinearConfig.from_recipe_name(r.value) for r in configs}
+    assert configs[Float8LinearRecipeName.TENSORWISE] == Float8LinearConfig()
+    assert [r.value for r, c in configs.items() if c.round_scales_to_power_of_2] == [
+        "rowwise",
+        "rowwise_with_gw_hp",
+        "rowwise_folded",
+    ]
+    assert_expected_inline(
+        "\n".join(f"{recipe.value}\n{casts_of(config)}" for recipe, config in configs.items()),
+        """\
+tensorwise
+  output: input e4m3fn per tensor; weight e4m3fn per tensor
+  grad_input: grad_output e5m2 per tensor; weight e4m3fn per tensor
+  grad_weight: grad_output e5m2 per tensor; input e4m3fn per tensor
+  travels in float8: input, weight, grad_output
+rowwise
+  output: input e4m3fn per row; weight e4m3fn per row
+  grad_input: grad_output e4m3fn per row; weight e4m3fn per column
+  grad_weight: grad_output e4m3fn per column; input e4m3fn per column
+  travels in float8: nothing
+rowwise_with_gw_hp
+  output: input e4m3fn per row; weight e4m3fn per row
+  grad_input: grad_output e4m3fn per row; weight e4m3fn per tensor
+  grad_weight: grad_output high precision; input high precision
+  travels in float8: nothing
+rowwise_folded
+  output: input e4m3fn per row; weight e4m3fn per row
+  grad_input: grad_output e4m3fn per row; weight e4m3fn per row
+  grad_weight: grad_output e4m3fn per row; input e4m3fn per row
+  travels in float8: input, weight, grad_output
+delayed
+  output: input e4m3fn per tensor, delayed; weight e4m3fn per tensor, delayed
+  grad_input: grad_output e5m2 per tensor, delayed; weight e4m3fn per tensor, delayed
+  grad_weight: grad_output e5m2 per tensor, delayed; input e4m3fn per tensor, delayed
+  travels in float8: input, weight, grad_output""",
+    )
 
 
 def test_configs_are_frozen_and_hashable() -> None:
@@ -65,19 +118,18 @@ def test_configs_are_frozen_and_hashable() -> None:
     assert len({config, Float8LinearConfig()}) == 1
 
 
+def recipe(name: str, **changes: Any) -> Float8LinearConfig:
+    return replace(Float8LinearConfig.from_recipe_name(name), **changes)
+
+
 REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
-    "recipe": (NotImplementedError, lambda: Float8LinearConfig.from_recipe_name("rowwise")),
     "unknown recipe": (ValueError, lambda: Float8LinearConfig.from_recipe_name("fast")),
     "dtype": (ValueError, lambda: CastConfig(target_dtype=torch.bfloat16)),
     "type": (TypeError, lambda: CastConfig("dynamic")),  # type: ignore[arg-type]
     "no cast": (TypeError, lambda: Float8LinearConfig(cast_config_input=None)),  # type: ignore[arg-type]
     "no gemm": (TypeError, lambda: Float8LinearConfig(gemm_config_output=True)),  # type: ignore[arg-type]
     "no bool": (TypeError, lambda: Float8LinearConfig(pad_inner_dim="no")),  # type: ignore[arg-type]
-    "delayed": (NotImplementedError, lambda: CastConfig(ScalingType.DELAYED)),
-    "axiswise": (
-        NotImplementedError,
-        lambda: CastConfig(scaling_granularity=ScalingGranularity.AXISWISE),
-    ),
+    "delayed rows": (ValueError, lambda: CastConfig(ScalingType.DELAYED, AXISWISE)),
     "one operand disabled": (ValueError, lambda: Float8LinearConfig(cast_config_weight=OFF)),
     "two dtypes": (
         ValueError,
@@ -94,6 +146,33 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     ),
     "amax scope": (ValueError, lambda: Float8LinearConfig(amax_scope="node")),  # type: ignore[arg-type]
     "history": (ValueError, lambda: Float8LinearConfig(amax_history_len=4)),
+    "no history": (ValueError, lambda: recipe("delayed", amax_history_len=0)),
+    "delayed once": (
+        ValueError,
+        lambda: recipe("delayed", cast_config_input_for_grad_weight=CastConfig()),
+    ),
+    "delayed on one rank": (ValueError, lambda: recipe("delayed", amax_scope="rank")),
+    "gather of two casts": (
+        ValueError,
+        lambda: recipe("rowwise", enable_fsdp_float8_all_gather=True),
+    ),
+    "gather of two granularities": (
+        ValueError,
+        lambda: recipe("rowwise_with_gw_hp", enable_fsdp_float8_all_gather=True),
+    ),
+    "fold of tensors": (ValueError, lambda: Float8LinearConfig(fold_row_scales=True)),
+    "fold of one tensor": (
+        ValueError,
+        lambda: recipe("rowwise_folded", cast_config_grad_output=CastConfig()),
+    ),
+    "fold of a second cast": (
+        ValueError,
+        lambda: recipe("rowwise_with_gw_hp", fold_row_scales=True),
+    ),
+    "fold of any scales": (
+        ValueError,
+        lambda: recipe("rowwise_folded", round_scales_to_power_of_2=False),
+    ),
     "recompute": (ValueError, lambda: Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True)),
 }
 
@@ -107,19 +186,26 @@ def test_refusals() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-recipe: recipe_name='rowwise' is not implemented; use one of ['tensorwise']
-unknown recipe: recipe_name='fast' is not one of ['tensorwise']
+unknown recipe: recipe_name='fast' is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed']
 dtype: CastConfig.target_dtype=torch.bfloat16 is not a float8 dtype; use one of torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, or None for the operand's default
 type: CastConfig.scaling_type must be a ScalingType, got 'dynamic'
 no cast: Float8LinearConfig.cast_config_input must be a CastConfig, got None
 no gemm: Float8LinearConfig.gemm_config_output must be a Float8GemmConfig, got True
 no bool: Float8LinearConfig.pad_inner_dim must be a bool, got 'no'
-delayed: CastConfig: ScalingType.DELAYED is not implemented; use ScalingType.DYNAMIC
-axiswise: CastConfig: ScalingGranularity.AXISWISE is not implemented; use TENSORWISE
+delayed rows: CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor, rows come and go; use TENSORWISE, or ScalingType.DYNAMIC
 one operand disabled: Float8LinearConfig: the GEMM of output multiplies input by weight, and weight is DISABLED while input is not; disable both or neither
-two dtypes: Float8LinearConfig: input is cast to ['torch.float8_e4m3fn', 'torch.float8_e5m2'] in its two GEMMs; it is cast once, so both casts need the same target_dtype
+two dtypes: Float8LinearConfig: input is cast to ['torch.float8_e4m3fn', 'torch.float8_e5m2'] in its two GEMMs; both casts need the same target_dtype
 gather of a disabled weight: Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers the weight in float8 only, but the GEMM of grad_input has its weight cast DISABLED
 amax scope: Float8LinearConfig.amax_scope='node': use 'global' or 'rank'
 history: Float8LinearConfig.amax_history_len=4 has no effect: it belongs to ScalingType.DELAYED, which no operand of this config uses
+no history: Float8LinearConfig.amax_history_len=0: use an integer of at least 1
+delayed once: Float8LinearConfig: input has a DELAYED scale in one GEMM and a DYNAMIC one in the other; use one scaling_type for both, or DISABLED
+delayed on one rank: Float8LinearConfig.amax_scope='rank': the scale of input, weight, grad_output is DELAYED, it costs no all-reduce in the step and is that of the global tensor; use 'global'
+gather of two casts: Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy of the weight, but its GEMMs take two, with one scale per row and one per column; leave it off (FSDP2 then gathers in high precision), or use the recipe rowwise_folded
+gather of two granularities: Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy of the weight, but its GEMMs take two, with one scale per row and one per tensor; leave it off (FSDP2 then gathers in high precision), or use the recipe rowwise_folded
+fold of tensors: Float8LinearConfig: fold_row_scales=True needs one scale per row, and input has another cast; use ScalingGranularity.AXISWISE, ScalingType.DYNAMIC (or DISABLED) in all of its GEMMs
+fold of one tensor: Float8LinearConfig: fold_row_scales=True needs one scale per row, and grad_output has another cast; use ScalingGranularity.AXISWISE, ScalingType.DYNAMIC (or DISABLED) in all of its GEMMs
+fold of a second cast: Float8LinearConfig: fold_row_scales=True needs one scale per row, and weight has another cast; use ScalingGranularity.AXISWISE, ScalingType.DYNAMIC (or DISABLED) in all of its GEMMs
+fold of any scales: Float8LinearConfig: fold_row_scales=True casts a gradient again after its scales were folded in, which is exact for powers of two only; set round_scales_to_power_of_2=True
 recompute: Float8LinearConfig.force_recompute_fp8_weight_in_bwd=True has no meaning here: the weight is kept as float8 and FSDP2 gathers it again by itself; drop the flag""",
     )

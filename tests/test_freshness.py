@@ -293,11 +293,11 @@ def test_precompute_of_nothing_is_an_error() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     assert_expected_inline(
         raised(ValueError, lambda: precompute_float8_dynamic_scale(nn.Linear(2, 2))),
-        """precompute_float8_dynamic_scale: the module has no Float8Linear with a float8 weight; call convert_to_float8_training first""",
+        """precompute_float8_dynamic_scale: the module has no Float8Linear with a float8 weight of dynamic scale; call convert_to_float8_training first""",
     )
     assert_expected_inline(
         raised(ValueError, lambda: attach_precompute(optimizer, nn.Linear(2, 2))),
-        """attach_precompute: the module has no Float8Linear with a float8 weight; call convert_to_float8_training first""",
+        """attach_precompute: the module has no Float8Linear with a float8 weight of dynamic scale; call convert_to_float8_training first""",
     )
 
 

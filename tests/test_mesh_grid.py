@@ -1,28 +1,30 @@
-"""Every mesh x every shape x {with, without precompute}: all operands of the three GEMMs, bit by bit.
+"""Every mesh x every shape x {with, without precompute} x every recipe: all operands of the three
+GEMMs, bit by bit.
 
 The verdicts are recorded in pytest's JUnit report; ``scripts/mesh_grid.py`` makes the table in
 ``docs/mesh_grid.md`` from them.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn as nn
 from ranks import RankPools, device_mesh
-from reference import same_bits
+from reference import same_cast
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import fp8_dist.function
 from fp8_dist import (
-    CastConfig,
     Float8LinearConfig,
+    Float8LinearRecipeName,
     Float8Tensor,
-    cast_to_float8,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
 )
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
 
@@ -71,18 +73,20 @@ def stage_mesh(axes: tuple[int, int, int, int]) -> DeviceMesh:
     return whole["replicate", "shard", "tp"]
 
 
-def build(mesh: DeviceMesh, style: str, dim: int, shape: tuple[int, int]) -> nn.Sequential:
+def build(
+    mesh: DeviceMesh, style: str, dim: int, shape: tuple[int, int], config: Float8LinearConfig
+) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(shape[1], shape[0]))
-    gather = mesh["shard"].size() > 1 or mesh["replicate"].size() > 1
-    convert_to_float8_training(
-        model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=gather)
-    )
+    shard = mesh["shard"].size() > 1 or mesh["replicate"].size() > 1
+    gather = shard and config.travelling_cast("weight") is not None
+    config = replace(config, enable_fsdp_float8_all_gather=gather)
+    convert_to_float8_training(model, config=config)
     if style:
         kind = Float8ColwiseParallel if style == "column" else Float8RowwiseParallel
         place = {"output_layouts": Replicate()} if style == "column" else {}
         apply_tp_plan(model, mesh["tp"], {"0": kind(input_layouts=Replicate(), **place)})
-    if gather:
+    if shard:
         data = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
         fully_shard(
             model,
@@ -92,9 +96,12 @@ def build(mesh: DeviceMesh, style: str, dim: int, shape: tuple[int, int]) -> nn.
     return model
 
 
-def captured_step(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> dict[str, Float8Tensor]:
-    """The float8 operands of one step, as the GEMMs take them: input, weight, grad_output."""
-    calls: list[tuple[Float8Tensor, Float8Tensor]] = []
+Product = tuple[Float8Tensor, Float8Tensor]
+
+
+def captured_step(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[Product]:
+    """The operands of each float8 GEMM of one step: output, grad_input, grad_weight."""
+    calls: list[Product] = []
     original: Callable[..., torch.Tensor] = fp8_dist.function.scaled_mm
 
     def recording(left, right, **kwargs):  # type: ignore[no-untyped-def]
@@ -103,54 +110,80 @@ def captured_step(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> dict
 
     fp8_dist.function.scaled_mm = recording
     try:
-        model(x).backward(grad)
+        model(x.requires_grad_()).backward(grad)
     finally:
         fp8_dist.function.scaled_mm = original
-    (inputs, weight_t), (grads, weight), (grads_t, again) = calls
-    assert same_bits(weight_t.qdata.t(), weight.qdata)
-    assert same_bits(grads_t.qdata.t(), grads.qdata)
-    assert same_bits(inputs.qdata, again.qdata)
-    return {"input": inputs, "weight": weight, "grad_output": grads}
+    return calls
+
+
+# Of each GEMM's left and right operand: the dim that a tensor-parallel style splits.
+SPLIT: dict[str, list[tuple[int | None, int | None]]] = {
+    "": [(None, None), (None, None), (None, None)],
+    "column": [(None, 1), (1, 0), (0, None)],
+    "row": [(1, 0), (None, 1), (None, 1)],
+}
+
+
+def part(whole: Float8Tensor, dim: int | None, size: int, rank: int) -> Float8Tensor:
+    if dim is None:
+        return whole
+    chunks = [*whole.split(-(-whole.shape[dim] // size), dim=dim)]
+    if rank < len(chunks):
+        return chunks[rank]  # type: ignore[return-value]
+    empty = whole.split(whole.shape[dim], dim=dim)[0]
+    return torch.ops.aten.slice.Tensor(empty, dim, 0, 0)
+
+
+def are_equal(found: Product, expected: list[Float8Tensor]) -> list[bool]:
+    pairs = list(zip(found, expected, strict=True))
+    if any(x.numel() == 0 for x in found) and any(x.scale.ndim for x in found):
+        # Scales of empty rows are of no use, and neither is what was folded with them.
+        return [mine.shape == theirs.shape for mine, theirs in pairs]
+    return [same_cast(mine, theirs) for mine, theirs in pairs]
+
+
+def data_of(seed: int, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    tokens = torch.randn(6, 1).exp()
+    return tokens * torch.randn(6, shape[1]), tokens.flip(0) * torch.randn(6, shape[0])
 
 
 def verdicts(
     axes: tuple[int, int, int, int], style: str, dim: int, shape: tuple[int, int], precompute: bool
-) -> dict[str, bool]:
-    """Per operand: is it, bit for bit, this rank's part of one process's cast?"""
+) -> dict[str, list[bool]]:
+    """Per recipe and operand: is it, bit for bit, this rank's part of one process's?"""
     mesh = stage_mesh(axes)
-    model = build(mesh, style, dim, shape)
-    master = nn.Linear(shape[1], shape[0])
-    torch.manual_seed(0)
-    master.reset_parameters()
-    if precompute:
-        precompute_float8_dynamic_scale(model)
     # Data-parallel ranks have activations of their own, tensor-parallel ranks share theirs.
-    torch.manual_seed(torch.distributed.get_rank() // axes[3])
-    x = torch.randn(6, shape[1], requires_grad=True)
-    grad = torch.randn(6, shape[0])
-    found = captured_step(model, x, grad)
-    e5m2 = CastConfig(target_dtype=torch.float8_e5m2)
-    whole = {
-        "input": cast_to_float8(x.detach(), CastConfig()),
-        "weight": cast_to_float8(master.weight.detach(), CastConfig()),
-        "grad_output": cast_to_float8(grad, e5m2),
-    }
-    split_on = {
-        "": {},
-        "column": {"weight": 0, "grad_output": 1},
-        "row": {"weight": 1, "input": 1},
-    }[style]
-    result = {}
-    for name, cast in whole.items():
-        part = cast.qdata
-        if name in split_on:
-            placed = DTensor.from_local(cast.qdata.view(torch.uint8), mesh["tp"], [Replicate()])
-            placed = placed.redistribute(placements=[Shard(split_on[name])])
-            part = placed.to_local().view(cast.qdata.dtype)
-        result[name] = same_bits(found[name].qdata, part) and same_bits(
-            found[name].scale, cast.scale
-        )
-    return result
+    seed = torch.distributed.get_rank() // axes[3]
+    replicas = axes[1] * axes[2]
+    results = {}
+    for recipe in Float8LinearRecipeName:
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        model = build(mesh, style, dim, shape, config)
+        torch.manual_seed(0)
+        twin = nn.Sequential(nn.Linear(shape[1], shape[0]))
+        convert_to_float8_training(twin, config=config)
+        if recipe is Float8LinearRecipeName.DELAYED:
+            # A step before, so that there is a history: its data-parallel batches are one batch.
+            first = seed // replicas * replicas
+            for other in range(first, first + replicas):
+                captured_step(twin, *data_of(100 + other, shape))
+            captured_step(model, *data_of(100 + seed, shape))
+            for each in (model, twin):
+                sync_float8_amax_and_scale_history(each)
+        elif precompute:
+            precompute_float8_dynamic_scale(model)
+        found = captured_step(model, *data_of(seed, shape))
+        whole = captured_step(twin, *data_of(seed, shape))
+        tp, rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
+        same = []
+        for mine, all_of_it, dims in zip(found, whole, SPLIT[style], strict=False):
+            expected = [part(o, at, tp, rank) for o, at in zip(all_of_it, dims, strict=True)]
+            same += are_equal(mine, expected)
+        gemms = 2 if recipe is Float8LinearRecipeName.ROWWISE_WITH_GW_HP else 3
+        assert len(found) == len(whole) == gemms
+        results[recipe.value] = same
+    return results
 
 
 @pytest.mark.parametrize("precompute", [False, True], ids=["dynamic", "precompute"])
@@ -174,9 +207,9 @@ def test_operands(
         assert pool.run(refused, *arguments[:4], error) == [True] * pool.world_size
         return
     results = pool.run(verdicts, *arguments, timeout=120)
-    record_property("verdict", "bitwise" if all(all(r.values()) for r in results) else "DIFFERS")
-    for result in results:
-        assert all(result.values()), results
+    equal = all(all(same) for r in results for same in r.values())
+    record_property("verdict", "bitwise" if equal else "DIFFERS")
+    assert equal, results
 
 
 def refused(
@@ -186,6 +219,8 @@ def refused(
     shape: tuple[int, int],
     error: type[Exception],
 ) -> bool:
-    with pytest.raises(error, match=r"uneven sharding on dim 1|can't reduce an empty gradient"):
-        build(stage_mesh(axes), style, dim, shape)(torch.randn(6, shape[1]))
+    for recipe in ("tensorwise", "rowwise_folded", "delayed"):
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        with pytest.raises(error, match=r"uneven sharding on dim 1|can't reduce an empty gradient"):
+            build(stage_mesh(axes), style, dim, shape, config)(torch.randn(6, shape[1]))
     return True

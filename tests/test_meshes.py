@@ -211,7 +211,7 @@ def test_refusals(ranks: RankPools) -> None:
     )
     assert_expected_inline(
         ranks(4).run(irregular_meshes)[0],
-        """precompute_float8_dynamic_scale: weights live on several meshes, and DeviceMesh((4,), 'cpu', stride=(1,)) does not enumerate its ranks in ascending, even steps; slice all of them from one init_device_mesh""",
+        """weights live on several meshes, and DeviceMesh((4,), 'cpu', stride=(1,)) does not enumerate its ranks in ascending, even steps; slice all of them from one init_device_mesh""",
     )
 
 

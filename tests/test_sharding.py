@@ -81,7 +81,12 @@ def test_placements_that_no_linear_layer_has() -> None:
 
 
 def test_the_axes_of_an_amax() -> None:
-    assert sharded_axes([Replicate(), Shard(0), Partial(), Shard(1)]) == (1, 3)
+    placements = [Replicate(), Shard(0), Partial(), Shard(1)]
+    assert sharded_axes(placements, 2) == (1, 3)
+    # One scale per row: the axes that cut rows; one per column: those that cut columns.
+    assert sharded_axes(placements, 2, [1]) == (3,)
+    assert sharded_axes(placements, 2, [0]) == (1,)
+    assert sharded_axes([Shard(-1)], 3, [2]) == (0,)
 
 
 def reduced_amaxes() -> list[list[float]]:

@@ -1,0 +1,136 @@
+"""Delayed scaling: the scale of an operand from the amaxes of earlier steps.
+
+A cast then needs no all-reduce, and no pass over the operand before its cast. What a step saw is
+recorded on each rank, and :func:`fp8_dist.sync_float8_amax_and_scale_history` reduces the amaxes of
+all operands of a model at once and takes the next scales from their histories.
+
+Until a history holds a value (before the first sync, and as long as an operand was all zeros) the
+scale is that of the tensor itself. Between two syncs an operand's scale does not change, and a
+recorded amax is the maximum over all of its casts: micro-batches add up, and a forward that
+activation checkpointing repeats changes nothing.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fp8_dist.cast import cast_local, global_amax
+from fp8_dist.config import Cast
+from fp8_dist.scaling import Scaling, amax, scaling_from_amax
+from fp8_dist.sharding import Layout, local_tensor
+
+
+class AmaxHistory:
+    """The amaxes of one operand of one layer, and the scale that follows from them.
+
+    Attributes:
+        cast_as: how the operand is cast.
+        length: how many amaxes are kept.
+        power_of_2: round the quantization multiplier down to a power of two.
+        history: fp32, the newest first, at most ``length`` of them; ``None`` before the first.
+        scaling: (multiplier, scale) that follow from the history; ``None`` without one.
+        current: fp32, 0-dim, the local amax since the last sync; ``None`` if there was no cast.
+    """
+
+    def __init__(self, cast: Cast, length: int, power_of_2: bool) -> None:
+        self.cast_as = cast
+        self.length = length
+        self.power_of_2 = power_of_2
+        self.history: torch.Tensor | None = None
+        self.current: torch.Tensor | None = None
+        self.scaling: Scaling | None = None
+
+    def scaling_of(self, tensor: torch.Tensor, record: bool = True) -> Scaling:
+        """The (multiplier, scale) to cast a tensor with; records its amax (unless told not to).
+
+        A tensor that holds a non-finite value gets NaN for both, whatever the history says.
+
+        Collectives: none, but while there is no history those of a dynamic cast.
+        """
+        value = amax(local_tensor(tensor))
+        if self.scaling is None:
+            value = global_amax(value, tensor, None)
+        if record:
+            self._record(value)
+        if self.scaling is None:
+            return scaling_from_amax(value, self.cast_as.dtype, self.power_of_2)
+        multiplier, scale = (t.to(value.device) for t in self.scaling)
+        poison = value * 0  # 0, or NaN
+        return multiplier + poison, scale + poison
+
+    def cast(self, tensor: torch.Tensor, record: bool = True) -> torch.Tensor:
+        """A tensor or DTensor as float8, outside of autograd; see :meth:`scaling_of`."""
+        scaling = self.scaling_of(tensor, record)
+        cast = cast_local(local_tensor(tensor), self.cast_as.dtype, scaling)
+        layout = Layout.of(tensor)
+        return cast if layout is None else layout.wrap(cast)
+
+    def record_from(self, other: "AmaxHistory") -> None:
+        """Take over what another history recorded: both operands are the same tensor."""
+        if other.current is not None:
+            self._record(other.current)
+
+    def _record(self, value: torch.Tensor) -> None:
+        if self.current is None:
+            self.current = value
+        else:
+            self.current = torch.maximum(self.current.to(value.device), value)
+
+    def _set(self, history: torch.Tensor) -> None:
+        advance_to([self], history.unsqueeze(0))
+
+    def kind(self) -> tuple[Any, ...]:
+        """Histories of one kind can be advanced together."""
+        filled = None if self.history is None else len(self.history)
+        return self.cast_as, self.length, self.power_of_2, filled
+
+    def state(self) -> torch.Tensor | None:
+        """The history, to be saved."""
+        return None if self.history is None else self.history.detach().clone()
+
+    def load(self, history: torch.Tensor | None) -> None:
+        """Continue from a saved history, cut to this one's length; ``None``: from the start."""
+        self.current = self.history = self.scaling = None
+        if history is not None:
+            self._set(history.detach().clone().to(torch.float32)[: self.length])
+
+
+def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
+    """End a step in which the operands had the given global amaxes (fp32, one for each).
+
+    A non-finite amax is left out: it has been seen in the step itself, whose update may have been
+    skipped for that reason. So is 0, which is also what a rank without a cast reports.
+    """
+    groups: dict[Any, list[int]] = {}
+    known: list[float] | None = None
+    for i, history in enumerate(histories):
+        history.current = None
+        if history.history is None:
+            # The one moment at which values decide on the host; they are the same on all ranks.
+            known = values.tolist() if known is None else known
+            if not 0 < known[i] < math.inf:
+                continue
+        groups.setdefault(history.kind(), []).append(i)
+    for members in groups.values():
+        group = [histories[i] for i in members]
+        new = values[torch.tensor(members, device=values.device)].unsqueeze(1)
+        if group[0].history is None:
+            advance_to(group, new)
+            continue
+        old = torch.stack([h.history for h in group if h.history is not None]).to(values.device)
+        length = group[0].length
+        longer = torch.cat([new, old], dim=1)[:, :length]
+        same = torch.cat([old, old[:, -1:]], dim=1)[:, :length]
+        advance_to(group, torch.where((new > 0) & new.isfinite(), longer, same))
+
+
+def advance_to(histories: Sequence[AmaxHistory], rows: torch.Tensor) -> None:
+    """Give histories of one kind their new amaxes ``[histories, amaxes]`` and scales."""
+    first = histories[0]
+    dtype, power_of_2 = first.cast_as.dtype, first.power_of_2
+    multipliers, scales = scaling_from_amax(rows.amax(dim=1), dtype, power_of_2)
+    for i, history in enumerate(histories):
+        history.history = rows[i]
+        history.scaling = (multipliers[i], scales[i])

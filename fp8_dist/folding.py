@@ -1,0 +1,126 @@
+"""Rowwise scales with one float8 copy of each operand: the recipe ``rowwise_folded``.
+
+With x = input ``[M, K]``, w = weight ``[N, K]``, g = grad_output ``[M, N]``; ``t[m]``, ``s[n]`` the
+scales of the rows of x and w (dequantization scales, powers of two); xq, wq their float8 data::
+
+    output[m,n]      = sum_k x[m,k] w[n,k] = t[m] s[n] sum_k xq[m,k] wq[n,k]
+    grad_input[m,k]  = sum_n g[m,n] w[n,k] = sum_n (g[m,n] s[n]) wq[n,k]
+    grad_weight[n,k] = sum_m g[m,n] x[m,k] = sum_m (g[m,n] t[m]) xq[m,k]
+
+In the output both scales stand outside of the sum. In a gradient one of them runs along the
+contraction, where a GEMM can't apply it; it is folded into g instead, whose own scales can then be
+chosen along the dim that stays. So xq and wq serve two GEMMs each, and are what travels::
+
+    g0 = cast_rows(g)             scale r0[m]     what travels, and what both folds start from
+    g1 = cast_rows(g0 * s)        scale r1[m]     grad_input[m,k]  = r1[m] sum_n g1q[m,n] wq[n,k]
+    g2 = cast_columns(g0 * t)     scale c[n]      grad_weight[n,k] = c[n]  sum_m g2q[m,n] xq[m,k]
+
+All scales are powers of two: to fold one in and cast again changes exponents alone, and the second
+rounding is exact, but for values that fall below the range of the new scale (2^-17 of the largest
+of their row or column), which the sum they go into can't notice.
+
+Why not fold s before the first cast, and take g2 from ``g1 / s``? One cast less; but where a row of
+the weight is small beside others, its column of g1 underflows though grad_weight needs it: rows of
+zeros would never get a gradient. (``scripts/measure_sqnr.py`` compares the two.)
+
+r1 is taken from ``g * s`` in high precision, beside r0, so that one all-reduce serves both where N
+is sharded, and none where rows travel; it then travels with them, 4 bytes a row.
+
+What is folded in is ``scale * UNIT``, about the largest value of the row and not 1/448 of it, which
+keeps products of small gradients away from the epsilon of :mod:`fp8_dist.scaling`.
+"""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fp8_dist.cast import global_amax
+from fp8_dist.config import Cast, Gemm
+from fp8_dist.ops import pack_rows, unpack_rows
+from fp8_dist.scaling import amax, quantize, scaling_from_amax
+from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
+from fp8_dist.tensor import Float8Tensor
+
+UNIT = 512.0
+
+
+def folded_gradients(
+    grad: torch.Tensor,
+    cast: Cast,
+    placements: Placements | None,
+    weight_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    axes: tuple[int, ...] | None,
+) -> dict[Gemm, Float8Tensor]:
+    """The operands g1 and g2 that the two gradient GEMMs take in the place of grad_output.
+
+    Args:
+        grad: grad_output ``[..., N]``, local or a DTensor without Partial placements.
+        cast: its cast (rows).
+        placements: where the GEMMs need a DTensor.
+        weight_scale: s, ``[N, 1]``, of the local weight; ``None`` where g1 is not needed.
+        input_scale: t, ``[..., 1]``, of the local input where the GEMM of grad_weight takes it;
+            ``None`` where g2 is not needed.
+        axes: as in :func:`fp8_dist.cast.scaling_of`.
+
+    Returns:
+        Local tensors to be multiplied by wq and xq with a scale of 1.
+
+    Collectives: an all-gather of 1 byte per element and 8 per row for a grad that is gathered; an
+    all-reduce of 8 bytes per row where N is sharded; one of 4 bytes per column where rows are.
+    """
+    last = [grad.ndim - 1]
+    grad = _with_whole_rows(grad, placements)
+    local = local_tensor(grad)
+    rows = [amax(local, "row")]
+    if weight_scale is not None:
+        weight_fold = weight_scale.reshape(-1) * UNIT
+        rows.append(amax(local.to(torch.float32) * weight_fold, "row"))
+    value = global_amax(torch.cat(rows, dim=-1), grad, last, axes)
+    multipliers, scales = scaling_from_amax(value, cast.dtype, True)
+    qdata = quantize(local, multipliers[..., :1], cast.dtype)
+    columns = [scales[..., :1], *multipliers[..., 1:].split(1, dim=-1)]
+
+    layout = Layout.of(grad)
+    if layout is not None:
+        assert placements is not None
+        if layout.placements != placements:
+            qdata, columns = _moved(qdata, columns, layout, placements)
+        layout = layout._replace(placements=placements)
+
+    g0 = qdata.to(torch.float32) * columns[0]
+    gradients: dict[Gemm, Float8Tensor] = {}
+    if weight_scale is not None:
+        g1 = quantize(g0 * weight_fold, columns[1], cast.dtype)
+        gradients["grad_input"] = Float8Tensor(g1, 1 / (columns[1] * UNIT), local.dtype)
+    if input_scale is not None:
+        folded = g0 * (input_scale * UNIT)
+        whole = folded if layout is None else layout.wrap(folded)
+        value = global_amax(amax(folded, "column"), whole, list(range(grad.ndim - 1)), axes)
+        multiplier, scale = scaling_from_amax(value, cast.dtype, True)
+        g2 = quantize(folded, multiplier, cast.dtype)
+        gradients["grad_weight"] = Float8Tensor(g2, scale / UNIT, local.dtype)
+    return gradients
+
+
+def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:
+    """A grad whose rows are cast where they are: moved first if rows themselves are in parts.
+
+    (Where an output was sharded along its columns, or is to be.)
+    """
+    if not isinstance(grad, DTensor):
+        return grad
+    assert placements is not None
+    now = tuple(grad.placements)
+    last = {p for p in (*now, *placements) if is_shard(p) and p.dim % grad.ndim == grad.ndim - 1}  # type: ignore[attr-defined]
+    return grad.redistribute(placements=placements) if last and now != placements else grad
+
+
+def _moved(
+    qdata: torch.Tensor, columns: list[torch.Tensor], layout: Layout, placements: Placements
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Rows and what belongs to them at other placements, in one message."""
+    packed = pack_rows(qdata, *columns)
+    shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
+    wrapped = layout._replace(shape=shape).wrap(packed)
+    moved = local_tensor(wrapped.redistribute(placements=placements))
+    return unpack_rows(moved.contiguous(), qdata.dtype, qdata.shape[-1])

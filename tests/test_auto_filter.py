@@ -1,0 +1,513 @@
+"""Which layers auto_filter admits, what its report says, and the benchmark of its thresholds."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import logging
+import re
+import warnings
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import bench_auto_filter
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from llama import Llama, LlamaConfig
+from reference import raised
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    auto_filter,
+    convert_to_float8_training,
+)
+from fp8_dist.auto_filter import MULTIPLE, TOO_SMALL, AutoFilter, _matches, _shards
+from fp8_dist.matmul import ALIGNMENT
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, llama_tp_plan
+
+installed = importlib.util.find_spec("torchao") is not None
+if installed:
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
+
+PAGE = Path(__file__).parent.parent / "docs" / "auto_filter.md"
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "delayed"]
+SIZES = [16, 24, 1000, 1024, 1040, 2048, 2064, 4096, 4104, 4112, 8192]
+
+
+def layer(out: int, in_: int) -> nn.Linear:
+    return nn.Linear(in_, out, device="meta")
+
+
+def admits(out: int, in_: int, recipe: str = "tensorwise", **arguments: Any) -> bool:
+    return auto_filter(recipe, **arguments)(layer(out, in_), "layer")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4096, device="meta")
+        self.up = layer(8192, 4096)
+        self.down = layer(4096, 8192)
+        self.gate = layer(8, 4096)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = layer(32000, 4096)
+
+
+def asked(model: nn.Module, filter_fn: AutoFilter) -> dict[str, bool]:
+    """Asks about each linear layer, as the conversion does."""
+    modules = model.named_modules()
+    return {fqn: filter_fn(m, fqn) for fqn, m in modules if isinstance(m, nn.Linear)}
+
+
+# Thresholds
+
+
+@pytest.mark.skipif(not installed, reason="torchao is not installed")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_one_rank_decides_as_torchao(recipe: str) -> None:
+    ours, theirs = auto_filter(recipe, ["head"]), _auto_filter_for_recipe(recipe, ["head"])
+    for fqn, out, in_ in product(("layer", "my.heads.0"), SIZES, SIZES):
+        assert ours(layer(out, in_), fqn) == theirs(layer(out, in_), fqn), (fqn, out, in_)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "as_recipe"),
+    [
+        ("delayed", "tensorwise"),
+        ("rowwise_with_gw_hp", "rowwise"),
+        ("rowwise_folded", "rowwise"),
+    ],
+)
+def test_other_recipes_inherit(recipe: str, as_recipe: str) -> None:
+    for shape, tp_size in product(product(SIZES, SIZES), (1, 2)):
+        assert admits(*shape, recipe, tp_size=tp_size) == admits(*shape, as_recipe, tp_size=tp_size)
+
+
+def test_every_recipe_has_thresholds_and_stands_on_the_page() -> None:
+    assert {recipe.value for recipe in Float8LinearRecipeName} <= set(TOO_SMALL)
+    assert list(TOO_SMALL) == RECIPES
+    for recipe in TOO_SMALL:
+        assert f"| `{recipe}` |" in PAGE.read_text()
+        assert auto_filter(recipe).report.recipe == recipe
+    for member in Float8LinearRecipeName:
+        assert auto_filter(member).report.recipe == member.value
+
+
+def test_the_multiple_is_that_of_the_gemm() -> None:
+    assert MULTIPLE == ALIGNMENT
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_larger_layer_is_never_skipped_for_its_size(recipe: str) -> None:
+    sizes = [16 * n for n in (1, 64, 65, 128, 129, 256, 257, 512)]
+    for (out, in_), tp_size in product(product(sizes, sizes), (1, 2)):
+        if admits(out, in_, recipe, tp_size=tp_size):
+            assert admits(2 * out, in_, recipe, tp_size=tp_size)
+            assert admits(out, 2 * in_, recipe, tp_size=tp_size)
+
+
+# Local shapes
+
+
+def test_without_a_plan_the_division_that_gains_less_decides() -> None:
+    # 2048 x 4096 by rows is 1024 x 4096 (too small), by columns 2048 x 2048 (large enough).
+    assert admits(2048, 4096)
+    assert not admits(2048, 4096, tp_size=2)
+    assert admits(2048, 4096, tp_size=2, plan={"layer": RowwiseParallel()})
+    # 1024 x 8192 by columns is 1024 x 4096 (too small), by rows 512 x 8192 (large enough).
+    assert not admits(1024, 8192, tp_size=2)
+    assert admits(1024, 8192, tp_size=2, plan={"layer": ColwiseParallel()})
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("tp_size", [2, 3, 8])
+def test_no_plan_admits_what_both_plans_admit(recipe: str, tp_size: int) -> None:
+    for out, in_ in product([*SIZES, 12288, 24576], repeat=2):
+        by_plan = [
+            admits(out, in_, recipe, tp_size=tp_size, plan={"layer": style})
+            for style in (ColwiseParallel(), RowwiseParallel())
+        ]
+        assert admits(out, in_, recipe, tp_size=tp_size) == all(by_plan)
+
+
+def test_the_local_shape_is_that_of_the_decisive_division() -> None:
+    def local(out: int, in_: int, **arguments: Any) -> tuple[tuple[int, int], str]:
+        filter_fn = auto_filter("tensorwise", **arguments)
+        filter_fn(layer(out, in_), "layer")
+        (row,) = filter_fn.report.rows
+        assert row.shape == (out, in_)
+        return row.local_shape, row.reason
+
+    assert local(2048, 4096, tp_size=2) == ((1024, 4096), "out <= 1024 and in <= 4096")
+    assert local(1024, 8192, tp_size=2) == ((1024, 4096), "out <= 1024 and in <= 4096")
+    # Both are large enough: the one with the shorter side.
+    assert local(8192, 4096, tp_size=2) == ((8192, 2048), "large enough")
+    assert local(4096, 8192, tp_size=2) == ((2048, 8192), "large enough")
+    # Rows of 2064 are 1032 each; columns of 4112 would be 2056.
+    assert local(2064, 8192, tp_size=2) == ((1032, 8192), "out = 1032 is no multiple of 16")
+    assert local(8192, 4112, tp_size=2) == ((8192, 2056), "in = 2056 is no multiple of 16")
+
+
+def test_of_an_uneven_division_the_smallest_part_decides() -> None:
+    filter_fn = auto_filter("tensorwise", tp_size=32, plan={"*": RowwiseParallel()})
+    # 1008 is 31 parts of 32 and one of 16; 528 is 31 of 17 and one of 1; 32 x 17 is 544.
+    for in_ in (1024, 1008, 528, 544, 1040, 48):
+        filter_fn(layer(2048, in_), str(in_))
+    assert_expected_inline(
+        str(filter_fn.report),
+        """\
+auto_filter: 2 of 6 linear layers to float8, recipe tensorwise (thresholds: H100)
+local: tp_size 32, divided as the plan says
+  layer  out x in     local              reason
+  1024   2048 x 1024  2048 x 32  float8  large enough
+  1008   2048 x 1008  2048 x 16  float8  large enough
+  528    2048 x 528   2048 x 1   skip    in = 1 is no multiple of 16
+  544    2048 x 544   2048 x 17  skip    in = 17 is no multiple of 16
+  1040   2048 x 1040  2048 x 17  skip    in = 17 is no multiple of 16
+  48     2048 x 48    2048 x 0   skip    a rank holds nothing of it""",
+    )
+
+
+def test_parts_are_those_of_torch() -> None:
+    for size, ranks in product(range(1, 70), range(1, 9)):
+        parts = [len(part) for part in torch.arange(size).chunk(ranks)]
+        parts += [0] * (ranks - len(parts))
+        for dim in (0, 1):
+            largest, smallest = _shards((size, size), dim, ranks)
+            assert (largest[dim], smallest[dim]) == (max(parts), min(parts))
+            assert (largest[1 - dim], smallest[1 - dim]) == (size, size)
+
+
+def test_a_plan_divides_what_its_styles_say() -> None:
+    plan: dict[str, ParallelStyle] = {
+        "layers.*": PrepareModuleInput(input_layouts=None, desired_input_layouts=None),
+        "layers.*.norm": SequenceParallel(),
+        "layers.*.up": Float8ColwiseParallel(),
+        "layers.*.down": Float8RowwiseParallel(),
+        "*.1.gate": ColwiseParallel(),
+        "head.*": ColwiseParallel(),
+    }
+    filter_fn = auto_filter("tensorwise", tp_size=4, plan=plan)
+    asked(Model(), filter_fn)
+    assert_expected_inline(
+        str(filter_fn.report),
+        """\
+auto_filter: 5 of 7 linear layers to float8, recipe tensorwise (thresholds: H100)
+local: tp_size 4, divided as the plan says
+  layer          out x in      local                reason
+  layers.0.up    8192 x 4096   2048 x 4096  float8  large enough
+  layers.0.down  4096 x 8192   4096 x 2048  float8  large enough
+  layers.0.gate  8 x 4096      not divided  skip    out = 8 is no multiple of 16
+  layers.1.up    8192 x 4096   2048 x 4096  float8  large enough
+  layers.1.down  4096 x 8192   4096 x 2048  float8  large enough
+  layers.1.gate  8 x 4096      2 x 4096     skip    out = 2 is no multiple of 16
+  head           32000 x 4096  not divided  float8  large enough""",
+    )
+
+
+def test_patterns_match_as_in_parallelize_module() -> None:
+    class Recorded(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+            reached.append(module)
+            return module
+
+    model = Model()
+    names = {module: fqn for fqn, module in model.named_modules()}
+    for pattern in ("head", "*", "layers", "layers.*", "layers.0.*", "*.*.u*", "*.up", "", "x.*"):
+        reached: list[nn.Module] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of what a pattern misses on its way
+            parallelize_module(model, object(), {pattern: Recorded()})  # type: ignore[arg-type]
+        ours = {fqn for fqn in names.values() if _matches(pattern, fqn)}
+        assert ours == {names[module] for module in reached}, pattern
+
+
+def test_the_plan_may_be_made_before_the_conversion_or_after() -> None:
+    model = Llama(LlamaConfig(64, 2, 4, 2, 96, vocab_size=64, max_seq_len=32))
+    before = auto_filter("tensorwise", tp_size=2, plan=llama_tp_plan(model))
+    asked(model, before)
+    convert_to_float8_training(model, module_filter_fn=lambda _, fqn: fqn != "output")
+    after = auto_filter("tensorwise", tp_size=2, plan=llama_tp_plan(model))
+    asked(model, after)
+    assert before.report == after.report
+    shapes = {row.fqn: row.local_shape for row in before.report.rows}
+    assert shapes["layers.0.attention.wo"] == (64, 32)
+    assert shapes["layers.1.feed_forward.w1"] == (48, 64)
+
+
+def test_a_plan_that_divides_a_layer_both_ways() -> None:
+    plan = {"layers.*": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    filter_fn = auto_filter("tensorwise", tp_size=2, plan=plan)
+    assert filter_fn(layer(8192, 8192), "layers.0")
+    error = raised(ValueError, lambda: filter_fn(layer(8192, 8192), "layers.1"))
+    assert_expected_inline(
+        error,
+        """auto_filter: the plan divides layers.1 both ways: 'layers.*' is a ColwiseParallel and 'layers.1' a RowwiseParallel; leave one of them""",
+    )
+
+
+# Conversion and report
+
+
+def test_conversion_and_report() -> None:
+    model = Model()
+    filter_fn = auto_filter("tensorwise", ["head", "lm_head", "1.up"], 4)
+    assert_expected_inline(
+        str(filter_fn.report),
+        """\
+auto_filter: 0 of 0 linear layers to float8, recipe tensorwise (thresholds: H100)
+local: tp_size 4, out or in divided, whichever gains less (no plan)
+  no layer was asked for yet
+filter_fqns: 'head' matched no layer
+filter_fqns: 'lm_head' matched no layer
+filter_fqns: '1.up' matched no layer""",
+    )
+    for _ in range(2):  # the second time it keeps one row for each layer
+        convert_to_float8_training(model, module_filter_fn=filter_fn)
+    converted = [fqn for fqn, m in model.named_modules() if isinstance(m, Float8Linear)]
+    assert converted == [row.fqn for row in filter_fn.report.rows if row.convert]
+    assert filter_fn.report.unmatched_fqns == ("lm_head",)
+    assert_expected_inline(
+        str(filter_fn.report),
+        """\
+auto_filter: 3 of 7 linear layers to float8, recipe tensorwise (thresholds: H100)
+local: tp_size 4, out or in divided, whichever gains less (no plan)
+  layer          out x in      local                 reason
+  layers.0.up    8192 x 4096   8192 x 1024   float8  large enough
+  layers.0.down  4096 x 8192   1024 x 8192   float8  large enough
+  layers.0.gate  8 x 4096      2 x 4096      skip    out = 2 is no multiple of 16
+  layers.1.up    8192 x 4096   8192 x 1024   skip    filter_fqns: '1.up'
+  layers.1.down  4096 x 8192   1024 x 8192   float8  large enough
+  layers.1.gate  8 x 4096      2 x 4096      skip    out = 2 is no multiple of 16
+  head           32000 x 4096  32000 x 1024  skip    filter_fqns: 'head'
+filter_fqns: 'lm_head' matched no layer""",
+    )
+    assert asdict(filter_fn.report.rows[0]) == {
+        "fqn": "layers.0.up",
+        "shape": (8192, 4096),
+        "local_shape": (8192, 1024),
+        "convert": True,
+        "reason": "large enough",
+    }
+
+
+def test_a_report_is_of_the_moment() -> None:
+    filter_fn = auto_filter("rowwise", ["b"])
+    filter_fn(layer(8192, 8192), "a")
+    before = filter_fn.report
+    filter_fn(layer(16, 16), "a")
+    filter_fn(layer(16, 16), "b")
+    assert before.unmatched_fqns == ("b",)
+    assert [(row.fqn, row.convert) for row in before.rows] == [("a", True)]
+    after = filter_fn.report
+    assert after.unmatched_fqns == ()
+    assert [(row.fqn, row.convert) for row in after.rows] == [("a", False), ("b", False)]
+
+
+def test_nothing_large_enough_is_an_error_and_the_report_says_why() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    filter_fn = auto_filter("rowwise")
+    error = raised(
+        ValueError, lambda: convert_to_float8_training(model, module_filter_fn=filter_fn)
+    )
+    assert not any(isinstance(module, Float8Linear) for module in model.modules())
+    assert_expected_inline(
+        error,
+        """\
+convert_to_float8_training: no layer of Sequential was converted:
+  0: module_filter_fn returned False
+  2: module_filter_fn returned False""",
+    )
+    assert_expected_inline(
+        str(filter_fn.report),
+        """\
+auto_filter: 0 of 2 linear layers to float8, recipe rowwise (thresholds: H100)
+  layer  out x in  local          reason
+  0      64 x 64   64 x 64  skip  out <= 2048
+  2      8 x 64    8 x 64   skip  out = 8 is no multiple of 16""",
+    )
+
+
+def test_a_model_that_is_a_linear_layer() -> None:
+    filter_fn = auto_filter("tensorwise", tp_size=2, plan={"*": ColwiseParallel()})
+    converted = convert_to_float8_training(layer(8192, 8192), module_filter_fn=filter_fn)
+    assert isinstance(converted, Float8Linear)
+    assert_expected_inline(
+        str(filter_fn.report),
+        """\
+auto_filter: 1 of 1 linear layer to float8, recipe tensorwise (thresholds: H100)
+local: tp_size 2, divided as the plan says
+  layer                out x in     local                reason
+  (the module itself)  8192 x 8192  not divided  float8  large enough""",
+    )
+
+
+def test_other_modules_are_not_asked_for() -> None:
+    filter_fn = auto_filter("tensorwise")
+    assert not filter_fn(nn.Embedding(8192, 8192, device="meta"), "embedding")
+    assert filter_fn.report.rows == ()
+
+
+def test_lazy_layers() -> None:
+    model = nn.Sequential(layer(8192, 8192), nn.LazyLinear(64))
+    filter_fn = auto_filter("tensorwise")
+    error = raised(
+        ValueError, lambda: convert_to_float8_training(model, module_filter_fn=filter_fn)
+    )
+    assert_expected_inline(
+        error,
+        """auto_filter: 1 is lazy and has no shape yet: run it once before the conversion, or name it in filter_fqns""",
+    )
+    filter_fn = auto_filter("tensorwise", ["1"])
+    convert_to_float8_training(model, module_filter_fn=filter_fn)
+    assert [row.convert for row in filter_fn.report.rows] == [True, False]
+
+
+# Arguments
+
+
+def test_arguments_are_checked() -> None:
+    mistakes: list[tuple[type[Exception], dict[str, Any]]] = [
+        (ValueError, {"recipe": "rowwize"}),
+        (ValueError, {"recipe": ["tensorwise"]}),
+        (TypeError, {"filter_fqns": "output"}),
+        (TypeError, {"filter_fqns": None}),
+        (TypeError, {"filter_fqns": ["output", ["head"]]}),
+        (ValueError, {"filter_fqns": ["output", ""]}),
+        (TypeError, {"tp_size": 2.0}),
+        (TypeError, {"tp_size": True}),
+        (ValueError, {"tp_size": 0}),
+        (TypeError, {"plan": ColwiseParallel()}),
+        (TypeError, {"plan": {"layers.*.wq": "colwise"}}),
+        (TypeError, {"plan": {"layers.*.wq": ColwiseParallel}}),
+    ]
+    lines = []
+    for kind, arguments in mistakes:
+        asked_for = {"recipe": "tensorwise"} | arguments
+        lines.append(raised(kind, lambda asked_for=asked_for: auto_filter(**asked_for)))
+    shown = "\n".join(lines)
+    assert_expected_inline(
+        shown,
+        """\
+auto_filter: recipe='rowwize' is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed']
+auto_filter: recipe=['tensorwise'] is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed']
+auto_filter: filter_fqns='output' is one string, and would be read letter by letter: pass a list, filter_fqns=['output']
+auto_filter: filter_fqns must be a list of strings, got None; () names no layer
+auto_filter: filter_fqns holds ['head'], which is not a string
+auto_filter: filter_fqns holds an empty string, which every layer's name contains: leave it out
+auto_filter: tp_size must be the number of tensor-parallel ranks, an int, got 2.0
+auto_filter: tp_size must be the number of tensor-parallel ranks, an int, got True
+auto_filter: tp_size=0 must be at least 1 (1: no tensor parallelism)
+auto_filter: plan must be a dict of module names to parallel styles, got ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=True)
+auto_filter: the plan's entry 'layers.*.wq' is 'colwise': give a module name and the instance of a parallel style, such as ColwiseParallel()
+auto_filter: the plan's entry 'layers.*.wq' is <class 'torch.distributed.tensor.parallel.style.ColwiseParallel'>: give a module name and the instance of a parallel style, such as ColwiseParallel()""",
+    )
+
+
+def test_filter_fqns_may_be_any_iterable() -> None:
+    filter_fn = auto_filter("tensorwise", (fqn for fqn in ("head", "head")))
+    assert asked(Model(), filter_fn)["head"] is False
+    assert filter_fn.report.rows[-1].reason == "filter_fqns: 'head'"
+
+
+# The page and the benchmark
+
+
+def test_the_example_of_the_page() -> None:
+    text = PAGE.read_text()
+    code = re.search(r"<<'END'\n(.*?)END\n", text, re.DOTALL)
+    shown = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    assert code is not None
+    assert shown is not None
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code.group(1), {})
+    assert printed.getvalue() == shown.group(1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_benchmark(compiled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = tmp_path / "figures.json"
+    arguments = ["--rows", "16", "32", "--sizes", "16", "32", "--repeat", "1"]
+    if compiled:
+        arguments = ["--rows", "16", "--sizes", "32", "--repeat", "1", "--compile"]
+    assert bench_auto_filter.main([*arguments, "--json", str(figures)]) == 0
+    result = json.loads(figures.read_text())
+    assert (result["recipe"], result["mode"]) == ("tensorwise", "compiled" if compiled else "eager")
+    shapes = [(row["m"], row["k"], row["n"]) for row in result["rows"]]
+    assert shapes == ([(16, 32, 32)] if compiled else list(product((16, 32), *[(16, 32)] * 2)))
+    for row in result["rows"]:
+        assert row["speedup"] == row["bf16_ms"] / row["float8_ms"] > 0
+    printed = capsys.readouterr().out
+    assert bench_auto_filter.table(result["rows"]) in printed
+    assert bench_auto_filter.summary(result["rows"], "tensorwise", 1.0) in printed
+
+
+def test_the_benchmark_converts_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    converted: list[nn.Module] = []
+
+    def convert(model: nn.Module, config: Float8LinearConfig) -> None:
+        converted.append(convert_to_float8_training(model, config=config))
+
+    monkeypatch.setattr(bench_auto_filter, "convert_to_float8_training", convert)
+    for recipe in (None, "tensorwise"):
+        bench_auto_filter.step_of(16, 32, 48, recipe, False, torch.device("cpu"))()
+    ((_, linear, _),) = converted
+    assert isinstance(linear, Float8Linear)
+    assert linear.weight.shape == (48, 32)
+
+
+def test_the_summary_of_the_benchmark() -> None:
+    speedups = {(16, 1024): 0.9, (4112, 1024): 1.2, (8192, 1024): 1.3, (16, 2048): 1.1}
+    speedups |= {(4112, 2048): 0.8, (8192, 2048): 1.0}
+    rows = [
+        {"m": m, "k": k, "n": n, "bf16_ms": speedup * m, "float8_ms": float(m), "speedup": speedup}
+        for m in (64, 128)
+        for (k, n), speedup in speedups.items()
+    ]
+    rows[2]["speedup"] = 0.5  # at the other M it gains
+    assert_expected_inline(
+        bench_auto_filter.table(rows[:2]),
+        """\
+      M  K (in)  N (out)   bf16 ms  float8 ms  speedup
+     64      16     1024    57.600     64.000     0.90
+     64    4112     1024    76.800     64.000     1.20""",
+    )
+    assert_expected_inline(
+        bench_auto_filter.summary(rows, "tensorwise", 1.0),
+        """\
+Layers that gain (speedup of 1 or more at every M measured):
+  N = 1024: none
+  N = 2048: K >= 8192
+auto_filter('tensorwise') decides otherwise about:
+  K = 8192, N = 1024: converted, speedup 0.50
+  K = 4112, N = 2048: converted, speedup 0.80""",
+    )
+
+
+def test_the_benchmark_refuses_misaligned_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--sizes", "24"], ["--rows", "0"], ["--repeat", "0"], ["--sizes", "0"]):
+        with pytest.raises(SystemExit) as info:
+            bench_auto_filter.main(arguments)
+        assert info.value.code == 2
+    assert "multiples of 16" in capsys.readouterr().err
