@@ -1,0 +1,153 @@
+"""Operands of linear layers for scripts/measure_sqnr.py: of a training run, and made to be hard."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from corpus import load_corpus
+from llama import MODELS, Llama
+from torch import Tensor, nn
+from tqdm import tqdm
+from train import MAX_GRAD_NORM, learning_rate_factor
+
+MODEL, BATCH_SIZE, SEQ_LEN, LR, WARMUP = "debug", 8, 64, 1e-3, 40
+LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
+LINEARS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+ZERO_ROWS = "10 % of weight rows zero"
+GIANTS = "3 % of input channels x 30,000"
+OUTPUT_CHANNELS = "output channels of lognormal(2.5) size"
+
+
+class Operands(NamedTuple):
+    """What the three GEMMs of a linear layer multiply, fp32.
+
+    Attributes:
+        input: x, ``[M, K]``, a row for each token.
+        weight: w, ``[N, K]``.
+        grad_output: g, ``[M, N]``.
+    """
+
+    input: Tensor
+    weight: Tensor
+    grad_output: Tensor
+
+
+class Place(NamedTuple):
+    """Where operands were recorded: the linear layer's name, and the step, counted from 1."""
+
+    linear: str
+    step: int
+
+
+def recorded_linears() -> list[str]:
+    """The names of all linear layers in the first, the middle and the last block of the model."""
+    layers = MODELS[MODEL].n_layers
+    return [f"layers.{i}.{kind}" for i in (0, layers // 2, layers - 1) for kind in LINEARS]
+
+
+def record(steps: list[int], seed: int) -> dict[Place, Operands]:
+    """Trains the reference model, and keeps what its linear layers multiply at some steps.
+
+    The recipe is that of ``scripts/train.py`` in bf16: parameters and AdamW in fp32, compute in
+    bf16 (by autocast), gradients clipped. Inputs and output gradients are the bf16 values, weights
+    the fp32 parameters, which a float8 layer casts.
+
+    Args:
+        steps: which ones, counted from 1; the last one ends the training and its schedule.
+        seed: of the weights and the data.
+    """
+    corpus = load_corpus(None, seq_len=SEQ_LEN)
+    model = Llama(MODELS[MODEL], seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    last = max(steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, partial(learning_rate_factor, warmup=WARMUP, steps=last)
+    )
+    recorded: dict[Place, Operands] = {}
+    for step in tqdm(range(1, last + 1), desc="training", unit="step"):
+        tokens, targets = corpus.batch(seed=seed, step=step, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+        hooks = _listen(model, step, recorded) if step in steps else []
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        for hook in hooks:
+            hook.remove()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    # (The backward met them in the reverse order.)
+    places = (Place(name, step) for step in sorted(steps) for name in recorded_linears())
+    return {place: recorded[place] for place in places}
+
+
+def _listen(
+    model: Llama, step: int, recorded: dict[Place, Operands]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Hooks that fill ``recorded`` during the next forward and backward."""
+
+    def matrix(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(torch.bfloat16).flatten(0, -2).float()
+
+    def forward_hook(name: str, linear: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
+        x, w = matrix(args[0]), linear.weight.detach().clone()
+
+        def backward_hook(grad: Tensor) -> None:
+            recorded[Place(name, step)] = Operands(x, w, matrix(grad))
+
+        output.register_hook(backward_hook)
+
+    return [
+        model.get_submodule(name).register_forward_hook(partial(forward_hook, name))
+        for name in recorded_linears()
+    ]
+
+
+def stress_cases(seed: int, m: int = 1024, k: int = 512, n: int = 768) -> dict[str, Operands]:
+    """Normal operands, and what training may do to them, one by one and together."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = partial(torch.randn, generator=generator)
+
+    def tokens(x: Tensor, w: Tensor, g: Tensor) -> None:
+        x *= torch.exp(2 * normal(m, 1))
+        g *= torch.exp(2 * normal(m, 1))
+
+    def zero_tokens(x: Tensor, w: Tensor, g: Tensor) -> None:
+        x[::50] = 0
+        g[::50] = 0
+
+    def outliers(x: Tensor, w: Tensor, g: Tensor) -> None:
+        x[:, ::37] *= 30
+
+    def zero_weight_rows(x: Tensor, w: Tensor, g: Tensor) -> None:
+        w[::10] = 0
+
+    def weight_rows(x: Tensor, w: Tensor, g: Tensor) -> None:
+        w *= torch.exp(2.5 * normal(n, 1))
+
+    def giants(x: Tensor, w: Tensor, g: Tensor) -> None:
+        x[:, ::37] *= 30_000
+
+    def output_channels(x: Tensor, w: Tensor, g: Tensor) -> None:
+        g *= torch.exp(2.5 * normal(n))
+
+    cases: dict[str, list[Callable[[Tensor, Tensor, Tensor], None]]] = {
+        "normal": [],
+        "tokens of lognormal(2) size": [tokens],
+        "2 % of tokens zero": [zero_tokens],
+        "3 % of input channels x 30": [outliers],
+        ZERO_ROWS: [zero_weight_rows],
+        "weight rows of lognormal(2.5) size": [weight_rows],
+        "all of these": [tokens, zero_tokens, outliers, zero_weight_rows, weight_rows],
+        GIANTS: [giants],
+        OUTPUT_CHANNELS: [output_channels],
+    }
+    made = {}
+    for name, changes in cases.items():
+        operands = Operands(normal(m, k), 0.02 * normal(n, k), 1e-3 * normal(m, n))
+        for change in changes:
+            change(*operands)
+        made[name] = operands
+    return made
