@@ -167,6 +167,10 @@ class CommAudit:
             if stored == torch.uint8:
                 payload = self._payload_dtypes.get(_storage(tensor), (None, stored))[1]
             sizes[payload] = sizes.get(payload, 0) + tensor.numel() * stored.itemsize
+            if isinstance(tensor, Float8Tensor) and tensor.scale.ndim:
+                # The scales of rows travel in the same message.
+                scales = tensor.scale.numel() * tensor.scale.itemsize
+                sizes[torch.float32] = sizes.get(torch.float32, 0) + scales
         return sizes
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:

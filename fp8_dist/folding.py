@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import global_amax
 from fp8_dist.config import Cast, Gemm
-from fp8_dist.ops import pack_rows, unpack_rows
+from fp8_dist.ops import as_bytes, pack_rows, unpack_rows
 from fp8_dist.scaling import amax, quantize, scaling_from_amax
 from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor
@@ -119,8 +119,11 @@ def _moved(
     qdata: torch.Tensor, columns: list[torch.Tensor], layout: Layout, placements: Placements
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Rows and what belongs to them at other placements, in one message."""
-    packed = pack_rows(qdata, *columns)
+    # As float8 data, which is what nearly all of it is: so it is sent, and so it is counted.
+    packed = pack_rows(qdata, *columns).view(qdata.dtype)
     shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
-    wrapped = layout._replace(shape=shape).wrap(packed)
+    carrier = Float8Tensor(packed, columns[0].new_ones(()), torch.float32)
+    wrapped = layout._replace(shape=shape).wrap(carrier)
     moved = local_tensor(wrapped.redistribute(placements=placements))
-    return unpack_rows(moved.contiguous(), qdata.dtype, qdata.shape[-1])
+    assert isinstance(moved, Float8Tensor)
+    return unpack_rows(as_bytes(moved.qdata.contiguous()), qdata.dtype, qdata.shape[-1])

@@ -11,6 +11,7 @@ from ranks import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.tensor_parallel import (
@@ -53,10 +54,10 @@ def net_plan(net: Net, sequence_parallel: bool) -> dict[str, Any]:
     """The float8 tensor-parallel plan of a Net."""
     layout: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, Any] = {}
-    for i in range(len(net.layers)):
-        plan[f"layers.{i}"] = PrepareFloat8ModuleInput(
-            input_layouts=(layout,), desired_input_layouts=(Replicate(),)
-        )
+    for i, mlp in enumerate(net.layers):
+        travels = mlp.w1.config.travelling_cast("input") is not None  # type: ignore[union-attr]
+        prepare: Any = PrepareFloat8ModuleInput if travels else PrepareModuleInput
+        plan[f"layers.{i}"] = prepare(input_layouts=(layout,), desired_input_layouts=(Replicate(),))
         plan[f"layers.{i}.w1"] = Float8ColwiseParallel()
         plan[f"layers.{i}.w3"] = Float8ColwiseParallel()
         plan[f"layers.{i}.w2"] = Float8RowwiseParallel(output_layouts=layout)
@@ -82,7 +83,7 @@ class Distributed:
         convert_to_float8_training(self.twin, config=self.config)
         self.net = Net(**self.net_arguments)
         config = self.config
-        if self.dp > 1 and self.gather:
+        if self.dp > 1 and self.gather and config.travelling_cast("weight") is not None:
             config = Float8LinearConfig(**(vars(config) | {"enable_fsdp_float8_all_gather": True}))
         convert_to_float8_training(self.net, config=config)
         if self.tp > 1:

@@ -1,0 +1,209 @@
+"""Every recipe under FSDP2, TP + SP and their product: results, and what is communicated."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from nets import Distributed, full
+from ranks import RankPools
+from reference import same_bits, sqnr
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fp8_dist import (
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.linear import float8_layers
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+MESHES = [(2, 1), (1, 2), (2, 2), (1, 4), (3, 1)]
+
+
+def distances_to_one_device(
+    dp: int, tp: int, sequence_parallel: bool, recipe: str, precompute: bool
+) -> dict[str, float]:
+    """SQNR in dB of output, input gradient and all parameter gradients, in the second step."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    world = Distributed(dp, tp, sequence_parallel, config=config)
+    result: dict[str, float] = {}
+    for _ in range(2):
+        if precompute and recipe != "delayed":
+            precompute_float8_dynamic_scale(world.net)
+        # The same rows on every dp rank: activations of dp ranks have scales of their own.
+        x, grad = (torch.randn(2, 8, 64).repeat(dp, 1, 1) for _ in range(2))
+        mine = world.mine(x).requires_grad_()
+        output = world.net(mine)
+        output.backward(world.mine(grad))
+        whole = x[:2].clone().requires_grad_()
+        expected = world.twin(whole)
+        expected.backward(grad[:2])
+        result = {
+            "output": sqnr(world.mine(expected.repeat(dp, 1, 1)), output),
+            "grad_input": sqnr(world.mine(whole.grad.repeat(dp, 1, 1)), mine.grad),
+        }
+        for (name, actual), parameter in zip(
+            world.net.named_parameters(), world.twin.parameters(), strict=True
+        ):
+            result[name] = sqnr(parameter.grad, full(actual.grad))
+            actual.grad = parameter.grad = None
+        if recipe == "delayed":
+            sync_float8_amax_and_scale_history(world.net)
+            sync_float8_amax_and_scale_history(world.twin)
+    return result
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("dp", "tp"), MESHES)
+def test_outputs_and_gradients(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
+    for sequence_parallel, precompute in ((True, False), (False, True)):
+        arguments = (dp, tp, sequence_parallel, recipe, precompute)
+        for distances in ranks(dp * tp).run(distances_to_one_device, *arguments):
+            assert min(distances.values()) > 120, distances
+
+
+def rank_scope(recipe: str) -> list[float]:
+    """amax_scope="rank": float8 accuracy, no all-reduce for operands that are not gathered."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    world = Distributed(1, 2, config=replace(config, amax_scope="rank"))
+    precompute_float8_dynamic_scale(world.net)
+    x = torch.randn(2, 8, 64)
+    with comm_audit(world.mesh) as audit:
+        output = world.net(world.mine(x))
+        output.sum().backward()
+    return [
+        sqnr(world.mine(world.twin(x)), output),
+        audit.count("all_reduce", dtype=torch.int32),
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_folded"])
+def test_amax_scope_rank(ranks: RankPools, recipe: str) -> None:
+    # tensorwise: one for the input of w1 and w3, one for grad_output of w2, in each of two layers.
+    reduces = {"tensorwise": 4, "rowwise": 0, "rowwise_folded": 0}
+    for distance, count in ranks(2).run(rank_scope, recipe):
+        assert distance > 25
+        assert count == reduces[recipe]
+
+
+def table_of_a_step(dp: int, tp: int, recipe: str) -> str:
+    """Collectives of the second step, with its precompute or sync, of a Net in bf16."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    world = Distributed(dp, tp, config=config, fsdp_arguments={"mp_policy": policy})
+    optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
+    table = ""
+    for _ in range(2):
+        with comm_audit(world.mesh) as audit:
+            world.net(world.mine(torch.randn(4, 8, 64).bfloat16())).sum().backward()
+            optimizer.step()
+            if recipe == "delayed":
+                sync_float8_amax_and_scale_history(world.net)
+            elif tp == 1 or recipe in ("tensorwise", "rowwise_folded"):
+                precompute_float8_dynamic_scale(world.net)
+        table = audit.table()
+    return table
+
+
+def same_on_all(results: list[str]) -> str:
+    assert results == results[:1] * len(results)
+    return results[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rowwise_folded_gathers_float8_rows_with_their_scales(ranks: RankPools) -> None:
+    assert_expected_inline(
+        same_on_all(ranks(2).run(table_of_a_step, 2, 1, "rowwise_folded")),
+        """\
+op              axis  dtype          count  elements    bytes
+all_gather      dp    float8_e4m3fn      4    73,728   73,728
+all_gather      dp    float32            +     1,024    4,096
+all_gather      dp    bfloat16           +       640    1,280
+reduce_scatter  dp    bfloat16           2    37,184   74,368
+total                                    6            153,472
+  float8                                               73,728
+  other                                                79,744""",
+    )
+    assert_expected_inline(
+        same_on_all(ranks(4).run(table_of_a_step, 2, 2, "rowwise_folded")),
+        """\
+op              axis  dtype          count  elements   bytes
+all_gather      dp    float8_e4m3fn      4    36,864  36,864
+all_gather      dp    float32            +       640   2,560
+all_gather      dp    bfloat16           +       448     896
+all_gather      tp    float8_e4m3fn      4     4,352   4,352
+all_gather      tp    float32            +        32     128
+all_reduce      tp    int32              7       256   1,024
+reduce_scatter  tp    bfloat16           3     3,072   6,144
+all_reduce      tp    bfloat16           2       128     256
+reduce_scatter  dp    bfloat16           2    18,656  37,312
+total                                   22            89,536
+  float8                                              41,216
+  other                                               48,320""",
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_delayed_gathers_float8_and_reduces_once(ranks: RankPools) -> None:
+    assert_expected_inline(
+        same_on_all(ranks(4).run(table_of_a_step, 2, 2, "delayed")),
+        """\
+op              axis   dtype          count  elements   bytes
+all_gather      dp     float8_e4m3fn      4    36,864  36,864
+all_gather      dp     bfloat16           +       448     896
+all_gather      tp     float8_e4m3fn      2     2,048   2,048
+reduce_scatter  tp     bfloat16           3     3,072   6,144
+all_reduce      tp     bfloat16           2       128     256
+all_gather      tp     float8_e5m2        2     2,048   2,048
+reduce_scatter  dp     bfloat16           2    18,656  37,312
+all_reduce      world  int32              1        20      80
+total                                    16            85,648
+  float8                                               40,960
+  other                                                44,688""",
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rowwise_gathers_high_precision(ranks: RankPools) -> None:
+    assert_expected_inline(
+        same_on_all(ranks(4).run(table_of_a_step, 2, 2, "rowwise")),
+        """\
+op              axis  dtype     count  elements    bytes
+all_gather      dp    bfloat16      4    37,312   74,624
+all_gather      tp    bfloat16      4     4,096    8,192
+all_reduce      tp    int32        10       448    1,792
+reduce_scatter  tp    bfloat16      3     3,072    6,144
+all_reduce      tp    bfloat16      2       128      256
+reduce_scatter  dp    bfloat16      2    18,656   37,312
+total                              25            128,320
+  float8                                               0
+  other                                          128,320""",
+    )
+
+
+def known_scales(dp: int, tp: int, recipe: str) -> list[bool]:
+    """Does precompute leave what a forward would have found out, for every weight and cast?"""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    net_arguments = {"dim": 48, "hidden": 33}
+    worlds = [Distributed(dp, tp, config=config, net_arguments=net_arguments) for _ in range(2)]
+    precompute_float8_dynamic_scale(worlds[0].net)
+    layers = [float8_layers(world.net) for world in worlds]
+    same = []
+    for name, layer in layers[0].items():
+        for mine, found in zip(
+            layer.cast_weight("gather"), layers[1][name].cast_weight("gather"), strict=True
+        ):
+            same += [same_bits(mine.qdata, found.qdata), same_bits(mine.scale, found.scale)]
+    return same
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "delayed"])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2), (1, 4)])
+def test_precomputed_scales(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
+    for same in ranks(dp * tp).run(known_scales, dp, tp, recipe):
+        assert same
+        assert all(same)
