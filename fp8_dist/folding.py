@@ -120,7 +120,7 @@ def _moved(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Rows and what belongs to them at other placements, in one message."""
     # As float8 data, which is what nearly all of it is: so it is sent, and so it is counted.
-    packed = pack_rows(qdata, *columns).view(qdata.dtype)
+    packed = pack_rows(qdata, *columns)
     shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
     carrier = Float8Tensor(packed, columns[0].new_ones(()), torch.float32)
     wrapped = layout._replace(shape=shape).wrap(carrier)

@@ -270,7 +270,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
             f"{tuple(x.scale.shape)}: only whole rows travel, each with its scale; redistribute "
             "the high-precision tensor and cast it then"
         )
-    packed = func(pack_rows(x.qdata, x.scale), *rest, **kwargs)
+    packed = func(as_bytes(pack_rows(x.qdata, x.scale)), *rest, **kwargs)
     if torch.compiler.is_compiling():
         packed = funcol.wait_tensor(packed)  # in a graph, one wait would not do for two views
     qdata, (scale,) = unpack_rows(packed, x.qdata.dtype, x.shape[-1])
@@ -293,11 +293,12 @@ def pack_rows(qdata: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
         columns: fp32, ``[..., 1]``.
 
     Returns:
-        uint8 ``[..., K']``: the data, zeros up to a multiple of 4, 4 bytes for each number.
+        ``[..., K']`` of the dtype of the data: the data, zeros up to a multiple of 4, the 4 bytes
+        of each number.
     """
     data = torch.nn.functional.pad(as_bytes(qdata), (0, -qdata.shape[-1] % 4))
     numbers = [c.contiguous().view(torch.uint8) for c in columns]
-    return torch.cat([data, *numbers], dim=-1)
+    return torch.cat([data, *numbers], dim=-1).view(qdata.dtype)
 
 
 def unpack_rows(
@@ -306,7 +307,7 @@ def unpack_rows(
     """What :func:`pack_rows` was given, as views (of data that may still be in flight).
 
     Args:
-        packed: its result, after rows were moved.
+        packed: its result as uint8, after rows were moved.
         dtype: the float8 dtype of the data.
         columns: K.
     """

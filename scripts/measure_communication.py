@@ -7,14 +7,15 @@ backward, optimizer and precompute.
 
 Vocabulary: a *mesh* is one way to distribute the model; a *variant* is a library with its
 settings; a *row* is what one rank counts for a variant on a mesh (all ranks count alike). An
-*amax all-reduce* reduces one number in forward or backward; precompute's is counted apart. It is
-*blocking* if its result is waited for before any other op but a view is issued: nothing hides it.
+*amax all-reduce* reduces one number, or one per row, in forward or backward; what precompute or the
+sync of delayed scales reduces is counted apart. It is *blocking* if its result is waited for before
+any other op but a view is issued: nothing hides it.
 """
 
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
 )
 from fp8_dist.collectives import IGNORED_OPS, read_collective
 from fp8_dist.debug import CommAudit, comm_audit
@@ -56,21 +58,32 @@ MESHES = {FSDP: (2, 1), TP: (1, 2), BOTH: (2, 2)}
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What multiplies and communicates: `library` is "bf16", "fp8_dist" or "torchao"."""
+    """What multiplies and communicates: `library` is "bf16", "fp8_dist" or "torchao".
+
+    `precompute` stands for what is called after the optimizer's step: precompute, or the sync of
+    delayed scales.
+    """
 
     library: str
     precompute: bool = False
     amax_scope: str = "global"
+    recipe: str = "tensorwise"
 
     @property
     def name(self) -> str:
         scope = "" if self.amax_scope == "global" else f', amax_scope="{self.amax_scope}"'
-        return f"{self.library}{' + precompute' if self.precompute else ''}{scope}"
+        recipe = "" if self.recipe == "tensorwise" else f" {self.recipe}"
+        call = " + sync" if self.recipe == "delayed" else " + precompute"
+        return f"{self.library}{recipe}{call if self.precompute else ''}{scope}"
 
 
 BF16 = Variant("bf16")
 OURS, OURS_PRECOMPUTED = Variant("fp8_dist"), Variant("fp8_dist", True)
 OURS_RANK = Variant("fp8_dist", True, "rank")
+FOLDED = Variant("fp8_dist", True, recipe="rowwise_folded")
+FOLDED_RANK = dataclasses.replace(FOLDED, amax_scope="rank")
+DELAYED = Variant("fp8_dist", True, recipe="delayed")
+ROWWISE = Variant("fp8_dist", recipe="rowwise")
 TORCHAO, TORCHAO_PRECOMPUTED = Variant("torchao"), Variant("torchao", True)
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -119,7 +132,7 @@ class Float8AsBytes(TorchDispatchMode):
 
 
 class AmaxReductions(TorchDispatchMode):
-    """Counts all-reduces of one number, and those waited for before another op is issued."""
+    """Counts all-reduces of amaxes, and those waited for before another op is issued."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,11 +156,16 @@ class AmaxReductions(TorchDispatchMode):
         idle = func.is_view or func._schema.name in IGNORED_OPS or isinstance(result, FakeTensor)
         self._issued += not idle
         call = read_collective(func, args, kwargs)
-        if call and call.op == "all_reduce" and sum(t.numel() for t in call.tensors) == 1:
+        # Ours reduce the bits of amaxes; torchao's are those of one number.
+        if call and call.op == "all_reduce" and _are_amaxes(call.tensors):
             assert isinstance(result, torch.Tensor), f"{func} is not waited for by an op"
             self.count += 1
             self._in_flight[result.untyped_storage()._cdata] = (result, self._issued)
         return result
+
+
+def _are_amaxes(tensors: Sequence[torch.Tensor]) -> bool:
+    return sum(t.numel() for t in tensors) == 1 or all(t.dtype is torch.int32 for t in tensors)
 
 
 def _is_rewritten(types: tuple[type, ...]) -> bool:
@@ -165,6 +183,10 @@ def variants(mesh: str) -> Iterator[Variant]:
     yield from (BF16, OURS, OURS_PRECOMPUTED)
     if mesh != FSDP:
         yield OURS_RANK  # the only operands that FSDP2 reduces are weights, and these are gathered
+    yield FOLDED
+    if mesh != FSDP:
+        yield FOLDED_RANK
+    yield from (DELAYED, ROWWISE)
     if torchao is not None:
         yield TORCHAO
         if mesh != TP:
@@ -178,8 +200,10 @@ def distributed_model(variant: Variant, mesh: DeviceMesh) -> Llama:
     sharded = mesh["dp"].size() > 1
     converted: dict[str, Any] = {"module_filter_fn": lambda _, name: name != "output"}
     if variant.library == "fp8_dist":
-        config = Float8LinearConfig(
-            enable_fsdp_float8_all_gather=sharded, amax_scope=variant.amax_scope
+        config = Float8LinearConfig.from_recipe_name(variant.recipe)
+        gather = sharded and config.travelling_cast("weight") is not None
+        config = dataclasses.replace(
+            config, enable_fsdp_float8_all_gather=gather, amax_scope=variant.amax_scope
         )
         convert_to_float8_training(model, config=config, **converted)
     elif variant.library == "torchao":
@@ -222,6 +246,8 @@ def precompute_of(variant: Variant) -> Callable[[nn.Module], None]:
         return lambda model: None
     if variant.library == "torchao":
         return torchao.precompute_float8_dynamic_scale_for_fsdp
+    if variant.recipe == "delayed":
+        return sync_float8_amax_and_scale_history
     return precompute_float8_dynamic_scale
 
 

@@ -6,8 +6,12 @@ from communication import REPORT, broken_promises, table
 from expecttest import assert_expected_inline
 from measure_communication import (
     BOTH,
+    DELAYED,
+    FOLDED,
+    FOLDED_RANK,
     FSDP,
     MESHES,
+    OURS,
     OURS_PRECOMPUTED,
     OURS_RANK,
     TORCHAO,
@@ -44,16 +48,27 @@ def test_our_rows(ranks: RankPools) -> None:
     assert_expected_inline(
         table(rows),
         """\
-| mesh                | variant                                  | all-gathers    | float8 in them | reduce-scatters | all-reduces  | precompute | amax / layer | blocking / layer |
-| ------------------- | ---------------------------------------- | -------------- | -------------- | --------------- | ------------ | ---------- | ------------ | ---------------- |
-| FSDP2 x2            | fp8_dist                                 | 10 (461,056 B) | 327,680 B      | 5 (394,368 B)   | 28 (112 B)   | 0          | 7            | 7                |
-| FSDP2 x2            | fp8_dist + precompute                    | 10 (461,056 B) | 327,680 B      | 5 (394,368 B)   | 1 (112 B)    | 1          | 0            | 0                |
-| TP x2 + SP          | fp8_dist                                 | 19 (114,688 B) | 65,536 B       | 18 (147,456 B)  | 81 (1,440 B) | 0          | 18           | 18               |
-| TP x2 + SP          | fp8_dist + precompute                    | 19 (114,688 B) | 65,536 B       | 18 (147,456 B)  | 54 (1,440 B) | 1          | 11           | 11               |
-| TP x2 + SP          | fp8_dist + precompute, amax_scope="rank" | 19 (114,688 B) | 65,536 B       | 18 (147,456 B)  | 26 (1,328 B) | 1          | 4            | 4                |
-| FSDP2 2 x TP 2 + SP | fp8_dist                                 | 29 (346,368 B) | 229,376 B      | 23 (345,216 B)  | 81 (1,440 B) | 0          | 18           | 18               |
-| FSDP2 2 x TP 2 + SP | fp8_dist + precompute                    | 29 (346,368 B) | 229,376 B      | 23 (345,216 B)  | 54 (1,440 B) | 1          | 11           | 11               |
-| FSDP2 2 x TP 2 + SP | fp8_dist + precompute, amax_scope="rank" | 29 (346,368 B) | 229,376 B      | 23 (345,216 B)  | 26 (1,328 B) | 1          | 4            | 4                |""",
+| mesh                | variant                                                 | all-gathers    | float8 in them | reduce-scatters | all-reduces   | precompute | amax / layer | blocking / layer |
+| ------------------- | ------------------------------------------------------- | -------------- | -------------- | --------------- | ------------- | ---------- | ------------ | ---------------- |
+| FSDP2 x2            | fp8_dist                                                | 10 (461,056 B) | 327,680 B      | 5 (394,368 B)   | 28 (112 B)    | 0          | 7            | 7                |
+| FSDP2 x2            | fp8_dist + precompute                                   | 10 (461,056 B) | 327,680 B      | 5 (394,368 B)   | 1 (112 B)     | 1          | 0            | 0                |
+| FSDP2 x2            | fp8_dist rowwise_folded + precompute                    | 10 (479,488 B) | 327,680 B      | 5 (394,368 B)   | 0 (0 B)       | 0          | 0            | 0                |
+| FSDP2 x2            | fp8_dist delayed + sync                                 | 10 (461,056 B) | 327,680 B      | 5 (394,368 B)   | 1 (336 B)     | 1          | 0            | 0                |
+| FSDP2 x2            | fp8_dist rowwise                                        | 10 (788,736 B) | 0 B            | 5 (394,368 B)   | 0 (0 B)       | 0          | 0            | 0                |
+| TP x2 + SP          | fp8_dist                                                | 19 (114,688 B) | 65,536 B       | 18 (147,456 B)  | 81 (1,440 B)  | 0          | 18           | 18               |
+| TP x2 + SP          | fp8_dist + precompute                                   | 19 (114,688 B) | 65,536 B       | 18 (147,456 B)  | 54 (1,440 B)  | 1          | 11           | 11               |
+| TP x2 + SP          | fp8_dist + precompute, amax_scope="rank"                | 19 (114,688 B) | 65,536 B       | 18 (147,456 B)  | 26 (1,328 B)  | 1          | 4            | 4                |
+| TP x2 + SP          | fp8_dist rowwise_folded + precompute                    | 19 (120,832 B) | 71,680 B       | 18 (147,456 B)  | 38 (15,488 B) | 1          | 7            | 7                |
+| TP x2 + SP          | fp8_dist rowwise_folded + precompute, amax_scope="rank" | 19 (120,832 B) | 71,680 B       | 18 (147,456 B)  | 10 (3,200 B)  | 1          | 0            | 0                |
+| TP x2 + SP          | fp8_dist delayed + sync                                 | 19 (114,688 B) | 65,536 B       | 18 (147,456 B)  | 10 (1,520 B)  | 1          | 0            | 0                |
+| TP x2 + SP          | fp8_dist rowwise                                        | 19 (180,224 B) | 0 B            | 18 (147,456 B)  | 65 (15,488 B) | 0          | 14           | 14               |
+| FSDP2 2 x TP 2 + SP | fp8_dist                                                | 29 (346,368 B) | 229,376 B      | 23 (345,216 B)  | 81 (1,440 B)  | 0          | 18           | 18               |
+| FSDP2 2 x TP 2 + SP | fp8_dist + precompute                                   | 29 (346,368 B) | 229,376 B      | 23 (345,216 B)  | 54 (1,440 B)  | 1          | 11           | 11               |
+| FSDP2 2 x TP 2 + SP | fp8_dist + precompute, amax_scope="rank"                | 29 (346,368 B) | 229,376 B      | 23 (345,216 B)  | 26 (1,328 B)  | 1          | 4            | 4                |
+| FSDP2 2 x TP 2 + SP | fp8_dist rowwise_folded + precompute                    | 29 (363,776 B) | 235,520 B      | 23 (345,216 B)  | 38 (15,488 B) | 1          | 7            | 7                |
+| FSDP2 2 x TP 2 + SP | fp8_dist rowwise_folded + precompute, amax_scope="rank" | 29 (363,776 B) | 235,520 B      | 23 (345,216 B)  | 10 (3,200 B)  | 1          | 0            | 0                |
+| FSDP2 2 x TP 2 + SP | fp8_dist delayed + sync                                 | 29 (346,368 B) | 229,376 B      | 23 (345,216 B)  | 10 (1,520 B)  | 1          | 0            | 0                |
+| FSDP2 2 x TP 2 + SP | fp8_dist rowwise                                        | 29 (575,744 B) | 0 B            | 23 (345,216 B)  | 65 (15,488 B) | 0          | 14           | 14               |""",
     )
 
 
@@ -73,6 +88,17 @@ def test_promises_that_are_broken_are_named() -> None:
             row(TP, OURS_RANK.name, all_reduces=17, precompute=1, amax=16),
             row(BOTH, ours, all_reduces=45, precompute=1, amax=44),
             row(BOTH, OURS_RANK.name, all_reduces=17, precompute=1, amax=16),
+            row(FSDP, OURS.name, all_reduces=1, precompute=0, amax=4),
+            row(TP, OURS.name, all_reduces=60, precompute=0, amax=60),
+            row(BOTH, OURS.name, all_reduces=60, precompute=0, amax=60),
+            row(FSDP, FOLDED.name, all_reduces=0, precompute=0, amax=0),
+            row(TP, FOLDED.name, all_reduces=29, precompute=1, amax=28),
+            row(BOTH, FOLDED.name, all_reduces=29, precompute=1, amax=28),
+            row(TP, FOLDED_RANK.name, all_reduces=1, precompute=1, amax=0),
+            row(BOTH, FOLDED_RANK.name, all_reduces=1, precompute=1, amax=0),
+            row(FSDP, DELAYED.name, all_reduces=1, precompute=1, amax=0),
+            row(TP, DELAYED.name, all_reduces=1, precompute=1, amax=0),
+            row(BOTH, DELAYED.name, all_reduces=1, precompute=1, amax=0),
             row(FSDP, theirs, all_reduces=1, precompute=1, amax=0),
             row(TP, TORCHAO.name, all_reduces=100, precompute=0, amax=100),
             row(BOTH, theirs, all_reduces=46, precompute=2, amax=44),
@@ -87,6 +113,10 @@ def test_promises_that_are_broken_are_named() -> None:
         (TP, ours): gathers_more,
         (TP, OURS_RANK.name): row(TP, OURS_RANK.name, all_reduces=21, precompute=1, amax=20),
         (BOTH, ours): row(BOTH, ours, all_reduces=49, precompute=1, amax=48),
+        (FSDP, FOLDED.name): row(FSDP, FOLDED.name, all_reduces=1, precompute=1, amax=0),
+        (TP, FOLDED.name): row(TP, FOLDED.name, all_reduces=45, precompute=1, amax=44),
+        (TP, DELAYED.name): row(TP, DELAYED.name, all_reduces=5, precompute=1, amax=4),
+        (BOTH, DELAYED.name): row(BOTH, DELAYED.name, all_reduces=2, precompute=2, amax=0),
     }
     assert_expected_inline(
         "\n".join(broken_promises([*(rows | worse).values()])),
@@ -99,5 +129,9 @@ FSDP2 2 x TP 2 + SP, fp8_dist + precompute: 196 bytes of all_reduce, above the 1
 FSDP2 x2, fp8_dist + precompute: 2 all-reduces, 2 of them precompute's, where 1 and 1 are allowed
 FSDP2 2 x TP 2 + SP, fp8_dist + precompute: 49 all-reduces, 1 of them precompute's, where 45 and 1 are allowed
 TP x2 + SP, fp8_dist + precompute, amax_scope="rank": 5 amax all-reduces per layer, not 4
-FSDP2 2 x TP 2 + SP, fp8_dist + precompute: 12 amax all-reduces per layer, not 11""",
+TP x2 + SP, fp8_dist rowwise_folded + precompute: 11 amax all-reduces per layer, not 7
+TP x2 + SP, fp8_dist delayed + sync: 1 amax all-reduces per layer, not 0
+FSDP2 2 x TP 2 + SP, fp8_dist + precompute: 12 amax all-reduces per layer, not 11
+FSDP2 x2, fp8_dist rowwise_folded + precompute: 1 all-reduces, not 0
+FSDP2 2 x TP 2 + SP, fp8_dist delayed + sync: more than one all-reduce per sync""",
     )
