@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.config import CastConfig, Covers, ScalingGranularity, ScalingType
+from fp8_dist.casts import CastConfig, Covers, ScalingGranularity, ScalingType
 from fp8_dist.scaling import Scaling, amax_over, quantize, reduced_dims, scaling_from_amax
 from fp8_dist.sharding import Layout, local_tensor, reduce_amax, reduced, sharded_axes
 from fp8_dist.tensor import Float8Tensor

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fp8_dist.cast import cast_local, global_amax
-from fp8_dist.config import Cast
+from fp8_dist.casts import Cast
 from fp8_dist.scaling import Scaling, amax, scaling_from_amax
 from fp8_dist.sharding import Layout, local_tensor
 

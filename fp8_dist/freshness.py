@@ -34,7 +34,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from fp8_dist.config import Cast
+from fp8_dist.casts import Cast
 from fp8_dist.scaling import Scaling
 from fp8_dist.tensor import Float8Tensor
 

@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.cast import cast_with
-from fp8_dist.config import GEMM_OPERANDS, Cast, Float8LinearConfig, Gemm, Operand
+from fp8_dist.casts import GEMM_OPERANDS, Cast, Gemm, Operand
+from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
 from fp8_dist.folding import folded_gradients
 from fp8_dist.matmul import scaled_mm

@@ -8,7 +8,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import cast_local, scaling_of
-from fp8_dist.config import Cast, Float8LinearConfig, Gemm, Operand
+from fp8_dist.casts import Cast, Gemm, Operand
+from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
 from fp8_dist.freshness import Source, WeightCache, warn_once
 from fp8_dist.function import LinearSpec, float8_linear

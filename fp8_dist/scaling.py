@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8_dist.config import Covers
+from fp8_dist.casts import Covers
 
 EPS = 1e-12
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fp8_dist.config import Cast, Covers
+from fp8_dist.casts import Cast, Covers
 from fp8_dist.freshness import after_step
 from fp8_dist.fsdp.mesh_axes import axes_of, group_along, union_of
 from fp8_dist.fsdp.resharding import check_sharded_module

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fp8_dist.cast import cast_to_float8
-from fp8_dist.config import Cast, CastConfig, ScalingGranularity
+from fp8_dist.casts import Cast, CastConfig, ScalingGranularity
 from fp8_dist.delayed import AmaxHistory
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.sharding import local_tensor, reduced

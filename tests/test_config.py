@@ -15,7 +15,7 @@ from fp8_dist import (
     ScalingGranularity,
     ScalingType,
 )
-from fp8_dist.config import GEMM_OPERANDS, Cast
+from fp8_dist.casts import GEMM_OPERANDS, Cast
 
 AXISWISE = ScalingGranularity.AXISWISE
 OFF = CastConfig(ScalingType.DISABLED)
