@@ -13,6 +13,7 @@ Convert a model, parallelize and shard it, train::
 from fp8_dist.auto_filter import auto_filter
 from fp8_dist.cast import cast_to_float8
 from fp8_dist.casts import CastConfig, Float8GemmConfig, ScalingGranularity, ScalingType
+from fp8_dist.checkpointing import selective_checkpoint_policy
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.convert import convert_to_float8_training
 from fp8_dist.fsdp import (
@@ -41,5 +42,6 @@ __all__ = [
     "invalidate_float8_scales",
     "precompute_float8_dynamic_scale",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "selective_checkpoint_policy",
     "sync_float8_amax_and_scale_history",
 ]

@@ -137,10 +137,16 @@ def global_amax(
     return reduce_amax(value, mesh, over, same)
 
 
-def cast_local(local: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> Float8Tensor:
-    """A local tensor as float8, with a known (multiplier, scale)."""
+def cast_local(
+    local: torch.Tensor,
+    dtype: torch.dtype,
+    scaling: Scaling,
+    dims: Sequence[int] | None = None,
+) -> Float8Tensor:
+    """A local tensor as float8, with a known (multiplier, scale) that cover the given dims."""
     multiplier, scale = scaling
-    return Float8Tensor(quantize(local, multiplier, dtype), scale, local.dtype)
+    covered = None if dims is None else tuple(dims)
+    return Float8Tensor(quantize(local, multiplier, dtype), scale, local.dtype, covered)
 
 
 def cast_with(
@@ -152,11 +158,13 @@ def cast_with(
 ) -> torch.Tensor:
     """The cast itself, outside autograd; arguments and collectives as in :func:`scaling_of`."""
     scaling = scaling_of(tensor, dtype, covers, round_scales_to_power_of_2, axes)
-    return _cast(tensor, dtype, scaling)
+    return _cast(tensor, dtype, scaling, reduced_dims(covers, tensor.ndim))
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
-    cast = cast_local(local_tensor(tensor), dtype, scaling)
+def _cast(
+    tensor: torch.Tensor, dtype: torch.dtype, scaling: Scaling, dims: Sequence[int] | None
+) -> torch.Tensor:
+    cast = cast_local(local_tensor(tensor), dtype, scaling, dims)
     layout = Layout.of(tensor)
     return cast if layout is None else layout.wrap(cast)
 
@@ -170,7 +178,8 @@ class _CastToFloat8(torch.autograd.Function):
         dims: tuple[int, ...] | None,
         round_scales_to_power_of_2: bool,
     ) -> torch.Tensor:
-        return _cast(tensor, dtype, scaling_over(tensor, dtype, dims, round_scales_to_power_of_2))
+        scaling = scaling_over(tensor, dtype, dims, round_scales_to_power_of_2)
+        return _cast(tensor, dtype, scaling, dims)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]

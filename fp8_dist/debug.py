@@ -21,6 +21,7 @@ from fp8_dist.collectives import Collective, read_collective
 from fp8_dist.comm_table import CommRow, CommTable
 from fp8_dist.dtypes import is_float8
 from fp8_dist.module_path import ModulePath
+from fp8_dist.runtime import KNOWN_SCALING_OP, ask
 from fp8_dist.tensor import Float8Tensor
 
 __all__ = ["CommAudit", "CommRow", "comm_audit", "note_float8_payload"]
@@ -261,6 +262,9 @@ class _Recorder(TorchDispatchMode):
             self._audit._note_view(args[0])
         elif _is_fsdp_copy_in(func):
             self._audit._note_copy_in(inputs=args[0], output=args[1])
+        elif func is KNOWN_SCALING_OP:
+            with self:  # the one op of ours that communicates inside
+                return ask(*args, **kwargs)
         return func(*args, **kwargs)
 
 

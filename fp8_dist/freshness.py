@@ -163,8 +163,7 @@ class WeightCache:
             )
 
     def synced(self) -> None:
-        """The weight has a new delayed scale."""
-        self.drop()
+        """The amax histories of the layer have been updated."""
         self._steps_since_sync = 0
 
     def warn_if_not_synced(self, name: str) -> None:

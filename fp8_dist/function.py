@@ -69,7 +69,11 @@ def _prepare_operand(
     if isinstance(local_tensor(tensor), Float8Tensor):
         return dict.fromkeys(gemms, _move(tensor, placements))
     first = casts[gemms[0]]
-    if first is not None and first.covers != "column" and set(casts.values()) == {first}:
+    if (
+        first is not None
+        and set(casts.values()) == {first}
+        and _can_travel(first, tensor, placements)
+    ):
         axes = _moving_axes(tensor, placements) if config.amax_scope == "rank" else None
         cast = _cast_operand(tensor, operand, first, spec, axes)
         return dict.fromkeys(gemms, _move(cast, placements))
@@ -84,6 +88,14 @@ def _prepare_operand(
             axes = () if config.amax_scope == "rank" else None
             landed[kind] = local_tensor(_cast_operand(tensor, operand, kind, spec, axes))
     return {gemm: landed[kind] for gemm, kind in casts.items()}
+
+
+def _can_travel(cast: Cast, tensor: torch.Tensor, placements: Placements | None) -> bool:
+    """Whether an operand may move after its cast: rows with scales of their own move whole."""
+    if cast.covers != "row" or not isinstance(tensor, DTensor):
+        return cast.covers != "column"
+    moving = _moving_axes(tensor, placements) or ()
+    return not any(tensor.placements[axis].dim % tensor.ndim == tensor.ndim - 1 for axis in moving)  # type: ignore[attr-defined]
 
 
 def _moving_axes(tensor: torch.Tensor, placements: Placements | None) -> tuple[int, ...] | None:

@@ -5,16 +5,18 @@ from typing import Any, ClassVar, Protocol, get_args
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import cast_local, scaling_of
 from fp8_dist.casts import Cast, Gemm, Operand
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.delayed import AmaxHistory
+from fp8_dist.delayed import AmaxHistory, load_histories
 from fp8_dist.freshness import Source, WeightCache, warn_once
 from fp8_dist.function import LinearSpec, float8_linear
 from fp8_dist.matmul import ALIGNMENT, needs_alignment
-from fp8_dist.scaling import Scaling
+from fp8_dist.runtime import known_scaling, name_of
+from fp8_dist.scaling import Scaling, reduced_dims
 from fp8_dist.sharding import (
     Layout,
     Placements,
@@ -110,6 +112,7 @@ class Float8Linear(nn.Linear):
         self.config = Float8LinearConfig() if config is None else config
         self.fqn = fqn or type(self).__name__
         self.output_placements = None
+        self._name = name_of(self)
         self.weight_cache = WeightCache()
         self.histories = {
             str(operand): AmaxHistory(
@@ -141,6 +144,8 @@ class Float8Linear(nn.Linear):
                 DTensors on one mesh, or both plain; or features are misaligned
                 (``pad_inner_dim``).
         """
+        if self.histories and torch.compiler.is_compiling():
+            return self._forward_outside_of_graphs(input)
         if not input.dtype.is_floating_point:
             raise TypeError(f"{self.fqn}: the input must be floating point, got {input.dtype}")
         # (The shape of a DTensor made of uneven local tensors is only torch's guess.)
@@ -153,7 +158,11 @@ class Float8Linear(nn.Linear):
         self._check_mesh(input)
         if not torch.compiler.is_compiling():
             self._check_alignment(input.device)
+            if self.histories:
+                self.weight_cache.warn_if_not_synced(self.fqn)
         weight = self._float8_weight()
+        if "weight" in self.histories and torch.is_grad_enabled():
+            self.histories["weight"].record_last()
         if isinstance(local_tensor(input), Float8Tensor):
             self._check_prepared(local_tensor(input))
         else:
@@ -168,9 +177,19 @@ class Float8Linear(nn.Linear):
         )
         return float8_linear(input, self.weight, self.bias, weight, spec)
 
+    @torch.compiler.disable
+    def _forward_outside_of_graphs(self, input: torch.Tensor) -> torch.Tensor:
+        return self.forward(input)
+
     def local_shard(self) -> torch.Tensor:
         """The plain local tensor of the weight, as it is now (no copy, no collectives)."""
         return self.fsdp_weight_type.unwrap(local_tensor(self.weight))
+
+    def meshes(self) -> list[DeviceMesh]:
+        """The meshes that the layer's operands are distributed over."""
+        layout = Layout.of(self.weight)
+        own = [] if layout is None else [layout.mesh]
+        return own + [h.mesh for h in self.histories.values() if h.mesh is not None]
 
     def cast_weight(
         self, source: Source, shard: torch.Tensor | None = None
@@ -197,28 +216,35 @@ class Float8Linear(nn.Linear):
 
     def _cast_weight(self, source: Source, shard: torch.Tensor | None) -> tuple[Float8Tensor, ...]:
         cache, weight = self.weight_cache, self.weight
-        fresh = cache.is_fresh(weight, local_tensor(weight))
         shard = self.local_shard() if shard is None else shard
+        fresh = cache.is_fresh(weight, local_tensor(weight))
         if fresh and cache.float8 is not None and cache.float8[0].device == shard.device:
             return cache.float8
-        if not fresh:
-            cache.warn_if_stale(weight, self.fqn)
-            if self.histories:
-                cache.warn_if_not_synced(self.fqn)
-            scaling = self._dynamic_scaling(shard)
-            if isinstance(weight, nn.Parameter):
-                cache.store(weight, scaling, source, local_tensor(weight))
-                fresh = True
-        else:
-            assert cache.scaling is not None
-            scaling = cache.scaling
-        float8 = tuple(
-            cast_local(shard, cast.dtype, (m.to(shard.device), scale.to(shard.device)))
-            for cast, (m, scale) in scaling.items()
-        )
-        if fresh and self.config.cache_float8_shards and shard.device == weight.device:
-            cache.float8 = float8
+        float8 = self._cast_with_known_scaling(source, shard)
+        kept = isinstance(weight, nn.Parameter) and self.config.cache_float8_shards
+        cache.float8 = float8 if kept and shard.device == weight.device else None
         return float8
+
+    def _cast_with_known_scaling(
+        self, source: Source, shard: torch.Tensor
+    ) -> tuple[Float8Tensor, ...]:
+        return tuple(
+            cast_local(shard, cast.dtype, known_scaling(self, self._name, shard, i, source, dims))
+            for i, cast in enumerate(self.config.casts("weight"))
+            for dims in [reduced_dims(cast.covers, 2)]
+        )
+
+    def scaling_at_run_time(self, x: torch.Tensor, index: int, source: Source) -> Scaling:
+        """The scales of the weight's shard ``x`` for one of its casts, as its values are now."""
+        cache, weight, casts = self.weight_cache, self.weight, self.config.casts("weight")
+        if not cache.is_fresh(weight, local_tensor(weight)):
+            cache.warn_if_stale(weight, self.fqn)
+            if not isinstance(weight, nn.Parameter):
+                return self._dynamic_scaling(x, casts[index])
+            scaling = {cast: self._dynamic_scaling(x, cast) for cast in casts}
+            cache.store(weight, scaling, source, local_tensor(weight))
+        assert cache.scaling is not None
+        return cache.scaling[casts[index]]
 
     def extra_repr(self) -> str:
         config = self.config
@@ -250,24 +276,20 @@ class Float8Linear(nn.Linear):
         if isinstance(local, Float8Tensor):
             return (local,)  # FSDP2 gathered it
         if torch.compiler.is_compiling():
-            # Freshness is decided outside of graphs; inside, the scale is computed.
             with torch.no_grad():
-                scaling = self._dynamic_scaling(plain)
-                return tuple(cast_local(plain, c.dtype, scaling[c]) for c in scaling)
+                return self._cast_with_known_scaling("forward", plain)
         self._warn_if_flags_have_no_effect(plain is not local)
         return self.cast_weight("forward")
 
-    def _dynamic_scaling(self, shard: torch.Tensor) -> dict[Cast, Scaling]:
-        """The scales of the local shard for each cast of the weight, as it is now."""
+    def _dynamic_scaling(self, shard: torch.Tensor, cast: Cast) -> Scaling:
+        """The scales of the local shard for a cast of the weight, from its values or history."""
         layout = Layout.of(self.weight)
         tensor = shard if layout is None else layout.wrap(shard)
+        if cast.delayed:
+            # FSDP2 gathers without gradients in training too: it is recorded in forward.
+            return self.histories["weight"].scaling_of(tensor, record=False)
         power_of_2 = self.config.round_scales_to_power_of_2
-        return {
-            cast: self.histories["weight"].scaling_of(tensor)
-            if cast.delayed
-            else scaling_of(tensor, cast.dtype, cast.covers, power_of_2)
-            for cast in self.config.casts("weight")
-        }
+        return scaling_of(tensor, cast.dtype, cast.covers, power_of_2)
 
     def _warn_if_flags_have_no_effect(self, wrapped: bool) -> None:
         if wrapped:
@@ -343,6 +365,10 @@ class Float8Linear(nn.Linear):
             self.weight_cache.parameter_replaced()
         super().__setattr__(name, value)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._name = name_of(self)  # a copy is another layer
+
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         # module.to(), .cuda(), to_empty() and their like change the weight unnoticed.
         self.weight_cache.reset()
@@ -382,8 +408,8 @@ class Float8Linear(nn.Linear):
             state_dict[key] = self._wrapped(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         self.weight_cache.drop()
-        for name, history in self.histories.items():
-            history.load(local_metadata.get(_HISTORIES, {}).get(name))
+        if self.histories:
+            load_histories(self.histories, local_metadata.get(_HISTORIES, {}), self.meshes())
 
 
 def invalidate_float8_scales(module: nn.Module) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fp8_dist.dtypes import device_has_float8_gemm
+from fp8_dist.dtypes import device_has_float8_gemm, e4m3, e5m2
 from fp8_dist.env import strict_alignment
 from fp8_dist.ops import implements
 from fp8_dist.tensor import Float8Tensor
@@ -118,6 +118,11 @@ def _native(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> torch.Tensor:
+    if a.dtype == b.dtype == e5m2():
+        raise ValueError(
+            f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}, both {a.dtype}: this device "
+            f"multiplies none but {e4m3()} by any; set another target_dtype, or emulate=True"
+        )
     # cuBLASLt multiplies a row-major by a column-major matrix.
     a = a.contiguous()
     b = b.t().contiguous().t()
@@ -200,6 +205,7 @@ def _zero_pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 _LIB.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")
+SCALED_MM_OP = torch.ops.fp8_dist.scaled_mm.default
 
 
 @torch.library.register_fake("fp8_dist::scaled_mm", lib=_LIB)

@@ -52,46 +52,52 @@ def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
 )
 def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x, rest = args[0], args[1:]
-    scale = x.scale if x.scale.ndim == 0 else _covering(func(_expanded(x), *rest, **kwargs))
-    return x.rewrap(qdata=func(x.qdata, *rest, **kwargs), scale=scale)
-
-
-def _covered(x: Float8Tensor) -> list[bool]:
-    """For each dim, whether a scale covers it: the last one where rows have a scale each."""
-    if x.scale.shape == (*x.shape[:-1], 1):
-        return [False] * (x.ndim - 1) + [True]
-    return [n == 1 for n in x.scale.shape]
+    qdata = func(x.qdata, *rest, **kwargs)
+    if x.scale.ndim == 0:
+        return x.rewrap(qdata=qdata)
+    return _with_expanded_scale(x, qdata, func(_expanded(x), *rest, **kwargs))
 
 
 def _expanded(x: Float8Tensor) -> torch.Tensor:
     """The scale as a view of the data's shape: stride 0 along the dims that it covers."""
-    covered = zip(_covered(x), x.scale.stride(), strict=True)
-    stride = [0 if c else stride for c, stride in covered]
+    stride = [0 if dim in x.covered else n for dim, n in enumerate(x.scale.stride())]
     return x.scale.as_strided(x.qdata.shape, stride, x.scale.storage_offset())
 
 
-def _covering(expanded: torch.Tensor) -> torch.Tensor:
-    """The scale that a moved, expanded one repeats."""
+def _with_expanded_scale(
+    x: Float8Tensor, qdata: torch.Tensor, expanded: torch.Tensor
+) -> Float8Tensor:
+    """``x`` with moved data, and a scale that was expanded and moved likewise."""
     pairs = zip(expanded.shape, expanded.stride(), strict=True)
     size = [1 if stride == 0 else n for n, stride in pairs]
-    return expanded.as_strided(size, expanded.stride(), expanded.storage_offset())
+    scale = expanded.as_strided(size, expanded.stride(), expanded.storage_offset())
+    covered = tuple(dim for dim, stride in enumerate(expanded.stride()) if stride == 0)
+    return x.rewrap(qdata=qdata, scale=scale, covered=covered)
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x, size = args
+    if x.scale.ndim and (not size or size[-1] not in (-1, x.shape[-1])):
+        # (DTensor puts the parts of a tensor of a single row together in this way.)
+        raise NotImplementedError(
+            f"{func} of a Float8Tensor of shape {tuple(x.shape)} with a scale of shape "
+            f"{tuple(x.scale.shape)} to {tuple(size)}: rows are no more what they were; if one row "
+            "was sharded, redistribute the high-precision tensor and cast it then, else call "
+            ".dequantize() first"
+        )
     qdata = func(x.qdata, size, **kwargs)
-    scale = x.scale
-    if scale.ndim:
-        if qdata.shape[-1:] != x.shape[-1:]:
-            raise _no_scale_for(func, x)
-        if scale.shape == (*x.shape[:-1], 1):
-            scale = scale.reshape(*qdata.shape[:-1], 1)
-        elif scale.numel() == scale.shape[-1]:
-            scale = scale.reshape(*[1] * (qdata.ndim - 1), -1)
-        else:
-            raise _no_scale_for(func, x)
-    return x.rewrap(qdata=qdata, scale=scale)
+    if x.scale.ndim == 0 or qdata.shape == x.shape:
+        return x.rewrap(qdata=qdata)
+    if qdata.ndim and qdata.shape[-1] == x.shape[-1]:
+        dims = tuple(range(qdata.ndim))
+        if x.covered == (x.ndim - 1,):
+            rows = x.scale.reshape(*qdata.shape[:-1], 1)
+            return x.rewrap(qdata=qdata, scale=rows, covered=dims[-1:])
+        if x.covered == tuple(range(x.ndim - 1)):
+            columns = x.scale.reshape(*[1] * (qdata.ndim - 1), -1)
+            return x.rewrap(qdata=qdata, scale=columns, covered=dims[:-1])
+    raise _no_scale_for(func, x)
 
 
 @implements(aten.as_strided.default, aten._reshape_alias.default)
@@ -127,7 +133,7 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Flo
     if x.scale.ndim == 0:
         return [x.rewrap(qdata=q) for q in parts]
     scales = func(_expanded(x), *rest, **kwargs)
-    return [x.rewrap(qdata=q, scale=_covering(s)) for q, s in zip(parts, scales, strict=True)]
+    return [_with_expanded_scale(x, q, s) for q, s in zip(parts, scales, strict=True)]
 
 
 @implements(aten.cat.default)
@@ -145,8 +151,12 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
             raise ValueError(
                 f"torch.cat of float8 tensors of {first.qdata.dtype} and {x.qdata.dtype}"
             )
+        if (x.scale.ndim, x.covered) != (first.scale.ndim, first.covered):
+            raise ValueError(
+                "torch.cat of float8 tensors whose scales cover different dims; dequantize() them"
+            )
     scales = [x.scale for x in tensors]
-    if first.scale.ndim and not _covered(first)[dim]:
+    if first.scale.ndim and dim % first.ndim not in first.covered:
         scale = func(scales, dim)
     else:
         scale = _common_scale(scales)
@@ -156,11 +166,13 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
 
 def _common_scale(scales: list[torch.Tensor]) -> torch.Tensor:
     first = scales[0]
-    # Chunks of one tensor share its scale object: no comparison of values, hence no sync.
-    if not all(s is first or torch.equal(s, first) for s in scales):
+    # Chunks of one tensor share its 0-dim scale: no comparison of values, hence no sync. (Of bits:
+    # a NaN is not equal to itself.)
+    bits = first.view(torch.int32)
+    if not all(s is first or torch.equal(s.view(torch.int32), bits) for s in scales):
         raise ValueError(
-            "torch.cat of float8 tensors that were cast with different scales; dequantize() "
-            "them, or cast them together"
+            "float8 tensors that were cast with different scales can't be put together; "
+            "dequantize() them, or cast them together"
         )
     return first
 
@@ -179,7 +191,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
         # From the last dim on, a pair for each: nothing is added along a dim that a scale covers.
         added = list(pad)
         for i in range(0, len(added), 2):
-            if _covered(x)[-1 - i // 2]:
+            if x.ndim - 1 - i // 2 in x.covered:
                 added[i : i + 2] = [0, 0]
         scale = func(scale, added, 0)
     qdata = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype)
@@ -212,6 +224,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
         )
     if dst.qdata.dtype != src.qdata.dtype:
         raise ValueError(f"copy_ from {src.qdata.dtype} to {dst.qdata.dtype} data")
+    if (dst.scale.ndim, dst.covered) != (src.scale.ndim, src.covered):
+        raise ValueError("copy_ between float8 tensors whose scales cover different dims")
     func(dst.qdata, src.qdata, *args[2:], **kwargs)
     func(dst.scale, src.scale, *args[2:], **kwargs)
     return dst
@@ -235,7 +249,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
         size = args[1]
         if len(size) != scale.ndim:
             raise _no_scale_for(func, x)
-        scale = scale.new_zeros([1 if c else n for c, n in zip(_covered(x), size, strict=True)])
+        scale = scale.new_zeros([1 if dim in x.covered else n for dim, n in enumerate(size)])
     return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scale)
 
 
@@ -257,18 +271,18 @@ def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 )
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x, rest = args[0], args[1:]
-    if x.scale.ndim == 0:
+    if x.scale.ndim == 0 or x.ndim == 1:
         # Every rank cast with the scale of the global tensor: the bytes are all there is to send.
         out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
-    if _covered(x) != [False] * (x.ndim - 1) + [True] or (
+    if x.covered != (x.ndim - 1,) or (
         func is torch.ops._dtensor.shard_dim_alltoall.default
         and x.ndim - 1 in (d % x.ndim for d in rest[:2])
     ):
         raise NotImplementedError(
-            f"{func} of a Float8Tensor of shape {tuple(x.shape)} with a scale of shape "
-            f"{tuple(x.scale.shape)}: only whole rows travel, each with its scale; redistribute "
-            "the high-precision tensor and cast it then"
+            f"{func} of a Float8Tensor whose scales cover the dims {x.covered} of {x.ndim}: only "
+            "whole rows travel, each with its scale; redistribute the high-precision tensor and "
+            "cast it then"
         )
     packed = func(as_bytes(pack_rows(x.qdata, x.scale)), *rest, **kwargs)
     if torch.compiler.is_compiling():

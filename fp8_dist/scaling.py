@@ -129,6 +129,7 @@ def _quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> 
 _LIB.impl("amax", _amax, "CompositeExplicitAutograd")
 _LIB.impl("scaling_from_amax", _scaling_from_amax, "CompositeExplicitAutograd")
 _LIB.impl("quantize", _quantize, "CompositeExplicitAutograd")
+AMAX_OP = torch.ops.fp8_dist.amax.default
 
 
 @torch.library.register_fake("fp8_dist::amax", lib=_LIB)

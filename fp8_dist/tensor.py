@@ -31,25 +31,31 @@ class Float8Tensor(torch.Tensor):
         scale: fp32 dequantization scale: 0-dim for the whole (global) tensor, or with as many dims
             as ``qdata`` and of size 1 along those that one scale covers, such as ``[..., 1]``.
         orig_dtype: the high-precision dtype it was cast from, which is also its ``dtype``.
+        covered: the dims that one scale covers, where ``scale`` has dims.
 
-    The constructor takes these three; it raises TypeError for other dtypes, ValueError for a scale
-    that does not fit. Usually
-    :func:`fp8_dist.cast_to_float8` makes it. Operators that move or multiply float8 data
-    work on it (``fp8_dist.ops``); any other raises NotImplementedError.
+    The constructor takes these; it raises TypeError for other dtypes, ValueError for a scale that
+    does not fit. ``covered=None``: the last dim if there is a scale per row, else those of size 1
+    in ``scale``. Usually :func:`fp8_dist.cast_to_float8` makes it. Operators that move or multiply
+    float8 data work on it (``fp8_dist.ops``); any other raises NotImplementedError.
     """
 
     qdata: torch.Tensor
     scale: torch.Tensor
     orig_dtype: torch.dtype
+    covered: tuple[int, ...]
 
     # The one declaration of the fields: flatten, unflatten and rewrap follow from it.
     _TENSOR_FIELDS = ("qdata", "scale")
-    _STATIC_FIELDS = ("orig_dtype",)
+    _STATIC_FIELDS = ("orig_dtype", "covered")
     __slots__ = _TENSOR_FIELDS + _STATIC_FIELDS
 
     @staticmethod
     def __new__(
-        cls, qdata: torch.Tensor, scale: torch.Tensor, orig_dtype: torch.dtype
+        cls,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        orig_dtype: torch.dtype,
+        covered: tuple[int, ...] | None = None,
     ) -> "Float8Tensor":
         if not is_float8(qdata.dtype):
             raise TypeError(f"Float8Tensor: qdata must have a float8 dtype, got {qdata.dtype}")
@@ -78,6 +84,8 @@ class Float8Tensor(torch.Tensor):
         self.qdata = qdata
         self.scale = scale
         self.orig_dtype = orig_dtype
+        known = covered is not None and scale.ndim > 0
+        self.covered = covered if known else _covered_dims(qdata, scale)  # type: ignore[assignment]
         return self
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
@@ -144,6 +152,14 @@ class Float8Tensor(torch.Tensor):
 def dequantized(x: Float8Tensor) -> torch.Tensor:
     """``dequantize()`` outside of autograd."""
     return (x.qdata.to(torch.float32) * x.scale).to(x.orig_dtype)
+
+
+def _covered_dims(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...]:
+    if scale.ndim == 0:
+        return ()
+    if scale.shape == (*qdata.shape[:-1], 1):
+        return (qdata.ndim - 1,)
+    return tuple(dim for dim, n in enumerate(scale.shape) if n == 1)
 
 
 class _Dequantize(torch.autograd.Function):

@@ -3,13 +3,13 @@
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.delayed import advance
 from fp8_dist.fsdp.mesh_axes import group_along, union_of
 from fp8_dist.fsdp.precompute import reshard
 from fp8_dist.linear import float8_layers
-from fp8_dist.sharding import all_reduce_max
+from fp8_dist.sharding import all_reduce_max, reduce_amax
 
 
 @torch.no_grad()
@@ -18,14 +18,14 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
 
     Call it once per optimizer step, on all ranks, outside of forward and backward (after the last
     micro-batch; before or after ``optimizer.step()``). Scales become the same on all ranks that
-    share the model: those of the meshes that its weights live on. (Data-parallel ranks of plain
-    weights, as in DDP, keep histories of their own.)
+    share the model: those of the meshes that its weights, and inputs prepared in float8, live on.
+    (Data-parallel ranks of plain weights, as in DDP, keep histories of their own.)
 
     Args:
         module: the model, or a part of it.
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per operand, over all axes of these
-    meshes; none if no weight is a DTensor.
+    meshes; none if there are none.
 
     Raises:
         ValueError: no operand in ``module`` is DELAYED.
@@ -39,12 +39,23 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
         )
     reshard(module)
     histories = [history for layer in layers for history in layer.histories.values()]
-    device = layers[0].local_shard().device
+    meshes = {mesh for layer in layers for mesh in layer.meshes()}
+    # (Where the mesh is; offloaded weights are elsewhere.)
+    device = next((mesh.device_type for mesh in meshes), layers[0].local_shard().device)
     zero = torch.zeros((), device=device)
     values = torch.stack([zero if h.current is None else h.current.to(device) for h in histories])
-    union = union_of({w.device_mesh for w in (m.weight for m in layers) if isinstance(w, DTensor)})
-    if union:
-        values = all_reduce_max(values, group_along(union, dist.get_rank()))
+    values = _reduce(values, meshes)
     advance(histories, values)
     for layer in layers:
+        if "weight" in layer.histories:
+            layer.weight_cache.drop()
         layer.weight_cache.synced()
+
+
+def _reduce(values: torch.Tensor, meshes: set[DeviceMesh]) -> torch.Tensor:
+    """Maximum over all axes of the meshes."""
+    if len(meshes) == 1:
+        (mesh,) = meshes
+        return reduce_amax(values, mesh, range(mesh.ndim))
+    union = union_of(meshes)
+    return all_reduce_max(values, group_along(union, dist.get_rank())) if union else values

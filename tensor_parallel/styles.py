@@ -136,9 +136,19 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         config = next(iter(layers.values())).config
         if cast.delayed:
             # Its history is kept with a layer's, of which it need not be the input.
-            history = AmaxHistory(cast, config.amax_history_len, config.round_scales_to_power_of_2)
+            history = AmaxHistory(
+                cast, config.amax_history_len, config.round_scales_to_power_of_2, device_mesh
+            )
             next(iter(layers.values())).histories["prepared_input"] = history
-            style._cast = partial(_cast_delayed, history)
+            module.float8_prepared_input = history  # type: ignore[assignment]
+
+            def find_history(module: Any, inputs: Any) -> None:
+                # That of a copy, if the module is one: copies share their hooks.
+                style._cast = partial(_cast_delayed, module.float8_prepared_input)
+
+            module.register_forward_pre_hook(find_history)
+            eager = torch.compiler.disable(style._prepare_input_arg)  # graphs change no histories
+            style._prepare_input_arg = eager  # type: ignore[method-assign]
         else:
             granularity = ScalingGranularity.AXISWISE if cast.covers == "row" else None
             style._cast = partial(

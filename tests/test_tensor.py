@@ -127,7 +127,7 @@ def test_refusals_name_what_was_asked_and_what_to_do() -> None:
     )
     assert_expected_inline(
         raised(ValueError, lambda: torch.cat([x, y])),
-        """torch.cat of float8 tensors that were cast with different scales; dequantize() them, or cast them together""",
+        """float8 tensors that were cast with different scales can't be put together; dequantize() them, or cast them together""",
     )
     assert_expected_inline(
         raised(TypeError, lambda: torch.cat([x, torch.randn(4, 4)])),

@@ -1,0 +1,50 @@
+"""What selective activation checkpointing saves of float8 layers: GEMMs, collectives and amaxes.
+
+::
+
+    context_fn = partial(create_selective_checkpoint_contexts, selective_checkpoint_policy)
+    checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
+
+(both from ``torch.utils.checkpoint``). What is recomputed then is elementwise: norms, activations,
+and the casts, with the scales of the forward.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fp8_dist.matmul import SCALED_MM_OP
+from fp8_dist.scaling import AMAX_OP
+
+aten = torch.ops.aten
+funcol = torch.ops._c10d_functional
+
+# (Not the absolute values of a weight, nor float8 copies: an amax is four bytes per scale.)
+_SAVED: frozenset[Any] = frozenset(
+    (
+        AMAX_OP,
+        SCALED_MM_OP,
+        aten.mm.default,
+        aten.addmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        funcol.all_gather_into_tensor.default,
+        funcol.all_reduce.default,
+        funcol.all_to_all_single.default,
+        funcol.reduce_scatter_tensor.default,
+        funcol.wait_tensor.default,
+    )
+)
+
+
+def selective_checkpoint_policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+
+    It saves the results of GEMMs, attention, collectives and amaxes, and lets all else be computed
+    again: the recomputation then repeats no collective, no GEMM and no pass over a tensor for its
+    amax.
+    """
+    return CheckpointPolicy.MUST_SAVE if func in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,145 @@
+"""What tests of delayed scales share: looking into histories, and at the operands of GEMMs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from reference import FORMATS, same_bits
+from torch.distributed.device_mesh import DeviceMesh
+
+import fp8_dist.function
+from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, ScalingType
+from fp8_dist import sync_float8_amax_and_scale_history as sync
+from fp8_dist.debug import comm_audit
+from fp8_dist.delayed import AmaxHistory
+from fp8_dist.linear import float8_layers
+
+DELAYED = Float8LinearConfig.from_recipe_name("delayed")
+GATHERED = replace(DELAYED, enable_fsdp_float8_all_gather=True)
+DTYPES = {
+    "input": torch.float8_e4m3fn,
+    "weight": torch.float8_e4m3fn,
+    "grad_output": torch.float8_e5m2,
+}
+OPERANDS = tuple(DTYPES)
+
+Product = tuple[Float8Tensor, Float8Tensor]
+
+
+def delayed(*operands: str, **changes: Any) -> Float8LinearConfig:
+    """A config whose given operands have delayed scales, and dynamic ones else."""
+    cast = CastConfig(ScalingType.DELAYED)
+    casts = {f"cast_config_{operand}": cast for operand in operands}
+    return replace(Float8LinearConfig(), **casts, **changes)
+
+
+def histories(model: nn.Module) -> dict[str, AmaxHistory]:
+    """By name of layer and operand."""
+    return {
+        f"{name}.{operand}": history
+        for name, layer in float8_layers(model).items()
+        for operand, history in layer.histories.items()
+    }
+
+
+def amaxes(model: nn.Module) -> dict[str, list[float]]:
+    """What each history holds, the newest first."""
+    found = {name: history.history for name, history in histories(model).items()}
+    return {name: [] if h is None else h.tolist() for name, h in found.items()}
+
+
+def recorded(model: nn.Module) -> dict[str, float | None]:
+    """What each operand recorded since the last sync."""
+    found = {name: history.current for name, history in histories(model).items()}
+    return {name: None if c is None else c.item() for name, c in found.items()}
+
+
+def scaling(amax: float, dtype: torch.dtype, power_of_2: bool = False) -> list[torch.Tensor]:
+    """(multiplier, scale) by the formula of fp8_dist.scaling, without the library."""
+    m = torch.tensor(FORMATS[dtype][0] / max(amax, 1e-12), dtype=torch.float64).float()
+    if power_of_2:
+        m = 2.0 ** m.log2().floor()
+    return [m, 1 / m]
+
+
+def quantized(x: torch.Tensor, m: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounded by torch, saturated at the largest value."""
+    largest = FORMATS[dtype][0]
+    return (x.detach().float() * m).clamp(-largest, largest).to(dtype)
+
+
+@contextmanager
+def gemms() -> Iterator[list[Product]]:
+    """Records the operands of each float8 GEMM, in order."""
+    calls: list[Product] = []
+    original: Callable[..., torch.Tensor] = fp8_dist.function.scaled_mm
+
+    def recording(left, right, **kwargs):  # type: ignore[no-untyped-def]
+        calls.append((left.clone(), right.clone()))
+        return original(left, right, **kwargs)
+
+    fp8_dist.function.scaled_mm = recording
+    try:
+        yield calls
+    finally:
+        fp8_dist.function.scaled_mm = original
+
+
+def layer(config: Float8LinearConfig = DELAYED) -> Float8Linear:
+    """From 32 to 48 features."""
+    return Float8Linear.from_float(nn.Linear(32, 48), config)
+
+
+def operands_of(
+    linear: Float8Linear, x: torch.Tensor, grad: torch.Tensor
+) -> dict[str, Float8Tensor]:
+    """The operands of the GEMMs of one forward and backward."""
+    with gemms() as calls:
+        linear(x.detach().requires_grad_()).backward(grad)
+    (x8, w8), (g8, again), (g8_t, x8_again) = calls
+    # Both GEMMs of an operand take the same cast.
+    assert same_bits(w8.qdata.t(), again.qdata)
+    assert same_bits(g8.qdata.t(), g8_t.qdata)
+    assert same_bits(x8.qdata, x8_again.qdata)
+    return {"input": x8, "weight": w8.t(), "grad_output": g8}
+
+
+def train(
+    net: nn.Module,
+    steps: int,
+    *,
+    batches: int = 1,
+    seed: int = 1,
+    forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[float]:
+    """Losses of a few steps of a Net, each ended by a sync (where there is a history)."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        for _ in range(batches):
+            x = torch.randn(4, 8, 64, generator=generator)
+            loss = ((forward or net)(x) - x.roll(1, -1)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if amaxes(net):
+            sync(net)
+    return losses
+
+
+def audited_steps(
+    net: nn.Module, x: torch.Tensor, mesh: DeviceMesh, count: int = 2
+) -> dict[str, Any]:
+    """Steps, each with a sync: what sync sends, and the histories after it."""
+    for _ in range(count):
+        net(x).square().mean().backward()
+        with comm_audit(mesh) as audit:
+            sync(net)
+    rows = [(row.op, row.axis, row.elements) for row in audit.rows]
+    return {"rows": rows, "amaxes": amaxes(net), "operands": len(histories(net))}

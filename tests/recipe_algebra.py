@@ -1,0 +1,163 @@
+"""The three GEMMs of every recipe in fp64, written down from its formulas alone.
+
+Nothing here calls the code under test, but for :func:`layer_of` and :func:`step`, which run it.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from reference import FORMATS
+
+from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+GEMMS = ("output", "grad_input", "grad_weight")
+OPERANDS = ("input", "weight", "grad_output")
+
+# Of a GEMM's two operands, in its order: the dim that one scale covers; "tensor"; "high" precision.
+Covered = int | str
+CASTS: dict[str, dict[str, tuple[Covered, Covered]]] = {
+    "tensorwise": dict.fromkeys(GEMMS, ("tensor", "tensor")),
+    "delayed": dict.fromkeys(GEMMS, ("tensor", "tensor")),
+    "rowwise": {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)},
+    "rowwise_with_gw_hp": {
+        "output": (1, 1),
+        "grad_input": (1, "tensor"),
+        "grad_weight": ("high", "high"),
+    },
+}
+
+
+def magnitude(x: torch.Tensor, covered: Covered) -> torch.Tensor:
+    """amax in fp64: 0-dim, or of size 1 along the covered dim."""
+    return x.double().abs().amax() if covered == "tensor" else x.double().abs().amax(covered, True)
+
+
+def rounded(
+    x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor, power_of_2: bool
+) -> torch.Tensor:
+    """What ``x`` dequantizes to, fp64, if it is cast with the scale of ``amax``."""
+    largest, bits, smallest = FORMATS[dtype]
+    m = (largest / amax.double().clamp(min=1e-12)).float()
+    if power_of_2:
+        m = torch.ldexp(torch.ones_like(m), torch.frexp(m).exponent - 1)
+    m = torch.where(amax.isfinite(), m, torch.nan)
+    scaled = (x.float() * m).double().clamp(-largest, largest)
+    exponent = (torch.frexp(scaled).exponent - 1).clamp(min=smallest)
+    step = torch.ldexp(torch.ones_like(scaled), exponent - bits)
+    return torch.round(scaled / step) * step * (1 / m).double()
+
+
+def row_scales(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Powers of two, fp64, ``[rows, 1]``."""
+    m = (FORMATS[dtype][0] / magnitude(x, 1).clamp(min=1e-12)).float()
+    scale = torch.ldexp(torch.ones_like(m), 1 - torch.frexp(m).exponent).double()
+    return torch.where(magnitude(x, 1).isfinite(), scale, torch.nan)
+
+
+def products(
+    recipe: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    g: torch.Tensor,
+    *,
+    power_of_2: bool | None = None,
+    dtypes: dict[str, torch.dtype] | None = None,
+    history: dict[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Output and gradients of ``recipe``, fp64.
+
+    Args:
+        recipe: its name.
+        x, w, g: input ``[M, K]``, weight ``[N, K]``, grad_output ``[M, N]``.
+        power_of_2: instead of the recipe's own choice.
+        dtypes: of operands that aren't cast to the recipe's own dtype.
+        history: for delayed scales, the largest amax of each operand so far.
+    """
+    by_row = recipe.startswith("rowwise")
+    power_of_2 = by_row if power_of_2 is None else power_of_2
+    dtypes = {"input": E4M3, "weight": E4M3, "grad_output": E4M3 if by_row else E5M2} | (
+        dtypes or {}
+    )
+    if recipe == "rowwise_folded":
+        return _folded(x, w, g, dtypes)
+
+    def cast(operand: str, tensor: torch.Tensor, covered: Covered) -> torch.Tensor:
+        if covered == "high":
+            return tensor.double()
+        amax = magnitude(tensor, covered)
+        if history is not None:
+            amax = history[operand] + amax * 0
+        return rounded(tensor, dtypes[operand], amax, power_of_2)
+
+    casts = CASTS[recipe]
+    return {
+        "output": cast("input", x, casts["output"][0]) @ cast("weight", w, casts["output"][1]).t(),
+        "grad_input": cast("grad_output", g, casts["grad_input"][0])
+        @ cast("weight", w, casts["grad_input"][1]),
+        "grad_weight": cast("grad_output", g, casts["grad_weight"][0]).t()
+        @ cast("input", x, casts["grad_weight"][1]),
+    }
+
+
+def _folded(
+    x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, dtypes: dict[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
+    """The algebra in the docstring of fp8_dist/folding.py."""
+    t, s = row_scales(x, dtypes["input"]), row_scales(w, dtypes["weight"])
+    xd = rounded(x, dtypes["input"], magnitude(x, 1), True)
+    wd = rounded(w, dtypes["weight"], magnitude(w, 1), True)
+    xq, wq = xd / t, wd / s
+    g0 = rounded(g, dtypes["grad_output"], magnitude(g, 1), True)
+    g1 = rounded(g0 * s.t(), dtypes["grad_output"], magnitude(g.double() * s.t(), 1), True)
+    g2 = rounded(g0 * t, dtypes["grad_output"], magnitude(g0 * t, 0), True)
+    return {"output": xd @ wd.t(), "grad_input": g1 @ wq, "grad_weight": g2.t() @ xq}
+
+
+def exact(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The three products of high-precision operands, fp64."""
+    x, w, g = x.double(), w.double(), g.double()
+    return {"output": x @ w.t(), "grad_input": g @ w, "grad_weight": g.t() @ x}
+
+
+def operands(
+    m: int = 64, k: int = 48, n: int = 80, outliers: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Input, weight and grad_output, fp32; with outliers rows, channels of many magnitudes."""
+    x, w, g = torch.randn(m, k), torch.randn(n, k) / k**0.5, torch.randn(m, n)
+    if outliers:
+        x *= torch.randn(m, 1).exp()
+        x[:, k // 3] *= 30
+        w *= torch.randn(n, 1).exp()
+        g *= torch.randn(m, 1).exp() * 1e-3
+        g[:, n // 3] *= 30
+    return x, w, g
+
+
+def config_of(recipe: str, **changes: Any) -> Float8LinearConfig:
+    """The recipe's config with some fields changed."""
+    return replace(Float8LinearConfig.from_recipe_name(recipe), **changes)
+
+
+def layer_of(
+    config: Float8LinearConfig, w: torch.Tensor, bias: torch.Tensor | None = None
+) -> Float8Linear:
+    """A layer with this weight."""
+    layer = Float8Linear(w.shape[1], w.shape[0], bias is not None, dtype=w.dtype, config=config)
+    layer.weight = nn.Parameter(w.clone())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.clone())
+    return layer
+
+
+def step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output and gradients of a forward and a backward."""
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    output = layer(x)
+    output.backward(g)
+    named = {f"grad_{name}": parameter.grad for name, parameter in layer.named_parameters()}
+    return {"output": output.detach(), "grad_input": x.grad, **named}

@@ -1,0 +1,292 @@
+"""Delayed scales on one device: which amaxes they follow, and what does not disturb them."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from delayed_steps import (
+    DELAYED,
+    DTYPES,
+    OPERANDS,
+    amaxes,
+    delayed,
+    gemms,
+    layer,
+    operands_of,
+    quantized,
+    recorded,
+    scaling,
+    train,
+)
+from nets import Net
+from reference import FORMATS, same_bits
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fp8_dist import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
+from fp8_dist import sync_float8_amax_and_scale_history as sync
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 16])
+def test_scales_follow_the_largest_amax_of_the_history(length: int, power_of_2: bool) -> None:
+    config = replace(DELAYED, amax_history_len=length, round_scales_to_power_of_2=power_of_2)
+    linear = layer(config)
+    seen: dict[str, list[float]] = {operand: [] for operand in OPERANDS}
+    for factor in (1.0, 30.0, 0.1, 2.0, 2.5, 0.01, 0.02, 100.0):
+        tensors = {
+            "input": torch.randn(6, 32) * factor,
+            "weight": torch.randn(48, 32) * factor,
+            "grad_output": torch.randn(6, 48) * factor**2,
+        }
+        with torch.no_grad():
+            linear.weight.copy_(tensors["weight"])
+        found = operands_of(linear, tensors["input"], tensors["grad_output"])
+        for operand, tensor in tensors.items():
+            now = max(abs(v) for v in tensor.flatten().tolist())
+            m, scale = scaling(max(seen[operand][:length] or [now]), DTYPES[operand], power_of_2)
+            assert same_bits(found[operand].scale, scale)
+            # A value above the largest of the history saturates.
+            assert same_bits(found[operand].qdata, quantized(tensor, m, DTYPES[operand]))
+            seen[operand].insert(0, now)
+        sync(linear)
+        assert amaxes(linear) == {f".{o}": values[:length] for o, values in seen.items()}
+
+
+SUBSETS = [s for n in (1, 2, 3) for s in itertools.combinations(OPERANDS, n)]
+
+
+@pytest.mark.parametrize("chosen", SUBSETS, ids="+".join)
+def test_each_operand_may_have_a_delayed_scale(chosen: tuple[str, ...]) -> None:
+    linear = layer(delayed(*chosen))
+    assert set(linear.histories) == set(chosen)
+    x, grad = torch.randn(6, 32), torch.randn(6, 48)
+    first = operands_of(linear, x, grad)
+    sync(linear)
+    with torch.no_grad():
+        linear.weight.mul_(3)
+    second = operands_of(linear, x * 3, grad * 3)
+    for operand in OPERANDS:
+        kept = same_bits(first[operand].scale, second[operand].scale)
+        assert kept is (operand in chosen)
+        assert same_bits(first[operand].qdata, second[operand].qdata) is (operand not in chosen)
+
+
+def test_a_delayed_operand_may_be_in_high_precision_in_one_gemm() -> None:
+    off = CastConfig(ScalingType.DISABLED)
+    config = replace(
+        DELAYED,
+        cast_config_input_for_grad_weight=off,
+        cast_config_grad_output_for_grad_weight=off,
+    )
+    linear = layer(config)
+    with gemms() as calls:
+        for factor in (1.0, 5.0):
+            linear(torch.full((4, 32), factor).requires_grad_()).backward(
+                torch.full((4, 48), factor)
+            )
+            sync(linear)
+    assert len(calls) == 4
+    assert amaxes(linear)[".input"] == amaxes(linear)[".grad_output"] == [5.0, 1.0]
+    assert same_bits(calls[0][0].scale, calls[2][0].scale)
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_the_first_step_is_that_of_dynamic_scales(batches: int) -> None:
+    nets = [convert_to_float8_training(Net(), config=c) for c in (DELAYED, Float8LinearConfig())]
+    losses = []
+    for net in nets:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        losses.append([])
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(batches):
+            x = torch.randn(4, 8, 64, generator=generator)
+            losses[-1].append(net(x).square().mean())
+            losses[-1][-1].backward()
+        optimizer.step()
+    assert torch.equal(*(torch.stack(each) for each in losses))
+    for ours, theirs in zip(*(net.parameters() for net in nets), strict=True):
+        assert same_bits(ours.grad, theirs.grad)
+
+
+def test_scales_stay_dynamic_until_something_was_seen() -> None:
+    linear = layer()
+    x, grad = torch.randn(6, 32), torch.randn(6, 48)
+    for _ in range(3):
+        zeros = operands_of(linear, x, torch.zeros(6, 48))["grad_output"]
+        assert zeros.scale.isfinite()
+        assert not zeros.qdata.float().any()
+        sync(linear)
+    assert amaxes(linear)[".grad_output"] == []
+    assert len(amaxes(linear)[".input"]) == 3
+    found = operands_of(linear, x, grad)["grad_output"]
+    m, scale = scaling(grad.abs().max().item(), torch.float8_e5m2)
+    assert same_bits(found.scale, scale)
+    assert same_bits(found.qdata, quantized(grad, m, torch.float8_e5m2))
+    sync(linear)
+    operands_of(linear, x, torch.zeros(6, 48))  # zeros later on leave the scale alone
+    sync(linear)
+    assert max(amaxes(linear)[".grad_output"]) == grad.abs().max().item()
+
+
+def test_a_model_with_a_zero_output_projection_trains() -> None:
+    losses = {}
+    for config in (DELAYED, Float8LinearConfig()):
+        net = Net()
+        for block in net.layers:
+            nn.init.zeros_(block.w2.weight)
+        convert_to_float8_training(net, config=config)
+        losses[config] = torch.tensor(train(net, 30))
+    ours, theirs = losses[DELAYED], losses[Float8LinearConfig()]
+    assert ours[0] == theirs[0]
+    assert ours[20:].mean() < 0.6 * ours[0]
+    assert (ours / theirs - 1).abs().max() < 0.1
+    with gemms() as calls:
+        train(net, 1)
+    assert len(calls) == 16  # w1 and w3 of the first MLP have no grad_input
+    for operand in itertools.chain(*calls):
+        values = operand.qdata.float().abs()
+        assert (values == FORMATS[operand.qdata.dtype][0]).float().mean() < 0.01
+        assert (values == 0).float().mean() < 0.1
+
+
+def test_micro_batches_add_up_and_share_their_scale() -> None:
+    linear = layer()
+    x, grad = torch.randn(6, 32), torch.randn(6, 48)
+    operands_of(linear, x, grad)
+    sync(linear)
+    factors = (2.0, 7.0, 0.5, 3.0)
+    found = [operands_of(linear, x * factor, grad / factor) for factor in factors]
+    for operand in OPERANDS:
+        assert all(same_bits(each[operand].scale, found[0][operand].scale) for each in found)
+    largest = {"input": (x * 7).abs().max(), "grad_output": (grad / 0.5).abs().max()}
+    assert {o: recorded(linear)[f".{o}"] for o in largest} == {
+        o: v.item() for o, v in largest.items()
+    }
+    sync(linear)
+    assert all(len(values) == 2 for values in amaxes(linear).values())
+    assert amaxes(linear)[".input"][0] == largest["input"].item()
+    assert set(recorded(linear).values()) == {None}
+
+
+def test_syncs_without_a_step_and_steps_without_a_sync() -> None:
+    linear = layer()
+    x, grad = torch.randn(6, 32), torch.randn(6, 48)
+    first = operands_of(linear, x, grad)
+    for _ in range(20):
+        sync(linear)  # nothing new: the scale stays
+    second = operands_of(linear, x / 4, grad / 4)
+    third = operands_of(linear, x * 9, grad * 9)
+    for operand in OPERANDS:
+        assert same_bits(first[operand].scale, second[operand].scale)
+        assert same_bits(first[operand].scale, third[operand].scale)
+    sync(linear)
+    assert amaxes(linear)[".input"][0] == (x * 9).abs().max().item()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_leaves_no_trace(mode: Callable) -> None:
+    nets = [convert_to_float8_training(Net(), config=DELAYED) for _ in range(2)]
+    losses = []
+    for net, evaluates in zip(nets, (True, False), strict=True):
+
+        def evaluate(net: nn.Module, evaluates: bool = evaluates) -> None:
+            before = recorded(net), amaxes(net)
+            with mode():
+                if evaluates:
+                    net(torch.randn(2, 8, 64) * 100)
+            assert (recorded(net), amaxes(net)) == before
+
+        def evaluate_average(net: nn.Module) -> None:
+            weights = [p.detach().clone() for p in net.parameters()]
+            with torch.no_grad():
+                torch._foreach_mul_(list(net.parameters()), 100.0)
+                evaluate(net)
+                torch._foreach_copy_(list(net.parameters()), weights)
+
+        def forward(x: torch.Tensor, net: nn.Module = net) -> torch.Tensor:
+            evaluate(net)  # after a sync
+            evaluate_average(net)
+            out = net(x)
+            evaluate(net)  # between forward and backward
+            return out
+
+        losses.append(train(net, 3, batches=2, forward=forward))
+    assert losses[0] == losses[1]
+    assert amaxes(nets[0]) == amaxes(nets[1])
+
+
+@pytest.mark.parametrize("frozen", ["weight", "input", "both"])
+def test_operands_that_no_gemm_takes(frozen: str) -> None:
+    linear = layer()
+    linear.weight.requires_grad_(frozen == "input")
+    x = torch.randn(6, 32, requires_grad=frozen == "weight")
+    for _ in range(3):
+        linear(x).sum().backward()
+        sync(linear)
+    expected = {".input": 3, ".weight": 3, ".grad_output": 0 if frozen == "both" else 3}
+    assert {name: len(values) for name, values in amaxes(linear).items()} == expected
+
+
+def residual(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + block(x)
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.fp8_dist.amax.default])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"use_reentrant": False},
+        {"use_reentrant": True},
+        {"use_reentrant": False, "context_fn": SELECTIVE},
+    ],
+    ids=["non-reentrant", "reentrant", "selective"],
+)
+def test_activation_checkpointing_changes_nothing(arguments: dict[str, Any]) -> None:
+    results = []
+    for checkpoints in (False, True):
+        net = convert_to_float8_training(Net(), config=DELAYED)
+
+        def forward(x: torch.Tensor, net: Net = net, on: bool = checkpoints) -> torch.Tensor:
+            x.requires_grad_()
+            for block in net.layers:
+                # With the sum inside, gradients are added in the same order.
+                part = partial(residual, block)
+                x = checkpoint(part, x, **arguments) if on else part(x)
+            return x
+
+        losses = train(net, 4, batches=2, forward=forward)
+        parameters = [p.detach().clone() for p in net.parameters()]
+        results.append((losses, parameters, amaxes(net)))
+    (losses, parameters, kept), (same_losses, same_parameters, same_kept) = results
+    assert losses == same_losses
+    assert kept == same_kept
+    assert all(map(same_bits, parameters, same_parameters))
+
+
+def test_a_copy_has_histories_of_its_own() -> None:
+    net = convert_to_float8_training(Net(), config=DELAYED)
+    train(net, 2)
+    net(torch.randn(2, 8, 64)).sum().backward()
+    before = amaxes(net), recorded(net)
+    twin = copy.deepcopy(net)
+    assert (amaxes(twin), recorded(twin)) == before
+    train(twin, 2)
+    assert (amaxes(net), recorded(net)) == before
+    assert amaxes(twin) != before[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_break_their_graphs_at_float8_layers(backend: str) -> None:
+    torch._dynamo.reset()
+    nets = [convert_to_float8_training(Net(layers=1), config=DELAYED) for _ in range(2)]
+    nets[1].compile(backend=backend)
+    assert train(nets[0], 3) == train(nets[1], 3)
+    assert amaxes(nets[0]) == amaxes(nets[1])

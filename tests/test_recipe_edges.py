@@ -1,0 +1,299 @@
+"""Every recipe at its edges: shapes, zeros, non-finite values, tiny gradients, autograd."""
+
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from recipe_algebra import (
+    GEMMS,
+    OPERANDS,
+    RECIPES,
+    config_of,
+    exact,
+    layer_of,
+    magnitude,
+    operands,
+    products,
+    step,
+)
+from reference import same_bits, sqnr
+
+from fp8_dist import sync_float8_amax_and_scale_history
+
+all_recipes = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@pytest.mark.parametrize("rows", [(), (1,), (24,), (4, 6), (2, 3, 4), (1, 1, 1)])
+@pytest.mark.parametrize("bias", [False, True])
+@all_recipes
+def test_inputs_of_one_to_four_dims(recipe: str, bias: bool, rows: tuple[int, ...]) -> None:
+    x, w, g = operands(math.prod(rows), 48, 80, outliers=True)
+    added = torch.randn(80) if bias else None
+    found = step(layer_of(config_of(recipe), w, added), x.view(*rows, 48), g.view(*rows, 80))
+    assert found["output"].shape == (*rows, 80)
+    assert found["grad_input"].shape == (*rows, 48)
+    expected = products(recipe, x, w, g)
+    if added is not None:
+        expected["output"] = expected["output"] + added.double()
+        assert sqnr(g.sum(0), found["grad_bias"]) > 120
+    for gemm in GEMMS:
+        assert sqnr(expected[gemm].flatten(), found[gemm].flatten()) > 120, gemm
+
+
+@pytest.mark.parametrize("sizes", [(7, 1, 1), (7, 1, 5), (7, 5, 1), (1, 1, 1), (1, 3, 2)])
+@all_recipes
+def test_features_and_rows_of_one(recipe: str, sizes: tuple[int, int, int]) -> None:
+    x, w, g = operands(*sizes)
+    found, expected = step(layer_of(config_of(recipe), w), x, g), products(recipe, x, w, g)
+    for gemm in GEMMS:
+        assert sqnr(expected[gemm], found[gemm]) > 120, gemm
+
+
+@pytest.mark.parametrize("rows", [(0,), (3, 0), (0, 2)])
+@all_recipes
+def test_an_empty_batch(recipe: str, rows: tuple[int, ...]) -> None:
+    _, w, _ = operands()
+    found = step(
+        layer_of(config_of(recipe), w, torch.randn(80)),
+        torch.randn(*rows, 48),
+        torch.randn(*rows, 80),
+    )
+    assert found["output"].shape == (*rows, 80)
+    assert found["grad_input"].shape == (*rows, 48)
+    assert torch.equal(found["grad_weight"], torch.zeros(80, 48))
+    assert torch.equal(found["grad_bias"], torch.zeros(80))
+
+
+@all_recipes
+def test_strides_change_nothing(recipe: str) -> None:
+    x, w, g = operands(24, outliers=True)
+    x, g = x.view(4, 6, 48), g.view(4, 6, 80)
+    expected = step(layer_of(config_of(recipe), w), x, g)
+    wide = torch.randn(4, 6, 96)
+    wide[..., ::2] = x
+    for view in (
+        x.transpose(0, 1).contiguous().transpose(0, 1),
+        x.mT.contiguous().mT,
+        wide[..., ::2],
+    ):
+        assert not view.is_contiguous()
+        found = step(
+            layer_of(config_of(recipe), w.t().contiguous().t()), view, g.mT.contiguous().mT
+        )
+        assert all(same_bits(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@all_recipes
+def test_rows_of_zeros(recipe: str, dtype: torch.dtype) -> None:
+    x, w, g = operands(outliers=True)
+    x[3], w[5], g[7] = 0, 0, 0
+    w[:, 9], g[:, 11] = 0, 0
+    w[6] *= 1e-6
+    x, w, g = (t.to(dtype) for t in (x, w, g))
+    found, expected = step(layer_of(config_of(recipe), w), x, g), exact(x, w, g)
+    for gemm in GEMMS:
+        zero = expected[gemm] == 0
+        assert torch.equal(found[gemm][zero], torch.zeros(int(zero.sum()), dtype=dtype)), gemm
+        assert found[gemm].isfinite().all()
+        assert sqnr(expected[gemm], found[gemm]) > 20
+    # Rows of the weight that are zero or small learn like the others.
+    rows = zip(expected["grad_weight"], found["grad_weight"], strict=True)
+    accuracy = [sqnr(*pair) for pair in rows]
+    assert min(accuracy[5], accuracy[6]) > min(accuracy[12:]) - 3
+
+
+@all_recipes
+def test_tensors_of_zeros(recipe: str) -> None:
+    for zero in ("x", "w", "g", "xwg"):
+        x, w, g = (t * (n not in zero) for n, t in zip("xwg", operands(), strict=True))
+        found, expected = step(layer_of(config_of(recipe), w), x, g), products(recipe, x, w, g)
+        for gemm in GEMMS:
+            assert found[gemm].isfinite().all()
+            assert sqnr(expected[gemm], found[gemm]) > 120
+
+
+def where(result: torch.Tensor) -> str:
+    """What of a result is not finite."""
+    bad = ~result.isfinite()
+    rows, columns = bad.all(1), bad.all(0)
+    if not bad.any() or bad.all():
+        return "all" if bad.any() else "-"
+    if torch.equal(bad, rows[:, None].expand_as(bad)):
+        return f"row {rows.nonzero().flatten().tolist()}"
+    assert torch.equal(bad, columns.expand_as(bad))
+    return f"column {columns.nonzero().flatten().tolist()}"
+
+
+def poisoned(which: int, value: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Operands of which one has such a value at [2, 3]."""
+    tensors = operands(outliers=True)
+    tensors[which][2, 3] = value
+    return tensors
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_one_non_finite_value_reaches(value: float) -> None:
+    lines = []
+    for recipe in RECIPES:
+        for which, name in enumerate(("x", "w", "g")):
+            x, w, g = poisoned(which, value)
+            found, expected = step(layer_of(config_of(recipe), w), x, g), products(recipe, x, w, g)
+            for gemm in GEMMS:
+                if (recipe, gemm) != ("rowwise_with_gw_hp", "grad_weight"):
+                    assert torch.equal(found[gemm].isnan(), expected[gemm].isnan())
+                    assert not found[gemm].isinf().any()
+                finite = expected[gemm].isfinite()
+                assert sqnr(expected[gemm][finite], found[gemm][finite]) > 120
+            reached = "; ".join(f"{gemm} {where(found[gemm])}" for gemm in GEMMS)
+            lines.append(f"{recipe}, {name}[2, 3]: {reached}")
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+tensorwise, x[2, 3]: output all; grad_input -; grad_weight all
+tensorwise, w[2, 3]: output all; grad_input all; grad_weight -
+tensorwise, g[2, 3]: output -; grad_input all; grad_weight all
+rowwise, x[2, 3]: output row [2]; grad_input -; grad_weight column [3]
+rowwise, w[2, 3]: output column [2]; grad_input column [3]; grad_weight -
+rowwise, g[2, 3]: output -; grad_input row [2]; grad_weight row [3]
+rowwise_with_gw_hp, x[2, 3]: output row [2]; grad_input -; grad_weight column [3]
+rowwise_with_gw_hp, w[2, 3]: output column [2]; grad_input all; grad_weight -
+rowwise_with_gw_hp, g[2, 3]: output -; grad_input row [2]; grad_weight row [3]
+rowwise_folded, x[2, 3]: output row [2]; grad_input -; grad_weight all
+rowwise_folded, w[2, 3]: output column [2]; grad_input all; grad_weight -
+rowwise_folded, g[2, 3]: output -; grad_input row [2]; grad_weight all
+delayed, x[2, 3]: output all; grad_input -; grad_weight all
+delayed, w[2, 3]: output all; grad_input all; grad_weight -
+delayed, g[2, 3]: output -; grad_input all; grad_weight all""",
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_history_hides_no_non_finite_value(which: int, value: float) -> None:
+    x, w, g = poisoned(which, 1.0)
+    layer = layer_of(config_of("delayed"), w)
+    step(layer, x, g)
+    sync_float8_amax_and_scale_history(layer)
+    bad = poisoned(which, value)
+    with torch.no_grad():
+        layer.weight.copy_(bad[1])
+    found = step(layer, bad[0], bad[2])
+    reached = [gemm for gemm in GEMMS if found[gemm].isnan().all()]
+    unused = {0: "grad_input", 1: "grad_weight", 2: "output"}  # the one that it is no operand of
+    assert reached == [gemm for gemm in GEMMS if gemm != unused[which]]
+    assert found[unused[which]].isfinite().all()
+    # The history forgets it: the next step is an ordinary one.
+    sync_float8_amax_and_scale_history(layer)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    history = {o: magnitude(t, "tensor") for o, t in zip(OPERANDS, (x, w, g), strict=True)}
+    found, expected = step(layer, x, g), products("delayed", x, w, g, history=history)
+    assert all(sqnr(expected[gemm], found[gemm]) > 120 for gemm in GEMMS)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e-9, 1e-12, 1e-13])
+def test_tiny_gradients_lose_nothing_by_folding(factor: float) -> None:
+    x, w, g = operands()
+    g = g * factor
+    expected = exact(x, w, g)
+    twice, once = (
+        step(layer_of(config_of(recipe), w), x, g) for recipe in ("rowwise", "rowwise_folded")
+    )
+    for gemm in GEMMS:
+        assert sqnr(expected[gemm], once[gemm]) > max(27, sqnr(expected[gemm], twice[gemm]) - 0.1)
+
+
+@all_recipes
+def test_magnitudes_at_both_ends_of_fp32(recipe: str) -> None:
+    for large, small in ((0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)):
+        x, w, g = operands()
+        scaled = [x, w, g]
+        scaled[large] = scaled[large] * 2.0**100
+        scaled[small] = scaled[small] * 2.0**-20
+        for dtype in (torch.float32, torch.bfloat16):
+            tensors = [t.to(dtype) for t in scaled]
+            found = step(layer_of(config_of(recipe), tensors[1]), tensors[0], tensors[2])
+            expected = exact(*tensors)
+            for gemm in GEMMS:
+                assert sqnr(expected[gemm], found[gemm]) > 20, (large, small, dtype, gemm)
+
+
+@all_recipes
+def test_only_the_gradients_that_are_needed(recipe: str) -> None:
+    x, w, g = operands(outliers=True)
+    layer = layer_of(config_of(recipe), w, torch.zeros(80))
+    expected = step(layer, x, g)
+    for frozen in (("weight",), ("bias",), ("weight", "bias")):
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        found = step(layer, x, g)
+        for name in expected:
+            none = name.removeprefix("grad_") in frozen
+            assert found[name] is None if none else same_bits(expected[name], found[name]), name
+    layer.requires_grad_(True).zero_grad()
+    layer(x).backward(g)  # an input that needs no gradient
+    assert same_bits(layer.weight.grad, expected["grad_weight"])
+    with torch.no_grad():
+        assert same_bits(layer(x), expected["output"])
+    with torch.inference_mode():
+        assert same_bits(layer(x).clone(), expected["output"])
+
+
+@all_recipes
+def test_one_layer_used_twice(recipe: str) -> None:
+    _, w, _ = operands(k=48, n=48, outliers=True)
+    layer, alone = (layer_of(config_of(recipe), w) for _ in range(2))
+    first, second = (operands(16, 48, 48, outliers=True) for _ in range(2))
+    inputs = [x.clone().requires_grad_() for x, _, _ in (first, second)]
+    outputs = [layer(x) for x in inputs]
+    torch.autograd.backward(outputs, [first[2], second[2]])
+    separate = [step(alone, x, g) for x, _, g in (first, second)]
+    for x, output, expected in zip(inputs, outputs, separate, strict=True):
+        assert same_bits(output, expected["output"])
+        assert same_bits(x.grad, expected["grad_input"])
+    summed = separate[0]["grad_weight"] + separate[1]["grad_weight"]
+    assert same_bits(layer.weight.grad, summed)
+    layer(layer(inputs[0])).sum().backward()
+    assert layer.weight.grad.isfinite().all()
+
+
+@all_recipes
+def test_a_graph_that_is_retained_gives_the_same_again(recipe: str) -> None:
+    x, w, g = operands(outliers=True)
+    layer = layer_of(config_of(recipe), w)
+    leaf = x.clone().requires_grad_()
+    output = layer(leaf)
+    output.backward(g, retain_graph=True)
+    first = leaf.grad, layer.weight.grad
+    leaf.grad = layer.weight.grad = None
+    output.backward(g)
+    assert same_bits(first[0], leaf.grad)
+    assert same_bits(first[1], layer.weight.grad)
+
+
+@all_recipes
+def test_hooks_see_plain_tensors(recipe: str) -> None:
+    x, w, g = operands(outliers=True)
+    layer = layer_of(config_of(recipe), w)
+    expected = step(layer, x, g)
+    seen: dict[str, torch.Tensor] = {}
+
+    def note(name: str, tensor: torch.Tensor) -> None:
+        assert type(tensor) in (torch.Tensor, nn.Parameter)
+        seen[name] = tensor.detach().clone()
+
+    layer.register_forward_pre_hook(lambda _, args: note("input", args[0]))
+    layer.register_forward_hook(lambda *args: note("output", args[2]))
+    layer.register_full_backward_pre_hook(lambda _, grads: note("grad_output", grads[0]))
+    layer.register_full_backward_hook(lambda *args: note("grad_input", args[1][0]))
+    layer.weight.register_hook(lambda grad: note("grad_weight", grad))
+    again = step(layer, x, g)
+    assert sorted(seen) == sorted({*GEMMS, "input", "grad_output"})
+    for name in GEMMS:
+        assert same_bits(expected[name], again[name])
+        assert same_bits(expected[name], seen[name])
+    assert same_bits(seen["input"], x)
+    assert same_bits(seen["grad_output"], g)

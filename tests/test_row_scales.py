@@ -1,0 +1,241 @@
+"""Float8Tensor with a scale per row, column or any other line: casts, and the op table."""
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from recipe_algebra import magnitude, rounded
+from reference import raised, same_cast, sqnr
+
+from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float8
+
+AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
+SHAPES = [(6,), (6, 8), (4, 6, 8), (2, 4, 6, 8), (1, 8), (6, 1), (1, 1), (4, 1, 8), (4, 6, 1)]
+EMPTY = [(0, 8), (0, 6, 8)]
+
+
+def numbers(shape: tuple[int, ...]) -> torch.Tensor:
+    """Of many magnitudes along every dim."""
+    return torch.randn(shape) * torch.randn(shape).mul(3).exp()
+
+
+def lines(*shape: int, dim: int = -1) -> Float8Tensor:
+    cast = cast_to_float8(numbers(shape), AXISWISE, dim=dim)
+    assert isinstance(cast, Float8Tensor)
+    return cast
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_casts_equal_the_reference(
+    shape: tuple[int, ...], target: torch.dtype, power_of_2: bool
+) -> None:
+    config = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=target)
+    x = numbers(shape)
+    for dim in range(-len(shape), len(shape)):
+        cast = cast_to_float8(x, config, dim=dim, round_scales_to_power_of_2=power_of_2)
+        expected = rounded(x, target, magnitude(x, dim), power_of_2)
+        assert torch.equal(cast.qdata.double() * cast.scale.double(), expected)
+        assert cast.scale.shape == magnitude(x, dim).shape
+
+
+# Ops that move elements: on the float8 tensor, and on the dequantized one.
+MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clone": lambda x: x.clone(),
+    "detach": lambda x: x.detach(),
+    "deepcopy": lambda x: copy.deepcopy(x),
+    "to a copy": lambda x: x.to("cpu", copy=True),
+    "to bf16": lambda x: x.to(torch.bfloat16),
+    "as_strided to the same": lambda x: x.as_strided(x.shape, x.stride()),
+    "transpose": lambda x: x.transpose(0, -1),
+    "permute": lambda x: x.permute(*reversed(range(x.ndim))),
+    "contiguous": lambda x: x.transpose(0, -1).contiguous(),
+    "unsqueeze first": lambda x: x.unsqueeze(0),
+    "unsqueeze last": lambda x: x.unsqueeze(-1),
+    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
+    "expand": lambda x: x.unsqueeze(0).expand(3, *x.shape),
+    "slice first": lambda x: x[1:3],
+    "slice last": lambda x: x[..., ::2],
+    "slice of nothing": lambda x: x[2:2],
+    "select first": lambda x: x[0],
+    "select last": lambda x: x[..., 0],
+    "narrow": lambda x: x.narrow(-1, 0, 1),
+    "split": lambda x: x.split(1)[0],
+    "split last": lambda x: x.split(3, -1)[-1],
+    "split_with_sizes": lambda x: x.split([1, x.shape[0] - 1])[1],
+    "chunk": lambda x: x.chunk(2)[-1],
+    "tensor_split": lambda x: x.tensor_split(3, -1)[1],
+    "unbind": lambda x: x.unbind()[0],
+    "unbind last": lambda x: x.unbind(-1)[0],
+    "cat first": lambda x: torch.cat([x, x, x[1:]]),
+    "cat last": lambda x: torch.cat(x.split(3, -1), -1),
+    "cat with nothing": lambda x: torch.cat([x[:0], x]),
+    "pad first": lambda x: F.pad(x, (0, 0) * (x.ndim - 1) + (1, 2)),
+    "pad last": lambda x: F.pad(x, (1, 2)),
+    "crop": lambda x: F.pad(x, (-1, 0)),
+    "several": lambda x: x.transpose(0, -1)[1:3].unsqueeze(0).clone(),
+    "flatten leading dims": lambda x: x.flatten(0, -2),
+    "unflatten first": lambda x: x.unflatten(0, (2, -1)),
+    "unflatten last": lambda x: x.unflatten(-1, (2, -1)),
+    "flatten": lambda x: x.flatten(),
+    "as_strided": lambda x: x.as_strided((2,), (1,), 1),
+    "flip": lambda x: x.flip(0),
+    "add": lambda x: x + 1,
+}
+
+
+def moves(x: Float8Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> bool | None:
+    """Whether an op moves the elements like those of the dequantized twin; None: it is refused."""
+    expected = move(x.dequantize())
+    try:
+        moved = move(x)
+    except NotImplementedError as error:
+        text = str(error)
+        return None if text.startswith("aten.") and "dequantize()" in text else False
+    assert isinstance(moved, Float8Tensor)
+    assert moved.stride() == moved.qdata.stride()
+    return torch.equal(moved.dequantize(), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES + EMPTY)
+@pytest.mark.parametrize("name", MOVES)
+def test_moves_elements_like_the_dequantized_twin(name: str, shape: tuple[int, ...]) -> None:
+    for dim in range(len(shape)):
+        x = lines(*shape, dim=dim)
+        try:
+            MOVES[name](x.dequantize())
+        except (RuntimeError, IndexError):
+            continue  # not for this shape
+        assert moves(x, MOVES[name]) in (True, None), dim
+
+
+def test_which_ops_are_refused() -> None:
+    cases = [(shape, dim) for shape in ((6, 8), (4, 6, 8)) for dim in range(len(shape))]
+    refused = {
+        name: [case for case in cases if moves(lines(*case[0], dim=case[1]), move) is None]
+        for name, move in MOVES.items()
+    }
+    table = [
+        f"{name}: {'always' if where == cases else ', '.join(f'{s} dim {d}' for s, d in where)}"
+        for name, where in refused.items()
+        if where
+    ]
+    assert_expected_inline(
+        "\n".join(table),
+        """\
+flatten leading dims: (4, 6, 8) dim 0, (4, 6, 8) dim 1
+unflatten first: (4, 6, 8) dim 0, (4, 6, 8) dim 1
+unflatten last: always
+flatten: always
+as_strided: always
+flip: always
+add: always""",
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_changes_nothing_is_never_refused(shape: tuple[int, ...]) -> None:
+    # (DTensor.from_local makes such a view.)
+    for dim in range(len(shape)):
+        x = lines(*shape, dim=dim)
+        assert same_cast(x.view(shape), x)
+        assert same_cast(x.view_as(x), x)
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cat_of_chunks_is_the_tensor(shape: tuple[int, ...], bad: float) -> None:
+    whole = numbers(shape)
+    whole.view(-1)[0] = bad
+    for dim in range(len(shape)):
+        x = cast_to_float8(whole, AXISWISE, dim=dim)
+        for along in range(len(shape)):
+            joined = torch.cat(x.chunk(2, along), along)
+            assert torch.equal(joined.dequantize().nan_to_num(7), x.dequantize().nan_to_num(7))
+
+
+PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mm": lambda x, w: x @ w.t(),
+    "linear": lambda x, w: F.linear(x, w, torch.arange(8.0)),
+    "linear on 3 dims": lambda x, w: F.linear(x.view(2, 3, 16), w),
+    "addmm": lambda x, w: torch.addmm(torch.arange(8.0), x, w.t(), beta=0.5, alpha=2.0),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_multiplies_like_the_dequantized_twin(name: str) -> None:
+    for x in (lines(6, 16), cast_to_float8(torch.randn(6, 16), CastConfig())):
+        for w in (lines(8, 16), lines(16, 8, dim=0).t()):
+            product = PRODUCTS[name](x, w)
+            assert type(product) is torch.Tensor
+            assert sqnr(PRODUCTS[name](x.dequantize(), w.dequantize()), product) > 120
+
+
+def test_refused_products() -> None:
+    assert_expected_inline(
+        raised(ValueError, lambda: lines(6, 16) @ lines(16, 8)),
+        """float8 GEMM of (6, 16) by (16, 8): a scale of shape (16, 1) runs along the dim that is summed over; cast along it (dim=0) instead""",
+    )
+    assert_expected_inline(
+        raised(ValueError, lambda: lines(6, 16, dim=0) @ lines(16, 8, dim=0)),
+        """float8 GEMM of (6, 16) by (16, 8): a scale of shape (1, 16) runs along the dim that is summed over; cast along it (dim=1) instead""",
+    )
+    assert_expected_inline(
+        raised(NotImplementedError, lambda: lines(6, 16) @ torch.randn(16, 8)),
+        """aten.mm.default of a Float8Tensor and a Tensor of torch.float32: cast_to_float8 the second, or dequantize() the first. (A weight that FSDP2 gathers in float8 can be used by Float8Linear layers alone.)""",
+    )
+
+
+def test_refused_casts() -> None:
+    x = torch.randn(2, 3)
+    for call, text in (
+        (
+            lambda: cast_to_float8(x, AXISWISE),
+            "an AXISWISE cast needs dim, the reduced dim (-1: a scale per row)",
+        ),
+        (lambda: cast_to_float8(x, AXISWISE, dim=2), "dim=2, but the tensor has 2 dims"),
+        (lambda: cast_to_float8(x, AXISWISE, dim=-3), "dim=-3, but the tensor has 2 dims"),
+        (lambda: cast_to_float8(x[0, 0], AXISWISE, dim=-1), "dim=-1, but the tensor has 0 dims"),
+        (
+            lambda: cast_to_float8(x, CastConfig(), dim=-1),
+            "dim=-1 is the reduced dim of an axiswise cast, but the granularity is TENSORWISE; drop dim",
+        ),
+    ):
+        assert raised(ValueError, call) == f"cast_to_float8: {text}"
+
+
+def test_repr() -> None:
+    assert_expected_inline(
+        repr(lines(2, 3)),
+        """Float8Tensor(shape=(2, 3), qdata=e4m3fn, scale=fp32[2, 1], orig_dtype=float32, device=cpu)""",
+    )
+    assert_expected_inline(
+        repr(lines(2, 3, 4, dim=1).to("meta")),
+        """Float8Tensor(shape=(2, 3, 4), qdata=e4m3fn, scale=fp32[2, 1, 4], orig_dtype=float32, device=meta)""",
+    )
+
+
+def test_survives_a_parameter_a_copy_and_a_checkpoint() -> None:
+    for dim in range(3):
+        x = lines(3, 4, 5, dim=dim)
+        file = io.BytesIO()
+        torch.save({"x": x}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)["x"]
+        other = lines(3, 4, 5, dim=dim)
+        for each in (loaded, torch.nn.Parameter(x), other.copy_(x)):
+            assert same_cast(each, x)
+            assert each.orig_dtype is x.orig_dtype
+
+
+def test_the_gradient_passes_through_cast_and_dequantize() -> None:
+    x, weights = torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 4, 5)
+    for dim in range(3):
+        (cast_to_float8(x, AXISWISE, dim=dim).dequantize() * weights).sum().backward()
+        assert torch.equal(x.grad, weights)
+        x.grad = None
