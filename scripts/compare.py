@@ -4,17 +4,22 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import matplotlib as mpl
 
 mpl.use("Agg")  # before pyplot chooses: there may be no display
 import matplotlib.pyplot as plt
+from options import BF16
+
+from fp8_dist import Float8LinearConfig
+from fp8_dist.casts import Operand
 
 LAST_STEPS = 20
 MAX_DIFFERENCE = 0.01
 MAX_FRACTION_OF_FIRST = 0.7
 SMOOTHING_STEPS = 5
+SHORTEST_ROW = 16  # of a weight; what float8 GEMMs demand
 NUMBERS = ("bytes", "float8_bytes", "all_gather_bytes", "tokens_per_second")
 # The ratios of bytes that are reported, and how.
 RATIOS = {
@@ -28,8 +33,8 @@ def read_run(folder: Path) -> dict[str, Any]:
 
     Returns:
         name, losses (one per step), tokens_per_second (mean of the last steps), the bytes of one
-        step's collectives as one rank sees them (bytes, float8_bytes, all_gather_bytes), and
-        unexpected_gathers, see there.
+        step's collectives as one rank sees them (bytes, float8_bytes, all_gather_bytes),
+        gathers_float8, whether its recipe promises that, and unexpected_gathers, see there.
 
     Raises:
         SystemExit: a file is missing or cut off, or steps are missing.
@@ -47,6 +52,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         )
     # The very last step ran under the audit, which takes time of its own.
     speeds = [step["tokens_per_second"] for step in steps[:-1][-LAST_STEPS:] or steps]
+    promised = gathers_float8(config["recipe"])
     return {
         "name": config["recipe"],
         "losses": [step["loss"] for step in steps],
@@ -54,8 +60,18 @@ def read_run(folder: Path) -> dict[str, Any]:
         "bytes": sum(row["bytes"] for row in rows),
         "float8_bytes": sum(row["float8_bytes"] for row in rows),
         "all_gather_bytes": sum(row["bytes"] for row in rows if row["op"] == "all_gather"),
-        "unexpected_gathers": unexpected_gathers(rows, config),
+        "gathers_float8": promised,
+        "unexpected_gathers": unexpected_gathers(rows, config) if promised else [],
     }
+
+
+def gathers_float8(recipe: str) -> bool:
+    """Whether all gathers for float8 layers are float8: one copy serves both uses of an operand."""
+    if recipe == BF16:
+        return False
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    operands: tuple[Operand, ...] = get_args(Operand)
+    return all(config.travelling_cast(operand) is not None for operand in operands)
 
 
 def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> list[str]:
@@ -64,7 +80,7 @@ def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> li
     A module without float8 layers may gather what it likes. Any other one, and the code outside
     of modules (module "", where FSDP2's prefetches run too), may gather the parameters that lie
     in it outside of float8 layers, and no more than these: neither a float8 layer's weight nor
-    its input or output gradient fits.
+    its input or output gradient fits. Scales that travel with float8 rows are no such elements.
 
     Args:
         rows: of comm.json, one per op, axis, dtype and module.
@@ -74,26 +90,32 @@ def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> li
     Returns:
         A line for each module and axis that gathers too much.
     """
-    gathers: dict[tuple[str, str], int] = {}
-    moved: dict[tuple[str, str], int] = {}
+    places: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if row["op"] == "all_gather":
-            where = (row["module"], row["axis"])
-            gathers[where] = gathers.get(where, 0) + row["count"]
-            moved[where] = moved.get(where, 0) + (0 if row["float8_bytes"] else row["elements"])
+            places.setdefault((row["module"], row["axis"]), []).append(row)
     lines = []
-    for (module, axis), elements in moved.items():
+    for (module, axis), here in places.items():
         if not any(lies_in(layer, module) for layer in config["float8_layers"]):
             continue
         sizes = config["high_precision_gather"].items()
         own = sum(size for name, size in sizes if lies_in(name, module))
-        allowed = own * gathers[module, axis]
+        allowed = own * sum(row["count"] for row in here)
+        elements = sum(row["elements"] for row in here if not row["float8_bytes"])
+        elements -= row_scales(here)
         if elements > allowed:
             lines.append(
                 f"{module or 'the whole model'} gathered {elements:,} elements in high precision "
                 f"on {axis}, where {allowed:,} are not float8's"
             )
     return lines
+
+
+def row_scales(rows: list[dict[str, Any]]) -> int:
+    """Counts the float32 numbers in FSDP2's mixed gathers that may be scales of float8 rows."""
+    float8 = sum(row["elements"] for row in rows if row["float8_bytes"])
+    float32 = (row for row in rows if row["dtype"] == "torch.float32" and row["in_mixed_gather"])
+    return min(sum(row["elements"] for row in float32), float8 // SHORTEST_ROW)
 
 
 def lies_in(name: str, module: str) -> bool:
@@ -132,10 +154,11 @@ def summarize(baseline: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
             problems.append(
                 f"{each['name']} did not get below {MAX_FRACTION_OF_FIRST:.0%} of its first loss"
             )
-    # A run that gathers anything gathers float8.
-    if run["all_gather_bytes"] and not run["float8_bytes"]:
+    # A run that gathers anything gathers float8, if its recipe can.
+    if run["gathers_float8"] and run["all_gather_bytes"] and not run["float8_bytes"]:
         problems.append(f"{run['name']} communicated nothing in float8")
     problems += run["unexpected_gathers"]
+    summary["gathers_float8"] = run["gathers_float8"]
     summary["problems"] = problems
     return summary
 
@@ -143,14 +166,15 @@ def summarize(baseline: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 def report(baseline: str, run: str, summary: dict[str, Any]) -> str:
     """Renders a summary for people."""
     header = f"mean of last {LAST_STEPS}"
+    width = max(12, len(baseline) + 2, len(run) + 2)
     lines = [
-        f"{'':<12}{'first loss':>12}{header:>17}{'bytes per step':>17}{'of it float8':>15}"
+        f"{'':<{width}}{'first loss':>12}{header:>17}{'bytes per step':>17}{'of it float8':>15}"
         f"{'tokens/s':>11}"
     ]
     for name in (baseline, run):
         row = summary[name]
         lines.append(
-            f"{name:<12}{row['first_loss']:>12.4f}{row['last_loss']:>17.4f}{row['bytes']:>17,}"
+            f"{name:<{width}}{row['first_loss']:>12.4f}{row['last_loss']:>17.4f}{row['bytes']:>17,}"
             f"{row['float8_bytes']:>15,}{row['tokens_per_second']:>11,.0f}"
         )
     lines.append(f"loss of {run} against {baseline}: {summary['loss_difference']:+.2%}")
@@ -158,10 +182,14 @@ def report(baseline: str, run: str, summary: dict[str, Any]) -> str:
         ratio = summary[f"{key}_ratio"]
         if ratio is not None:
             lines.append(f"{what}, {run} / {baseline}: {ratio:.3f}")
+    gathers = (
+        "every gather for a float8 layer is float8"
+        if summary["gathers_float8"]
+        else f"{run} gathers in high precision"
+    )
     verdict = "; ".join(summary["problems"]) or (
         f"within {MAX_DIFFERENCE:.0%} of {baseline}, and both below "
-        f"{MAX_FRACTION_OF_FIRST:.0%} of their first loss; "
-        f"every gather for a float8 layer is float8"
+        f"{MAX_FRACTION_OF_FIRST:.0%} of their first loss; {gathers}"
     )
     lines.append(f"verdict: {'NOT AS EXPECTED: ' if summary['problems'] else ''}{verdict}")
     return "\n".join(lines)

@@ -12,8 +12,9 @@ import argparse
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,9 @@ from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
 )
+from fp8_dist.casts import Operand
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import clip_grad_norm_
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
@@ -77,6 +80,36 @@ def process_group() -> Iterator[tuple[torch.device, str]]:
         dist.destroy_process_group()
 
 
+def float8_config(recipe: str) -> Float8LinearConfig | None:
+    """The config of a recipe, its weights gathered in float8 where it allows that; None: bf16."""
+    if recipe == BF16:
+        return None
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    one_copy = config.travelling_cast("weight") is not None
+    return dataclasses.replace(config, enable_fsdp_float8_all_gather=one_copy)
+
+
+def calls_after_step(
+    config: Float8LinearConfig | None, precompute: bool
+) -> list[Callable[[nn.Module], None]]:
+    """What to call with the model, on all ranks, after each step of the optimizer.
+
+    precompute: compute the scales of all weights together. That helps dynamic scales, and serves
+        the weight that FSDP2 gathers in float8: one that it gathers in high precision is another
+        tensor, which is scaled when it has been gathered.
+    """
+    calls: list[Callable[[nn.Module], None]] = []
+    if config is None:
+        return calls
+    operands: tuple[Operand, ...] = get_args(Operand)
+    if any(cast.delayed for operand in operands for cast in config.casts(operand)):
+        calls.append(sync_float8_amax_and_scale_history)
+    weight = config.travelling_cast("weight")
+    if precompute and weight is not None and not weight.delayed:
+        calls.append(precompute_float8_dynamic_scale)
+    return calls
+
+
 def build_model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Llama:
     """Makes the sharded model: meta, converted, tensor-parallel, compiled, FSDP2, initialized.
 
@@ -88,12 +121,10 @@ def build_model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device
     )
     with torch.device("meta"):
         model = Llama(config)
-    if args.recipe != BF16:
-        float8_config = dataclasses.replace(
-            Float8LinearConfig.from_recipe_name(args.recipe), enable_fsdp_float8_all_gather=True
-        )
+    converted = float8_config(args.recipe)
+    if converted is not None:
         convert_to_float8_training(
-            model, module_filter_fn=lambda _, name: name != "output", config=float8_config
+            model, module_filter_fn=lambda _, name: name != "output", config=converted
         )
     if args.tp > 1:
         plan = llama_tp_plan(model, sequence_parallel=args.sequence_parallel)
@@ -138,7 +169,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, args.warmup, args.steps)
         )
-        self.precompute = args.precompute and args.recipe != BF16
+        self.calls_after_step = calls_after_step(float8_config(args.recipe), args.precompute)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Trains on the batch of `step`.
@@ -163,8 +194,8 @@ class Trainer:
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        if self.precompute:
-            precompute_float8_dynamic_scale(self.model)
+        for call in self.calls_after_step:
+            call(self.model)
         return loss.detach(), grad_norm
 
     def mean_over_ranks(self, loss: Tensor) -> float:

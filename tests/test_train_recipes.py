@@ -1,0 +1,111 @@
+"""scripts/train.py with every recipe: what it calls after a step, and every mesh."""
+
+import argparse
+import os
+from pathlib import Path
+from unittest import mock
+
+import compare
+import pytest
+import torch
+import train
+from options import RECIPES
+from ranks import RankPools, device_mesh
+
+QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
+GATHER_FLOAT8 = ("tensorwise", "rowwise_folded", "delayed")
+
+
+def called(recipe: str, precompute: bool) -> list[str]:
+    """The names of what is called after each step."""
+    calls = train.calls_after_step(train.float8_config(recipe), precompute)
+    return [call.__name__ for call in calls]
+
+
+def test_calls_after_each_step():
+    assert {recipe: called(recipe, precompute=True) for recipe in RECIPES} == {
+        "bf16": [],
+        "tensorwise": ["precompute_float8_dynamic_scale"],
+        "rowwise": [],
+        "rowwise_with_gw_hp": [],
+        "rowwise_folded": ["precompute_float8_dynamic_scale"],
+        "delayed": ["sync_float8_amax_and_scale_history"],
+    }
+
+
+def test_precompute_can_be_left_out_and_the_sync_can_not():
+    assert [recipe for recipe in RECIPES if called(recipe, precompute=False)] == ["delayed"]
+
+
+def test_weights_are_gathered_in_float8_where_the_recipe_allows_it():
+    configs = {recipe: train.float8_config(recipe) for recipe in RECIPES}
+    assert configs.pop("bf16") is None
+    gathered = [name for name, config in configs.items() if config.enable_fsdp_float8_all_gather]
+    assert sorted(gathered) == sorted(GATHER_FLOAT8)
+    assert [recipe for recipe in RECIPES if compare.gathers_float8(recipe)] == gathered
+
+
+def train_on_ranks(dp: int, tp: int, options: list[str]) -> None:
+    """Runs on every rank: all that the script does, but for its process group and its mesh."""
+    os.environ["WORLD_SIZE"] = str(dp * tp)
+    args = train.parse_args([*QUICK, *options, "--tp", str(tp)])
+    mesh = device_mesh(dp=dp, tp=tp)
+    with mock.patch.object(train, "init_device_mesh", return_value=mesh):
+        train.train(args, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_on_every_mesh(ranks: RankPools, tmp_path: Path, recipe: str):
+    one_process: list[float] = []
+    for dp, tp in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        out = tmp_path / f"{dp}x{tp}"
+        options = ["--data", argparse.__file__, "--recipe", recipe, "--out", str(out)]
+        ranks(dp * tp).run(train_on_ranks, dp, tp, options)
+        run = compare.read_run(out)
+        assert run["unexpected_gathers"] == []
+        assert bool(run["float8_bytes"]) == (recipe in GATHER_FLOAT8 and dp * tp > 1)
+        one_process = one_process or run["losses"]
+        assert run["losses"] == pytest.approx(one_process, rel=2e-3)
+    assert one_process[-1] < one_process[0]
+
+
+@pytest.mark.parametrize(
+    ("scales", "mixed", "allowed"), [(4, True, True), (5, True, False), (4, False, False)]
+)
+def test_scales_travel_with_their_rows(scales: int, mixed: bool, allowed: bool):
+    """Four rows of 16, and another number of scales."""
+    shared = {"op": "all_gather", "axis": "dp", "module": "layer"}
+    rows = [
+        {"dtype": "torch.float8_e4m3fn", "elements": 64, "float8_bytes": 64, "count": 1},
+        {"dtype": "torch.float32", "elements": scales, "float8_bytes": 0, "count": 0},
+    ]
+    config = {"float8_layers": ["layer.a"], "high_precision_gather": {}}
+    made = [shared | row | {"in_mixed_gather": mixed} for row in rows]
+    assert (compare.unexpected_gathers(made, config) == []) == allowed
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problems"),
+    [
+        ("rowwise", []),
+        ("rowwise_folded", ["rowwise_folded communicated nothing in float8"]),
+    ],
+)
+def test_comparison_of_a_run_that_gathers_in_high_precision(recipe: str, problems: list[str]):
+    runs = [
+        {
+            "name": name,
+            "losses": [5.5] + [3.0] * 20,
+            "tokens_per_second": 1.0,
+            "bytes": 8,
+            "float8_bytes": 0,
+            "all_gather_bytes": 8,
+            "gathers_float8": compare.gathers_float8(name),
+            "unexpected_gathers": [],
+        }
+        for name in ("bf16", recipe)
+    ]
+    summary = compare.summarize(*runs)
+    assert summary["problems"] == problems
+    gathers = "rowwise gathers in high precision"
+    assert compare.report("bf16", recipe, summary).endswith(gathers) == (recipe == "rowwise")
