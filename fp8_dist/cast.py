@@ -4,11 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.casts import CastConfig, Covers, ScalingGranularity, ScalingType
 from fp8_dist.scaling import Scaling, amax_over, quantize, reduced_dims, scaling_from_amax
-from fp8_dist.sharding import Layout, local_tensor, reduce_amax, reduced, sharded_axes
+from fp8_dist.sharding import (
+    Layout,
+    all_reduce_max,
+    group_for_amax,
+    local_tensor,
+    reduced,
+    sharded_axes,
+)
 from fp8_dist.tensor import Float8Tensor
 
 
@@ -127,14 +135,22 @@ def global_amax(
 
     At most one all-reduce of 4 bytes per element of ``value``; ``axes`` as in :func:`scaling_of`.
     """
+    group = amax_group(tensor, dims, axes)
+    return value if group is None else all_reduce_max(value, group.group_name)
+
+
+def amax_group(
+    tensor: torch.Tensor, dims: Sequence[int] | None = None, axes: tuple[int, ...] | None = None
+) -> ProcessGroup | None:
+    """The group over which amaxes of a tensor are reduced; arguments as in :func:`global_amax`."""
     if not isinstance(tensor, DTensor):
-        return value
-    placements, mesh = tensor.placements, tensor.device_mesh
+        return None
+    placements = tensor.placements
     over = sharded_axes(placements, tensor.ndim, dims)
     if axes is not None:
         over = tuple(axis for axis in over if axis in axes)
     same = tuple(i for i, p in enumerate(placements) if p.is_replicate())
-    return reduce_amax(value, mesh, over, same)
+    return group_for_amax(tensor.device_mesh, over, same)
 
 
 def cast_local(

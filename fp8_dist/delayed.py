@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.cast import cast_local, global_amax
+from fp8_dist.cast import amax_group, cast_local
 from fp8_dist.casts import Cast
+from fp8_dist.runtime import known_scaling, name_of
 from fp8_dist.scaling import Scaling, amax, scaling_from_amax
-from fp8_dist.sharding import Layout, local_tensor, reduce_amax
+from fp8_dist.sharding import Layout, all_reduce_max, local_tensor, reduce_amax
 
 
 class AmaxHistory:
@@ -47,21 +48,39 @@ class AmaxHistory:
         self.scaling: Scaling | None = None
         self.mesh = mesh
         self._last: torch.Tensor | None = None
+        self._name = name_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._name = name_of(self)  # a copy is another history
 
     def scaling_of(self, tensor: torch.Tensor, record: bool = True) -> Scaling:
-        """The (multiplier, scale) to cast a tensor with; records its amax, or leaves that to
-        :meth:`record_last`.
+        """The (multiplier, scale) to cast a tensor with; records its amax (or leaves that to
+        :meth:`recorded`).
 
         A tensor that holds a non-finite value gets NaN for both, whatever the history says.
 
         Collectives: none, but while there is no history those of a dynamic cast.
         """
-        value = amax(local_tensor(tensor))
-        if self.scaling is None:
-            value = global_amax(value, tensor, None)
+        group = amax_group(tensor)
+        details = ("cast", "record" if record else "", group.group_name if group else "")
+        return known_scaling(self, self._name, local_tensor(tensor), None, *details)
+
+    def recorded(self, scale: torch.Tensor) -> torch.Tensor:
+        """Record the amax of the last cast, which had this scale, if it was not recorded yet."""
+        return known_scaling(self, self._name, scale, None, "record last", "", "")[1]
+
+    def scaling_at_run_time(self, x: torch.Tensor, what: str, record: str, group: str) -> Scaling:
+        """See :meth:`scaling_of`, of the local tensor, and :meth:`recorded`."""
+        if what == "record last":
+            self._record_last()
+            return x, x
+        value = amax(x)
+        if self.scaling is None and group:
+            value = all_reduce_max(value, group)
         self._last = value
         if record:
-            self.record_last()
+            self._record_last()
         if self.scaling is None:
             return scaling_from_amax(value, self.cast_as.dtype, self.power_of_2)
         multiplier, scale = (t.to(value.device) for t in self.scaling)
@@ -75,8 +94,7 @@ class AmaxHistory:
         layout = Layout.of(tensor)
         return cast if layout is None else layout.wrap(cast)
 
-    def record_last(self) -> None:
-        """Record the amax of the last cast, if it was not recorded yet."""
+    def _record_last(self) -> None:
         value, self._last = self._last, None
         if value is not None:
             # The same op the first time too: selective activation checkpointing counts them.

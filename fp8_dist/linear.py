@@ -144,8 +144,6 @@ class Float8Linear(nn.Linear):
                 DTensors on one mesh, or both plain; or features are misaligned
                 (``pad_inner_dim``).
         """
-        if self.histories and torch.compiler.is_compiling():
-            return self._forward_outside_of_graphs(input)
         if not input.dtype.is_floating_point:
             raise TypeError(f"{self.fqn}: the input must be floating point, got {input.dtype}")
         # (The shape of a DTensor made of uneven local tensors is only torch's guess.)
@@ -161,8 +159,6 @@ class Float8Linear(nn.Linear):
             if self.histories:
                 self.weight_cache.warn_if_not_synced(self.fqn)
         weight = self._float8_weight()
-        if "weight" in self.histories and torch.is_grad_enabled():
-            self.histories["weight"].record_last()
         if isinstance(local_tensor(input), Float8Tensor):
             self._check_prepared(local_tensor(input))
         else:
@@ -176,10 +172,6 @@ class Float8Linear(nn.Linear):
             self.config, self.output_placements, self.fqn, self.histories, torch.is_grad_enabled()
         )
         return float8_linear(input, self.weight, self.bias, weight, spec)
-
-    @torch.compiler.disable
-    def _forward_outside_of_graphs(self, input: torch.Tensor) -> torch.Tensor:
-        return self.forward(input)
 
     def local_shard(self) -> torch.Tensor:
         """The plain local tensor of the weight, as it is now (no copy, no collectives)."""
@@ -229,22 +221,25 @@ class Float8Linear(nn.Linear):
         self, source: Source, shard: torch.Tensor
     ) -> tuple[Float8Tensor, ...]:
         return tuple(
-            cast_local(shard, cast.dtype, known_scaling(self, self._name, shard, i, source, dims))
+            cast_local(
+                shard, cast.dtype, known_scaling(self, self._name, shard, dims, source, str(i))
+            )
             for i, cast in enumerate(self.config.casts("weight"))
             for dims in [reduced_dims(cast.covers, 2)]
         )
 
-    def scaling_at_run_time(self, x: torch.Tensor, index: int, source: Source) -> Scaling:
+    def scaling_at_run_time(self, x: torch.Tensor, source: Source, index: str) -> Scaling:
         """The scales of the weight's shard ``x`` for one of its casts, as its values are now."""
         cache, weight, casts = self.weight_cache, self.weight, self.config.casts("weight")
+        cast = casts[int(index)]
         if not cache.is_fresh(weight, local_tensor(weight)):
             cache.warn_if_stale(weight, self.fqn)
             if not isinstance(weight, nn.Parameter):
-                return self._dynamic_scaling(x, casts[index])
-            scaling = {cast: self._dynamic_scaling(x, cast) for cast in casts}
+                return self._dynamic_scaling(x, cast)
+            scaling = {each: self._dynamic_scaling(x, each) for each in casts}
             cache.store(weight, scaling, source, local_tensor(weight))
         assert cache.scaling is not None
-        return cache.scaling[casts[index]]
+        return cache.scaling[cast]
 
     def extra_repr(self) -> str:
         config = self.config
@@ -274,19 +269,29 @@ class Float8Linear(nn.Linear):
             return ()
         local, plain = local_tensor(self.weight), self.local_shard()
         if isinstance(local, Float8Tensor):
-            return (local,)  # FSDP2 gathered it
+            return (self._recorded(local),)  # FSDP2 gathered it
         if torch.compiler.is_compiling():
             with torch.no_grad():
-                return self._cast_with_known_scaling("forward", plain)
-        self._warn_if_flags_have_no_effect(plain is not local)
-        return self.cast_weight("forward")
+                casts = self._cast_with_known_scaling("forward", plain)
+        else:
+            self._warn_if_flags_have_no_effect(plain is not local)
+            casts = self.cast_weight("forward")
+        return tuple(self._recorded(cast) for cast in casts)
+
+    def _recorded(self, cast: Float8Tensor) -> Float8Tensor:
+        """The weight as a training step takes it: a delayed scale records its amax then.
+
+        (Not when it is cast: FSDP2 gathers without gradients in training too.)
+        """
+        if "weight" not in self.histories or not torch.is_grad_enabled():
+            return cast
+        return cast.rewrap(scale=self.histories["weight"].recorded(cast.scale))
 
     def _dynamic_scaling(self, shard: torch.Tensor, cast: Cast) -> Scaling:
         """The scales of the local shard for a cast of the weight, from its values or history."""
         layout = Layout.of(self.weight)
         tensor = shard if layout is None else layout.wrap(shard)
         if cast.delayed:
-            # FSDP2 gathers without gradients in training too: it is recorded in forward.
             return self.histories["weight"].scaling_of(tensor, record=False)
         power_of_2 = self.config.round_scales_to_power_of_2
         return scaling_of(tensor, cast.dtype, cast.covers, power_of_2)

@@ -13,7 +13,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from fp8_dist.dtypes import is_float8
-from fp8_dist.tensor import FLOAT8_OPS, Float8Tensor, dequantized
+from fp8_dist.tensor import FLOAT8_OPS, STAND_INS, Float8Tensor, dequantized
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -285,8 +285,12 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
             "cast it then"
         )
     packed = func(as_bytes(pack_rows(x.qdata, x.scale)), *rest, **kwargs)
-    if torch.compiler.is_compiling():
-        packed = funcol.wait_tensor(packed)  # in a graph, one wait would not do for two views
+    if _is_traced(x):
+        # In a graph one wait would not do for two views, and inductor (2.13) reads a view of bytes
+        # as fp32 wrongly where it is strided anew.
+        packed = funcol.wait_tensor(packed)
+        qdata, (scale,) = unpack_rows(packed, x.qdata.dtype, x.shape[-1])
+        return x.rewrap(qdata=qdata, scale=scale.clone())
     qdata, (scale,) = unpack_rows(packed, x.qdata.dtype, x.shape[-1])
     return x.rewrap(qdata=qdata, scale=scale)
 
@@ -294,9 +298,16 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
 @implements(funcol.wait_tensor.default)
 def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x = args[0]
+    if x.scale.ndim and _is_traced(x):
+        return x  # waited for before it was unpacked
     out = func(as_bytes(x.qdata), **kwargs)
     # A scale that travelled came in the same message.
     return x.rewrap(qdata=out.view(x.qdata.dtype))
+
+
+def _is_traced(x: Float8Tensor) -> bool:
+    """True below torch.compile, where this code runs once, on what stands for tensors."""
+    return isinstance(x.qdata, STAND_INS)
 
 
 def pack_rows(qdata: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:

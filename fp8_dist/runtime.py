@@ -21,7 +21,7 @@ from fp8_dist.scaling import Scaling
 
 _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
 _LIB.define(
-    "known_scaling(Tensor x, Tensor name, int index, str source, int[]? dims) -> (Tensor, Tensor)",
+    "known_scaling(Tensor x, Tensor name, int[]? dims, str[] details) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -29,8 +29,8 @@ _LIB.define(
 class KnowsScaling(Protocol):
     """What :func:`known_scaling` asks."""
 
-    def scaling_at_run_time(self, x: torch.Tensor, index: int, source: Any) -> Scaling:
-        """The (multiplier, scale) for a local tensor in one of its casts."""
+    def scaling_at_run_time(self, x: torch.Tensor, *details: Any) -> Scaling:
+        """The (multiplier, scale) for a local tensor; ``details`` are strings."""
 
 
 _known: WeakValueDictionary[int, KnowsScaling] = WeakValueDictionary()
@@ -49,9 +49,8 @@ def known_scaling(
     knows: KnowsScaling,
     name: torch.Tensor,
     x: torch.Tensor,
-    index: int,
-    source: str,
     dims: Sequence[int] | None,
+    *details: str,
 ) -> Scaling:
     """What an object says, when this is run, about casting a tensor.
 
@@ -59,15 +58,14 @@ def known_scaling(
         knows: the object.
         name: its name, from :func:`name_of`.
         x: a local tensor.
-        index: which of the object's casts is meant.
-        source: who asks.
         dims: what a scale covers, as in :func:`fp8_dist.scaling.amax_over`.
+        details: what else the object is told.
 
     Collectives: those of the object's answer.
     """
     if torch.compiler.is_compiling() or _is_selectively_checkpointed():
-        return torch.ops.fp8_dist.known_scaling(x, name, index, source, dims)
-    multiplier, scale = knows.scaling_at_run_time(x, index, source)
+        return torch.ops.fp8_dist.known_scaling(x, name, dims, details)
+    multiplier, scale = knows.scaling_at_run_time(x, *details)
     return multiplier.to(x.device), scale.to(x.device)
 
 
@@ -78,13 +76,11 @@ def _is_selectively_checkpointed() -> bool:
     )
 
 
-def ask(
-    x: torch.Tensor, name: torch.Tensor, index: int, source: str, dims: list[int] | None
-) -> Scaling:
+def ask(x: torch.Tensor, name: torch.Tensor, dims: list[int] | None, details: list[str]) -> Scaling:
     """The operator itself, without the operator."""
     # What is found out in an evaluation under inference_mode, training may save.
     with torch.inference_mode(False), torch.no_grad():
-        multiplier, scale = _known[int(name.item())].scaling_at_run_time(x, index, source)
+        multiplier, scale = _known[int(name.item())].scaling_at_run_time(x, *details)
     # Not the tensors that are kept: a graph may write into what an operator returned.
     return multiplier.to(x.device, copy=True), scale.to(x.device, copy=True)
 
@@ -95,7 +91,7 @@ KNOWN_SCALING_OP = torch.ops.fp8_dist.known_scaling.default
 
 @torch.library.register_fake("fp8_dist::known_scaling", lib=_LIB)
 def _known_scaling_fake(
-    x: torch.Tensor, name: torch.Tensor, index: int, source: str, dims: list[int] | None
+    x: torch.Tensor, name: torch.Tensor, dims: list[int] | None, details: list[str]
 ) -> Scaling:
     shape = [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)

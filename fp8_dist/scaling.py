@@ -28,7 +28,7 @@ Scaling = tuple[torch.Tensor, torch.Tensor]
 
 _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
 for _schema in (
-    "amax(Tensor x, int[]? dims) -> Tensor",
+    "amax(Tensor x, int[]? dims=None) -> Tensor",
     "scaling_from_amax(Tensor amax, ScalarType dtype, bool power_of_2) -> (Tensor, Tensor)",
     "quantize(Tensor x, Tensor multiplier, ScalarType dtype) -> Tensor",
 ):
@@ -91,7 +91,7 @@ def quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> t
     return torch.ops.fp8_dist.quantize(x, multiplier, dtype)
 
 
-def _amax(x: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
+def _amax(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
     if x.numel() == 0:
         return torch.zeros(_amax_shape(x, dims), dtype=torch.float32, device=x.device)
     if dims is None:
@@ -133,7 +133,7 @@ AMAX_OP = torch.ops.fp8_dist.amax.default
 
 
 @torch.library.register_fake("fp8_dist::amax", lib=_LIB)
-def _amax_fake(x: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
+def _amax_fake(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
     return x.new_empty(_amax_shape(x, dims), dtype=torch.float32)
 
 

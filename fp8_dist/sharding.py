@@ -185,21 +185,27 @@ def reduce_amax(
         fp32 tensor of the same shape. One all-reduce of 4 bytes per element, whatever the number
         of axes.
     """
+    group = group_for_amax(mesh, axes, replicated)
+    return amax if group is None else all_reduce_max(amax, group.group_name)
+
+
+def group_for_amax(
+    mesh: DeviceMesh, axes: Sequence[int], replicated: Sequence[int] = ()
+) -> dist.ProcessGroup | None:
+    """The group that :func:`reduce_amax` reduces over; ``None`` if there is nothing to reduce."""
     axes = [axis for axis in axes if mesh.size(axis) > 1]
-    if not axes:
-        return amax
     if len(axes) > 1:
         axes = sorted({*axes, *replicated})  # nearer to a group that exists: the world
-    return all_reduce_max(amax, group_over(mesh, tuple(axes)))
+    return group_over(mesh, tuple(axes)) if axes else None
 
 
-def all_reduce_max(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce_max(amax: torch.Tensor, group_name: str) -> torch.Tensor:
     """All-reduce (MAX) of non-negative fp32 values that keeps a NaN of any rank.
 
     Backends may drop a NaN in a MAX. The bits of a non-negative float, read as an integer, are
     ordered like the floats, with NaN above infinity, so the reduction runs on int32.
     """
-    bits = torch.ops._c10d_functional.all_reduce(amax.view(torch.int32), "max", group.group_name)
+    bits = torch.ops._c10d_functional.all_reduce(amax.view(torch.int32), "max", group_name)
     return torch.ops._c10d_functional.wait_tensor(bits).view(torch.float32)
 
 

@@ -18,9 +18,9 @@ from fp8_dist.dtypes import is_float8, short_name
 # aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.ops and matmul.
 FLOAT8_OPS: dict[Any, Callable[..., Any]] = {}
 
-# Types that may stand beside a Float8Tensor in a call: any other (DTensor, a collective's result
-# that is still in flight) gets its own turn first.
-_COMPANIONS = (FakeTensor, FunctionalTensor)
+# What stands for tensors while a graph is made. These may be beside a Float8Tensor in a call: any
+# other type (DTensor, a collective's result that is still in flight) gets its own turn first.
+STAND_INS = (FakeTensor, FunctionalTensor)
 
 
 class Float8Tensor(torch.Tensor):
@@ -134,7 +134,7 @@ class Float8Tensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         own = (torch.Tensor, torch.nn.Parameter, Float8Tensor)
-        if not all(t in own or issubclass(t, _COMPANIONS) for t in types):
+        if not all(t in own or issubclass(t, STAND_INS) for t in types):
             return NotImplemented
         handler = FLOAT8_OPS.get(func)
         if handler is None:

@@ -58,4 +58,6 @@ def _reduce(values: torch.Tensor, meshes: set[DeviceMesh]) -> torch.Tensor:
         (mesh,) = meshes
         return reduce_amax(values, mesh, range(mesh.ndim))
     union = union_of(meshes)
-    return all_reduce_max(values, group_along(union, dist.get_rank())) if union else values
+    return (
+        all_reduce_max(values, group_along(union, dist.get_rank()).group_name) if union else values
+    )

@@ -222,7 +222,7 @@ def _reduce_on_submeshes(amaxes: Sequence[_Amaxes]) -> Sequence[torch.Tensor]:
         zeros[slot * a.size : (slot + 1) * a.size] = _at_global_positions(a)
         parts.append(zeros)
         sizes += [slot * a.size, a.size, (slots - slot - 1) * a.size]
-    vector = all_reduce_max(torch.cat(parts), group_along(union, rank))
+    vector = all_reduce_max(torch.cat(parts), group_along(union, rank).group_name)
     return vector.split(sizes)[1::3]
 
 

@@ -161,7 +161,7 @@ class Float8AllGatherWeight(torch.Tensor):
         padded = _padded(cast.qdata, _padded_size(self.size(), outer_size, mesh.size()))
         note_float8_payload(padded.numel(), padded.dtype)
         inputs: tuple[torch.Tensor, ...] = (padded.view(torch.uint8),)
-        if cast.scale.ndim == 0 or self.size()[1:] != outer_size[1:]:
+        if cast.scale.ndim == 0 or mesh.size() == 1 or self.size()[1:] != outer_size[1:]:
             scale: torch.Tensor | None = cast.scale  # the same on all ranks
         elif outer_size[0] % mesh.size() == 0:
             inputs, scale = (*inputs, cast.scale.reshape(-1)), None
@@ -205,7 +205,7 @@ def _all_row_scales(
         all_rows = scale.new_zeros(layout.shape[0], 1)
         start = global_offset(layout, 0)
         all_rows[start : start + len(scale)] = scale
-        cache.all_rows = all_reduce_max(all_rows, mesh.get_group())
+        cache.all_rows = all_reduce_max(all_rows, mesh.get_group().group_name)
     start = global_offset(_unsharded_layout(layout, mesh), 0)
     return cache.all_rows[start : start + rows].to(scale.device)
 

@@ -147,8 +147,6 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 style._cast = partial(_cast_delayed, module.float8_prepared_input)
 
             module.register_forward_pre_hook(find_history)
-            eager = torch.compiler.disable(style._prepare_input_arg)  # graphs change no histories
-            style._prepare_input_arg = eager  # type: ignore[method-assign]
         else:
             granularity = ScalingGranularity.AXISWISE if cast.covers == "row" else None
             style._cast = partial(

@@ -1,14 +1,25 @@
-"""torch.compile of whole blocks, per block as FSDP2 users do, without graph breaks."""
+"""torch.compile of layers, and of whole blocks as FSDP2 users do it, without graph breaks."""
 
 import pytest
 import torch
 import torch.nn as nn
-from nets import Distributed, full
+from nets import Distributed, Net, full
 from ranks import RankPools
-from reference import sqnr
+from reference import same_bits, sqnr
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist import precompute_float8_dynamic_scale
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    cast_to_float8,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
+)
 
 
 class Block(nn.Module):
@@ -26,29 +37,34 @@ def blocks(world: Distributed) -> nn.Sequential:
     return nn.Sequential(*(Block(layer) for layer in world.net.layers))
 
 
-def compiled_steps(dp: int, tp: int, precompute: bool, backend: str) -> dict[str, float]:
-    """SQNR of a compiled model's results against the eager model's, in the second step."""
+def compiled_steps(
+    dp: int, tp: int, precompute: bool, backend: str, recipe: str = "tensorwise"
+) -> dict[str, float]:
+    """SQNR of a compiled model's results against the eager model's, in the third step."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
     torch._dynamo.reset()
     counters.clear()
     found: dict[str, float] = {}
     results: list[dict[str, torch.Tensor]] = []
     whole = torch.randn(4, 8, 64)
     for compiled in (False, True):
-        world = Distributed(dp, tp, shard=False)
+        world = Distributed(dp, tp, shard=False, config=config)
         model = blocks(world)
         if compiled:
             for block in model:
                 block.compile(backend=backend, fullgraph=True)
         world.fully_shard(model, model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            if precompute:
+        for _ in range(3):
+            if precompute and recipe != "delayed":
                 precompute_float8_dynamic_scale(model)
             optimizer.zero_grad()
             leaf = world.mine(whole).requires_grad_()
             output = model(leaf)
             output.square().mean().backward()
             optimizer.step()
+            if recipe == "delayed":
+                sync_float8_amax_and_scale_history(model)
         results.append(
             {"output": output.detach(), "grad_input": leaf.grad}
             | {n: full(p.grad) for n, p in model.named_parameters()}
@@ -56,7 +72,7 @@ def compiled_steps(dp: int, tp: int, precompute: bool, backend: str) -> dict[str
     for name, expected in results[0].items():
         found[name] = sqnr(expected, results[1][name])
     assert sum(counters["graph_break"].values()) == 0
-    # One graph serves both blocks, forward and backward, in both steps.
+    # One graph serves both blocks, forward and backward, in all steps.
     assert counters["stats"]["unique_graphs"] <= 2
     return found
 
@@ -72,3 +88,127 @@ def test_blocks(ranks: RankPools, dp: int, tp: int, precompute: bool, backend: s
 def test_blocks_on_two_axes(ranks: RankPools) -> None:
     for found in ranks(4).run(compiled_steps, 2, 2, True, "aot_eager", timeout=180):
         assert min(found.values()) > 120, found
+
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+BACKENDS = ["eager", "aot_eager", "inductor"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "tensorwise"])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_blocks_in_every_recipe(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
+    arguments = (dp, tp, True, "aot_eager", recipe)
+    for found in ranks(dp * tp).run(compiled_steps, *arguments, timeout=180):
+        assert min(found.values()) > 120, found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["rowwise_folded", "delayed"])
+def test_blocks_with_inductor(ranks: RankPools, recipe: str) -> None:
+    # Its fusions change the operands of the casts.
+    for found in ranks(4).run(compiled_steps, 2, 2, True, "inductor", recipe, timeout=240):
+        assert min(found.values()) > 30, found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_a_cast_alone(backend: str, dim: int | None) -> None:
+    granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
+    config = CastConfig(scaling_granularity=granularity)
+
+    def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        float8 = cast_to_float8(x, config, dim=dim)
+        return float8.qdata, float8.scale  # type: ignore[attr-defined]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(cast, backend=backend, fullgraph=True)
+    for bad in (1.0, torch.nan, torch.inf):
+        x = torch.randn(48, 33, dtype=torch.bfloat16) * bad
+        assert all(same_bits(a, b) for a, b in zip(cast(x), compiled(x), strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_alone(backend: str, recipe: str) -> None:
+    """Steps with precompute (or sync) between some of them: the same bits, from one graph."""
+    torch._dynamo.reset()
+    counters.clear()
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer = Float8Linear(64, 48, dtype=torch.bfloat16, config=config)
+        if compiled:
+            layer.compile(backend=backend, fullgraph=True)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        found = []
+        for step in range(4):
+            x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+            output = layer(x)
+            output.float().square().mean().backward()
+            found += [output.detach(), x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()]
+            optimizer.step()
+            optimizer.zero_grad()
+            if recipe == "delayed":
+                sync_float8_amax_and_scale_history(layer)
+            elif step % 2:
+                precompute_float8_dynamic_scale(layer)
+        results.append(found)
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    assert sum(counters["graph_break"].values()) == 0
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def precomputed_in_graphs(recipe: str) -> list[int]:
+    """Scales of weights that forwards of tensor-parallel blocks had to compute, by step."""
+    torch._dynamo.reset()
+    world = Distributed(1, 2, shard=False, config=Float8LinearConfig.from_recipe_name(recipe))
+    model = blocks(world)
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    computed: list[int] = []
+    original = Float8Linear._dynamic_scaling
+
+    def counting(layer, *args):  # type: ignore[no-untyped-def]
+        computed[-1] += 1
+        return original(layer, *args)
+
+    Float8Linear._dynamic_scaling = counting  # type: ignore[method-assign]
+    try:
+        for step in range(4):
+            computed.append(0)
+            if step in (1, 2):
+                precompute_float8_dynamic_scale(model)
+            for _ in range(2):
+                model(world.mine(torch.randn(4, 8, 64))).sum().backward()
+            optimizer.step()
+    finally:
+        Float8Linear._dynamic_scaling = original  # type: ignore[method-assign]
+    return computed
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 6), ("rowwise", 12)])
+def test_graphs_use_what_precompute_left(ranks: RankPools, recipe: str, casts: int) -> None:
+    # Two micro-batches share what the first of them computes.
+    assert ranks(2).run(precomputed_in_graphs, recipe) == [[casts, 0, 0, casts]] * 2
+
+
+def data_parallel(backend: str) -> bool:
+    torch._dynamo.reset()
+    gradients, x = [], torch.randn(2, 8, 64)
+    for compiled in (False, True):
+        net = convert_to_float8_training(Net())
+        if compiled:
+            net.compile(backend=backend, fullgraph=True)
+        parallel = DistributedDataParallel(net)
+        parallel(x).square().mean().backward()
+        gradients.append([p.grad for p in net.parameters()])
+    return all(same_bits(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_a_module_inside_ddp(ranks: RankPools, backend: str) -> None:
+    assert ranks(2).run(data_parallel, backend) == [True, True]

@@ -111,9 +111,13 @@ def test_the_operators_are_what_compilers_expect(power_of_2: bool) -> None:
     ops = torch.ops.fp8_dist
     x = torch.randn(5, 7)
     torch.library.opcheck(ops.amax.default, (x,))
+    for dims in ([0], [1], [0, 1]):
+        torch.library.opcheck(ops.amax.default, (x, dims))
     torch.library.opcheck(ops.scaling_from_amax.default, (amax(x), E4M3, power_of_2))
     multiplier, _ = scaling_from_amax(amax(x), E4M3, power_of_2)
     torch.library.opcheck(ops.quantize.default, (x.t(), multiplier, E5M2))
+    rows, _ = scaling_from_amax(amax(x, "row"), E4M3, power_of_2)
+    torch.library.opcheck(ops.quantize.default, (x, rows, E4M3))
     a, b = (cast_to_float8(torch.randn(*s), CastConfig()) for s in ((5, 16), (16, 7)))
     arguments = (a.qdata, b.qdata, a.scale, b.scale, torch.bfloat16, False, False, False)
     # (The schema test of opcheck multiplies its arguments, which float8 tensors can't be.)

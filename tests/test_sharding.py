@@ -125,7 +125,7 @@ def groups() -> list[list[int]]:
         if mesh.get_local_rank("pp") == pp:
             group = group_over(stage, (0, 1))
             assert group_over(stage, (0, 1)) is group
-            largest = all_reduce_max(torch.tensor(float(dist.get_rank())), group)
+            largest = all_reduce_max(torch.tensor(float(dist.get_rank())), group.group_name)
             assert largest.item() == 3 + 4 * pp
         dist.barrier()
     return [

@@ -60,7 +60,7 @@ def test_recipe_on_every_mesh(ranks: RankPools, tmp_path: Path, recipe: str):
     for dp, tp in ((1, 1), (2, 1), (1, 2), (2, 2)):
         out = tmp_path / f"{dp}x{tp}"
         options = ["--data", argparse.__file__, "--recipe", recipe, "--out", str(out)]
-        ranks(dp * tp).run(train_on_ranks, dp, tp, options)
+        ranks(dp * tp).run(train_on_ranks, dp, tp, options, timeout=180)
         run = compare.read_run(out)
         assert run["unexpected_gathers"] == []
         assert bool(run["float8_bytes"]) == (recipe in GATHER_FLOAT8 and dp * tp > 1)
