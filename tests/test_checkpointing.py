@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 from nets import Distributed, Net, full
 from ranks import RankPools
 from reference import same_bits
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -43,15 +44,20 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(net: Net, x: torch.Tensor, mode: str) -> torch.Tensor:
+def forward(net: Net, x: torch.Tensor, mode: str) -> torch.Tensor:
     for layer in net.layers:
         if mode == "none":
             x = x + layer(x)
         else:
             arguments = SELECTIVE if mode == "selective" else {}
             x = x + checkpoint(layer, x, use_reentrant=False, **arguments)
-    x.square().sum().backward()
-    return x.detach()
+    return x
+
+
+def step(net: Net, x: torch.Tensor, mode: str) -> torch.Tensor:
+    output = forward(net, x, mode)
+    output.square().sum().backward()
+    return output.detach()
 
 
 def results(
@@ -155,3 +161,22 @@ def test_on_one_device_without_gradients_of_the_input() -> None:
         results.append([output, *(p.grad for p in net.parameters())])
     for other in results[1:]:
         assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("recipe", [r.value for r in Float8LinearRecipeName])
+def test_compiled(recipe: str, mode: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    net = convert_to_float8_training(
+        Net(layers=1), config=Float8LinearConfig.from_recipe_name(recipe)
+    )
+    x, results = torch.randn(2, 4, 64), []
+    for run in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        output = run(net, leaf, mode)
+        output.square().sum().backward()
+        results.append([output.detach(), leaf.grad, *(p.grad for p in net.parameters())])
+        net.zero_grad()
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    assert sum(counters["graph_break"].values()) == 0

@@ -6,10 +6,18 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
+from nets import Distributed
+from ranks import RankPools
 from recipe_algebra import GEMMS, RECIPES, config_of, exact, layer_of, step
 from reference import same_bits, sqnr
+from torch.distributed.tensor import DTensor
 
-from fp8_dist import Float8Linear, sync_float8_amax_and_scale_history
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
+)
 
 ROWS, FEATURES = 1024, 512
 IN_FLOAT8 = [recipe for recipe in RECIPES if recipe != "rowwise_with_gw_hp"]
@@ -125,3 +133,40 @@ def test_gradients_are_those_without_hooks(recipe: str) -> None:
     least = {"output": 26, "grad_input": 23, "grad_weight": 23}
     for gemm, product in exact(x, w, g).items():
         assert sqnr(product, found[gemm]) > least[gemm], gemm
+
+
+def resident(layers: int, recipe: str) -> list[int]:
+    """Bytes that saved tensors hold between forward and backward: of weights, and of the rest.
+
+    And how many of them are weights.
+    """
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    world = Distributed(2, 1, config=config, net_arguments={"layers": layers})
+    precompute_float8_dynamic_scale(world.net)
+    sizes = {tuple(p.shape) for p in world.net.parameters() if p.ndim == 2}
+    tensors: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        world.net(world.mine(torch.randn(4, 8, 64))).sum()
+    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    weights = [t for t in plain if {tuple(t.shape), tuple(t.shape[::-1])} & sizes]
+    rest = [t for t in plain if all(t is not weight for weight in weights)]
+    held = []
+    for group in (weights, rest):
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in group}
+        held.append(sum(storages.values()))
+    return [*held, len(weights)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded"])
+def test_no_unsharded_weight_outlives_its_layer(ranks: RankPools, recipe: str) -> None:
+    by_depth = [ranks(2).run(resident, layers, recipe)[0] for layers in (2, 4, 8)]
+    weights, rest, count = zip(*by_depth, strict=True)
+    # All but w1 and w3 of the first layer, whose input needs no gradient.
+    assert count == (4, 10, 22)
+    assert weights == (0, 0, 0)  # FSDP2 has freed what it gathered, and nothing else holds it
+    assert rest[1] - rest[0] == (rest[2] - rest[1]) // 2 > 0
