@@ -38,9 +38,10 @@ from fp8_dist.casts import Cast
 from fp8_dist.scaling import Scaling
 from fp8_dist.tensor import Float8Tensor
 
-# Who found a scaling out: precompute, FSDP2's gather of the sharded parameter, or a forward, which
-# sees whatever is the layer's parameter at that time.
-Source = Literal["precompute", "gather", "forward"]
+# Who finds a scaling out: precompute, FSDP2's gather of the sharded parameter, a forward, which
+# sees whatever is the layer's parameter at that time, or one without gradients in a compiled graph,
+# after which there is no end_of_evaluation: nothing of it is kept.
+Source = Literal["precompute", "gather", "forward", "evaluation"]
 
 
 class WeightCache:

@@ -245,7 +245,10 @@ def float8_linear(
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    flat = [field for cast in weight_casts for field in (cast.qdata, cast.scale)]
+    flat: list[torch.Tensor | None] = []
+    for cast in weight_casts:
+        flat += [cast.qdata, cast.scale]
+    flat += [None] * (4 - len(flat))
     return _LinearFunction.apply(input, weight, bias, spec, *flat)
 
 
@@ -259,7 +262,11 @@ class _LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         spec: LinearSpec,
-        *weight_casts: torch.Tensor,
+        # (Not *args: dynamo (2.13) tells by their number whether a forward takes a ctx.)
+        weight_qdata: torch.Tensor | None,
+        weight_scale: torch.Tensor | None,
+        second_qdata: torch.Tensor | None,
+        second_scale: torch.Tensor | None,
     ) -> torch.Tensor:
         config = spec.config
         input_layout, weight_layout = Layout.of(input), Layout.of(weight)
@@ -271,7 +278,8 @@ class _LinearFunction(torch.autograd.Function):
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         x = _prepare_operand(input, "input", gemms, layouts and layouts.input, spec)
-        w = _weight_operands(weight, weight_casts, config)
+        casts = ((weight_qdata, weight_scale), (second_qdata, second_scale))
+        w = _weight_operands(weight, casts, config)
         # The gather of the input is waited for here, after the weight's cast was issued.
         x = {gemm: local_tensor(operand) for gemm, operand in x.items()}
 
@@ -297,7 +305,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        unused = (None,) * (len(ctx.needs_input_grad) - 3)
+        unused = (None,) * 5
         if grad is None:
             return None, None, None, *unused
         config, layouts = ctx.spec.config, ctx.layouts
@@ -336,11 +344,15 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def _weight_operands(
-    weight: torch.Tensor, casts: tuple[torch.Tensor, ...], config: Float8LinearConfig
+    weight: torch.Tensor,
+    casts: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
+    config: Float8LinearConfig,
 ) -> _Operands:
     known: dict[Cast | None, torch.Tensor] = {None: local_tensor(weight)}
-    for i, cast in enumerate(config.casts("weight")):
-        known[cast] = Float8Tensor(casts[2 * i], casts[2 * i + 1], weight.dtype)
+    for cast, (qdata, scale) in zip(config.casts("weight"), casts, strict=False):
+        assert qdata is not None
+        assert scale is not None
+        known[cast] = Float8Tensor(qdata, scale, weight.dtype)
     gemms: tuple[Gemm, ...] = ("output", "grad_input")
     return {gemm: known[config.cast("weight", gemm)] for gemm in gemms}
 

@@ -234,7 +234,7 @@ class Float8Linear(nn.Linear):
         cast = casts[int(index)]
         if not cache.is_fresh(weight, local_tensor(weight)):
             cache.warn_if_stale(weight, self.fqn)
-            if not isinstance(weight, nn.Parameter):
+            if source == "evaluation" or not isinstance(weight, nn.Parameter):
                 return self._dynamic_scaling(x, cast)
             scaling = {each: self._dynamic_scaling(x, each) for each in casts}
             cache.store(weight, scaling, source, local_tensor(weight))
@@ -271,8 +271,9 @@ class Float8Linear(nn.Linear):
         if isinstance(local, Float8Tensor):
             return (self._recorded(local),)  # FSDP2 gathered it
         if torch.compiler.is_compiling():
+            source: Source = "forward" if torch.is_grad_enabled() else "evaluation"
             with torch.no_grad():
-                casts = self._cast_with_known_scaling("forward", plain)
+                casts = self._cast_with_known_scaling(source, plain)
         else:
             self._warn_if_flags_have_no_effect(plain is not local)
             casts = self.cast_weight("forward")

@@ -113,3 +113,19 @@ class Distributed:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a DTensor; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Block(nn.Module):
+    """What is compiled: the module that holds the one whose inputs are prepared."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def blocks(world: Distributed) -> nn.Sequential:
+    """The MLPs of a distributed Net in blocks that can be compiled."""
+    return nn.Sequential(*(Block(layer) for layer in world.net.layers))

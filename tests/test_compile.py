@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-import torch.nn as nn
-from nets import Distributed, Net, full
+from nets import Distributed, Net, blocks, full
 from ranks import RankPools
 from reference import same_bits, sqnr
 from torch._dynamo.utils import counters
@@ -20,21 +19,6 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
-
-
-class Block(nn.Module):
-    """What is compiled: the module that holds the one whose inputs are prepared."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
-
-
-def blocks(world: Distributed) -> nn.Sequential:
-    return nn.Sequential(*(Block(layer) for layer in world.net.layers))
 
 
 def compiled_steps(

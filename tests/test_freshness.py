@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from nets import Distributed, Net, full
+from nets import Distributed, Net, blocks, full
 from ranks import RankPools
 from reference import raised, same_cast, weights_used
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -384,6 +384,32 @@ def writes_that_versions_miss(write: str) -> list[bool]:
 @pytest.mark.parametrize("write", ["to_local", "state_dict", "foreach"])
 def test_evaluation_never_uses_old_bytes(ranks: RankPools, write: str) -> None:
     assert ranks(2).run(writes_that_versions_miss, write) == [[True] * 6] * 2
+
+
+def compiled_evaluation_of_others() -> list[bool]:
+    """Weights of an EMA, swapped in and out by foreach ops, which no version shows."""
+    world = Distributed(1, 2)
+    net, x = blocks(world), world.mine(torch.randn(4, 8, 64))
+    for block in net:
+        block.compile(backend="aot_eager", fullgraph=True)
+    parameters = list(net.parameters())
+    net(x).sum().backward()
+    torch.optim.SGD(parameters, lr=0.1).step()
+    with torch.no_grad():
+        torch._foreach_mul_(parameters, 4.0)
+        net(x)
+        torch._foreach_mul_(parameters, 0.25)
+    compiled = net(x)
+    torch.compiler.set_stance("force_eager")
+    try:
+        invalidate_float8_scales(net)
+        return [torch.equal(compiled, net(x))]
+    finally:
+        torch.compiler.set_stance("default")
+
+
+def test_a_compiled_evaluation_leaves_nothing_behind(ranks: RankPools) -> None:
+    assert ranks(2).run(compiled_evaluation_of_others, timeout=120) == [[True]] * 2
 
 
 def moved(dp: int, tp: int) -> list[bool]:
