@@ -12,158 +12,32 @@ happen inside this function, so that no float8 subclass is ever a backward tange
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.cast import cast_with
-from fp8_dist.casts import GEMM_OPERANDS, Cast, Gemm, Operand
+from fp8_dist.casts import Gemm
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.delayed import AmaxHistory
-from fp8_dist.folding import folded_gradients
 from fp8_dist.matmul import scaled_mm
+from fp8_dist.operands import (
+    LinearSpec,
+    prepare_gradient,
+    prepare_operand,
+    redistributed,
+    weight_operands,
+)
 from fp8_dist.sharding import (
     Layout,
     LinearLayouts,
     Placements,
-    is_shard,
     linear_layouts,
     local_tensor,
     reduced,
 )
 from fp8_dist.tensor import Float8Tensor
-
-
-class LinearSpec(NamedTuple):
-    """Everything about one call of the linear function that is not a tensor."""
-
-    config: Float8LinearConfig
-    output_placements: Placements | None
-    fqn: str
-    histories: Mapping[str, AmaxHistory]
-    record: bool  # whether the forward's casts belong to a training step
-
-
-# An operand, local, as each GEMM takes it: Float8Tensor or high precision. May be in flight.
-_Operands = dict[Gemm, torch.Tensor]
-
-
-def _prepare_operand(
-    tensor: torch.Tensor,
-    operand: Operand,
-    gemms: tuple[Gemm, ...],
-    placements: Placements | None,
-    spec: LinearSpec,
-) -> _Operands:
-    """Cast an operand for the given GEMMs, and bring it to ``placements``.
-
-    One cast that serves all of them is made first and moves as float8. Otherwise the operand moves
-    in high precision, once, and is cast where it lands. With ``amax_scope="rank"`` amax is reduced
-    only over axes on which the operand moves after its cast.
-    """
-    config = spec.config
-    casts = {gemm: config.cast(operand, gemm) for gemm in gemms}
-    if isinstance(local_tensor(tensor), Float8Tensor):
-        return dict.fromkeys(gemms, _move(tensor, placements))
-    first = casts[gemms[0]]
-    if (
-        first is not None
-        and set(casts.values()) == {first}
-        and _can_travel(first, tensor, placements)
-    ):
-        axes = _moving_axes(tensor, placements) if config.amax_scope == "rank" else None
-        cast = _cast_operand(tensor, operand, first, spec, axes)
-        return dict.fromkeys(gemms, _move(cast, placements))
-    high = local_tensor(_move(tensor, placements))
-    layout = Layout.of(tensor)
-    if layout is not None:
-        assert placements is not None
-        tensor = layout._replace(placements=placements).wrap(high)
-    landed: dict[Cast | None, torch.Tensor] = {None: high}
-    for kind in casts.values():
-        if kind is not None and kind not in landed:
-            axes = () if config.amax_scope == "rank" else None
-            landed[kind] = local_tensor(_cast_operand(tensor, operand, kind, spec, axes))
-    return {gemm: landed[kind] for gemm, kind in casts.items()}
-
-
-def _can_travel(cast: Cast, tensor: torch.Tensor, placements: Placements | None) -> bool:
-    """Whether an operand may move after its cast: rows with scales of their own move whole."""
-    if cast.covers != "row" or not isinstance(tensor, DTensor):
-        return cast.covers != "column"
-    moving = _moving_axes(tensor, placements) or ()
-    return not any(tensor.placements[axis].dim % tensor.ndim == tensor.ndim - 1 for axis in moving)  # type: ignore[attr-defined]
-
-
-def _moving_axes(tensor: torch.Tensor, placements: Placements | None) -> tuple[int, ...] | None:
-    if not isinstance(tensor, DTensor):
-        return None
-    assert placements is not None
-    pairs = enumerate(zip(tensor.placements, placements, strict=True))
-    return tuple(axis for axis, (now, then) in pairs if is_shard(now) and now != then)
-
-
-def _cast_operand(
-    tensor: torch.Tensor,
-    operand: Operand,
-    cast: Cast,
-    spec: LinearSpec,
-    axes: tuple[int, ...] | None,
-) -> torch.Tensor:
-    if cast.delayed:
-        record = spec.record or operand == "grad_output"
-        return spec.histories[operand].cast(tensor, record)
-    power_of_2 = spec.config.round_scales_to_power_of_2
-    return cast_with(tensor, cast.dtype, cast.covers, power_of_2, axes)
-
-
-def _prepare_gradient(
-    grad: torch.Tensor,
-    gemms: tuple[Gemm, ...],
-    placements: Placements | None,
-    partners: dict[str, torch.Tensor | None],
-    spec: LinearSpec,
-) -> _Operands:
-    """grad_output for the GEMMs; ``partners`` are the operands that it is multiplied by."""
-    config = spec.config
-    folds = [gemm for gemm in gemms if config.cast("grad_output", gemm) is not None]
-    if not (config.fold_row_scales and folds):
-        return _prepare_operand(grad, "grad_output", gemms, placements, spec)
-    operands: _Operands = {}
-    if len(folds) < len(gemms):
-        # One GEMM is in high precision: so it moves, once.
-        high = local_tensor(_move(grad, placements))
-        operands = dict.fromkeys(gemms, high)
-        layout = Layout.of(grad)
-        if layout is not None:
-            assert placements is not None
-            grad = layout._replace(placements=placements).wrap(high)
-    scales = {
-        gemm: _row_scale(partners[GEMM_OPERANDS[gemm][1]]) if gemm in folds else None
-        for gemm in ("grad_input", "grad_weight")
-    }
-    cast = config.cast("grad_output", folds[0])
-    assert cast is not None
-    axes = () if config.amax_scope == "rank" else None
-    return operands | folded_gradients(
-        grad, cast, placements, scales["grad_input"], scales["grad_weight"], axes
-    )
-
-
-def _row_scale(partner: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(partner, Float8Tensor)
-    return partner.scale
-
-
-def _move(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
-    """Local tensor of ``tensor`` at ``placements``; may be in flight until it is first used."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    assert placements is not None
-    return _redistributed(tensor, placements)._local_tensor
 
 
 def _gemm(
@@ -277,9 +151,9 @@ class _LinearFunction(torch.autograd.Function):
             )
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
-        x = _prepare_operand(input, "input", gemms, layouts and layouts.input, spec)
+        x = prepare_operand(input, "input", gemms, layouts and layouts.input, spec)
         casts = ((weight_qdata, weight_scale), (second_qdata, second_scale))
-        w = _weight_operands(weight, casts, config)
+        w = weight_operands(weight, casts, config)
         # The gather of the input is waited for here, after the weight's cast was issued.
         x = {gemm: local_tensor(operand) for gemm, operand in x.items()}
 
@@ -318,7 +192,7 @@ class _LinearFunction(torch.autograd.Function):
         if not gemms:
             return None, None, grad_bias, *unused
         x, w = _saved(ctx)
-        g = _prepare_gradient(
+        g = prepare_gradient(
             grad, gemms, layouts and layouts.grad_output, {"input": x, "weight": w}, ctx.spec
         )
         g = {gemm: local_tensor(operand) for gemm, operand in g.items()}
@@ -343,20 +217,6 @@ class _LinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, *unused
 
 
-def _weight_operands(
-    weight: torch.Tensor,
-    casts: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
-    config: Float8LinearConfig,
-) -> _Operands:
-    known: dict[Cast | None, torch.Tensor] = {None: local_tensor(weight)}
-    for cast, (qdata, scale) in zip(config.casts("weight"), casts, strict=False):
-        assert qdata is not None
-        assert scale is not None
-        known[cast] = Float8Tensor(qdata, scale, weight.dtype)
-    gemms: tuple[Gemm, ...] = ("output", "grad_input")
-    return {gemm: known[config.cast("weight", gemm)] for gemm in gemms}
-
-
 def _add_bias(
     output: DTensor, bias: torch.Tensor | None, placements: Placements | None
 ) -> torch.Tensor:
@@ -366,18 +226,12 @@ def _add_bias(
     of a row-parallel one.
     """
     if bias is None:
-        return output if placements is None else _redistributed(output, placements)
+        return output if placements is None else redistributed(output, placements)
     if any(p.is_partial() for p in output.placements):
         summed = tuple(Replicate() if p.is_partial() else p for p in output.placements)
-        output = _redistributed(output, placements or summed)
+        output = redistributed(output, placements or summed)
     biased: DTensor = output + bias.to(output.dtype)  # type: ignore[assignment]
-    return biased if placements is None else _redistributed(biased, placements)
-
-
-def _redistributed(tensor: DTensor, placements: Placements) -> DTensor:
-    if tuple(tensor.placements) == placements:
-        return tensor
-    return tensor.redistribute(placements=placements, async_op=True)
+    return biased if placements is None else redistributed(biased, placements)
 
 
 def _redistribute_grad_input(

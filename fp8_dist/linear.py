@@ -9,18 +9,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import cast_local, scaling_of
-from fp8_dist.casts import Cast, Gemm, Operand
+from fp8_dist.casts import Cast, Operand
+from fp8_dist.checks import check_alignment, check_mesh, check_prepared
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory, load_histories
 from fp8_dist.freshness import Source, WeightCache, warn_once
-from fp8_dist.function import LinearSpec, float8_linear
-from fp8_dist.matmul import ALIGNMENT, needs_alignment
+from fp8_dist.function import float8_linear
+from fp8_dist.operands import LinearSpec
 from fp8_dist.runtime import known_scaling, name_of
 from fp8_dist.scaling import Scaling, reduced_dims
 from fp8_dist.sharding import (
     Layout,
     Placements,
-    local_sizes,
     local_tensor,
     reduced,
 )
@@ -153,14 +153,15 @@ class Float8Linear(nn.Linear):
                 f"{self.fqn}: the last dim of the input must be in_features={self.in_features}, "
                 f"got an input of shape {tuple(input.shape)}"
             )
-        self._check_mesh(input)
+        check_mesh(self.fqn, self.weight, input)
         if not torch.compiler.is_compiling():
-            self._check_alignment(input.device)
+            check_alignment(self.fqn, self.config, self.weight, input.device)
             if self.histories:
                 self.weight_cache.warn_if_not_synced(self.fqn)
         weight = self._float8_weight()
-        if isinstance(local_tensor(input), Float8Tensor):
-            self._check_prepared(local_tensor(input))
+        local = local_tensor(input)
+        if isinstance(local, Float8Tensor):
+            check_prepared(self.fqn, self.config, local)
         else:
             device = input.device.type
             if torch.is_autocast_enabled(device):
@@ -312,57 +313,6 @@ class Float8Linear(nn.Linear):
                 "forward is not the parameter that it was computed from: FSDP2 gathered it in "
                 "high precision (set enable_fsdp_float8_all_gather=True), or functional_call "
                 "replaced it",
-            )
-
-    def _check_mesh(self, input: torch.Tensor) -> None:
-        here, there = Layout.of(self.weight), Layout.of(input)
-        if (here and here.mesh) != (there and there.mesh):
-            found = [
-                f"on the mesh {layout.mesh}" if layout else "not a DTensor"
-                for layout in (here, there)
-            ]
-            raise ValueError(
-                f"{self.fqn}: the weight is {found[0]}, the input is "
-                f"{found[1]}; parallelize the layer with Float8ColwiseParallel or "
-                "Float8RowwiseParallel, or pass an input on the weight's mesh"
-            )
-
-    def _check_prepared(self, input: torch.Tensor) -> None:
-        """Refuse an input that was cast in another way than this layer takes it."""
-        assert isinstance(input, Float8Tensor)
-        cast = self.config.travelling_cast("input")
-        by_row = input.scale.ndim > 0 and input.scale.shape == (*input.shape[:-1], 1)
-        covers = "tensor" if input.scale.ndim == 0 else "row" if by_row else "column"
-        if cast is None or cast.covers != covers or cast.dtype is not input.qdata.dtype:
-            wanted = "two different casts of it, or high precision"
-            if cast is not None:
-                wanted = f"{cast.dtype} with one scale per {cast.covers}"
-            raise ValueError(
-                f"{self.fqn}: the input is float8 already, {input.qdata.dtype} with one scale per "
-                f"{covers}, but the layer takes {wanted}; pass it in high precision "
-                "(PrepareModuleInput instead of PrepareFloat8ModuleInput), or prepare it as the "
-                "layer takes it"
-            )
-
-    def _check_alignment(self, device: torch.device) -> None:
-        """Refuse what the float8 GEMMs would refuse, on all ranks if on one, before they start."""
-        config = self.config
-        if config.pad_inner_dim or not needs_alignment(device, config.emulate):
-            return
-        if not any(config.gemm_enabled(gemm) for gemm in get_args(Gemm)):
-            return
-        layout = Layout.of(self.weight)
-        features = {"out_features": self.out_features, "in_features": self.in_features}
-        bad = []
-        for dim, (name, size) in enumerate(features.items()):
-            sizes = {size} if layout is None else local_sizes(layout, dim)
-            if any(n % ALIGNMENT for n in sizes):
-                bad.append(f"{name} {' or '.join(map(str, sorted(sizes)))}")
-        if bad:
-            raise ValueError(
-                f"{self.fqn}: float8 GEMMs need local sizes that are multiples of {ALIGNMENT} on "
-                f"this device, found {', '.join(bad)}; set "
-                "Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:

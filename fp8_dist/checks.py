@@ -1,0 +1,71 @@
+"""What a Float8Linear refuses about a call, in terms of facts that all ranks share."""
+
+from typing import get_args
+
+import torch
+
+from fp8_dist.casts import Gemm
+from fp8_dist.config import Float8LinearConfig
+from fp8_dist.matmul import ALIGNMENT, needs_alignment
+from fp8_dist.sharding import Layout, local_sizes
+from fp8_dist.tensor import Float8Tensor
+
+
+def check_mesh(fqn: str, weight: torch.Tensor, input: torch.Tensor) -> None:
+    """Refuse an input that is not on the weight's mesh."""
+    here, there = Layout.of(weight), Layout.of(input)
+    if (here and here.mesh) != (there and there.mesh):
+        found = [
+            f"on the mesh {layout.mesh}" if layout else "not a DTensor" for layout in (here, there)
+        ]
+        raise ValueError(
+            f"{fqn}: the weight is {found[0]}, the input is "
+            f"{found[1]}; parallelize the layer with Float8ColwiseParallel or "
+            "Float8RowwiseParallel, or pass an input on the weight's mesh"
+        )
+
+
+def check_prepared(fqn: str, config: Float8LinearConfig, input: Float8Tensor) -> None:
+    """Refuse an input that was cast in another way than the layer takes it."""
+    cast = config.travelling_cast("input")
+    by_row = input.covered == (input.ndim - 1,)
+    covers = "tensor" if input.scale.ndim == 0 else "row" if by_row else "column"
+    if cast is None or cast.covers != covers or cast.dtype is not input.qdata.dtype:
+        wanted = "two different casts of it, or high precision"
+        if cast is not None:
+            wanted = f"{cast.dtype} with one scale per {cast.covers}"
+        raise ValueError(
+            f"{fqn}: the input is float8 already, {input.qdata.dtype} with one scale per "
+            f"{covers}, but the layer takes {wanted}; pass it in high precision "
+            "(PrepareModuleInput instead of PrepareFloat8ModuleInput), or prepare it as the "
+            "layer takes it"
+        )
+
+
+def check_alignment(
+    fqn: str, config: Float8LinearConfig, weight: torch.Tensor, device: torch.device
+) -> None:
+    """Refuse what the float8 GEMMs would refuse, on all ranks if on one, before they start.
+
+    Args:
+        fqn: the layer's name.
+        config: its config.
+        weight: ``[out_features, in_features]``, as tensor parallelism shards it.
+        device: where the GEMMs run.
+    """
+    if config.pad_inner_dim or not needs_alignment(device, config.emulate):
+        return
+    if not any(config.gemm_enabled(gemm) for gemm in get_args(Gemm)):
+        return
+    layout = Layout.of(weight)
+    bad = []
+    for dim, name in enumerate(("out_features", "in_features")):
+        sizes = {weight.shape[dim]} if layout is None else local_sizes(layout, dim)
+        if any(n % ALIGNMENT for n in sizes):
+            bad.append(f"{name} {' or '.join(map(str, sorted(sizes)))}")
+    if bad:
+        raise ValueError(
+            f"{fqn}: float8 GEMMs need local sizes that are multiples of {ALIGNMENT} on "
+            f"this device, found {', '.join(bad)}; set "
+            "Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted"
+        )

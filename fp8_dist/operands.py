@@ -1,0 +1,170 @@
+"""The operands of a linear layer's GEMMs: what is cast, where it moves, and in which order.
+
+One float8 copy that serves both GEMMs of an operand is made where the operand is, and moves as
+float8. Otherwise the operand moves in high precision and is cast where it lands.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fp8_dist.cast import cast_with
+from fp8_dist.casts import GEMM_OPERANDS, Cast, Gemm, Operand
+from fp8_dist.config import Float8LinearConfig
+from fp8_dist.delayed import AmaxHistory
+from fp8_dist.folding import folded_gradients
+from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
+from fp8_dist.tensor import Float8Tensor
+
+
+class LinearSpec(NamedTuple):
+    """Everything about one call of the linear function that is not a tensor."""
+
+    config: Float8LinearConfig
+    output_placements: Placements | None
+    fqn: str
+    histories: Mapping[str, AmaxHistory]
+    record: bool  # whether the forward's casts belong to a training step
+
+
+# An operand, local, as each GEMM takes it: Float8Tensor or high precision. May be in flight.
+Operands = dict[Gemm, torch.Tensor]
+
+
+def prepare_operand(
+    tensor: torch.Tensor,
+    operand: Operand,
+    gemms: tuple[Gemm, ...],
+    placements: Placements | None,
+    spec: LinearSpec,
+) -> Operands:
+    """Cast an operand for the given GEMMs, and bring it to ``placements``.
+
+    One cast that serves all of them is made first and moves as float8. Otherwise the operand moves
+    in high precision, once, and is cast where it lands. With ``amax_scope="rank"`` amax is reduced
+    only over axes on which the operand moves after its cast.
+    """
+    config = spec.config
+    casts = {gemm: config.cast(operand, gemm) for gemm in gemms}
+    if isinstance(local_tensor(tensor), Float8Tensor):
+        return dict.fromkeys(gemms, _move(tensor, placements))
+    first = casts[gemms[0]]
+    if (
+        first is not None
+        and set(casts.values()) == {first}
+        and _can_travel(first, tensor, placements)
+    ):
+        axes = _moving_axes(tensor, placements) if config.amax_scope == "rank" else None
+        cast = _cast_operand(tensor, operand, first, spec, axes)
+        return dict.fromkeys(gemms, _move(cast, placements))
+    high = local_tensor(_move(tensor, placements))
+    layout = Layout.of(tensor)
+    if layout is not None:
+        assert placements is not None
+        tensor = layout._replace(placements=placements).wrap(high)
+    landed: dict[Cast | None, torch.Tensor] = {None: high}
+    for kind in casts.values():
+        if kind is not None and kind not in landed:
+            axes = () if config.amax_scope == "rank" else None
+            landed[kind] = local_tensor(_cast_operand(tensor, operand, kind, spec, axes))
+    return {gemm: landed[kind] for gemm, kind in casts.items()}
+
+
+def _can_travel(cast: Cast, tensor: torch.Tensor, placements: Placements | None) -> bool:
+    """Whether an operand may move after its cast: rows with scales of their own move whole."""
+    if cast.covers != "row" or not isinstance(tensor, DTensor):
+        return cast.covers != "column"
+    moving = _moving_axes(tensor, placements) or ()
+    return not any(tensor.placements[axis].dim % tensor.ndim == tensor.ndim - 1 for axis in moving)  # type: ignore[attr-defined]
+
+
+def _moving_axes(tensor: torch.Tensor, placements: Placements | None) -> tuple[int, ...] | None:
+    if not isinstance(tensor, DTensor):
+        return None
+    assert placements is not None
+    pairs = enumerate(zip(tensor.placements, placements, strict=True))
+    return tuple(axis for axis, (now, then) in pairs if is_shard(now) and now != then)
+
+
+def _cast_operand(
+    tensor: torch.Tensor,
+    operand: Operand,
+    cast: Cast,
+    spec: LinearSpec,
+    axes: tuple[int, ...] | None,
+) -> torch.Tensor:
+    if cast.delayed:
+        record = spec.record or operand == "grad_output"
+        return spec.histories[operand].cast(tensor, record)
+    power_of_2 = spec.config.round_scales_to_power_of_2
+    return cast_with(tensor, cast.dtype, cast.covers, power_of_2, axes)
+
+
+def prepare_gradient(
+    grad: torch.Tensor,
+    gemms: tuple[Gemm, ...],
+    placements: Placements | None,
+    partners: dict[str, torch.Tensor | None],
+    spec: LinearSpec,
+) -> Operands:
+    """grad_output for the GEMMs; ``partners`` are the operands that it is multiplied by."""
+    config = spec.config
+    folds = [gemm for gemm in gemms if config.cast("grad_output", gemm) is not None]
+    if not (config.fold_row_scales and folds):
+        return prepare_operand(grad, "grad_output", gemms, placements, spec)
+    operands: Operands = {}
+    if len(folds) < len(gemms):
+        # One GEMM is in high precision: so it moves, once.
+        high = local_tensor(_move(grad, placements))
+        operands = dict.fromkeys(gemms, high)
+        layout = Layout.of(grad)
+        if layout is not None:
+            assert placements is not None
+            grad = layout._replace(placements=placements).wrap(high)
+    scales = {
+        gemm: _row_scale(partners[GEMM_OPERANDS[gemm][1]]) if gemm in folds else None
+        for gemm in ("grad_input", "grad_weight")
+    }
+    cast = config.cast("grad_output", folds[0])
+    assert cast is not None
+    axes = () if config.amax_scope == "rank" else None
+    return operands | folded_gradients(
+        grad, cast, placements, scales["grad_input"], scales["grad_weight"], axes
+    )
+
+
+def _row_scale(partner: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(partner, Float8Tensor)
+    return partner.scale
+
+
+def _move(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
+    """Local tensor of ``tensor`` at ``placements``; may be in flight until it is first used."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    assert placements is not None
+    return redistributed(tensor, placements)._local_tensor
+
+
+def weight_operands(
+    weight: torch.Tensor,
+    casts: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
+    config: Float8LinearConfig,
+) -> Operands:
+    """The weight for its GEMMs; ``casts`` are (qdata, scale) of its casts, in their order."""
+    known: dict[Cast | None, torch.Tensor] = {None: local_tensor(weight)}
+    for cast, (qdata, scale) in zip(config.casts("weight"), casts, strict=False):
+        assert qdata is not None
+        assert scale is not None
+        known[cast] = Float8Tensor(qdata, scale, weight.dtype)
+    gemms: tuple[Gemm, ...] = ("output", "grad_input")
+    return {gemm: known[config.cast("weight", gemm)] for gemm in gemms}
+
+
+def redistributed(tensor: DTensor, placements: Placements) -> DTensor:
+    """A DTensor at other placements; what moves may be in flight."""
+    if tuple(tensor.placements) == placements:
+        return tensor
+    return tensor.redistribute(placements=placements, async_op=True)
