@@ -4,7 +4,7 @@ from typing import get_args
 
 import torch
 
-from fp8_dist.casts import Gemm
+from fp8_dist.casts import Cast, Covers, Gemm
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.matmul import ALIGNMENT, needs_alignment
 from fp8_dist.sharding import Layout, local_sizes
@@ -28,18 +28,39 @@ def check_mesh(fqn: str, weight: torch.Tensor, input: torch.Tensor) -> None:
 def check_prepared(fqn: str, config: Float8LinearConfig, input: Float8Tensor) -> None:
     """Refuse an input that was cast in another way than the layer takes it."""
     cast = config.travelling_cast("input")
-    by_row = input.covered == (input.ndim - 1,)
-    covers = "tensor" if input.scale.ndim == 0 else "row" if by_row else "column"
-    if cast is None or cast.covers != covers or cast.dtype is not input.qdata.dtype:
+    if cast is None or not _is_cast_as(cast, input):
         wanted = "two different casts of it, or high precision"
         if cast is not None:
             wanted = f"{cast.dtype} with one scale per {cast.covers}"
         raise ValueError(
-            f"{fqn}: the input is float8 already, {input.qdata.dtype} with one scale per "
-            f"{covers}, but the layer takes {wanted}; pass it in high precision "
-            "(PrepareModuleInput instead of PrepareFloat8ModuleInput), or prepare it as the "
-            "layer takes it"
+            f"{fqn}: the input is float8 already, {_description(input)}, but the layer takes "
+            f"{wanted}; pass it in high precision (PrepareModuleInput instead of "
+            "PrepareFloat8ModuleInput), or prepare it as the layer takes it"
         )
+
+
+def check_gathered(fqn: str, config: Float8LinearConfig, weight: Float8Tensor) -> None:
+    """Refuse a weight that FSDP2 gathered as another layer, which shares it, takes it."""
+    cast = config.travelling_cast("weight")
+    if cast is None or not _is_cast_as(cast, weight):
+        raise ValueError(
+            f"{fqn}: FSDP2 gathered the weight as {_description(weight)}, as another layer that "
+            "shares it takes it; convert layers that share a weight with one config"
+        )
+
+
+def _is_cast_as(cast: Cast, tensor: Float8Tensor) -> bool:
+    return (cast.dtype, cast.covers) == (tensor.qdata.dtype, _covers(tensor))
+
+
+def _covers(tensor: Float8Tensor) -> Covers:
+    if tensor.scale.ndim == 0:
+        return "tensor"
+    return "row" if tensor.covered == (tensor.ndim - 1,) else "column"
+
+
+def _description(tensor: Float8Tensor) -> str:
+    return f"{tensor.qdata.dtype} with one scale per {_covers(tensor)}"
 
 
 def check_alignment(

@@ -14,9 +14,9 @@ What can change a weight, and how it is noticed:
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops it, or the identity
   differs.
 
-Not noticed: writes through ``.data`` or to what ``state_dict()`` gave out, in-place foreach ops
-outside an optimizer, and a write to ``to_local()`` between precompute and the first use of the
-scale. For these there is
+Not noticed: writes through ``.data`` (``vector_to_parameters`` makes such) or to what
+``state_dict()`` gave out, in-place foreach ops outside an optimizer, and a write to ``to_local()``
+between precompute and the first use of the scale. For these there is
 :func:`fp8_dist.invalidate_float8_scales`. They cannot make an evaluation wrong: the float8 copy,
 and a scale that was not precomputed, are kept for passes that record gradients alone.
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.casts import Gemm
@@ -177,8 +176,17 @@ class _LinearFunction(torch.autograd.Function):
         return _add_bias(wrapped, bias, spec.output_placements)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{ctx.spec.fqn}: a float8 layer can't be differentiated twice "
+                "(create_graph=True); leave the layer unconverted"
+            )
+        with torch.no_grad():
+            return _LinearFunction._backward(ctx, grad)
+
+    @staticmethod
+    def _backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         unused = (None,) * 5
         if grad is None:
             return None, None, None, *unused

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import cast_local, scaling_of
 from fp8_dist.casts import Cast, Operand
-from fp8_dist.checks import check_alignment, check_mesh, check_prepared
+from fp8_dist.checks import check_alignment, check_gathered, check_mesh, check_prepared
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory, load_histories
 from fp8_dist.freshness import Source, WeightCache, warn_once
@@ -48,8 +48,8 @@ class Float8Linear(nn.Linear):
     :meth:`from_float`, or the constructor, which takes nn.Linear's arguments and ``config``.
 
     Collectives: none on one device. On DTensors those of the table in
-    :mod:`fp8_dist.sharding`, plus an all-reduce of 4 bytes for each operand that is sharded and
-    whose scale is not known yet.
+    :mod:`fp8_dist.sharding`, plus an all-reduce of 4 bytes per scale for each operand of which
+    what a scale covers is sharded, if the scale is not known yet.
 
     Attributes:
         config: what is cast, and how.
@@ -88,6 +88,9 @@ class Float8Linear(nn.Linear):
         cls, mod: nn.Linear, config: Float8LinearConfig | None = None, *, fqn: str = ""
     ) -> "Float8Linear":
         """A float8 layer with the parameters, hooks and attributes of ``mod`` (shared, not copied).
+
+        With ``enable_fsdp_float8_all_gather`` the weight is a new parameter on the same storage, of
+        the type that FSDP2 gathers in float8: make the optimizer afterwards.
 
         Args:
             mod: the layer to convert; it is left as it was.
@@ -269,8 +272,9 @@ class Float8Linear(nn.Linear):
         if not self.config.casts("weight"):
             return ()
         local, plain = local_tensor(self.weight), self.local_shard()
-        if isinstance(local, Float8Tensor):
-            return (self._recorded(local),)  # FSDP2 gathered it
+        if isinstance(local, Float8Tensor):  # FSDP2 gathered it
+            check_gathered(self.fqn, self.config, local)
+            return (self._recorded(local),)
         if torch.compiler.is_compiling():
             source: Source = "forward" if torch.is_grad_enabled() else "evaluation"
             with torch.no_grad():

@@ -15,6 +15,7 @@ from fp8_dist.casts import GEMM_OPERANDS, Cast, Gemm, Operand
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
 from fp8_dist.folding import folded_gradients
+from fp8_dist.freshness import warn_once
 from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor
 
@@ -59,6 +60,7 @@ def prepare_operand(
         axes = _moving_axes(tensor, placements) if config.amax_scope == "rank" else None
         cast = _cast_operand(tensor, operand, first, spec, axes)
         return dict.fromkeys(gemms, _move(cast, placements))
+    _warn_of_rows_in_parts(operand, tensor, placements, spec)
     high = local_tensor(_move(tensor, placements))
     layout = Layout.of(tensor)
     if layout is not None:
@@ -78,6 +80,24 @@ def _can_travel(cast: Cast, tensor: torch.Tensor, placements: Placements | None)
         return cast.covers != "column"
     moving = _moving_axes(tensor, placements) or ()
     return not any(tensor.placements[axis].dim % tensor.ndim == tensor.ndim - 1 for axis in moving)  # type: ignore[attr-defined]
+
+
+def _warn_of_rows_in_parts(
+    operand: Operand,
+    tensor: torch.Tensor,
+    placements: Placements | None,
+    spec: LinearSpec,
+) -> None:
+    """Say it if an operand that float8 was promised for moves in high precision."""
+    cast = spec.config.travelling_cast(operand)
+    if cast is None or torch.compiler.is_compiling() or _can_travel(cast, tensor, placements):
+        return
+    warn_once(
+        f"rows in parts: {operand}",
+        f"{spec.fqn}: {operand} is gathered in high precision, because its rows, which have a "
+        "scale each, are sharded themselves (Shard(-1)); shard the sequence or the batch instead "
+        "(Shard(0), Shard(1)), or use a recipe with one scale per tensor",
+    )
 
 
 def _moving_axes(tensor: torch.Tensor, placements: Placements | None) -> tuple[int, ...] | None:
@@ -114,6 +134,7 @@ def prepare_gradient(
     folds = [gemm for gemm in gemms if config.cast("grad_output", gemm) is not None]
     if not (config.fold_row_scales and folds):
         return prepare_operand(grad, "grad_output", gemms, placements, spec)
+    _warn_of_rows_in_parts("grad_output", grad, placements, spec)
     operands: Operands = {}
     if len(folds) < len(gemms):
         # One GEMM is in high precision: so it moves, once.

@@ -38,9 +38,12 @@ class Float8ColwiseParallel(ColwiseParallel):
         output_layouts: placement of the output; default ``Shard(-1)``.
         use_local_output: return a plain tensor instead of a DTensor.
 
-    Collectives: forward: an all-gather of 1 byte per element and an all-reduce of 4 bytes, if the
-    input is sharded and was not gathered before; backward: an all-reduce of 4 bytes for
-    grad_output, a reduce-scatter (or all-reduce) of grad_input in high precision.
+    Collectives: forward: an all-gather of the input, if it is sharded and was not gathered before;
+    backward: a reduce-scatter (or all-reduce) of grad_input in high precision; and the amax
+    all-reduces of the recipe. In ``tensorwise`` gathers take 1 byte per element, and amaxes are
+    4 bytes for a sharded input and for grad_output; ``delayed`` reduces none; ``rowwise_folded``
+    gathers 4 bytes more per row and reduces 8 per row of grad_output; ``rowwise`` and
+    ``rowwise_with_gw_hp`` gather in high precision. (docs/communication.md counts.)
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -56,9 +59,12 @@ class Float8RowwiseParallel(RowwiseParallel):
             parallelism) grad_output is gathered as float8.
         use_local_output: return a plain tensor instead of a DTensor.
 
-    Collectives: forward: an all-reduce of 4 bytes for the input, a reduce-scatter (or all-reduce)
-    of the output in high precision; backward: an all-gather of 1 byte per element and an
-    all-reduce of 4 bytes for grad_output, if the output is sharded.
+    Collectives: forward: a reduce-scatter (or all-reduce) of the output in high precision;
+    backward: an all-gather of grad_output, if the output is sharded; and the amax all-reduces of
+    the recipe. In ``tensorwise`` the gather takes 1 byte per element, and amaxes are 4 bytes for
+    the input and for a sharded grad_output; ``delayed`` reduces none; ``rowwise_folded`` gathers 8
+    bytes more per row and reduces 4 per row of the input; ``rowwise`` and ``rowwise_with_gw_hp``
+    gather in high precision.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

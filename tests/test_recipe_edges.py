@@ -20,7 +20,11 @@ from recipe_algebra import (
 )
 from reference import same_bits, sqnr
 
-from fp8_dist import sync_float8_amax_and_scale_history
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    sync_float8_amax_and_scale_history,
+)
 
 all_recipes = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -297,3 +301,11 @@ def test_hooks_see_plain_tensors(recipe: str) -> None:
         assert same_bits(expected[name], seen[name])
     assert same_bits(seen["input"], x)
     assert same_bits(seen["grad_output"], g)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_second_derivative(recipe: str) -> None:
+    layer = Float8Linear(16, 16, config=Float8LinearConfig.from_recipe_name(recipe))
+    x = torch.randn(4, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"Float8Linear: .* differentiated twice"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)

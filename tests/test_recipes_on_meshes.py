@@ -1,23 +1,33 @@
 """Every recipe under FSDP2, TP + SP and their product: results, and what is communicated."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn as nn
 from expecttest import assert_expected_inline
 from nets import Distributed, full
-from ranks import RankPools
-from reference import same_bits, sqnr
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits, sqnr
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
+import fp8_dist.freshness
 from fp8_dist import (
     Float8LinearConfig,
     Float8LinearRecipeName,
+    convert_to_float8_training,
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    apply_tp_plan,
+)
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 MESHES = [(2, 1), (1, 2), (2, 2), (1, 4), (3, 1)]
@@ -207,3 +217,44 @@ def test_precomputed_scales(ranks: RankPools, dp: int, tp: int, recipe: str) -> 
     for same in ranks(dp * tp).run(known_scales, dp, tp, recipe):
         assert same
         assert all(same)
+
+
+def shared_by_two_configs() -> str:
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    for i, recipe in enumerate(("rowwise_folded", "tensorwise")):
+        config = replace(
+            Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=True
+        )
+        net[i] = convert_to_float8_training(net[i], config=config)
+    net[1].weight = net[0].weight
+    fully_shard(net, mesh=device_mesh(dp=2))
+    return raised(ValueError, lambda: net(torch.randn(4, 32)))
+
+
+def test_layers_that_share_a_gathered_weight_agree(ranks: RankPools) -> None:
+    assert_expected_inline(
+        same_on_all(ranks(2).run(shared_by_two_configs)),
+        """Float8Linear: FSDP2 gathered the weight as torch.float8_e4m3fn with one scale per row, as another layer that shares it takes it; convert layers that share a weight with one config""",
+    )
+
+
+def rows_in_parts(style: str) -> list[str]:
+    fp8_dist.freshness._warned.clear()
+    config = Float8LinearConfig.from_recipe_name("rowwise_folded")
+    net = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)
+    styles = {
+        "input": Float8ColwiseParallel(input_layouts=Shard(-1)),
+        "grad_output": Float8RowwiseParallel(output_layouts=Shard(-1)),
+    }
+    apply_tp_plan(net, device_mesh(tp=2), {"0": styles[style]})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net(torch.randn(4, 16)).sum().backward()
+    return [str(w.message) for w in caught if "high precision" in str(w.message)]
+
+
+def test_rows_that_can_not_travel_in_float8_are_named(ranks: RankPools) -> None:
+    for operand in ("input", "grad_output"):
+        for found in ranks(2).run(rows_in_parts, operand):
+            assert len(found) == 1
+            assert found[0].startswith(f"0: {operand} is gathered in high precision, because")
