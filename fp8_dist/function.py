@@ -125,6 +125,23 @@ def float8_linear(
     return _LinearFunction.apply(input, weight, bias, spec, *flat)
 
 
+class _NoSecondDerivative(torch.autograd.Function):
+    """The gradients of a layer, which can't be differentiated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, fqn: str, anchor: torch.Tensor, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.fqn = fqn
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        raise NotImplementedError(
+            f"{ctx.fqn}: a float8 layer can't be differentiated twice; leave it unconverted"
+        )
+
+
 class _LinearFunction(torch.autograd.Function):
     """The function of :func:`float8_linear`."""
 
@@ -177,13 +194,16 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(
-                f"{ctx.spec.fqn}: a float8 layer can't be differentiated twice "
-                "(create_graph=True); leave the layer unconverted"
-            )
         with torch.no_grad():
-            return _LinearFunction._backward(ctx, grad)
+            gradients = _LinearFunction._backward(ctx, grad)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # create_graph=True: what is differentiated again must raise, not count as constant.
+            found = [g for g in gradients if g is not None]
+            marked = iter(
+                _NoSecondDerivative.apply(ctx.spec.fqn, torch.zeros((), requires_grad=True), *found)
+            )
+            gradients = tuple(None if g is None else next(marked) for g in gradients)
+        return gradients
 
     @staticmethod
     def _backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
