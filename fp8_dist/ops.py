@@ -298,8 +298,8 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
 @implements(funcol.wait_tensor.default)
 def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x = args[0]
-    if x.scale.ndim and _is_traced(x):
-        return x  # waited for before it was unpacked
+    if x.scale.ndim and x.ndim > 1 and _is_traced(x):
+        return x  # packed, and waited for before it was unpacked
     out = func(as_bytes(x.qdata), **kwargs)
     # A scale that travelled came in the same message.
     return x.rewrap(qdata=out.view(x.qdata.dtype))

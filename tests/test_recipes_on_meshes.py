@@ -30,7 +30,7 @@ from fp8_dist.tensor_parallel import (
 )
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
-MESHES = [(2, 1), (1, 2), (2, 2), (1, 4), (3, 1)]
+MESHES = [(2, 1), (1, 2), (2, 2), (1, 4), (4, 1), (3, 1)]
 
 
 def distances_to_one_device(
