@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_dist.matmul import SCALED_MM_OP
 from fp8_dist.scaling import AMAX_OP
+from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten
-funcol = torch.ops._c10d_functional
 
 # (Not the absolute values of a weight, nor float8 copies: an amax is four bytes per scale.)
 _SAVED: frozenset[Any] = frozenset(

@@ -15,8 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._pytree import tree_leaves
+
+from fp8_dist.torch_internals import (
+    OpOverload,
+    op_arguments,
+    op_name,
+    resolve_process_group,
+    tree_leaves,
+)
 
 # torch's communication ops are in these.
 NAMESPACES = frozenset(
@@ -139,7 +145,7 @@ class Collective:
 
 
 def read_collective(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Collective | None:
     """Read the collective that a call of an op makes.
 
@@ -154,11 +160,10 @@ def read_collective(
     """
     if func.namespace not in NAMESPACES:
         return None
-    name = func._schema.name
+    name = op_name(func)
     if name in IGNORED_OPS:
         return None
-    names = [argument.name for argument in func._schema.arguments]
-    arguments = dict(zip(names, args, strict=False)) | kwargs
+    arguments = dict(zip(op_arguments(func), args, strict=False)) | kwargs
     group = _group(arguments.get("process_group", arguments.get("group_name")))
     schema = SCHEMAS.get(name)
     if schema is None:
@@ -183,4 +188,4 @@ def _group(group: Any) -> dist.ProcessGroup | None:
         return dist.ProcessGroup.unbox(group)
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
-    return _resolve_process_group(group)
+    return resolve_process_group(group)

@@ -11,11 +11,8 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist.collectives import Collective, read_collective
 from fp8_dist.comm_table import CommRow, CommTable
@@ -23,6 +20,13 @@ from fp8_dist.dtypes import is_float8
 from fp8_dist.module_path import ModulePath
 from fp8_dist.runtime import KNOWN_SCALING_OP, ask
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.torch_internals import (
+    FakeTensor,
+    FunctionalTensor,
+    OpOverload,
+    TorchDispatchMode,
+    op_name,
+)
 
 __all__ = ["CommAudit", "CommRow", "comm_audit", "note_float8_payload"]
 
@@ -249,7 +253,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         call = None
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             call = read_collective(func, args, kwargs)
         # Float8Tensor is recorded as it is, float8; what its own handler then sends (uint8) is
         # the same message, and unseen: this mode is off inside its own handler. Every other
@@ -278,7 +282,7 @@ def _rewrites_ops(kind: Any) -> bool:
 
 
 def _is_fsdp_copy_in(func: Any) -> bool:
-    return isinstance(func, torch._ops.OpOverload) and func._schema.name == FSDP_COPY_IN
+    return isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from fp8_dist.dtypes import device_has_float8_gemm, e4m3, e5m2
 from fp8_dist.env import strict_alignment
 from fp8_dist.ops import implements
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.torch_internals import native_scaled_mm
 
 ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 
@@ -127,12 +128,12 @@ def _native(
     a = a.contiguous()
     b = b.t().contiguous().t()
     if scale_a.ndim == scale_b.ndim == 0:
-        return torch._scaled_mm(
+        return native_scaled_mm(
             a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum
         )
     if out_dtype is torch.bfloat16:
         # The rowwise kernel takes a scale for each row and column.
-        return torch._scaled_mm(
+        return native_scaled_mm(
             a,
             b,
             scale_a.expand(a.shape[0], 1).contiguous(),
@@ -142,7 +143,7 @@ def _native(
         )
     # It writes bf16 alone; the tensorwise one writes fp32, which is scaled afterwards.
     one = torch.ones((), device=a.device)
-    product = torch._scaled_mm(
+    product = native_scaled_mm(
         a, b, one, one, out_dtype=torch.float32, use_fast_accum=use_fast_accum
     )
     return product.mul_(scale_a).mul_(scale_b).to(out_dtype)

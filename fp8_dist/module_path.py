@@ -12,8 +12,9 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+
+from fp8_dist.torch_internals import tree_leaves, when_backward_ends
 
 # Path segments that wrappers add and ``state_dict`` keys leave out.
 WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -107,7 +108,7 @@ class ModulePath:
     def _enter_in_backward(self, fqn: str, _: Any) -> None:
         if not self._backward_end_queued:
             self._backward_end_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            when_backward_ends(self._end_backward)
         if not _is_inside(self.current, fqn):
             self.current = fqn
 

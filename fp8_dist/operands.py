@@ -18,6 +18,7 @@ from fp8_dist.folding import folded_gradients
 from fp8_dist.freshness import warn_once
 from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.torch_internals import dtensor_local
 
 
 class LinearSpec(NamedTuple):
@@ -166,7 +167,7 @@ def _move(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     assert placements is not None
-    return redistributed(tensor, placements)._local_tensor
+    return dtensor_local(redistributed(tensor, placements))
 
 
 def weight_operands(

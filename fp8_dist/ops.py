@@ -10,13 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from fp8_dist.dtypes import is_float8
 from fp8_dist.tensor import FLOAT8_OPS, STAND_INS, Float8Tensor, dequantized
+from fp8_dist.torch_internals import (
+    AsyncCollectiveTensor,
+    funcol,
+    shard_dim_alltoall,
+    wrapped_in_flight,
+)
 
 aten = torch.ops.aten
-funcol = torch.ops._c10d_functional
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -267,7 +271,7 @@ def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     funcol.all_gather_into_tensor.default,
     funcol.all_to_all_single.default,
     funcol.broadcast.default,
-    torch.ops._dtensor.shard_dim_alltoall.default,
+    shard_dim_alltoall,
 )
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x, rest = args[0], args[1:]
@@ -276,8 +280,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
         out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
     if x.covered != (x.ndim - 1,) or (
-        func is torch.ops._dtensor.shard_dim_alltoall.default
-        and x.ndim - 1 in (d % x.ndim for d in rest[:2])
+        func is shard_dim_alltoall and x.ndim - 1 in (d % x.ndim for d in rest[:2])
     ):
         raise NotImplementedError(
             f"{func} of a Float8Tensor whose scales cover the dims {x.covered} of {x.ndim}: only "
@@ -342,9 +345,9 @@ def unpack_rows(
 
 
 # torch >= 2.13 wraps the result of a collective by an operator, older ones by a plain call.
-if hasattr(funcol, "_wrap_tensor_autograd"):
+if wrapped_in_flight is not None:
 
-    @implements(funcol._wrap_tensor_autograd.default)
+    @implements(wrapped_in_flight)
     def _in_flight(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         return AsyncCollectiveTensor(args[0])
 

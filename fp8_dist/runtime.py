@@ -14,10 +14,9 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fp8_dist.scaling import Scaling
+from fp8_dist.torch_internals import is_selectively_checkpointed
 
 _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
 _LIB.define(
@@ -63,17 +62,10 @@ def known_scaling(
 
     Collectives: those of the object's answer.
     """
-    if torch.compiler.is_compiling() or _is_selectively_checkpointed():
+    if torch.compiler.is_compiling() or is_selectively_checkpointed():
         return torch.ops.fp8_dist.known_scaling(x, name, dims, details)
     multiplier, scale = knows.scaling_at_run_time(x, *details)
     return multiplier.to(x.device), scale.to(x.device)
-
-
-def _is_selectively_checkpointed() -> bool:
-    modes = _get_current_dispatch_mode_stack()
-    return any(
-        type(mode).__module__ == create_selective_checkpoint_contexts.__module__ for mode in modes
-    )
 
 
 def ask(x: torch.Tensor, name: torch.Tensor, dims: list[int] | None, details: list[str]) -> Scaling:

@@ -23,12 +23,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.experimental import register_sharding
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from fp8_dist.torch_internals import (
+    AsyncCollectiveTensor,
+    StridedShard,
+    compute_local_shape_and_global_offset,
+    dtensor_local,
+    funcol,
+)
 
 Placements = tuple[Placement, ...]
 
@@ -74,12 +79,12 @@ def _dequantize_rule(x: Any) -> list[tuple[list[Placement], list[Placement]]]:
 
 def is_shard(placement: Placement) -> bool:
     """True for Shard and for the strided shards of FSDP2 over TP."""
-    return isinstance(placement, (Shard, _StridedShard))
+    return isinstance(placement, (Shard, StridedShard))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's local tensor (waits for it where a collective is in flight), else ``tensor``."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
@@ -205,8 +210,8 @@ def all_reduce_max(amax: torch.Tensor, group_name: str) -> torch.Tensor:
     Backends may drop a NaN in a MAX. The bits of a non-negative float, read as an integer, are
     ordered like the floats, with NaN above infinity, so the reduction runs on int32.
     """
-    bits = torch.ops._c10d_functional.all_reduce(amax.view(torch.int32), "max", group_name)
-    return torch.ops._c10d_functional.wait_tensor(bits).view(torch.float32)
+    bits = funcol.all_reduce(amax.view(torch.int32), "max", group_name)
+    return funcol.wait_tensor(bits).view(torch.float32)
 
 
 # Groups over several mesh axes that had to be made, by their ranks; with the world they belong

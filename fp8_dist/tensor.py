@@ -10,10 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from fp8_dist.dtypes import is_float8, short_name
+from fp8_dist.torch_internals import (
+    FakeTensor,
+    FunctionalTensor,
+    disabled_torch_function,
+    make_wrapper_subclass,
+)
 
 # aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.ops and matmul.
 FLOAT8_OPS: dict[Any, Callable[..., Any]] = {}
@@ -72,7 +76,7 @@ class Float8Tensor(torch.Tensor):
                 f"Float8Tensor: a scale of shape {tuple(scale.shape)} does not cover qdata of "
                 f"shape {tuple(qdata.shape)}; it must be 0-dim, or of size 1 along what it covers"
             )
-        self = torch.Tensor._make_wrapper_subclass(
+        self = make_wrapper_subclass(
             cls,
             qdata.size(),
             strides=qdata.stride(),
@@ -123,7 +127,7 @@ class Float8Tensor(torch.Tensor):
     ) -> "Float8Tensor":
         return Float8Tensor(**(inner | static))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(

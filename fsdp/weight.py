@@ -24,13 +24,13 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
-from torch.utils._pytree import tree_map_only
 
 from fp8_dist.debug import note_float8_payload
 from fp8_dist.fsdp.resharding import check_layer
 from fp8_dist.linear import Float8Linear
 from fp8_dist.sharding import Layout, all_reduce_max, global_offset, local_sizes, local_tensor
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.torch_internals import disabled_torch_function, make_wrapper_subclass, tree_map_only
 
 aten = torch.ops.aten
 
@@ -77,7 +77,7 @@ class Float8AllGatherWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor) -> "Float8AllGatherWeight":
-        self = torch.Tensor._make_wrapper_subclass(
+        self = make_wrapper_subclass(
             cls,
             tensor.size(),
             strides=tensor.stride(),
@@ -114,7 +114,7 @@ class Float8AllGatherWeight(torch.Tensor):
     ) -> "Float8AllGatherWeight":
         return Float8AllGatherWeight(inner["_tensor"])
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(

@@ -4,6 +4,7 @@
 # Defines REPO_ROOT, and ensure_env EXTRAS, which leaves the environment's interpreter in $PY.
 #   PYTHON          the interpreter to make it with (default: python3); 3.11 or later
 #   FP8_DIST_VENV   where it lives (default: .venv in the repository)
+#   FP8_DIST_TORCH  another release of torch than that of constraints.txt, such as 2.11.0
 
 # With CDPATH set, cd prints where it went, or goes elsewhere.
 unset CDPATH
@@ -22,9 +23,19 @@ case "${PYTHON:=python3}" in
     */*) PYTHON="$(absolute "$PYTHON")" ;;  # a bare name is looked up in PATH
 esac
 
+# constraints: the exact versions to install.
+constraints() {
+    if [ -z "${FP8_DIST_TORCH:-}" ]; then
+        cat "$REPO_ROOT/constraints.txt"
+    else
+        # Which setuptools it can do with differs between releases.
+        sed "s/^torch==.*/torch==$FP8_DIST_TORCH/; /^setuptools==/d" "$REPO_ROOT/constraints.txt"
+    fi
+}
+
 # ensure_env EXTRAS: installs the checkout, editable, with the named extras ("train,test") and the
 # versions of constraints.txt. Does nothing when that has been done for the same pyproject.toml
-# and constraints.txt.
+# and constraints.
 ensure_env() {
     local extras="$1"
     PY="$FP8_DIST_VENV/bin/python"
@@ -34,9 +45,9 @@ ensure_env() {
     fi
     # The stamp says what was installed: a moved checkout, other pins or other extras install anew.
     local stamp="$FP8_DIST_VENV/installed-${extras//,/-}" wanted
-    wanted="$REPO_ROOT $(cat "$REPO_ROOT/pyproject.toml" "$REPO_ROOT/constraints.txt" | cksum)"
+    wanted="$REPO_ROOT $({ cat "$REPO_ROOT/pyproject.toml"; constraints; } | cksum)"
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
-        echo "== installing fp8-dist[$extras]"
+        echo "== installing fp8-dist[$extras]${FP8_DIST_TORCH:+ with torch $FP8_DIST_TORCH}"
         # The package is built with the environment's own setuptools, so that it is pinned too:
         # whether constraints reach isolated builds depends on pip's version.
         pip_install setuptools || return 1
@@ -46,8 +57,9 @@ ensure_env() {
 }
 
 pip_install() {
+    constraints > "$FP8_DIST_VENV/constraints.txt"
     "$PY" -P -m pip install --quiet --disable-pip-version-check \
-        -c "$REPO_ROOT/constraints.txt" "$@"
+        -c "$FP8_DIST_VENV/constraints.txt" "$@"
 }
 
 # create_env: makes the environment, also in place of one that has no working pip: its creation was

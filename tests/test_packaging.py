@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -93,6 +94,26 @@ def test_imports_stand_at_the_top_of_the_file(name: str) -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
     inner = [m for node in ast.walk(tree) if isinstance(node, functions) for m in imports(node)]
     assert not inner
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Private names that code takes from torch: imported, or looked up under ``torch.``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            for name in [*(node.module or "").split("."), *(alias.name for alias in node.names)]:
+                if name.startswith("_"):
+                    yield f"{node.module}: {name}"
+        if isinstance(node, ast.Attribute):
+            path = ast.unparse(node)
+            of_torch = re.match(r"torch\..*\b_[a-z]", path.replace("aten._", "aten."))
+            if of_torch or node.attr in ("_local_tensor", "_schema", "_fsdp_param_group"):
+                yield path
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_private_names_of_torch_are_in_one_file(name: str) -> None:
+    found = set(private_names(ast.parse(MODULES[name].read_text())))
+    assert bool(found) is (name == "fp8_dist.torch_internals"), found
 
 
 # Requirements of torch's GPU wheels: exact in its own metadata, and absent from the CPU's.

@@ -1,0 +1,125 @@
+"""Every private name of torch that the library builds on; no other file uses one.
+
+They are here under public names because their owners may rename them in any release. One that is
+missing is an ImportError that says so when the library is imported, not an AttributeError in the
+middle of a step; ``scripts/test_releases.sh`` runs the tests with other releases of torch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from inspect import getclosurevars
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+try:
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+    native_scaled_mm = torch._scaled_mm
+    make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+    funcol = torch.ops._c10d_functional
+    shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"fp8_dist needs torch >= 2.11, and doesn't know torch {torch.__version__}: {error}"
+    ) from error
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "FakeTensor",
+    "FunctionalTensor",
+    "OpOverload",
+    "StridedShard",
+    "TorchDispatchMode",
+    "compute_local_shape_and_global_offset",
+    "disabled_torch_function",
+    "dtensor_local",
+    "fsdp_groups_of_layer",
+    "fsdp_groups_of_module",
+    "fsdp_reshards_to_smaller_mesh",
+    "funcol",
+    "is_selectively_checkpointed",
+    "make_wrapper_subclass",
+    "native_scaled_mm",
+    "op_arguments",
+    "op_name",
+    "resolve_process_group",
+    "shard_dim_alltoall",
+    "tree_leaves",
+    "tree_map_only",
+    "when_backward_ends",
+    "wrapped_in_flight",
+]
+
+# An op that torch got after 2.11: a collective's result becomes an AsyncCollectiveTensor.
+wrapped_in_flight = getattr(getattr(funcol, "_wrap_tensor_autograd", None), "default", None)
+
+
+def dtensor_local(tensor: DTensor) -> torch.Tensor:
+    """The local tensor as it is, perhaps in flight. (``to_local()`` waits, and has a gradient.)"""
+    return tensor._local_tensor
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Run ``call`` once the backward pass that is under way has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def op_name(op: OpOverload) -> str:
+    """The qualified name of an operator, without its overload: ``aten::mm``."""
+    return op._schema.name
+
+
+def op_arguments(op: OpOverload) -> list[str]:
+    """The names of an operator's arguments."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+def resolve_process_group(name: str) -> ProcessGroup:
+    """The process group that functional collectives know by a name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def is_selectively_checkpointed() -> bool:
+    """True inside of selective activation checkpointing, its recomputation included."""
+    return any(
+        type(mode).__module__ == create_selective_checkpoint_contexts.__module__
+        for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def fsdp_groups_of_module(module: FSDPModule) -> Sequence[Any]:
+    """The parameter groups of a module that ``fully_shard`` was called on."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def fsdp_groups_of_layer(layer: nn.Module) -> Iterator[Any]:
+    """The parameter groups that hold a layer's parameters, once FSDP2 has been initialized.
+
+    A layer inside of a sharded module doesn't know about it, but each group leaves a hook on the
+    modules that own its parameters, which makes a ``state_dict`` hold shards.
+    """
+    for hook in layer._state_dict_pre_hooks.values():
+        if hook.__qualname__.startswith("FSDPParamGroup."):
+            yield getclosurevars(hook).nonlocals["self"]
+
+
+def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:
+    """True for a parameter group of ``reshard_after_forward=<int>`` with a weight like ours."""
+    resharded = group.post_forward_mesh_info not in (None, group.mesh_info)
+    return resharded and any(hasattr(p, "_extensions_data") for p in group.fsdp_params)

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Runs the tests with other releases of torch, each in an environment of its own:
+#   bash scripts/test_releases.sh                   the oldest that is supported, CI's, the newest
+#   bash scripts/test_releases.sh 2.14.1 newest     these
+#   bash scripts/test_releases.sh 2.11.0 -- -k fp8  with arguments for pytest after the --
+# Every release is tried, also after a failed one; a table of pytest's last lines ends the run, and
+# the exit status is 0 if all passed. The environments (.venv-torch-<release>, or
+# $FP8_DIST_VENV-torch-<release>) are kept and used again. Releases other than CI's may come with
+# their GPU libraries: 6 GB each.
+set -u
+unset CDPATH
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+cd "$REPO_ROOT" || exit 1
+
+oldest="$(sed -n 's/^dependencies = .*torch>=\([0-9.]*\).*/\1.0/p' pyproject.toml)"
+pinned="$(sed -n 's/^torch==//p' constraints.txt)"
+
+releases=()
+while [ "$#" -gt 0 ] && [ "$1" != "--" ]; do
+    releases+=("$1")
+    shift
+done
+[ "${1:-}" = "--" ] && shift
+[ "${#releases[@]}" -eq 0 ] && releases=("$oldest" "$pinned" newest)
+
+newest() {
+    "$PYTHON" -m pip index versions torch --disable-pip-version-check 2> /dev/null |
+        sed -n '1s/.*(\(.*\))/\1/p'
+}
+
+kept="$FP8_DIST_VENV"
+lines=()
+status=0
+for release in "${releases[@]}"; do
+    if [ "$release" = newest ]; then
+        release="$(newest)"
+        if [ -z "$release" ]; then
+            echo "pip doesn't say which releases of torch there are" >&2
+            exit 1
+        fi
+    fi
+    echo "== torch $release"
+    log="$(mktemp)"
+    FP8_DIST_VENV="$kept-torch-$release" FP8_DIST_TORCH="$release" \
+        bash scripts/test.sh tests "$@" 2>&1 | tee "$log"
+    [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
+    # pytest's last line, or that of what kept it from running.
+    lines+=("$(printf '%-10s %s' "$release" "$(grep -E '(passed|failed|error).* in ' "$log" | tail -1)")")
+    rm -f "$log"
+done
+printf '\n== torch     tests\n'
+printf '   %s\n' "${lines[@]}"
+exit "$status"
