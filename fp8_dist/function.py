@@ -12,17 +12,18 @@ happen inside this function, so that no float8 subclass is ever a backward tange
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from fp8_dist.cast import cast_local
 from fp8_dist.casts import Gemm
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.matmul import scaled_mm
 from fp8_dist.operands import (
     LinearSpec,
+    WeightCasts,
     prepare_gradient,
     prepare_operand,
     redistributed,
@@ -90,7 +91,7 @@ def _save(ctx: Any, *operands: torch.Tensor | None) -> None:
     ctx.save_for_backward(*flat)
 
 
-def _saved(ctx: Any) -> list[torch.Tensor | None]:
+def _saved(ctx: Any) -> list[Any]:
     flat, operands = ctx.saved_tensors, []
     for i, dtype in enumerate(ctx.dtypes):
         data, scale = flat[2 * i : 2 * i + 2]
@@ -102,7 +103,7 @@ def float8_linear(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    weight_casts: Sequence[Float8Tensor],
+    weight_casts: WeightCasts,
     spec: LinearSpec,
 ) -> torch.Tensor:
     """``input @ weight^T + bias`` with float8 operands.
@@ -119,10 +120,10 @@ def float8_linear(
         ``[..., N]`` in the input's dtype.
     """
     flat: list[torch.Tensor | None] = []
-    for cast in weight_casts:
-        flat += [cast.qdata, cast.scale]
+    for qdata, scale in weight_casts.casts:
+        flat += [qdata, scale]
     flat += [None] * (4 - len(flat))
-    return _LinearFunction.apply(input, weight, bias, spec, *flat)
+    return _LinearFunction.apply(input, weight, bias, spec, *flat, weight_casts.multiplier)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -157,6 +158,7 @@ class _LinearFunction(torch.autograd.Function):
         weight_scale: torch.Tensor | None,
         second_qdata: torch.Tensor | None,
         second_scale: torch.Tensor | None,
+        multiplier: torch.Tensor | None,
     ) -> torch.Tensor:
         config = spec.config
         input_layout, weight_layout = Layout.of(input), Layout.of(weight)
@@ -184,7 +186,12 @@ class _LinearFunction(torch.autograd.Function):
             Layout.of(bias),
         )
         ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = input.shape, input.dtype, weight.dtype
-        _save(ctx, x.get("grad_weight"), w["grad_input"] if needs_input else None)
+        ctx.recast = needs_input and multiplier is not None
+        saved: tuple[torch.Tensor | None, ...] = (w.get("grad_input") if needs_input else None,)
+        if ctx.recast:
+            one_cast = len(config.casts("weight")) == 1
+            saved = (weight, multiplier, weight_scale if one_cast else second_scale)
+        _save(ctx, x.get("grad_weight"), *saved)
 
         if layouts is None or weight_layout is None:
             return output if bias is None else output + bias.to(output.dtype)
@@ -207,7 +214,7 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        unused = (None,) * 5
+        unused = (None,) * 6
         if grad is None:
             return None, None, None, *unused
         config, layouts = ctx.spec.config, ctx.layouts
@@ -219,7 +226,8 @@ class _LinearFunction(torch.autograd.Function):
         gemms += ("grad_weight",) if needs_weight else ()
         if not gemms:
             return None, None, grad_bias, *unused
-        x, w = _saved(ctx)
+        x, *of_the_weight = _saved(ctx)
+        w = _cast_again(config, *of_the_weight) if ctx.recast else of_the_weight[0]
         g = prepare_gradient(
             grad, gemms, layouts and layouts.grad_output, {"input": x, "weight": w}, ctx.spec
         )
@@ -243,6 +251,15 @@ class _LinearFunction(torch.autograd.Function):
                     grad_weight
                 )
         return grad_input, grad_weight, grad_bias, *unused
+
+
+def _cast_again(
+    config: Float8LinearConfig, weight: torch.Tensor, multiplier: torch.Tensor, scale: torch.Tensor
+) -> Float8Tensor:
+    """The weight for the GEMM of grad_input, from the values that it has again."""
+    cast = config.cast("weight", "grad_input")
+    assert cast is not None
+    return cast_local(local_tensor(weight), cast.dtype, (multiplier, scale))
 
 
 def _add_bias(

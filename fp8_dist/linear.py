@@ -15,9 +15,9 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory, load_histories
 from fp8_dist.freshness import Source, WeightCache, warn_once
 from fp8_dist.function import float8_linear
-from fp8_dist.operands import LinearSpec
+from fp8_dist.operands import LinearSpec, WeightCasts
 from fp8_dist.runtime import known_scaling, name_of
-from fp8_dist.scaling import Scaling, reduced_dims
+from fp8_dist.scaling import Scaling, quantize, reduced_dims
 from fp8_dist.sharding import (
     Layout,
     Placements,
@@ -115,6 +115,7 @@ class Float8Linear(nn.Linear):
         self.config = Float8LinearConfig() if config is None else config
         self.fqn = fqn or type(self).__name__
         self.output_placements = None
+        self._weight_is_fsdps = False  # sharded between its uses: nothing made of it may stay
         self._name = name_of(self)
         self.weight_cache = WeightCache()
         self.histories = {
@@ -161,7 +162,7 @@ class Float8Linear(nn.Linear):
             check_alignment(self.fqn, self.config, self.weight, input.device)
             if self.histories:
                 self.weight_cache.warn_if_not_synced(self.fqn)
-        weight = self._float8_weight()
+        weight = self._weight_casts()
         local = local_tensor(input)
         if isinstance(local, Float8Tensor):
             check_prepared(self.fqn, self.config, local)
@@ -224,13 +225,16 @@ class Float8Linear(nn.Linear):
     def _cast_with_known_scaling(
         self, source: Source, shard: torch.Tensor
     ) -> tuple[Float8Tensor, ...]:
+        casts = self.config.casts("weight")
+        known = (self._known_scaling(source, shard, i) for i in range(len(casts)))
         return tuple(
-            cast_local(
-                shard, cast.dtype, known_scaling(self, self._name, shard, dims, source, str(i))
-            )
-            for i, cast in enumerate(self.config.casts("weight"))
-            for dims in [reduced_dims(cast.covers, 2)]
+            cast_local(shard, cast.dtype, scaling)
+            for cast, scaling in zip(casts, known, strict=True)
         )
+
+    def _known_scaling(self, source: Source, shard: torch.Tensor, index: int) -> Scaling:
+        dims = reduced_dims(self.config.casts("weight")[index].covers, 2)
+        return known_scaling(self, self._name, shard, dims, source, str(index))
 
     def scaling_at_run_time(self, x: torch.Tensor, source: Source, index: str) -> Scaling:
         """The scales of the weight's shard ``x`` for one of its casts, as its values are now."""
@@ -267,31 +271,51 @@ class Float8Linear(nn.Linear):
         ]
         return ", ".join([super().extra_repr(), f"casts={shown}", *others])
 
-    def _float8_weight(self) -> tuple[Float8Tensor, ...]:
+    def _weight_casts(self) -> WeightCasts:
         """The local weight in each of its casts, for this forward."""
         if not self.config.casts("weight"):
-            return ()
+            return WeightCasts()
         local, plain = local_tensor(self.weight), self.local_shard()
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self.fqn, self.config, local)
-            return (self._recorded(local),)
+            return WeightCasts(((local.qdata, self._recorded(local.scale)),))
+        source: Source = "forward"
         if torch.compiler.is_compiling():
-            source: Source = "forward" if torch.is_grad_enabled() else "evaluation"
+            source = "forward" if torch.is_grad_enabled() else "evaluation"
+        else:
+            self._warn_if_flags_have_no_effect(plain is not local)
+        if self._weight_is_fsdps:
+            return self._casts_of_gathered(source, plain)
+        if torch.compiler.is_compiling():
             with torch.no_grad():
                 casts = self._cast_with_known_scaling(source, plain)
         else:
-            self._warn_if_flags_have_no_effect(plain is not local)
-            casts = self.cast_weight("forward")
-        return tuple(self._recorded(cast) for cast in casts)
+            casts = self.cast_weight(source)
+        return WeightCasts(tuple((cast.qdata, self._recorded(cast.scale)) for cast in casts))
 
-    def _recorded(self, cast: Float8Tensor) -> Float8Tensor:
-        """The weight as a training step takes it: a delayed scale records its amax then.
+    def _casts_of_gathered(self, source: Source, gathered: torch.Tensor) -> WeightCasts:
+        """Casts of a weight that FSDP2 gathered in high precision: the output's; scales of all."""
+        of_output, of_grad_input = (
+            self.config.cast("weight", gemm) for gemm in ("output", "grad_input")
+        )
+        flat: list[tuple[torch.Tensor | None, torch.Tensor]] = []
+        multiplier = None
+        with torch.inference_mode(False), torch.no_grad():
+            for index, cast in enumerate(self.config.casts("weight")):
+                m, scale = self._known_scaling(source, gathered, index)
+                qdata = quantize(gathered, m, cast.dtype) if cast == of_output else None
+                flat.append((qdata, scale))
+                multiplier = m if cast == of_grad_input else multiplier
+        return WeightCasts(tuple((q, self._recorded(scale)) for q, scale in flat), multiplier)
 
-        (Not when it is cast: FSDP2 gathers without gradients in training too.)
+    def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
+        """The weight's scale as a training step takes it: a delayed one records its amax then.
+
+        (Not when the weight is cast: FSDP2 gathers without gradients in training too.)
         """
         if "weight" not in self.histories or not torch.is_grad_enabled():
-            return cast
-        return cast.rewrap(scale=self.histories["weight"].recorded(cast.scale))
+            return scale
+        return self.histories["weight"].recorded(scale)
 
     def _dynamic_scaling(self, shard: torch.Tensor, cast: Cast) -> Scaling:
         """The scales of the local shard for a cast of the weight, from its values or history."""
@@ -323,6 +347,8 @@ class Float8Linear(nn.Linear):
         # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
         if name == "weight" and "weight_cache" in self.__dict__:
             self.weight_cache.parameter_replaced()
+            now, then = Layout.of(getattr(self, "weight", None)), Layout.of(value)
+            self._weight_is_fsdps |= (now and now.mesh) != (then and then.mesh)
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

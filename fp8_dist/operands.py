@@ -31,6 +31,21 @@ class LinearSpec(NamedTuple):
     record: bool  # whether the forward's casts belong to a training step
 
 
+class WeightCasts(NamedTuple):
+    """The local weight in each of its casts (``config.casts("weight")``), as a forward takes it.
+
+    Attributes:
+        casts: (qdata, scale) of each, perhaps without the data of those that only the backward
+            takes.
+        multiplier: the quantization multiplier of the one that the backward takes, where it must
+            be cast again there: the weight is FSDP2's, which frees it in between, and a float8
+            copy would outlive it.
+    """
+
+    casts: tuple[tuple[torch.Tensor | None, torch.Tensor], ...] = ()
+    multiplier: torch.Tensor | None = None
+
+
 # An operand, local, as each GEMM takes it: Float8Tensor or high precision. May be in flight.
 Operands = dict[Gemm, torch.Tensor]
 
@@ -175,14 +190,17 @@ def weight_operands(
     casts: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
     config: Float8LinearConfig,
 ) -> Operands:
-    """The weight for its GEMMs; ``casts`` are (qdata, scale) of its casts, in their order."""
+    """The weight for its GEMMs; ``casts`` are (qdata, scale) of its casts, in their order.
+
+    (That of grad_input is missing if it has no data yet.)
+    """
     known: dict[Cast | None, torch.Tensor] = {None: local_tensor(weight)}
     for cast, (qdata, scale) in zip(config.casts("weight"), casts, strict=False):
-        assert qdata is not None
-        assert scale is not None
-        known[cast] = Float8Tensor(qdata, scale, weight.dtype)
-    gemms: tuple[Gemm, ...] = ("output", "grad_input")
-    return {gemm: known[config.cast("weight", gemm)] for gemm in gemms}
+        if qdata is not None:
+            assert scale is not None
+            known[cast] = Float8Tensor(qdata, scale, weight.dtype)
+    gemms: dict[Gemm, Cast | None] = {g: config.cast("weight", g) for g in ("output", "grad_input")}
+    return {gemm: known[cast] for gemm, cast in gemms.items() if cast in known}
 
 
 def redistributed(tensor: DTensor, placements: Placements) -> DTensor:

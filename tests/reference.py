@@ -101,8 +101,9 @@ def weights_used(model: torch.nn.Module) -> Iterator[dict[str, Float8Tensor]]:
     original = linear.float8_linear
 
     def recording(x, weight, bias, weight_casts, spec):  # type: ignore[no-untyped-def]
-        if weight_casts:
-            used[running[-1]] = weight_casts[0].clone()
+        if weight_casts.casts:
+            qdata, scale = weight_casts.casts[0]
+            used[running[-1]] = Float8Tensor(qdata, scale, weight.dtype).clone()
         return original(x, weight, bias, weight_casts, spec)
 
     def enter(layer: linear.Float8Linear, args: object) -> None:

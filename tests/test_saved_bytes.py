@@ -135,13 +135,14 @@ def test_gradients_are_those_without_hooks(recipe: str) -> None:
         assert sqnr(product, found[gemm]) > least[gemm], gemm
 
 
-def resident(layers: int, recipe: str) -> list[int]:
+def resident(layers: int, recipe: str, gather: bool) -> list[int]:
     """Bytes that saved tensors hold between forward and backward: of weights, and of the rest.
 
     And how many of them are weights.
     """
     config = Float8LinearConfig.from_recipe_name(recipe)
-    world = Distributed(2, 1, config=config, net_arguments={"layers": layers})
+    arguments = {"layers": layers}
+    world = Distributed(2, 1, config=config, gather=gather, net_arguments=arguments)
     precompute_float8_dynamic_scale(world.net)
     sizes = {tuple(p.shape) for p in world.net.parameters() if p.ndim == 2}
     tensors: list[torch.Tensor] = []
@@ -162,9 +163,22 @@ def resident(layers: int, recipe: str) -> list[int]:
     return [*held, len(weights)]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded"])
-def test_no_unsharded_weight_outlives_its_layer(ranks: RankPools, recipe: str) -> None:
-    by_depth = [ranks(2).run(resident, layers, recipe)[0] for layers in (2, 4, 8)]
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("recipe", "gather"),
+    [
+        ("tensorwise", True),
+        ("rowwise_folded", True),
+        # What FSDP2 gathers in high precision is cast again in backward, not kept in float8.
+        ("tensorwise", False),
+        ("rowwise", False),
+        ("rowwise_with_gw_hp", False),
+    ],
+)
+def test_no_unsharded_weight_outlives_its_layer(
+    ranks: RankPools, recipe: str, gather: bool
+) -> None:
+    by_depth = [ranks(2).run(resident, layers, recipe, gather)[0] for layers in (2, 4, 8)]
     weights, rest, count = zip(*by_depth, strict=True)
     # All but w1 and w3 of the first layer, whose input needs no gradient.
     assert count == (4, 10, 22)
