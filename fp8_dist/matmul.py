@@ -23,6 +23,7 @@ from fp8_dist.env import strict_alignment
 from fp8_dist.ops import implements
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import native_scaled_mm
+from fp8_dist.upcast import upcast
 
 ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 
@@ -161,10 +162,12 @@ def _emulated(
     if scale_a.ndim or scale_b.ndim:
         if to_bf16 and _are_powers_of_2(scale_a) and _are_powers_of_2(scale_b):
             # Rounded by the GEMM; scaling by powers of two rounds no more.
-            product = torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16)).to(torch.float32)
+            product = torch.mm(upcast(a, torch.bfloat16), upcast(b, torch.bfloat16)).to(
+                torch.float32
+            )
             return product.mul_(scale_a).mul_(scale_b).to(torch.bfloat16)
         wide = torch.float64 if on_cpu else torch.float32
-        product = torch.mm(a.to(wide), b.to(wide))
+        product = torch.mm(upcast(a, wide), upcast(b, wide))
         return product.mul_(scale_a.to(wide)).mul_(scale_b.to(wide)).to(out_dtype)
     alpha = scale_a.item() * scale_b.item() if on_cpu else 1.0
     # The scale of an enormous product may exceed fp32, in which addmm keeps its alpha.
@@ -172,9 +175,11 @@ def _emulated(
     if to_bf16 and fits:
         # The bias term of addmm is ignored at beta=0; alpha scales the fp32 accumulator.
         unused = torch.zeros((), dtype=torch.bfloat16)
-        return torch.addmm(unused, a.to(torch.bfloat16), b.to(torch.bfloat16), beta=0, alpha=alpha)
+        return torch.addmm(
+            unused, upcast(a, torch.bfloat16), upcast(b, torch.bfloat16), beta=0, alpha=alpha
+        )
     wide = torch.float64 if on_cpu else torch.float32
-    product = torch.mm(a.to(wide), b.to(wide))
+    product = torch.mm(upcast(a, wide), upcast(b, wide))
     return product.mul_(scale_a.to(wide) * scale_b.to(wide)).to(out_dtype)
 
 

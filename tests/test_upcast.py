@@ -1,0 +1,60 @@
+"""The fast conversion of float8 data on CPUs: equal to torch's for every code."""
+
+import pytest
+import torch
+from reference import same_bits
+
+from fp8_dist.upcast import upcast
+
+DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
+WIDE = [torch.bfloat16, torch.float32, torch.float64]
+
+
+def every_code(dtype: torch.dtype, finite: bool) -> torch.Tensor:
+    """``[256 or fewer, 128]``: more elements than torch's own conversion is left to."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    if finite:
+        codes = torch.arange(256, dtype=torch.uint8)[codes.float().isfinite()].view(dtype)
+    return codes.view(torch.uint8).repeat(128, 1).t().view(dtype)
+
+
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_code(dtype: torch.dtype, finite: bool, wide: torch.dtype) -> None:
+    codes = every_code(dtype, finite)
+    for qdata in (codes, codes.t(), codes[:, ::2], codes.contiguous()):
+        found = upcast(qdata, wide)
+        assert found.dtype is wide
+        assert same_bits(found.nan_to_num(), qdata.to(wide).nan_to_num())
+        assert torch.equal(found.isnan(), qdata.to(wide).isnan())
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF, 0x7C, 0xFC])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_single_nan_or_inf(dtype: torch.dtype, code: int) -> None:
+    data = torch.zeros(100, 100, dtype=torch.uint8)
+    data[7, 9] = code
+    qdata = data.view(dtype)
+    found, expected = upcast(qdata, torch.float32), qdata.to(torch.float32)
+    assert torch.equal(found.nan_to_num(1e9), expected.nan_to_num(1e9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_subnormal_numbers_flushed(dtype: torch.dtype) -> None:
+    codes = every_code(dtype, True)
+    expected = codes.to(torch.bfloat16)
+    if not torch.set_flush_denormal(True):
+        return  # this CPU can't
+    try:
+        found = upcast(codes, torch.bfloat16)
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bits(found, expected)
+
+
+def test_the_data_stays_as_it_is() -> None:
+    codes = every_code(torch.float8_e4m3fn, True)
+    before = codes.view(torch.uint8).clone()
+    upcast(codes, torch.bfloat16).zero_()
+    assert torch.equal(codes.view(torch.uint8), before)
