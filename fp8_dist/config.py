@@ -94,6 +94,18 @@ class Float8LinearConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
+        # Worked out once: they are asked for in each forward and backward.
+        casts = {
+            (operand, gemm): self._cast(operand, gemm)
+            for gemm, pair in GEMM_OPERANDS.items()
+            for operand in pair
+        }
+        by_operand = {
+            name: tuple(dict.fromkeys(c for (o, _), c in casts.items() if o == name and c))
+            for name in get_args(Operand)
+        }
+        object.__setattr__(self, "_casts", casts)
+        object.__setattr__(self, "_casts_of", by_operand)
         self._check_gemm_pairs()
         self._check_operands()
         self._check_folding()
@@ -137,6 +149,9 @@ class Float8LinearConfig:
         Rows and columns are those of the operand as it is stored: a GEMM's operands are scaled
         along the dims that its result keeps.
         """
+        return self._casts[operand, gemm]  # type: ignore[attr-defined]
+
+    def _cast(self, operand: Operand, gemm: Gemm) -> Cast | None:
         config = self.cast_config(operand, gemm)
         if not config.enabled:
             return None
@@ -149,8 +164,7 @@ class Float8LinearConfig:
 
     def casts(self, operand: Operand) -> tuple[Cast, ...]:
         """The different casts of ``operand`` in its two GEMMs, in their order."""
-        casts = [self.cast(operand, g) for g, pair in GEMM_OPERANDS.items() if operand in pair]
-        return tuple(dict.fromkeys(cast for cast in casts if cast is not None))
+        return self._casts_of[operand]  # type: ignore[attr-defined]
 
     def travelling_cast(self, operand: Operand) -> Cast | None:
         """The cast in which ``operand`` is gathered; ``None``: in high precision.

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fp8_dist.cast import cast_local
 from fp8_dist.casts import Gemm
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.matmul import scaled_mm
+from fp8_dist.matmul import scaled_mm_of_data
 from fp8_dist.operands import (
     LinearSpec,
     WeightCasts,
@@ -47,29 +47,42 @@ def _gemm(
     config: Float8LinearConfig,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One of the three GEMMs on local matrices: in float8 if the operands are."""
-    if not isinstance(left, Float8Tensor):
-        return torch.mm(left, right.to(left.dtype)).to(out_dtype)
-    assert isinstance(right, Float8Tensor)
+    """One of the three GEMMs on local operands ``[..., K]``: in float8 if they are."""
+    a, scale_a = _matrix(left, transposed=gemm == "grad_weight")
+    b, scale_b = _matrix(right, transposed=gemm == "output")
+    if scale_a is None or scale_b is None:
+        return torch.mm(a, b.to(a.dtype)).to(out_dtype)
     if config.fold_row_scales and gemm != "output":
-        right = right.rewrap(scale=right.scale.new_ones(()))  # it was folded into the gradient
-    return scaled_mm(
-        left,
-        right,
-        out_dtype=out_dtype,
-        use_fast_accum=config.gemm_config(gemm).use_fast_accum,
+        scale_b = scale_b.new_ones(())  # it was folded into the gradient
+    return scaled_mm_of_data(
+        a,
+        b,
+        scale_a,
+        scale_b,
+        out_dtype,
+        config.gemm_config(gemm).use_fast_accum,
         # The inner dim of grad_weight is the number of rows of the input. That is data, and may
         # be misaligned on one data-parallel rank alone, where refusing would hang the others.
-        pad_inner_dim=config.pad_inner_dim or gemm == "grad_weight",
-        emulate=config.emulate,
+        config.pad_inner_dim or gemm == "grad_weight",
+        config.emulate,
     )
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """``[..., K]`` as a matrix ``[M, K]``; either may be 0."""
-    if tensor.ndim == 2:
-        return tensor
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+def _matrix(operand: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``[..., K]`` as the data and the scale of a matrix ``[M, K]``, or of its transpose."""
+    data, scale = operand, None
+    if isinstance(operand, Float8Tensor):
+        data, scale = operand.qdata, operand.scale
+    if data.ndim != 2:
+        data = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
+        if scale is not None and scale.ndim:
+            assert isinstance(operand, Float8Tensor)
+            rows = operand.covered == (operand.ndim - 1,)
+            scale = scale.reshape((-1, 1) if rows else (1, -1))
+    if transposed:
+        data = data.t()
+        scale = scale.t() if scale is not None and scale.ndim else scale
+    return data, scale
 
 
 def _unflatten_rows(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -176,7 +189,7 @@ class _LinearFunction(torch.autograd.Function):
         x = {gemm: local_tensor(operand) for gemm, operand in x.items()}
 
         left, right = x["output"], w["output"]
-        output = _gemm(_rows(left), right.t(), "output", config, input.dtype)
+        output = _gemm(left, right, "output", config, input.dtype)
         output = _unflatten_rows(output, left)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts = spec, layouts
@@ -237,15 +250,13 @@ class _LinearFunction(torch.autograd.Function):
         if needs_input:
             assert w is not None
             left = g["grad_input"]
-            grad_input = _gemm(_rows(left), w, "grad_input", config, ctx.input_dtype)
+            grad_input = _gemm(left, w, "grad_input", config, ctx.input_dtype)
             grad_input = _unflatten_rows(grad_input, left)
             if layouts is not None:
                 grad_input = _redistribute_grad_input(grad_input, layouts, ctx.input_layout)
         if needs_weight:
             assert x is not None
-            grad_weight = _gemm(
-                _rows(g["grad_weight"]).t(), _rows(x), "grad_weight", config, ctx.weight_dtype
-            )
+            grad_weight = _gemm(g["grad_weight"], x, "grad_weight", config, ctx.weight_dtype)
             if layouts is not None:
                 grad_weight = ctx.weight_layout._replace(placements=layouts.grad_weight).wrap(
                     grad_weight

@@ -22,7 +22,7 @@ from fp8_dist.dtypes import device_has_float8_gemm, e4m3, e5m2
 from fp8_dist.env import strict_alignment
 from fp8_dist.ops import implements
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.torch_internals import native_scaled_mm
+from fp8_dist.torch_internals import native_scaled_mm, no_one_watches
 from fp8_dist.upcast import upcast
 
 ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
@@ -67,23 +67,30 @@ def scaled_mm(
         ValueError: K or N is no multiple of 16 on a device (or under
             ``FP8_DIST_STRICT_ALIGNMENT=1``) that needs it, and ``pad_inner_dim`` is off.
     """
-    for x, kept in ((a, 0), (b, 1)):
-        if x.scale.ndim and x.scale.shape[1 - kept] != 1:
+    options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
+    return scaled_mm_of_data(a.qdata, b.qdata, a.scale, b.scale, *options)
+
+
+def scaled_mm_of_data(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    pad_inner_dim: bool,
+    emulate: bool,
+) -> torch.Tensor:
+    """:func:`scaled_mm` of data and scales."""
+    for scale, kept in ((scale_a, 0), (scale_b, 1)):
+        if scale.ndim and scale.shape[1 - kept] != 1:
             raise ValueError(
                 f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: a scale of shape "
-                f"{tuple(x.scale.shape)} runs along the dim that is summed over; cast along it "
+                f"{tuple(scale.shape)} runs along the dim that is summed over; cast along it "
                 f"(dim={1 - kept}) instead"
             )
-    return torch.ops.fp8_dist.scaled_mm(
-        a.qdata,
-        b.qdata,
-        a.scale,
-        b.scale,
-        out_dtype,
-        use_fast_accum,
-        pad_inner_dim,
-        emulate,
-    )
+    run = _scaled_mm if no_one_watches(a) else torch.ops.fp8_dist.scaled_mm
+    return run(a, b, scale_a, scale_b, out_dtype, use_fast_accum, pad_inner_dim, emulate)
 
 
 def _scaled_mm(
@@ -105,10 +112,12 @@ def _scaled_mm(
             scale_b = torch.nn.functional.pad(scale_b, (0, b.shape[1] - columns))
     if device_has_float8_gemm(a.device) and not emulate:
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
-    else:
-        # Autocast would narrow the wide type.
+    elif torch.is_autocast_enabled(a.device.type):
+        # It would narrow the wide type.
         with torch.autocast(a.device.type, enabled=False):
             out = _emulated(a, b, scale_a, scale_b, out_dtype)
+    else:
+        out = _emulated(a, b, scale_a, scale_b, out_dtype)
     return out[:, :columns].contiguous() if out.shape[1] != columns else out
 
 
@@ -174,13 +183,15 @@ def _emulated(
     fits = not math.isfinite(alpha) or abs(alpha) <= torch.finfo(torch.float32).max
     if to_bf16 and fits:
         # The bias term of addmm is ignored at beta=0; alpha scales the fp32 accumulator.
-        unused = torch.zeros((), dtype=torch.bfloat16)
         return torch.addmm(
-            unused, upcast(a, torch.bfloat16), upcast(b, torch.bfloat16), beta=0, alpha=alpha
+            _UNUSED, upcast(a, torch.bfloat16), upcast(b, torch.bfloat16), beta=0, alpha=alpha
         )
     wide = torch.float64 if on_cpu else torch.float32
     product = torch.mm(upcast(a, wide), upcast(b, wide))
     return product.mul_(scale_a.to(wide) * scale_b.to(wide)).to(out_dtype)
+
+
+_UNUSED = torch.zeros((), dtype=torch.bfloat16, device="cpu")
 
 
 def _are_powers_of_2(scale: torch.Tensor) -> bool:

@@ -15,11 +15,13 @@ three steps are custom operators, opaque to compilers: eager, aot_eager and indu
 same bits.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from fp8_dist.casts import Covers
+from fp8_dist.torch_internals import no_one_watches
 
 EPS = 1e-12
 
@@ -51,6 +53,9 @@ def amax(x: torch.Tensor, covers: Covers = "tensor") -> torch.Tensor:
 
 def amax_over(x: torch.Tensor, dims: Sequence[int] | None) -> torch.Tensor:
     """Maximum of absolute values over some dims, which keep size 1; ``None``: all, to 0-dim."""
+    if no_one_watches(x):
+        plain = x.detach() if x.requires_grad else x
+        return _amax(plain, None if dims is None else list(dims))
     return torch.ops.fp8_dist.amax(x, dims)
 
 
@@ -74,6 +79,8 @@ def scaling_from_amax(
     Returns:
         (multiplier, scale), fp32 tensors of amax's shape.
     """
+    if no_one_watches(amax):
+        return _scaling_from_amax(amax, dtype, round_scales_to_power_of_2)
     return torch.ops.fp8_dist.scaling_from_amax(amax, dtype, round_scales_to_power_of_2)
 
 
@@ -88,6 +95,8 @@ def quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> t
     Returns:
         contiguous tensor of x's shape.
     """
+    if no_one_watches(x):
+        return _quantize(x.detach() if x.requires_grad else x, multiplier, dtype)
     return torch.ops.fp8_dist.quantize(x, multiplier, dtype)
 
 
@@ -96,14 +105,30 @@ def _amax(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
         return torch.zeros(_amax_shape(x, dims), dtype=torch.float32, device=x.device)
     if dims is None:
         low, high = torch.aminmax(x)
+        if x.device.type == "cpu":
+            # (Of a NaN both are NaN.) Python is quicker with a number than torch with a tensor.
+            value = abs(max(-low.item(), high.item()))
+            return torch.scalar_tensor(value, dtype=torch.float32, device=x.device)
         # maximum, unlike Python's max, keeps a NaN.
         largest = torch.maximum(low.neg(), high)
+    elif dims and x.dtype in _SAME_SIZE:
+        # Without their sign, the bits of floats are ordered like their values, NaN above all; and
+        # the maximum of integers along a dim is found four times faster on CPUs.
+        integer = _SAME_SIZE[x.dtype]
+        bits = x.view(integer).bitwise_and(torch.iinfo(integer).max)
+        largest = torch.amax(bits, dims, keepdim=True).view(x.dtype)
     else:
-        # (Along a dim, aminmax is ten times slower on CPUs.)
         largest = torch.amax(x.abs(), dims, keepdim=True) if dims else x
     # abs clears the sign of a NaN and of -0.0, so that the bits of an amax, read as an integer,
     # are ordered like its values (fp8_dist.sharding).
     return largest.to(torch.float32).abs()
+
+
+_SAME_SIZE = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+}
 
 
 def _amax_shape(x: torch.Tensor, dims: list[int] | None) -> list[int]:
@@ -113,16 +138,32 @@ def _amax_shape(x: torch.Tensor, dims: list[int] | None) -> list[int]:
 def _scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, power_of_2: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if amax.ndim == 0 and amax.device.type == "cpu" and not power_of_2:
+        return _scaling_of_number(amax, torch.finfo(dtype).max)
     m = (torch.finfo(dtype).max / amax.to(torch.float64).clamp(min=EPS)).to(torch.float32)
     if power_of_2:
         m = torch.exp2(torch.floor(torch.log2(m)))
     return m, torch.reciprocal(m)
 
 
+def _scaling_of_number(amax: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula in Python, whose floats are fp64: the same roundings, in less time."""
+    # As torch divides a number by a tensor: by its reciprocal. (max keeps a NaN that comes first.)
+    m = torch.scalar_tensor(
+        1 / max(amax.item(), EPS) * largest, dtype=torch.float32, device=amax.device
+    )
+    rounded = m.item()
+    scale = 1 / rounded if rounded else math.inf
+    return m, torch.scalar_tensor(scale, dtype=torch.float32, device=amax.device)
+
+
 def _quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     limit = torch.finfo(dtype).max
     # The clamp is needed: casts to e5m2 on CPU do not always saturate.
-    scaled = x.contiguous().to(torch.float32) * multiplier
+    if x.dtype is torch.float32:
+        scaled = x.contiguous() * multiplier
+    else:
+        scaled = x.contiguous().to(torch.float32).mul_(multiplier)
     return scaled.clamp_(-limit, limit).to(dtype)
 
 

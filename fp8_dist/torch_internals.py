@@ -27,6 +27,7 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
     from torch.utils._pytree import tree_leaves, tree_map_only
 
+    _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
@@ -54,6 +55,7 @@ __all__ = [
     "is_selectively_checkpointed",
     "make_wrapper_subclass",
     "native_scaled_mm",
+    "no_one_watches",
     "op_arguments",
     "op_name",
     "resolve_process_group",
@@ -63,6 +65,8 @@ __all__ = [
     "when_backward_ends",
     "wrapped_in_flight",
 ]
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 # An op that torch got after 2.11: a collective's result becomes an AsyncCollectiveTensor.
 wrapped_in_flight = getattr(getattr(funcol, "_wrap_tensor_autograd", None), "default", None)
@@ -98,6 +102,19 @@ def is_selectively_checkpointed() -> bool:
     return any(
         type(mode).__module__ == create_selective_checkpoint_contexts.__module__
         for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def no_one_watches(tensor: torch.Tensor) -> bool:
+    """True where an operator's implementation may be called in its place, which costs less.
+
+    Nothing makes a graph of the code that runs, no mode sees its operators, and the tensor is real.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) in _PLAIN
+        and not _len_torch_dispatch_stack()
+        and not tensor.is_meta
     )
 
 

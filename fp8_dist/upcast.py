@@ -45,5 +45,5 @@ def upcast(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _flushes(tiny: float = 5e-324) -> bool:
-    """True if this thread's arithmetic takes subnormal numbers for zero (Python's uses the same)."""
+    """True if this thread takes subnormal numbers for zero, in Python as in torch."""
     return tiny * 1.0 == 0.0

@@ -1,16 +1,14 @@
 """What tests of delayed scales share: looking into histories, and at the operands of GEMMs."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn as nn
-from reference import FORMATS, same_bits
+from reference import FORMATS, float8_gemms, same_bits
 from torch.distributed.device_mesh import DeviceMesh
 
-import fp8_dist.function
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, ScalingType
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
@@ -25,8 +23,6 @@ DTYPES = {
     "grad_output": torch.float8_e5m2,
 }
 OPERANDS = tuple(DTYPES)
-
-Product = tuple[Float8Tensor, Float8Tensor]
 
 
 def delayed(*operands: str, **changes: Any) -> Float8LinearConfig:
@@ -71,23 +67,6 @@ def quantized(x: torch.Tensor, m: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     return (x.detach().float() * m).clamp(-largest, largest).to(dtype)
 
 
-@contextmanager
-def gemms() -> Iterator[list[Product]]:
-    """Records the operands of each float8 GEMM, in order."""
-    calls: list[Product] = []
-    original: Callable[..., torch.Tensor] = fp8_dist.function.scaled_mm
-
-    def recording(left, right, **kwargs):  # type: ignore[no-untyped-def]
-        calls.append((left.clone(), right.clone()))
-        return original(left, right, **kwargs)
-
-    fp8_dist.function.scaled_mm = recording
-    try:
-        yield calls
-    finally:
-        fp8_dist.function.scaled_mm = original
-
-
 def layer(config: Float8LinearConfig = DELAYED) -> Float8Linear:
     """From 32 to 48 features."""
     return Float8Linear.from_float(nn.Linear(32, 48), config)
@@ -97,7 +76,7 @@ def operands_of(
     linear: Float8Linear, x: torch.Tensor, grad: torch.Tensor
 ) -> dict[str, Float8Tensor]:
     """The operands of the GEMMs of one forward and backward."""
-    with gemms() as calls:
+    with float8_gemms() as calls:
         linear(x.detach().requires_grad_()).backward(grad)
     (x8, w8), (g8, again), (g8_t, x8_again) = calls
     # Both GEMMs of an operand take the same cast.

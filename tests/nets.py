@@ -1,5 +1,6 @@
 """Small models, ways to distribute them, and their parts on one rank; used by many tests."""
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +85,7 @@ class Distributed:
         self.net = Net(**self.net_arguments)
         config = self.config
         if self.dp > 1 and self.gather and config.travelling_cast("weight") is not None:
-            config = Float8LinearConfig(**(vars(config) | {"enable_fsdp_float8_all_gather": True}))
+            config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
         convert_to_float8_training(self.net, config=config)
         if self.tp > 1:
             apply_tp_plan(self.net, self.mesh["tp"], net_plan(self.net, self.sequence_parallel))

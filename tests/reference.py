@@ -89,6 +89,28 @@ def raised(kind: type[Exception], call: Callable[[], object]) -> str:
     return str(info.value)
 
 
+# The left and the right operand of a float8 GEMM, as it takes them.
+Product = tuple[Float8Tensor, Float8Tensor]
+
+
+@contextmanager
+def float8_gemms() -> Iterator[list[Product]]:
+    """Records copies of the operands of each float8 GEMM of a layer, in order."""
+    calls: list[Product] = []
+    original = function.scaled_mm_of_data
+
+    def recording(a, b, scale_a, scale_b, out_dtype, *options):  # type: ignore[no-untyped-def]
+        pairs = ((a, scale_a), (b, scale_b))
+        calls.append(tuple(Float8Tensor(*pair, torch.float32).clone() for pair in pairs))
+        return original(a, b, scale_a, scale_b, out_dtype, *options)
+
+    function.scaled_mm_of_data = recording
+    try:
+        yield calls
+    finally:
+        function.scaled_mm_of_data = original
+
+
 @contextmanager
 def weights_used(model: torch.nn.Module) -> Iterator[dict[str, Float8Tensor]]:
     """Records, per layer name, a copy of the local float8 weight that its forward multiplies.

@@ -16,7 +16,6 @@ from delayed_steps import (
     OPERANDS,
     amaxes,
     delayed,
-    gemms,
     layer,
     operands_of,
     quantized,
@@ -25,7 +24,7 @@ from delayed_steps import (
     train,
 )
 from nets import Net
-from reference import FORMATS, same_bits
+from reference import FORMATS, float8_gemms, same_bits
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fp8_dist import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
@@ -85,7 +84,7 @@ def test_a_delayed_operand_may_be_in_high_precision_in_one_gemm() -> None:
         cast_config_grad_output_for_grad_weight=off,
     )
     linear = layer(config)
-    with gemms() as calls:
+    with float8_gemms() as calls:
         for factor in (1.0, 5.0):
             linear(torch.full((4, 32), factor).requires_grad_()).backward(
                 torch.full((4, 48), factor)
@@ -146,7 +145,7 @@ def test_a_model_with_a_zero_output_projection_trains() -> None:
     assert ours[0] == theirs[0]
     assert ours[20:].mean() < 0.6 * ours[0]
     assert (ours / theirs - 1).abs().max() < 0.1
-    with gemms() as calls:
+    with float8_gemms() as calls:
         train(net, 1)
     assert len(calls) == 16  # w1 and w3 of the first MLP have no grad_input
     for operand in itertools.chain(*calls):

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from delayed_steps import DELAYED, GATHERED, amaxes, audited_steps, gemms, histories, recorded
+from delayed_steps import DELAYED, GATHERED, amaxes, audited_steps, histories, recorded
 from expecttest import assert_expected_inline
 from nets import Distributed, Net, full
 from ranks import RankPools, device_mesh
-from reference import same_bits, same_cast, sqnr
+from reference import float8_gemms, same_bits, same_cast, sqnr
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -41,13 +41,13 @@ def differing_operands(dp: int, tp: int) -> list[str]:
     wrong = []
     for step in range(3):
         x, grad = (torch.randn(4, 8, 64) * (step + 1) for _ in range(2))
-        with gemms() as ours:
+        with float8_gemms() as ours:
             world.net(world.mine(x).requires_grad_()).backward(world.mine(grad))
         # Dynamic scales are those of each data-parallel rank's batch, delayed ones of them all.
         parts = 1 if step else dp
         twins = []
         for x_part, grad_part in zip(x.chunk(parts), grad.chunk(parts), strict=True):
-            with gemms() as theirs:
+            with float8_gemms() as theirs:
                 world.twin(x_part.requires_grad_()).backward(grad_part)
             twins.append(theirs)
         theirs = twins[rank["dp"] if parts > 1 else 0]

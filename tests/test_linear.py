@@ -1,6 +1,7 @@
 """Float8Linear on one device: accuracy, gradients, dtypes, what it saves, how it compiles."""
 
 import copy
+import inspect
 import warnings
 
 import pytest
@@ -296,13 +297,14 @@ def test_a_second_backward_is_refused() -> None:
 @pytest.mark.parametrize("flag", ["pad_inner_dim", "emulate"])
 def test_every_flag_reaches_the_three_gemms(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, object]] = []
-    original = fp8_dist.function.scaled_mm
+    original = fp8_dist.function.scaled_mm_of_data
+    parameters = inspect.signature(original).parameters
 
-    def recording(*args, **kwargs):  # type: ignore[no-untyped-def]
-        seen.append(kwargs)
-        return original(*args, **kwargs)
+    def recording(*args):  # type: ignore[no-untyped-def]
+        seen.append(dict(zip(parameters, args, strict=True)))
+        return original(*args)
 
-    monkeypatch.setattr(fp8_dist.function, "scaled_mm", recording)
+    monkeypatch.setattr(fp8_dist.function, "scaled_mm_of_data", recording)
     fast = Float8GemmConfig(use_fast_accum=True)
     for value in (False, True):
         seen.clear()
@@ -310,5 +312,5 @@ def test_every_flag_reaches_the_three_gemms(flag: str, monkeypatch: pytest.Monke
         run(twins(config)[1], torch.randn(16, 128), torch.randn(16, 96))
         # The rows of grad_weight's operands are padded in any case.
         expected = [value, value, value or flag == "pad_inner_dim"]
-        assert [kwargs[flag] for kwargs in seen] == expected
-        assert [kwargs["use_fast_accum"] for kwargs in seen] == [True, True, False]
+        assert [arguments[flag] for arguments in seen] == expected
+        assert [arguments["use_fast_accum"] for arguments in seen] == [True, True, False]

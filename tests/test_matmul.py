@@ -113,7 +113,7 @@ def test_the_native_path(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(use_fast_accum)
         return original(a, b, *args, **kwargs)
 
-    monkeypatch.setattr(torch, "_scaled_mm", recording)
+    monkeypatch.setattr(matmul, "native_scaled_mm", recording)
     for fast in (False, True):
         a, b = operands(33, 20, 17)
         out = scaled_mm(a, b, out_dtype=torch.float32, pad_inner_dim=True, use_fast_accum=fast)

@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.nn as nn
 from ranks import RankPools, device_mesh
-from reference import same_cast
+from reference import Product, float8_gemms, same_cast
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-import fp8_dist.function
 from fp8_dist import (
     Float8LinearConfig,
     Float8LinearRecipeName,
@@ -96,23 +95,10 @@ def build(
     return model
 
 
-Product = tuple[Float8Tensor, Float8Tensor]
-
-
 def captured_step(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[Product]:
     """The operands of each float8 GEMM of one step: output, grad_input, grad_weight."""
-    calls: list[Product] = []
-    original: Callable[..., torch.Tensor] = fp8_dist.function.scaled_mm
-
-    def recording(left, right, **kwargs):  # type: ignore[no-untyped-def]
-        calls.append((left.clone(), right.clone()))
-        return original(left, right, **kwargs)
-
-    fp8_dist.function.scaled_mm = recording
-    try:
+    with float8_gemms() as calls:
         model(x.requires_grad_()).backward(grad)
-    finally:
-        fp8_dist.function.scaled_mm = original
     return calls
 
 

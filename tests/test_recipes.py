@@ -1,5 +1,6 @@
 """The recipes on one device against their algebra in fp64, and every flag on each of them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +21,12 @@ from recipe_algebra import (
     products,
     step,
 )
-from reference import raised, same_bits, sqnr
+from reference import Product, float8_gemms, raised, same_bits, sqnr
 
-import fp8_dist.function
 from fp8_dist import (
     CastConfig,
     Float8GemmConfig,
     Float8LinearConfig,
-    Float8Tensor,
     ScalingType,
     sync_float8_amax_and_scale_history,
 )
@@ -123,26 +122,16 @@ def test_delayed_scales_are_those_of_earlier_steps(power_of_2: bool) -> None:
         sync_float8_amax_and_scale_history(layer)
 
 
-Products = list[tuple[Float8Tensor, Float8Tensor]]
-
-
 @pytest.fixture
-def multiplied(monkeypatch: pytest.MonkeyPatch) -> Products:
+def multiplied() -> Iterator[list[Product]]:
     """The operands of each float8 GEMM that a test runs."""
-    calls: Products = []
-    original = fp8_dist.function.scaled_mm
-
-    def recording(a: Float8Tensor, b: Float8Tensor, **kwargs: Any) -> torch.Tensor:
-        calls.append((a, b))
-        return original(a, b, **kwargs)
-
-    monkeypatch.setattr(fp8_dist.function, "scaled_mm", recording)
-    return calls
+    with float8_gemms() as calls:
+        yield calls
 
 
 @pytest.mark.parametrize("power_of_2", [False, True])
 @all_recipes
-def test_powers_of_two(recipe: str, power_of_2: bool, multiplied: Products) -> None:
+def test_powers_of_two(recipe: str, power_of_2: bool, multiplied: list[Product]) -> None:
     x, w, g = operands(outliers=True)
     if recipe == "rowwise_folded" and not power_of_2:
         text = raised(ValueError, lambda: config_of(recipe, round_scales_to_power_of_2=False))
@@ -163,7 +152,7 @@ def test_powers_of_two(recipe: str, power_of_2: bool, multiplied: Products) -> N
 @pytest.mark.parametrize("operand", OPERANDS)
 @all_recipes
 def test_target_dtypes(
-    recipe: str, operand: str, target: torch.dtype, multiplied: Products
+    recipe: str, operand: str, target: torch.dtype, multiplied: list[Product]
 ) -> None:
     config = config_of(recipe)
     fields = [f for f in vars(config) if f.startswith(f"cast_config_{operand}")]

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.nn as nn
 from recipe_algebra import GEMMS, config_of, layer_of, operands, step
-from reference import same_bits, sqnr
+from reference import Product, float8_gemms, same_bits, sqnr
 
-import fp8_dist.function
 from fp8_dist import (
     CastConfig,
     Float8Linear,
@@ -113,23 +112,15 @@ def test_axiswise_casts_are_equal_bit_for_bit(
         assert same_bits(ours.scale, theirs._scale.reciprocal())
 
 
-# The operands of each float8 GEMM of a step.
-Products = list[tuple[Float8Tensor, Float8Tensor]]
-Step = tuple[dict[str, torch.Tensor], Products]
+Step = tuple[dict[str, torch.Tensor], list[Product]]
 
 
 def both(
     recipe: str, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, **changes: Any
 ) -> tuple[Step, Step]:
     """A step of our layer and of torchao's, and what they multiply in float8."""
-    ours: Products = []
-    theirs: Products = []
-    our_gemm = fp8_dist.function.scaled_mm
+    theirs: list[Product] = []
     their_gemm = torchao.float8.float8_ops.addmm_float8_unwrapped
-
-    def our_recording(a: Float8Tensor, b: Float8Tensor, **kwargs: Any) -> torch.Tensor:
-        ours.append((a, b))
-        return our_gemm(a, b, **kwargs)
 
     def their_recording(a, scale_a, b, scale_b, *args, **kwargs):  # type: ignore[no-untyped-def]
         # Their scale is the multiplier.
@@ -140,8 +131,7 @@ def both(
     their_config = dataclasses.replace(AOConfig.from_recipe_name(recipe), **changes)
     linear = nn.Linear(w.shape[1], w.shape[0], bias=False)
     linear.weight = nn.Parameter(w.clone())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8_dist.function, "scaled_mm", our_recording)
+    with float8_gemms() as ours, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchao.float8.float8_ops, "addmm_float8_unwrapped", their_recording)
         found = step(layer_of(config_of(recipe, **changes), w), x, g)
         expected = step(AOLinear.from_float(linear, their_config), x, g)
