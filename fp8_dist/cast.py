@@ -8,7 +8,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.casts import CastConfig, Covers, ScalingGranularity, ScalingType
-from fp8_dist.scaling import Scaling, amax_over, quantize, reduced_dims, scaling_from_amax
+from fp8_dist.scaling import (
+    Scaling,
+    amax_over,
+    local_scaling,
+    quantize,
+    reduced_dims,
+    scaling_from_amax,
+)
 from fp8_dist.sharding import (
     Layout,
     all_reduce_max,
@@ -121,7 +128,11 @@ def scaling_over(
     axes: tuple[int, ...] | None = None,
 ) -> Scaling:
     """:func:`scaling_of` where a scale covers the given dims (``None``: all)."""
-    value = global_amax(amax_over(local_tensor(tensor), dims), tensor, dims, axes)
+    group = amax_group(tensor, dims, axes)
+    local = local_tensor(tensor)
+    if group is None:
+        return local_scaling(local, dtype, dims, round_scales_to_power_of_2)
+    value = all_reduce_max(amax_over(local, dims), group.group_name)
     return scaling_from_amax(value, dtype, round_scales_to_power_of_2)
 
 

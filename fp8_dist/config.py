@@ -100,12 +100,15 @@ class Float8LinearConfig:
             for gemm, pair in GEMM_OPERANDS.items()
             for operand in pair
         }
-        by_operand = {
-            name: tuple(dict.fromkeys(c for (o, _), c in casts.items() if o == name and c))
-            for name in get_args(Operand)
+        different = {
+            operand: dict.fromkeys(cast for (name, _), cast in casts.items() if name == operand)
+            for operand in get_args(Operand)
         }
+        made = {operand: tuple(filter(None, found)) for operand, found in different.items()}
+        only = {o: next(iter(found)) if len(found) == 1 else None for o, found in different.items()}
         object.__setattr__(self, "_casts", casts)
-        object.__setattr__(self, "_casts_of", by_operand)
+        object.__setattr__(self, "_casts_of", made)
+        object.__setattr__(self, "_travelling", only)
         self._check_gemm_pairs()
         self._check_operands()
         self._check_folding()
@@ -171,8 +174,7 @@ class Float8LinearConfig:
 
         One copy must serve both of its GEMMs.
         """
-        casts = {self.cast(operand, g) for g, pair in GEMM_OPERANDS.items() if operand in pair}
-        return casts.pop() if len(casts) == 1 else None
+        return self._travelling[operand]  # type: ignore[attr-defined]
 
     @staticmethod
     def from_recipe_name(recipe_name: "Float8LinearRecipeName | str") -> "Float8LinearConfig":

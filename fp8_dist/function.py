@@ -17,18 +17,20 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.cast import cast_local
 from fp8_dist.casts import Gemm
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.matmul import scaled_mm_of_data
 from fp8_dist.operands import (
     LinearSpec,
+    Local,
     WeightCasts,
+    landed,
     prepare_gradient,
     prepare_operand,
     redistributed,
     weight_operands,
 )
+from fp8_dist.scaling import quantize
 from fp8_dist.sharding import (
     Layout,
     LinearLayouts,
@@ -37,12 +39,11 @@ from fp8_dist.sharding import (
     local_tensor,
     reduced,
 )
-from fp8_dist.tensor import Float8Tensor
 
 
 def _gemm(
-    left: torch.Tensor,
-    right: torch.Tensor,
+    left: Local,
+    right: Local,
     gemm: Gemm,
     config: Float8LinearConfig,
     out_dtype: torch.dtype,
@@ -68,17 +69,13 @@ def _gemm(
     )
 
 
-def _matrix(operand: torch.Tensor, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _matrix(operand: Local, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``[..., K]`` as the data and the scale of a matrix ``[M, K]``, or of its transpose."""
-    data, scale = operand, None
-    if isinstance(operand, Float8Tensor):
-        data, scale = operand.qdata, operand.scale
+    data, scale, has_row_scales = operand
     if data.ndim != 2:
         data = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
         if scale is not None and scale.ndim:
-            assert isinstance(operand, Float8Tensor)
-            rows = operand.covered == (operand.ndim - 1,)
-            scale = scale.reshape((-1, 1) if rows else (1, -1))
+            scale = scale.reshape((-1, 1) if has_row_scales else (1, -1))
     if transposed:
         data = data.t()
         scale = scale.t() if scale is not None and scale.ndim else scale
@@ -95,21 +92,11 @@ def _unflatten_rows(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(matrix, (*like.shape[:-1], matrix.shape[-1]))
 
 
-def _save(ctx: Any, *operands: torch.Tensor | None) -> None:
-    """Save operands as plain tensors: hooks on saved tensors then see the real bytes."""
-    ctx.dtypes = [x.orig_dtype if isinstance(x, Float8Tensor) else None for x in operands]
-    flat: list[torch.Tensor | None] = []
-    for x in operands:
-        flat += [x.qdata, x.scale] if isinstance(x, Float8Tensor) else [x, None]
-    ctx.save_for_backward(*flat)
-
-
-def _saved(ctx: Any) -> list[Any]:
-    flat, operands = ctx.saved_tensors, []
-    for i, dtype in enumerate(ctx.dtypes):
-        data, scale = flat[2 * i : 2 * i + 2]
-        operands.append(data if dtype is None else Float8Tensor(data, scale, dtype))
-    return operands
+def _save(ctx: Any, operand: Local | None, *tensors: torch.Tensor | None) -> None:
+    """Save an operand, and others, as plain tensors: hooks on saved tensors see the real bytes."""
+    ctx.has_row_scales = operand is not None and operand.has_row_scales
+    data, scale = (None, None) if operand is None else operand[:2]
+    ctx.save_for_backward(data, scale, *tensors)
 
 
 def float8_linear(
@@ -186,11 +173,9 @@ class _LinearFunction(torch.autograd.Function):
         casts = ((weight_qdata, weight_scale), (second_qdata, second_scale))
         w = weight_operands(weight, casts, config)
         # The gather of the input is waited for here, after the weight's cast was issued.
-        x = {gemm: local_tensor(operand) for gemm, operand in x.items()}
-
-        left, right = x["output"], w["output"]
-        output = _gemm(left, right, "output", config, input.dtype)
-        output = _unflatten_rows(output, left)
+        left = landed(x["output"])
+        output = _gemm(left, w["output"], "output", config, input.dtype)
+        output = _unflatten_rows(output, left.data)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts = spec, layouts
         ctx.input_layout, ctx.weight_layout, ctx.bias_layout = (
@@ -200,11 +185,13 @@ class _LinearFunction(torch.autograd.Function):
         )
         ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = input.shape, input.dtype, weight.dtype
         ctx.recast = needs_input and multiplier is not None
-        saved: tuple[torch.Tensor | None, ...] = (w.get("grad_input") if needs_input else None,)
+        saved: tuple[torch.Tensor | None, ...] = (None, None)
         if ctx.recast:
             one_cast = len(config.casts("weight")) == 1
-            saved = (weight, multiplier, weight_scale if one_cast else second_scale)
-        _save(ctx, x.get("grad_weight"), *saved)
+            saved = (weight, weight_scale if one_cast else second_scale, multiplier)
+        elif needs_input:
+            saved = w["grad_input"][:2]
+        _save(ctx, landed(x["grad_weight"]) if needs_weight else None, *saved)
 
         if layouts is None or weight_layout is None:
             return output if bias is None else output + bias.to(output.dtype)
@@ -214,16 +201,16 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return _LinearFunction._backward(ctx, grad)
         with torch.no_grad():
             gradients = _LinearFunction._backward(ctx, grad)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # create_graph=True: what is differentiated again must raise, not count as constant.
-            found = [g for g in gradients if g is not None]
-            marked = iter(
-                _NoSecondDerivative.apply(ctx.spec.fqn, torch.zeros((), requires_grad=True), *found)
-            )
-            gradients = tuple(None if g is None else next(marked) for g in gradients)
-        return gradients
+        # create_graph=True: what is differentiated again must raise, not count as constant.
+        found = [g for g in gradients if g is not None]
+        marked = iter(
+            _NoSecondDerivative.apply(ctx.spec.fqn, torch.zeros((), requires_grad=True), *found)
+        )
+        return tuple(None if g is None else next(marked) for g in gradients)
 
     @staticmethod
     def _backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -239,24 +226,22 @@ class _LinearFunction(torch.autograd.Function):
         gemms += ("grad_weight",) if needs_weight else ()
         if not gemms:
             return None, None, grad_bias, *unused
-        x, *of_the_weight = _saved(ctx)
-        w = _cast_again(config, *of_the_weight) if ctx.recast else of_the_weight[0]
+        data, scale, *of_the_weight = ctx.saved_tensors
+        x = Local(data, scale, ctx.has_row_scales)
+        w = _cast_again(config, *of_the_weight) if ctx.recast else Local(*of_the_weight)
         g = prepare_gradient(
             grad, gemms, layouts and layouts.grad_output, {"input": x, "weight": w}, ctx.spec
         )
-        g = {gemm: local_tensor(operand) for gemm, operand in g.items()}
-
         grad_input = grad_weight = None
         if needs_input:
-            assert w is not None
-            left = g["grad_input"]
+            left = landed(g["grad_input"])
             grad_input = _gemm(left, w, "grad_input", config, ctx.input_dtype)
-            grad_input = _unflatten_rows(grad_input, left)
+            grad_input = _unflatten_rows(grad_input, left.data)
             if layouts is not None:
                 grad_input = _redistribute_grad_input(grad_input, layouts, ctx.input_layout)
         if needs_weight:
-            assert x is not None
-            grad_weight = _gemm(g["grad_weight"], x, "grad_weight", config, ctx.weight_dtype)
+            left = landed(g["grad_weight"])
+            grad_weight = _gemm(left, x, "grad_weight", config, ctx.weight_dtype)
             if layouts is not None:
                 grad_weight = ctx.weight_layout._replace(placements=layouts.grad_weight).wrap(
                     grad_weight
@@ -265,12 +250,12 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def _cast_again(
-    config: Float8LinearConfig, weight: torch.Tensor, multiplier: torch.Tensor, scale: torch.Tensor
-) -> Float8Tensor:
+    config: Float8LinearConfig, weight: torch.Tensor, scale: torch.Tensor, multiplier: torch.Tensor
+) -> Local:
     """The weight for the GEMM of grad_input, from the values that it has again."""
     cast = config.cast("weight", "grad_input")
     assert cast is not None
-    return cast_local(local_tensor(weight), cast.dtype, (multiplier, scale))
+    return Local(quantize(local_tensor(weight), multiplier, cast.dtype), scale)
 
 
 def _add_bias(

@@ -1,45 +1,28 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import cast_local, scaling_of
-from fp8_dist.casts import Cast, Operand
-from fp8_dist.checks import check_alignment, check_gathered, check_mesh, check_prepared
+from fp8_dist.casts import Operand
+from fp8_dist.checks import check_alignment, check_mesh, check_prepared
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory, load_histories
-from fp8_dist.freshness import Source, WeightCache, warn_once
+from fp8_dist.freshness import WeightCache
 from fp8_dist.function import float8_linear
-from fp8_dist.operands import LinearSpec, WeightCasts
-from fp8_dist.runtime import known_scaling, name_of
-from fp8_dist.scaling import Scaling, quantize, reduced_dims
-from fp8_dist.sharding import (
-    Layout,
-    Placements,
-    local_tensor,
-    reduced,
-)
+from fp8_dist.operands import LinearSpec
+from fp8_dist.runtime import name_of
+from fp8_dist.sharding import Layout, Placements, local_tensor, reduced
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.weight_casts import CastsItsWeight
 
 _HISTORIES = "float8_amax_histories"
 
 
-class FSDPWeightType(Protocol):
-    """A tensor type whose all-gather FSDP2 runs in float8 (``fp8_dist.fsdp`` has the one)."""
-
-    def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A local tensor of this type on the same storage."""
-
-    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The plain local tensor; any other tensor is returned as it is."""
-
-
-class Float8Linear(nn.Linear):
+class Float8Linear(CastsItsWeight):
     """A linear layer that computes in float8; a drop-in for nn.Linear.
 
     Shapes: input ``[..., in_features]``, output ``[..., out_features]`` in the input's dtype (the
@@ -61,14 +44,7 @@ class Float8Linear(nn.Linear):
             ``PrepareFloat8ModuleInput`` casts in the layer's way).
     """
 
-    config: Float8LinearConfig
-    fqn: str
     output_placements: Placements | None
-    weight_cache: WeightCache
-    histories: dict[str, AmaxHistory]
-
-    # Set by fp8_dist.fsdp: this package knows that there is such a type, not what it does.
-    fsdp_weight_type: ClassVar[FSDPWeightType]
 
     def __init__(
         self,
@@ -157,12 +133,13 @@ class Float8Linear(nn.Linear):
                 f"{self.fqn}: the last dim of the input must be in_features={self.in_features}, "
                 f"got an input of shape {tuple(input.shape)}"
             )
-        check_mesh(self.fqn, self.weight, input)
-        if not torch.compiler.is_compiling():
-            check_alignment(self.fqn, self.config, self.weight, input.device)
+        weight, compiling = self.weight, torch.compiler.is_compiling()
+        check_mesh(self.fqn, weight, input)
+        if not compiling:
+            check_alignment(self.fqn, self.config, weight, input.device)
             if self.histories:
                 self.weight_cache.warn_if_not_synced(self.fqn)
-        weight = self._weight_casts()
+        weight_casts = self._weight_casts(weight)
         local = local_tensor(input)
         if isinstance(local, Float8Tensor):
             check_prepared(self.fqn, self.config, local)
@@ -171,83 +148,11 @@ class Float8Linear(nn.Linear):
             if torch.is_autocast_enabled(device):
                 input = input.to(torch.get_autocast_dtype(device))
             input = reduced(input)
-        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        training = torch.is_grad_enabled()
+        if not training and not compiling:
             self.weight_cache.end_of_evaluation()
-        spec = LinearSpec(
-            self.config, self.output_placements, self.fqn, self.histories, torch.is_grad_enabled()
-        )
-        return float8_linear(input, self.weight, self.bias, weight, spec)
-
-    def local_shard(self) -> torch.Tensor:
-        """The plain local tensor of the weight, as it is now (no copy, no collectives)."""
-        return self.fsdp_weight_type.unwrap(local_tensor(self.weight))
-
-    def meshes(self) -> list[DeviceMesh]:
-        """The meshes that the layer's operands are distributed over."""
-        layout = Layout.of(self.weight)
-        own = [] if layout is None else [layout.mesh]
-        return own + [h.mesh for h in self.histories.values() if h.mesh is not None]
-
-    def cast_weight(
-        self, source: Source, shard: torch.Tensor | None = None
-    ) -> tuple[Float8Tensor, ...]:
-        """The local shard of the weight in each of its casts, with the scales of the global weight.
-
-        What ``precompute_float8_dynamic_scale`` or an earlier call left in ``weight_cache`` is
-        used if it is fresh.
-
-        Args:
-            source: who asks. (What is computed here is remembered for a parameter only: a tensor
-                in its place, such as FSDP1's view of what it gathered, changes unnoticed.)
-            shard: the local shard, where it was moved off the parameter's device (CPU offload).
-
-        Returns:
-            One tensor for each of ``config.casts("weight")``.
-
-        Collectives: for each cast one all-reduce of 4 bytes per scale, if what a scale covers is
-        sharded and the scales are not known.
-        """
-        # What an evaluation under inference_mode leaves in the cache, training may save.
-        with torch.inference_mode(False), torch.no_grad():
-            return self._cast_weight(source, shard)
-
-    def _cast_weight(self, source: Source, shard: torch.Tensor | None) -> tuple[Float8Tensor, ...]:
-        cache, weight = self.weight_cache, self.weight
-        shard = self.local_shard() if shard is None else shard
-        fresh = cache.is_fresh(weight, local_tensor(weight))
-        if fresh and cache.float8 is not None and cache.float8[0].device == shard.device:
-            return cache.float8
-        float8 = self._cast_with_known_scaling(source, shard)
-        kept = isinstance(weight, nn.Parameter) and self.config.cache_float8_shards
-        cache.float8 = float8 if kept and shard.device == weight.device else None
-        return float8
-
-    def _cast_with_known_scaling(
-        self, source: Source, shard: torch.Tensor
-    ) -> tuple[Float8Tensor, ...]:
-        casts = self.config.casts("weight")
-        known = (self._known_scaling(source, shard, i) for i in range(len(casts)))
-        return tuple(
-            cast_local(shard, cast.dtype, scaling)
-            for cast, scaling in zip(casts, known, strict=True)
-        )
-
-    def _known_scaling(self, source: Source, shard: torch.Tensor, index: int) -> Scaling:
-        dims = reduced_dims(self.config.casts("weight")[index].covers, 2)
-        return known_scaling(self, self._name, shard, dims, source, str(index))
-
-    def scaling_at_run_time(self, x: torch.Tensor, source: Source, index: str) -> Scaling:
-        """The scales of the weight's shard ``x`` for one of its casts, as its values are now."""
-        cache, weight, casts = self.weight_cache, self.weight, self.config.casts("weight")
-        cast = casts[int(index)]
-        if not cache.is_fresh(weight, local_tensor(weight)):
-            cache.warn_if_stale(weight, self.fqn)
-            if source == "evaluation" or not isinstance(weight, nn.Parameter):
-                return self._dynamic_scaling(x, cast)
-            scaling = {each: self._dynamic_scaling(x, each) for each in casts}
-            cache.store(weight, scaling, source, local_tensor(weight))
-        assert cache.scaling is not None
-        return cache.scaling[cast]
+        spec = LinearSpec(self.config, self.output_placements, self.fqn, self.histories, training)
+        return float8_linear(input, weight, self.bias, weight_casts, spec)
 
     def extra_repr(self) -> str:
         config = self.config
@@ -270,86 +175,6 @@ class Float8Linear(nn.Linear):
             and getattr(config, field.name) != field.default
         ]
         return ", ".join([super().extra_repr(), f"casts={shown}", *others])
-
-    def _weight_casts(self) -> WeightCasts:
-        """The local weight in each of its casts, for this forward."""
-        if not self.config.casts("weight"):
-            return WeightCasts()
-        local, plain = local_tensor(self.weight), self.local_shard()
-        if isinstance(local, Float8Tensor):  # FSDP2 gathered it
-            check_gathered(self.fqn, self.config, local)
-            return WeightCasts(((local.qdata, self._recorded(local.scale)),))
-        source: Source = "forward"
-        if torch.compiler.is_compiling():
-            source = "forward" if torch.is_grad_enabled() else "evaluation"
-        else:
-            self._warn_if_flags_have_no_effect(plain is not local)
-        if self._weight_is_fsdps:
-            return self._casts_of_gathered(source, plain)
-        if torch.compiler.is_compiling():
-            with torch.no_grad():
-                casts = self._cast_with_known_scaling(source, plain)
-        else:
-            casts = self.cast_weight(source)
-        return WeightCasts(tuple((cast.qdata, self._recorded(cast.scale)) for cast in casts))
-
-    def _casts_of_gathered(self, source: Source, gathered: torch.Tensor) -> WeightCasts:
-        """Casts of a weight that FSDP2 gathered in high precision: the output's; scales of all."""
-        of_output, of_grad_input = (
-            self.config.cast("weight", gemm) for gemm in ("output", "grad_input")
-        )
-        flat: list[tuple[torch.Tensor | None, torch.Tensor]] = []
-        multiplier = None
-        with torch.inference_mode(False), torch.no_grad():
-            for index, cast in enumerate(self.config.casts("weight")):
-                m, scale = self._known_scaling(source, gathered, index)
-                qdata = quantize(gathered, m, cast.dtype) if cast == of_output else None
-                flat.append((qdata, scale))
-                multiplier = m if cast == of_grad_input else multiplier
-        return WeightCasts(tuple((q, self._recorded(scale)) for q, scale in flat), multiplier)
-
-    def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
-        """The weight's scale as a training step takes it: a delayed one records its amax then.
-
-        (Not when the weight is cast: FSDP2 gathers without gradients in training too.)
-        """
-        if "weight" not in self.histories or not torch.is_grad_enabled():
-            return scale
-        return self.histories["weight"].recorded(scale)
-
-    def _dynamic_scaling(self, shard: torch.Tensor, cast: Cast) -> Scaling:
-        """The scales of the local shard for a cast of the weight, from its values or history."""
-        layout = Layout.of(self.weight)
-        tensor = shard if layout is None else layout.wrap(shard)
-        if cast.delayed:
-            return self.histories["weight"].scaling_of(tensor, record=False)
-        power_of_2 = self.config.round_scales_to_power_of_2
-        return scaling_of(tensor, cast.dtype, cast.covers, power_of_2)
-
-    def _warn_if_flags_have_no_effect(self, wrapped: bool) -> None:
-        if wrapped:
-            warn_once(
-                "float8 gather without FSDP2",
-                f"{self.fqn}: enable_fsdp_float8_all_gather=True has no effect on this layer: "
-                "FSDP2 does not manage its weight. Call fully_shard on the model (after "
-                "convert_to_float8_training), or leave the flag off",
-            )
-        elif self.weight_cache.precomputed_for_another(self.weight):
-            warn_once(
-                "precompute without float8 gather",
-                f"{self.fqn}: the precomputed scale is not used, because the weight of this "
-                "forward is not the parameter that it was computed from: FSDP2 gathered it in "
-                "high precision (set enable_fsdp_float8_all_gather=True), or functional_call "
-                "replaced it",
-            )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
-        if name == "weight" and "weight_cache" in self.__dict__:
-            self.weight_cache.parameter_replaced()
-            now, then = Layout.of(getattr(self, "weight", None)), Layout.of(value)
-            self._weight_is_fsdps |= (now and now.mesh) != (then and then.mesh)
-        super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -103,18 +103,18 @@ def _scaled_mm(
     pad_inner_dim: bool,
     emulate: bool,
 ) -> torch.Tensor:
-    columns = b.shape[1]
-    if 0 in (a.shape[0], a.shape[1], columns):
-        return torch.zeros(a.shape[0], columns, dtype=out_dtype, device=a.device)
-    if needs_alignment(a.device, emulate):
+    (rows, inner), columns, device = a.shape, b.shape[1], a.device
+    if 0 in (rows, inner, columns):
+        return torch.zeros(rows, columns, dtype=out_dtype, device=device)
+    if (inner % ALIGNMENT or columns % ALIGNMENT) and needs_alignment(device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
         if scale_b.ndim and b.shape[1] > columns:
             scale_b = torch.nn.functional.pad(scale_b, (0, b.shape[1] - columns))
-    if device_has_float8_gemm(a.device) and not emulate:
+    if not emulate and device_has_float8_gemm(device):
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
-    elif torch.is_autocast_enabled(a.device.type):
+    elif torch.is_autocast_enabled(device.type):
         # It would narrow the wide type.
-        with torch.autocast(a.device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False):
             out = _emulated(a, b, scale_a, scale_b, out_dtype)
     else:
         out = _emulated(a, b, scale_a, scale_b, out_dtype)
@@ -166,7 +166,7 @@ def _emulated(
     scale_b: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    on_cpu = a.device.type == "cpu"
+    on_cpu = a.is_cpu
     to_bf16 = on_cpu and out_dtype is torch.bfloat16
     if scale_a.ndim or scale_b.ndim:
         if to_bf16 and _are_powers_of_2(scale_a) and _are_powers_of_2(scale_b):
@@ -180,7 +180,7 @@ def _emulated(
         return product.mul_(scale_a.to(wide)).mul_(scale_b.to(wide)).to(out_dtype)
     alpha = scale_a.item() * scale_b.item() if on_cpu else 1.0
     # The scale of an enormous product may exceed fp32, in which addmm keeps its alpha.
-    fits = not math.isfinite(alpha) or abs(alpha) <= torch.finfo(torch.float32).max
+    fits = not math.isfinite(alpha) or alpha <= _LARGEST
     if to_bf16 and fits:
         # The bias term of addmm is ignored at beta=0; alpha scales the fp32 accumulator.
         return torch.addmm(
@@ -191,6 +191,7 @@ def _emulated(
     return product.mul_(scale_a.to(wide) * scale_b.to(wide)).to(out_dtype)
 
 
+_LARGEST = torch.finfo(torch.float32).max
 _UNUSED = torch.zeros((), dtype=torch.bfloat16, device="cpu")
 
 

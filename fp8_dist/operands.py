@@ -16,9 +16,10 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
 from fp8_dist.folding import folded_gradients
 from fp8_dist.freshness import warn_once
+from fp8_dist.scaling import local_scaling, quantize, reduced_dims
 from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.torch_internals import dtensor_local
+from fp8_dist.torch_internals import dtensor_local, no_one_watches
 
 
 class LinearSpec(NamedTuple):
@@ -46,8 +47,34 @@ class WeightCasts(NamedTuple):
     multiplier: torch.Tensor | None = None
 
 
-# An operand, local, as each GEMM takes it: Float8Tensor or high precision. May be in flight.
-Operands = dict[Gemm, torch.Tensor]
+class Local(NamedTuple):
+    """An operand on this rank.
+
+    (Tuples cost less than Float8Tensors, which need be no tensors here.)
+
+    Attributes:
+        data: ``[..., K]``, float8 or high precision.
+        scale: fp32, of float8 data.
+        has_row_scales: there is one per row. (Else one per column, or one.)
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    has_row_scales: bool = False
+
+
+# An operand as each GEMM takes it, perhaps in flight: see landed().
+Operands = dict[Gemm, torch.Tensor | Local]
+
+
+def landed(operand: torch.Tensor | Local) -> Local:
+    """An operand once it has arrived: waits for it if it is in flight."""
+    if isinstance(operand, Local):
+        return operand
+    local = local_tensor(operand)
+    if not isinstance(local, Float8Tensor):
+        return Local(local)
+    return Local(local.qdata, local.scale, local.covered == (local.ndim - 1,))
 
 
 def prepare_operand(
@@ -64,6 +91,10 @@ def prepare_operand(
     only over axes on which the operand moves after its cast.
     """
     config = spec.config
+    if not isinstance(tensor, DTensor) and no_one_watches(tensor):
+        only = config.travelling_cast(operand)
+        if only is not None and only.covers != "column" and not only.delayed:
+            return dict.fromkeys(gemms, _cast_plain(tensor, only, config))
     casts = {gemm: config.cast(operand, gemm) for gemm in gemms}
     if isinstance(local_tensor(tensor), Float8Tensor):
         return dict.fromkeys(gemms, _move(tensor, placements))
@@ -88,6 +119,13 @@ def prepare_operand(
             axes = () if config.amax_scope == "rank" else None
             landed[kind] = local_tensor(_cast_operand(tensor, operand, kind, spec, axes))
     return {gemm: landed[kind] for gemm, kind in casts.items()}
+
+
+def _cast_plain(tensor: torch.Tensor, cast: Cast, config: Float8LinearConfig) -> Local:
+    """The one cast of an operand of one device."""
+    dims = reduced_dims(cast.covers, tensor.ndim)
+    m, scale = local_scaling(tensor, cast.dtype, dims, config.round_scales_to_power_of_2)
+    return Local(quantize(tensor, m, cast.dtype), scale, cast.covers == "row")
 
 
 def _can_travel(cast: Cast, tensor: torch.Tensor, placements: Placements | None) -> bool:
@@ -142,7 +180,7 @@ def prepare_gradient(
     grad: torch.Tensor,
     gemms: tuple[Gemm, ...],
     placements: Placements | None,
-    partners: dict[str, torch.Tensor | None],
+    partners: dict[str, Local | None],
     spec: LinearSpec,
 ) -> Operands:
     """grad_output for the GEMMs; ``partners`` are the operands that it is multiplied by."""
@@ -172,8 +210,9 @@ def prepare_gradient(
     )
 
 
-def _row_scale(partner: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(partner, Float8Tensor)
+def _row_scale(partner: Local | None) -> torch.Tensor:
+    assert partner is not None
+    assert partner.scale is not None
     return partner.scale
 
 
@@ -189,16 +228,15 @@ def weight_operands(
     weight: torch.Tensor,
     casts: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
     config: Float8LinearConfig,
-) -> Operands:
+) -> dict[Gemm, Local]:
     """The weight for its GEMMs; ``casts`` are (qdata, scale) of its casts, in their order.
 
     (That of grad_input is missing if it has no data yet.)
     """
-    known: dict[Cast | None, torch.Tensor] = {None: local_tensor(weight)}
+    known: dict[Cast | None, Local] = {None: Local(local_tensor(weight))}
     for cast, (qdata, scale) in zip(config.casts("weight"), casts, strict=False):
         if qdata is not None:
-            assert scale is not None
-            known[cast] = Float8Tensor(qdata, scale, weight.dtype)
+            known[cast] = Local(qdata, scale)
     gemms: dict[Gemm, Cast | None] = {g: config.cast("weight", g) for g in ("output", "grad_input")}
     return {gemm: known[cast] for gemm, cast in gemms.items() if cast in known}
 

@@ -65,7 +65,8 @@ def known_scaling(
     if torch.compiler.is_compiling() or is_selectively_checkpointed():
         return torch.ops.fp8_dist.known_scaling(x, name, dims, details)
     multiplier, scale = knows.scaling_at_run_time(x, *details)
-    return multiplier.to(x.device), scale.to(x.device)
+    device = x.device
+    return multiplier.to(device), scale.to(device)
 
 
 def ask(x: torch.Tensor, name: torch.Tensor, dims: list[int] | None, details: list[str]) -> Scaling:

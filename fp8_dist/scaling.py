@@ -84,6 +84,18 @@ def scaling_from_amax(
     return torch.ops.fp8_dist.scaling_from_amax(amax, dtype, round_scales_to_power_of_2)
 
 
+def local_scaling(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    dims: Sequence[int] | None,
+    round_scales_to_power_of_2: bool = False,
+) -> Scaling:
+    """:func:`scaling_from_amax` of :func:`amax_over` a tensor that is whole where it is."""
+    if dims is None and not round_scales_to_power_of_2 and x.is_cpu and no_one_watches(x):
+        return _scaling_of_number(_largest(x), dtype)
+    return scaling_from_amax(amax_over(x, dims), dtype, round_scales_to_power_of_2)
+
+
 def quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``saturate(float32(x) * m)`` as ``dtype``.
 
@@ -104,11 +116,9 @@ def _amax(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
     if x.numel() == 0:
         return torch.zeros(_amax_shape(x, dims), dtype=torch.float32, device=x.device)
     if dims is None:
+        if x.is_cpu:
+            return torch.scalar_tensor(_largest(x), dtype=torch.float32, device=x.device)
         low, high = torch.aminmax(x)
-        if x.device.type == "cpu":
-            # (Of a NaN both are NaN.) Python is quicker with a number than torch with a tensor.
-            value = abs(max(-low.item(), high.item()))
-            return torch.scalar_tensor(value, dtype=torch.float32, device=x.device)
         # maximum, unlike Python's max, keeps a NaN.
         largest = torch.maximum(low.neg(), high)
     elif dims and x.dtype in _SAME_SIZE:
@@ -122,6 +132,14 @@ def _amax(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
     # abs clears the sign of a NaN and of -0.0, so that the bits of an amax, read as an integer,
     # are ordered like its values (fp8_dist.sharding).
     return largest.to(torch.float32).abs()
+
+
+def _largest(x: torch.Tensor) -> float:
+    """The amax of a CPU tensor: Python is quicker with a number than torch with a tensor."""
+    if x.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(x.detach() if x.requires_grad else x)
+    return abs(max(-low.item(), high.item()))  # (Of a NaN both are NaN.)
 
 
 _SAME_SIZE = {
@@ -138,23 +156,22 @@ def _amax_shape(x: torch.Tensor, dims: list[int] | None) -> list[int]:
 def _scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, power_of_2: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if amax.ndim == 0 and amax.device.type == "cpu" and not power_of_2:
-        return _scaling_of_number(amax, torch.finfo(dtype).max)
+    if amax.ndim == 0 and amax.is_cpu and not power_of_2:
+        return _scaling_of_number(amax.item(), dtype)
     m = (torch.finfo(dtype).max / amax.to(torch.float64).clamp(min=EPS)).to(torch.float32)
     if power_of_2:
         m = torch.exp2(torch.floor(torch.log2(m)))
     return m, torch.reciprocal(m)
 
 
-def _scaling_of_number(amax: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _scaling_of_number(amax: float, dtype: torch.dtype) -> Scaling:
     """The formula in Python, whose floats are fp64: the same roundings, in less time."""
     # As torch divides a number by a tensor: by its reciprocal. (max keeps a NaN that comes first.)
-    m = torch.scalar_tensor(
-        1 / max(amax.item(), EPS) * largest, dtype=torch.float32, device=amax.device
-    )
+    number = 1 / max(amax, EPS) * torch.finfo(dtype).max
+    m = torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
     rounded = m.item()
     scale = 1 / rounded if rounded else math.inf
-    return m, torch.scalar_tensor(scale, dtype=torch.float32, device=amax.device)
+    return m, torch.scalar_tensor(scale, dtype=torch.float32, device="cpu")
 
 
 def _quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -99,7 +99,7 @@ def resolve_process_group(name: str) -> ProcessGroup:
 
 def is_selectively_checkpointed() -> bool:
     """True inside of selective activation checkpointing, its recomputation included."""
-    return any(
+    return _len_torch_dispatch_stack() > 0 and any(
         type(mode).__module__ == create_selective_checkpoint_contexts.__module__
         for mode in _get_current_dispatch_mode_stack()
     )

@@ -32,8 +32,10 @@ _FORMATS = {
 
 def upcast(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``qdata.to(dtype)``: float8 data, any shape and strides, as bf16, fp32 or fp64."""
+    if qdata.numel() < _FEW or not qdata.is_cpu:
+        return qdata.to(dtype)
     known = _FORMATS.get(qdata.dtype)
-    if known is None or qdata.numel() < _FEW or qdata.device.type != "cpu" or _flushes():
+    if known is None or _flushes():
         return qdata.to(dtype)
     codes = qdata.view(torch.int8)
     if codes.bitwise_and(0x7F).max() > known.last_finite:
