@@ -16,6 +16,7 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
 from fp8_dist.folding import folded_gradients
 from fp8_dist.freshness import warn_once
+from fp8_dist.last_cast import last_cast, note_cast
 from fp8_dist.scaling import local_scaling, quantize, reduced_dims
 from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor
@@ -94,7 +95,7 @@ def prepare_operand(
     if not isinstance(tensor, DTensor) and no_one_watches(tensor):
         only = config.travelling_cast(operand)
         if only is not None and only.covers != "column" and not only.delayed:
-            return dict.fromkeys(gemms, _cast_plain(tensor, only, config))
+            return dict.fromkeys(gemms, _cast_plain(tensor, operand, only, config))
     casts = {gemm: config.cast(operand, gemm) for gemm in gemms}
     if isinstance(local_tensor(tensor), Float8Tensor):
         return dict.fromkeys(gemms, _move(tensor, placements))
@@ -121,11 +122,20 @@ def prepare_operand(
     return {gemm: landed[kind] for gemm, kind in casts.items()}
 
 
-def _cast_plain(tensor: torch.Tensor, cast: Cast, config: Float8LinearConfig) -> Local:
+def _cast_plain(
+    tensor: torch.Tensor, operand: Operand, cast: Cast, config: Float8LinearConfig
+) -> Local:
     """The one cast of an operand of one device."""
-    dims = reduced_dims(cast.covers, tensor.ndim)
-    m, scale = local_scaling(tensor, cast.dtype, dims, config.round_scales_to_power_of_2)
-    return Local(quantize(tensor, m, cast.dtype), scale, cast.covers == "row")
+    power_of_2 = config.round_scales_to_power_of_2
+    kind = (cast, power_of_2)
+    known = last_cast(tensor, kind) if operand == "input" else None
+    if known is None:
+        dims = reduced_dims(cast.covers, tensor.ndim)
+        m, scale = local_scaling(tensor, cast.dtype, dims, power_of_2)
+        known = quantize(tensor, m, cast.dtype), scale
+        if operand == "input":
+            note_cast(tensor, kind, *known)
+    return Local(*known, cast.covers == "row")
 
 
 def _can_travel(cast: Cast, tensor: torch.Tensor, placements: Placements | None) -> bool:
