@@ -44,6 +44,29 @@ from fp8_dist.tensor import Float8Tensor
 Source = Literal["precompute", "gather", "forward", "evaluation"]
 
 
+class Promise:
+    """Scales of several weights that a collective under way will make known.
+
+    Args:
+        find: waits for the collective; for each cache: its scaling by cast, and ``all_rows``.
+    """
+
+    def __init__(
+        self, find: Callable[[], list[tuple["WeightCache", dict[Cast, Scaling], Any]]]
+    ) -> None:
+        self._find: Callable[[], Any] | None = find
+
+    def keep(self) -> None:
+        """Hand the scales to the caches that still wait for them. The first call waits."""
+        if self._find is not None:
+            find, self._find = self._find, None
+            # Whoever asks first, training may save what is found.
+            with torch.inference_mode(False), torch.no_grad():
+                found = find()
+            for cache, scaling, all_rows in found:
+                cache.fulfil(self, scaling, all_rows)
+
+
 class WeightCache:
     """What is known about the current values of one weight.
 
@@ -56,9 +79,10 @@ class WeightCache:
     """
 
     def __init__(self) -> None:
-        self.scaling: dict[Cast, Scaling] | None = None
         self.float8: tuple[Float8Tensor, ...] | None = None
         self.all_rows: torch.Tensor | None = None
+        self._scaling: dict[Cast, Scaling] | None = None
+        self._promise: Promise | None = None
         # A strong reference: tensors with weak ones can't be swapped, as module.to() does.
         self._param: torch.Tensor | None = None
         self._version: int | None = None
@@ -67,10 +91,30 @@ class WeightCache:
         self._optimized = False
         self._steps_since_sync = 0
 
+    @property
+    def scaling(self) -> dict[Cast, Scaling] | None:
+        """See the class. Waits for a collective that will tell."""
+        if self._promise is not None:
+            self._promise.keep()
+        return self._scaling
+
+    @property
+    def _is_known(self) -> bool:
+        """Without waiting."""
+        return self._scaling is not None or self._promise is not None
+
+    def fulfil(
+        self, promise: Promise, scaling: dict[Cast, Scaling], all_rows: torch.Tensor | None
+    ) -> None:
+        """Take what was promised, unless it was dropped in the meantime."""
+        if self._promise is promise:
+            self._promise = None
+            self._scaling, self.all_rows = scaling, all_rows
+
     def store(
         self,
         param: torch.Tensor,
-        scaling: dict[Cast, Scaling],
+        scaling: dict[Cast, Scaling] | Promise,
         source: Source,
         shard: torch.Tensor | None = None,
     ) -> None:
@@ -78,12 +122,15 @@ class WeightCache:
 
         Args:
             param: the parameter.
-            scaling: (multiplier, scale) for each cast.
+            scaling: (multiplier, scale) for each cast, or what will tell them.
             source: who found it out.
             shard: its local tensor where it is being used; None: precomputed for later use.
         """
-        self.scaling = scaling
-        self.float8 = self.all_rows = None
+        self.drop()
+        if isinstance(scaling, Promise):
+            self._promise = scaling
+        else:
+            self._scaling = scaling
         self._version = _version(param)
         self._shard_version = None if shard is None else _version(shard)
         self._source = source
@@ -102,7 +149,7 @@ class WeightCache:
                 that at precompute: FSDP2 replaces the local tensor of a padded shard when it
                 first runs, on some ranks only.
         """
-        if self.scaling is None or self._param is not param:
+        if not self._is_known or self._param is not param:
             return False
         shard_version = _version(shard)
         if self._shard_version is None:
@@ -123,7 +170,7 @@ class WeightCache:
         """
         self.float8 = None
         if self._source != "precompute":
-            self.scaling = self.all_rows = None
+            self._scaling = self.all_rows = None
 
     def parameter_replaced(self) -> None:
         """The layer's parameter becomes another tensor, perhaps to come back with other values.
@@ -142,7 +189,9 @@ class WeightCache:
 
     def drop(self) -> None:
         """Forget everything but that there once was a precomputed scale."""
-        self.scaling = self.float8 = self.all_rows = None
+        if self._promise is not None:
+            self._promise.keep()  # torch wants every collective waited for
+        self._scaling = self.float8 = self.all_rows = None
 
     def reset(self) -> None:
         """Forget everything: the parameter is about to become another."""
@@ -153,7 +202,7 @@ class WeightCache:
 
     def warn_if_stale(self, param: torch.Tensor, name: str) -> None:
         """Warn once if the precomputed scale of ``param`` was dropped and none followed."""
-        if self.scaling is None and self._source == "precompute" and self._param is param:
+        if not self._is_known and self._source == "precompute" and self._param is param:
             self._source = "forward"
             warn_once(
                 "stale scale",

@@ -205,12 +205,21 @@ def group_for_amax(
 
 
 def all_reduce_max(amax: torch.Tensor, group_name: str) -> torch.Tensor:
-    """All-reduce (MAX) of non-negative fp32 values that keeps a NaN of any rank.
+    """All-reduce (MAX) of non-negative fp32 values that keeps a NaN of any rank."""
+    return waited_max(start_all_reduce_max(amax, group_name))
+
+
+def start_all_reduce_max(amax: torch.Tensor, group_name: str) -> torch.Tensor:
+    """:func:`all_reduce_max`, begun: :func:`waited_max` of the result ends it.
 
     Backends may drop a NaN in a MAX. The bits of a non-negative float, read as an integer, are
     ordered like the floats, with NaN above infinity, so the reduction runs on int32.
     """
-    bits = funcol.all_reduce(amax.view(torch.int32), "max", group_name)
+    return funcol.all_reduce(amax.view(torch.int32), "max", group_name)
+
+
+def waited_max(bits: torch.Tensor) -> torch.Tensor:
+    """The result of :func:`start_all_reduce_max`, fp32."""
     return funcol.wait_tensor(bits).view(torch.float32)
 
 

@@ -21,19 +21,20 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.casts import Cast, Covers
-from fp8_dist.freshness import after_step
+from fp8_dist.freshness import Promise, WeightCache, after_step
 from fp8_dist.fsdp.mesh_axes import axes_of, group_along, union_of
 from fp8_dist.fsdp.resharding import check_sharded_module
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.scaling import Scaling, amax, reduced_dims, scaling_from_amax
 from fp8_dist.sharding import (
     Layout,
-    all_reduce_max,
     global_offset,
+    group_for_amax,
     local_sizes,
     local_tensor,
-    reduce_amax,
     sharded_axes,
+    start_all_reduce_max,
+    waited_max,
 )
 from fp8_dist.tensor import Float8Tensor
 
@@ -58,7 +59,14 @@ class _Amaxes(NamedTuple):
     axes: tuple[int, ...]
 
 
-@torch.no_grad()
+class _Reduction(NamedTuple):
+    """The all-reduce under way: its int32 vector, the sizes of its parts, which are this rank's."""
+
+    bits: torch.Tensor
+    sizes: list[int]
+    own: slice
+
+
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     """Compute the scales of all float8 weights of a model, once their values have changed.
 
@@ -66,12 +74,16 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     The next forward and backward then need no amax collective for weights. It covers weights
     sharded by FSDP2, by tensor parallelism, by both, and not at all, in any mixture.
 
+    Graphs that use the scales are not compiled anew. Code that is compiled may call it, and it may
+    be compiled itself: the graph breaks there, once.
+
     Args:
         module: the model, or a part of it.
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per scale that needs it (more for weights
     that don't live on all axes, see above), none if no scale does. With one scale per row these
     are the rows that are sharded along themselves (row-parallel weights), or unevenly by FSDP2.
+    On CPUs it goes on while other things run: who first needs a scale waits.
 
     Raises:
         ValueError: ``module`` has no converted layer whose weight has a DYNAMIC scale, or a weight
@@ -79,7 +91,19 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
             parametrizations), or FSDP2 reshards to a smaller mesh after forward, which it can't do
             with float8 gathers.
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
+        torch._dynamo.exc.Unsupported: in compiled code with ``fullgraph=True``.
     """
+    _precompute(module)
+
+
+# A graph writes to parameters when it ends: within one that updates weights, their amaxes would be
+# those of the old values, and nothing would tell. Also what is known of a weight is kept by Python.
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="precompute_float8_dynamic_scale looks at weights, which graphs write to when they end; "
+    "call it outside of code that is compiled with fullgraph=True"
+)
+@torch.no_grad()
+def _precompute(module: nn.Module) -> None:
     layers = _float8_layers(module, "precompute_float8_dynamic_scale")
     reshard(module)  # unsharded weights are those of before the optimizer step
     _check_weights(layers)
@@ -89,7 +113,21 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
         for cast in layer.config.casts("weight"):
             if (id(layer.weight), cast.covers) not in amaxes:
                 amaxes[id(layer.weight), cast.covers] = _local_amaxes(layer, cast.covers)
-    _store(list(layers.values()), dict(zip(amaxes, _reduce(list(amaxes.values())), strict=True)))
+    reduction = _start(list(amaxes.values()))
+    # By the parameter that each layer has now: FSDP2 will put another in its place.
+    weights = {layer: id(layer.weight) for layer in layers.values()}
+
+    def find() -> list[tuple[WeightCache, dict[Cast, Scaling], torch.Tensor | None]]:
+        reduced = _reduced(list(amaxes.values()), reduction)
+        return _scalings(weights, dict(zip(amaxes, reduced, strict=True)))
+
+    promise = Promise(find)
+    for layer in weights:
+        layer.weight_cache.store(layer.weight, promise, "precompute")
+    if reduction is None or not reduction.bits.is_cpu:
+        # On a GPU this only queues the wait. Later it would be queued on whichever stream asks
+        # first (FSDP2 gathers on one of its own), behind what others don't wait for.
+        promise.keep()
 
 
 def reshard(module: nn.Module) -> None:
@@ -173,15 +211,23 @@ def _local_amaxes(layer: Float8Linear, covers: Covers) -> _Amaxes:
     return _Amaxes(layer, covers, local, layout.shape[dim], global_offset(layout, dim), axes)
 
 
-def _reduce(amaxes: Sequence[_Amaxes]) -> list[tuple[_Amaxes, torch.Tensor | None]]:
-    """Each with all of its amaxes of the global weight ``[size]``, or None where local ones do."""
+def _start(amaxes: Sequence[_Amaxes]) -> _Reduction | None:
+    """Begin the one all-reduce, of the amaxes that need it."""
     chosen = [a for a in amaxes if a.axes]
     if not chosen:
+        return None
+    one_mesh = len({_mesh(a) for a in chosen}) == 1
+    return _start_on_one_mesh(chosen) if one_mesh else _start_on_submeshes(chosen)
+
+
+def _reduced(
+    amaxes: Sequence[_Amaxes], reduction: _Reduction | None
+) -> list[tuple[_Amaxes, torch.Tensor | None]]:
+    """Each with all of its amaxes of the global weight ``[size]``, or None where local ones do."""
+    if reduction is None:
         return [(a, None) for a in amaxes]
-    meshes = {_mesh(a) for a in chosen}
-    reduce = _reduce_on_one_mesh if len(meshes) == 1 else _reduce_on_submeshes
-    reduced = iter(reduce(chosen))
-    return [(a, next(reduced) if a.axes else None) for a in amaxes]
+    parts = iter(waited_max(reduction.bits).split(reduction.sizes)[reduction.own])
+    return [(a, next(parts) if a.axes else None) for a in amaxes]
 
 
 def _mesh(amaxes: _Amaxes) -> DeviceMesh:
@@ -196,16 +242,18 @@ def _at_global_positions(amaxes: _Amaxes) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (amaxes.offset, after)) if after or amaxes.offset else flat
 
 
-def _reduce_on_one_mesh(amaxes: Sequence[_Amaxes]) -> Sequence[torch.Tensor]:
+def _start_on_one_mesh(amaxes: Sequence[_Amaxes]) -> _Reduction:
     mesh = _mesh(amaxes[0])
     vector = torch.cat([_at_global_positions(a) for a in amaxes])
     axes = {axis for a in amaxes for axis in a.axes}
     # Axes on which a weight is replicated may be included.
-    vector = reduce_amax(vector, mesh, sorted(axes), replicated=range(mesh.ndim))
-    return vector.split([a.size for a in amaxes])
+    group = group_for_amax(mesh, sorted(axes), replicated=range(mesh.ndim))
+    assert group is not None
+    bits = start_all_reduce_max(vector, group.group_name)
+    return _Reduction(bits, [a.size for a in amaxes], slice(None))
 
 
-def _reduce_on_submeshes(amaxes: Sequence[_Amaxes]) -> Sequence[torch.Tensor]:
+def _start_on_submeshes(amaxes: Sequence[_Amaxes]) -> _Reduction:
     own = {mesh: axes_of(mesh) for mesh in {_mesh(a) for a in amaxes}}
     union = union_of(own)
     rank = dist.get_rank()
@@ -222,37 +270,41 @@ def _reduce_on_submeshes(amaxes: Sequence[_Amaxes]) -> Sequence[torch.Tensor]:
         zeros[slot * a.size : (slot + 1) * a.size] = _at_global_positions(a)
         parts.append(zeros)
         sizes += [slot * a.size, a.size, (slots - slot - 1) * a.size]
-    vector = all_reduce_max(torch.cat(parts), group_along(union, rank).group_name)
-    return vector.split(sizes)[1::3]
+    bits = start_all_reduce_max(torch.cat(parts), group_along(union, rank).group_name)
+    return _Reduction(bits, sizes, slice(1, None, 3))
 
 
-def _store(
-    layers: Sequence[Float8Linear],
+def _scalings(
+    weights: dict[Float8Linear, int],
     reduced: dict[tuple[int, Covers], tuple[_Amaxes, torch.Tensor | None]],
-) -> None:
-    """Turn amaxes into scales, all of a kind at once, and leave them with their layers."""
+) -> list[tuple[WeightCache, dict[Cast, Scaling], torch.Tensor | None]]:
+    """Amaxes turned into scales, all of a kind at once: for each layer its scaling by cast.
+
+    And the scales of all rows, where they were reduced.
+    """
     wanted: dict[tuple[torch.dtype, bool], list[tuple[Float8Linear, Cast]]] = {}
-    for layer in layers:
+    for layer in weights:
         for cast in layer.config.casts("weight"):
             kind = (cast.dtype, layer.config.round_scales_to_power_of_2)
             wanted.setdefault(kind, []).append((layer, cast))
     scalings: dict[tuple[Float8Linear, Cast], Scaling] = {}
     for (dtype, power_of_2), same in wanted.items():
-        found = [reduced[id(layer.weight), cast.covers] for layer, cast in same]
+        found = [reduced[weights[layer], cast.covers] for layer, cast in same]
         values = [a.local.reshape(-1) if whole is None else whole for a, whole in found]
         sizes = [len(value) for value in values]
         multipliers, scales = scaling_from_amax(torch.cat(values), dtype, power_of_2)
         each = zip(same, multipliers.split(sizes), scales.split(sizes), strict=True)
         scalings |= {key: (m, scale) for key, m, scale in each}
-    for layer in layers:
-        local = {
-            cast: _local_part(reduced[id(layer.weight), cast.covers][0], scalings[layer, cast])
-            for cast in layer.config.casts("weight")
-        }
-        layer.weight_cache.store(layer.weight, local, "precompute")
-        for cast in local:
-            if cast.covers == "row" and reduced[id(layer.weight), "row"][1] is not None:
-                layer.weight_cache.all_rows = scalings[layer, cast][1].reshape(-1, 1)
+    results = []
+    for layer, weight in weights.items():
+        local, all_rows = dict[Cast, Scaling](), None
+        for cast in layer.config.casts("weight"):
+            amaxes, whole = reduced[weight, cast.covers]
+            local[cast] = _local_part(amaxes, scalings[layer, cast])
+            if cast.covers == "row" and whole is not None:
+                all_rows = scalings[layer, cast][1].reshape(-1, 1)
+        results.append((layer.weight_cache, local, all_rows))
+    return results
 
 
 def _local_part(amaxes: _Amaxes, scaling: Scaling) -> Scaling:
