@@ -74,7 +74,9 @@ def _with_expanded_scale(
     """``x`` with moved data, and a scale that was expanded and moved likewise."""
     pairs = zip(expanded.shape, expanded.stride(), strict=True)
     size = [1 if stride == 0 else n for n, stride in pairs]
-    scale = expanded.as_strided(size, expanded.stride(), expanded.storage_offset())
+    # (A stride of 0 would be as good, but graphs are compiled for strides.)
+    strides = [max(stride, 1) for stride in expanded.stride()]
+    scale = expanded.as_strided(size, strides, expanded.storage_offset())
     covered = tuple(dim for dim, stride in enumerate(expanded.stride()) if stride == 0)
     return x.rewrap(qdata=qdata, scale=scale, covered=covered)
 

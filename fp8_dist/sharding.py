@@ -33,6 +33,7 @@ from fp8_dist.torch_internals import (
     compute_local_shape_and_global_offset,
     dtensor_local,
     funcol,
+    make_dtensor,
 )
 
 Placements = tuple[Placement, ...]
@@ -54,10 +55,7 @@ class Layout(NamedTuple):
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """The DTensor of this layout with the given local tensor. No collectives."""
-        stride = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
-        )
+        return make_dtensor(local, self.mesh, self.placements, self.shape)
 
 
 class LinearLayouts(NamedTuple):

@@ -6,14 +6,18 @@ middle of a step; ``scripts/test_releases.sh`` runs the tests with other release
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from inspect import getclosurevars
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 try:
@@ -22,6 +26,7 @@ try:
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
     from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -53,6 +58,7 @@ __all__ = [
     "fsdp_reshards_to_smaller_mesh",
     "funcol",
     "is_selectively_checkpointed",
+    "make_dtensor",
     "make_wrapper_subclass",
     "native_scaled_mm",
     "no_one_watches",
@@ -80,6 +86,36 @@ def dtensor_local(tensor: DTensor) -> torch.Tensor:
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Run ``call`` once the backward pass that is under way has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> DTensor:
+    """``DTensor.from_local`` of a contiguous global tensor, without a gradient.
+
+    In a third of the time: what it works out about the placements is remembered.
+    """
+    if torch.compiler.is_compiling() or local.requires_grad or mesh.get_coordinate() is None:
+        stride = contiguous_stride(shape)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+    spec = _spec(mesh, placements, shape, local.dtype)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    meta = TensorMeta(shape, contiguous_stride(shape), dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor."""
+    sizes = [max(n, 1) for n in shape[:0:-1]]
+    return tuple(accumulate(sizes, mul, initial=1))[::-1] if shape else ()
 
 
 def op_name(op: OpOverload) -> str:

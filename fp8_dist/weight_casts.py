@@ -53,7 +53,7 @@ class CastsItsWeight(nn.Linear):
         if name == "weight" and "weight_cache" in self.__dict__:
             self.weight_cache.parameter_replaced()
             now, then = Layout.of(getattr(self, "weight", None)), Layout.of(value)
-            self._weight_is_fsdps |= (now and now.mesh) != (then and then.mesh)
+            self._weight_is_fsdps |= now is not None and now.mesh != (then and then.mesh)
         super().__setattr__(name, value)
 
     def local_shard(self) -> torch.Tensor:
