@@ -30,7 +30,7 @@ from fp8_dist.operands import (
     redistributed,
     weight_operands,
 )
-from fp8_dist.scaling import quantize
+from fp8_dist.scaling import quantize_after
 from fp8_dist.sharding import (
     Layout,
     LinearLayouts,
@@ -228,7 +228,7 @@ class _LinearFunction(torch.autograd.Function):
             return None, None, grad_bias, *unused
         data, scale, *of_the_weight = ctx.saved_tensors
         x = Local(data, scale, ctx.has_row_scales)
-        w = _cast_again(config, *of_the_weight) if ctx.recast else Local(*of_the_weight)
+        w = _cast_again(config, grad, *of_the_weight) if ctx.recast else Local(*of_the_weight)
         g = prepare_gradient(
             grad, gemms, layouts and layouts.grad_output, {"input": x, "weight": w}, ctx.spec
         )
@@ -250,12 +250,20 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def _cast_again(
-    config: Float8LinearConfig, weight: torch.Tensor, scale: torch.Tensor, multiplier: torch.Tensor
+    config: Float8LinearConfig,
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    multiplier: torch.Tensor,
 ) -> Local:
-    """The weight for the GEMM of grad_input, from the values that it has again."""
+    """The weight for the GEMM of grad_input, from the values that it has again.
+
+    In the backward: a graph would keep the copy of the forward instead.
+    """
     cast = config.cast("weight", "grad_input")
     assert cast is not None
-    return Local(quantize(local_tensor(weight), multiplier, cast.dtype), scale)
+    data = quantize_after(local_tensor(weight), multiplier, cast.dtype, local_tensor(grad))
+    return Local(data, scale)
 
 
 def _add_bias(

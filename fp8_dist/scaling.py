@@ -33,6 +33,7 @@ for _schema in (
     "amax(Tensor x, int[]? dims=None) -> Tensor",
     "scaling_from_amax(Tensor amax, ScalarType dtype, bool power_of_2) -> (Tensor, Tensor)",
     "quantize(Tensor x, Tensor multiplier, ScalarType dtype) -> Tensor",
+    "quantize_after(Tensor x, Tensor multiplier, ScalarType dtype, Tensor after) -> Tensor",
 ):
     _LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -112,6 +113,22 @@ def quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> t
     return torch.ops.fp8_dist.quantize(x, multiplier, dtype)
 
 
+def quantize_after(
+    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
+) -> torch.Tensor:
+    """:func:`quantize`, which a graph can't merge with an earlier cast of ``x``, nor put earlier.
+
+    Args:
+        x: see :func:`quantize`, as the next two.
+        multiplier: see there.
+        dtype: see there.
+        after: what must be known before.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.fp8_dist.quantize_after(x, multiplier, dtype, after)
+    return quantize(x, multiplier, dtype)
+
+
 def _amax(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
     if x.numel() == 0:
         return torch.zeros(_amax_shape(x, dims), dtype=torch.float32, device=x.device)
@@ -184,6 +201,13 @@ def _quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> 
     return scaled.clamp_(-limit, limit).to(dtype)
 
 
+def _quantize_after(
+    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
+) -> torch.Tensor:
+    return _quantize(x, multiplier, dtype)
+
+
+_LIB.impl("quantize_after", _quantize_after, "CompositeExplicitAutograd")
 _LIB.impl("amax", _amax, "CompositeExplicitAutograd")
 _LIB.impl("scaling_from_amax", _scaling_from_amax, "CompositeExplicitAutograd")
 _LIB.impl("quantize", _quantize, "CompositeExplicitAutograd")
@@ -204,4 +228,11 @@ def _scaling_from_amax_fake(
 
 @torch.library.register_fake("fp8_dist::quantize", lib=_LIB)
 def _quantize_fake(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+@torch.library.register_fake("fp8_dist::quantize_after", lib=_LIB)
+def _quantize_after_fake(
+    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
+) -> torch.Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
