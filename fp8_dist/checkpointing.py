@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_dist.matmul import SCALED_MM_OP
+from fp8_dist.runtime import KNOWN_SCALING_OP
 from fp8_dist.scaling import AMAX_OP
 from fp8_dist.torch_internals import funcol
 
@@ -24,6 +25,7 @@ aten = torch.ops.aten
 _SAVED: frozenset[Any] = frozenset(
     (
         AMAX_OP,
+        KNOWN_SCALING_OP,
         SCALED_MM_OP,
         aten.mm.default,
         aten.addmm.default,

@@ -18,7 +18,7 @@ from fp8_dist.collectives import Collective, read_collective
 from fp8_dist.comm_table import CommRow, CommTable
 from fp8_dist.dtypes import is_float8
 from fp8_dist.module_path import ModulePath
-from fp8_dist.runtime import KNOWN_SCALING_OP, ask
+from fp8_dist.runtime import KNOWN_SCALING_OP, SCALING_TO_GATHER_OP, ask
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import (
     FakeTensor,
@@ -266,8 +266,8 @@ class _Recorder(TorchDispatchMode):
             self._audit._note_view(args[0])
         elif _is_fsdp_copy_in(func):
             self._audit._note_copy_in(inputs=args[0], output=args[1])
-        elif func is KNOWN_SCALING_OP:
-            with self:  # the one op of ours that communicates inside
+        elif func in (KNOWN_SCALING_OP, SCALING_TO_GATHER_OP):
+            with self:  # the ops of ours that communicate inside
                 return ask(*args, **kwargs)
         return func(*args, **kwargs)
 

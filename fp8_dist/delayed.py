@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.cast import amax_group, cast_local
 from fp8_dist.casts import Cast
-from fp8_dist.runtime import known_scaling, name_of
+from fp8_dist.runtime import known_scalings, name_of
 from fp8_dist.scaling import Scaling, amax, scaling_from_amax
 from fp8_dist.sharding import Layout, all_reduce_max, local_tensor, reduce_amax
 
@@ -64,17 +64,23 @@ class AmaxHistory:
         """
         group = amax_group(tensor)
         details = ("cast", "record" if record else "", group.group_name if group else "")
-        return known_scaling(self, self._name, local_tensor(tensor), None, *details)
+        return known_scalings(self, self._name, local_tensor(tensor), ["tensor"], *details)[0]
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """Record the amax of the last cast, which had this scale, if it was not recorded yet."""
-        return known_scaling(self, self._name, scale, None, "record last", "", "")[1]
+        details = ("record last", "", "")
+        return known_scalings(self, self._name, scale, ["tensor"], *details)[0][1]
 
-    def scaling_at_run_time(self, x: torch.Tensor, what: str, record: str, group: str) -> Scaling:
+    def scalings_at_run_time(
+        self, x: torch.Tensor, what: str, record: str, group: str
+    ) -> list[Scaling]:
         """See :meth:`scaling_of`, of the local tensor, and :meth:`recorded`."""
         if what == "record last":
             self._record_last()
-            return x, x
+            return [(x, x)]
+        return [self._scaling_at_run_time(x, record, group)]
+
+    def _scaling_at_run_time(self, x: torch.Tensor, record: str, group: str) -> Scaling:
         value = amax(x)
         if self.scaling is None and group:
             value = all_reduce_max(value, group)

@@ -145,7 +145,7 @@ class Float8Linear(CastsItsWeight):
             check_prepared(self.fqn, self.config, local)
         else:
             device = input.device.type
-            if torch.is_autocast_enabled(device):
+            if torch.is_autocast_enabled(device) and input.dtype is not torch.float64:
                 input = input.to(torch.get_autocast_dtype(device))
             input = reduced(input)
         training = torch.is_grad_enabled()

@@ -15,21 +15,23 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fp8_dist.scaling import Scaling
+from fp8_dist.casts import Covers
+from fp8_dist.scaling import Scaling, amax_shape, reduced_dims
 from fp8_dist.torch_internals import is_selectively_checkpointed
 
 _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
-_LIB.define(
-    "known_scaling(Tensor x, Tensor name, int[]? dims, str[] details) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _name in ("known_scaling", "scaling_to_gather"):
+    _LIB.define(
+        f"{_name}(Tensor x, Tensor name, str[] covers, str[] details) -> Tensor[]",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
 
 
 class KnowsScaling(Protocol):
-    """What :func:`known_scaling` asks."""
+    """What :func:`known_scalings` asks."""
 
-    def scaling_at_run_time(self, x: torch.Tensor, *details: Any) -> Scaling:
-        """The (multiplier, scale) for a local tensor; ``details`` are strings."""
+    def scalings_at_run_time(self, x: torch.Tensor, *details: Any) -> Sequence[Scaling]:
+        """The (multiplier, scale) for each way of casting a local tensor; details: strings."""
 
 
 _known: WeakValueDictionary[int, KnowsScaling] = WeakValueDictionary()
@@ -44,47 +46,60 @@ def name_of(knows: KnowsScaling) -> torch.Tensor:
         return torch.tensor(name)
 
 
-def known_scaling(
+def known_scalings(
     knows: KnowsScaling,
     name: torch.Tensor,
     x: torch.Tensor,
-    dims: Sequence[int] | None,
+    covers: Sequence[Covers],
     *details: str,
-) -> Scaling:
-    """What an object says, when this is run, about casting a tensor.
+) -> Sequence[Scaling]:
+    """What an object says, when this is run, about casting a tensor in some ways.
+
+    (All at once: a graph would put what only its backward needs there, where FSDP2 has gathered the
+    weight anew and nothing is known of it.)
 
     Args:
         knows: the object.
         name: its name, from :func:`name_of`.
         x: a local tensor.
-        dims: what a scale covers, as in :func:`fp8_dist.scaling.amax_over`.
+        covers: what a scale covers, in each way.
         details: what else the object is told.
 
     Collectives: those of the object's answer.
     """
     if torch.compiler.is_compiling() or is_selectively_checkpointed():
-        return torch.ops.fp8_dist.known_scaling(x, name, dims, details)
-    multiplier, scale = knows.scaling_at_run_time(x, *details)
+        gathered = details[0] == "gather"
+        op = SCALING_TO_GATHER_OP if gathered else KNOWN_SCALING_OP
+        flat = op(x, name, covers, details)
+        return list(zip(flat[::2], flat[1::2], strict=True))
     device = x.device
-    return multiplier.to(device), scale.to(device)
+    found = knows.scalings_at_run_time(x, *details)
+    return [(multiplier.to(device), scale.to(device)) for multiplier, scale in found]
 
 
-def ask(x: torch.Tensor, name: torch.Tensor, dims: list[int] | None, details: list[str]) -> Scaling:
+def ask(
+    x: torch.Tensor, name: torch.Tensor, covers: list[Covers], details: list[str]
+) -> list[torch.Tensor]:
     """The operator itself, without the operator."""
     # What is found out in an evaluation under inference_mode, training may save.
     with torch.inference_mode(False), torch.no_grad():
-        multiplier, scale = _known[int(name.item())].scaling_at_run_time(x, *details)
+        found = _known[int(name.item())].scalings_at_run_time(x, *details)
     # Not the tensors that are kept: a graph may write into what an operator returned.
-    return multiplier.to(x.device, copy=True), scale.to(x.device, copy=True)
+    return [tensor.to(x.device, copy=True) for scaling in found for tensor in scaling]
 
 
 _LIB.impl("known_scaling", ask, "CompositeExplicitAutograd")
+_LIB.impl("scaling_to_gather", ask, "CompositeExplicitAutograd")
 KNOWN_SCALING_OP = torch.ops.fp8_dist.known_scaling.default
+# The same, where FSDP2 asks: it may gather in a checkpointed forward and not in its recomputation,
+# which therefore mustn't count on the results of one.
+SCALING_TO_GATHER_OP = torch.ops.fp8_dist.scaling_to_gather.default
 
 
+@torch.library.register_fake("fp8_dist::scaling_to_gather", lib=_LIB)
 @torch.library.register_fake("fp8_dist::known_scaling", lib=_LIB)
 def _known_scaling_fake(
-    x: torch.Tensor, name: torch.Tensor, dims: list[int] | None, details: list[str]
-) -> Scaling:
-    shape = [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
-    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+    x: torch.Tensor, name: torch.Tensor, covers: list[Covers], details: list[str]
+) -> list[torch.Tensor]:
+    shapes = [amax_shape(x, reduced_dims(each, x.ndim)) for each in covers]
+    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]

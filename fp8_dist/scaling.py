@@ -131,7 +131,7 @@ def quantize_after(
 
 def _amax(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
     if x.numel() == 0:
-        return torch.zeros(_amax_shape(x, dims), dtype=torch.float32, device=x.device)
+        return torch.zeros(amax_shape(x, dims), dtype=torch.float32, device=x.device)
     if dims is None:
         if x.is_cpu:
             return torch.scalar_tensor(_largest(x), dtype=torch.float32, device=x.device)
@@ -166,7 +166,8 @@ _SAME_SIZE = {
 }
 
 
-def _amax_shape(x: torch.Tensor, dims: list[int] | None) -> list[int]:
+def amax_shape(x: torch.Tensor, dims: list[int] | None) -> list[int]:
+    """The shape of :func:`amax_over`."""
     return [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
 
 
@@ -216,7 +217,7 @@ AMAX_OP = torch.ops.fp8_dist.amax.default
 
 @torch.library.register_fake("fp8_dist::amax", lib=_LIB)
 def _amax_fake(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
-    return x.new_empty(_amax_shape(x, dims), dtype=torch.float32)
+    return x.new_empty(amax_shape(x, dims), dtype=torch.float32)
 
 
 @torch.library.register_fake("fp8_dist::scaling_from_amax", lib=_LIB)

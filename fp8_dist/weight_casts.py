@@ -5,6 +5,7 @@ left, those of an earlier use, or new ones. Where FSDP2 gathers it in float8 the
 the cast of its shard; elsewhere the forward casts what it finds.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Protocol
 
@@ -19,10 +20,11 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
 from fp8_dist.freshness import Source, WeightCache, warn_once
 from fp8_dist.operands import WeightCasts
-from fp8_dist.runtime import known_scaling
-from fp8_dist.scaling import Scaling, quantize, reduced_dims
+from fp8_dist.runtime import known_scalings
+from fp8_dist.scaling import Scaling, quantize
 from fp8_dist.sharding import Layout, local_tensor
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.torch_internals import is_selectively_checkpointed
 
 
 class FSDPWeightType(Protocol):
@@ -89,6 +91,9 @@ class CastsItsWeight(nn.Linear):
         shard = self.local_shard() if shard is None else shard
         fresh = cache.is_fresh(weight, local_tensor(weight))
         if fresh and cache.float8 is not None and cache.float8[0].device == shard.device:
+            if is_selectively_checkpointed():
+                # A recomputation takes what was saved in turn: so it asks as the forward did.
+                self._known_scalings(source, shard.detach())
             return cache.float8
         with _as_training_may_save_it():
             float8 = self._cast_with_known_scaling(source, shard.detach())
@@ -96,18 +101,17 @@ class CastsItsWeight(nn.Linear):
         cache.float8 = float8 if kept and shard.device == weight.device else None
         return float8
 
-    def scaling_at_run_time(self, x: torch.Tensor, source: Source, index: str) -> Scaling:
-        """The scales of the weight's shard ``x`` for one of its casts, as its values are now."""
+    def scalings_at_run_time(self, x: torch.Tensor, source: Source) -> list[Scaling]:
+        """The scales of the weight's shard ``x`` for its casts, as its values are now."""
         cache, weight, casts = self.weight_cache, self.weight, self.config.casts("weight")
-        cast = casts[int(index)]
         if not cache.is_fresh(weight, local_tensor(weight)):
             cache.warn_if_stale(weight, self.fqn)
+            scaling = {cast: self._dynamic_scaling(x, cast) for cast in casts}
             if source == "evaluation" or not isinstance(weight, nn.Parameter):
-                return self._dynamic_scaling(x, cast)
-            scaling = {each: self._dynamic_scaling(x, each) for each in casts}
+                return list(scaling.values())
             cache.store(weight, scaling, source, local_tensor(weight))
         assert cache.scaling is not None
-        return cache.scaling[cast]
+        return [cache.scaling[cast] for cast in casts]
 
     def _weight_casts(self, weight: torch.Tensor) -> WeightCasts:
         """The local weight in each of its casts, for this forward."""
@@ -140,8 +144,10 @@ class CastsItsWeight(nn.Linear):
         flat: list[tuple[torch.Tensor | None, torch.Tensor]] = []
         multiplier = None
         with torch.inference_mode(False), torch.no_grad():
-            for index, cast in enumerate(self.config.casts("weight")):
-                m, scale = self._known_scaling(source, gathered, index)
+            known = zip(
+                self.config.casts("weight"), self._known_scalings(source, gathered), strict=True
+            )
+            for cast, (m, scale) in known:
                 qdata = quantize(gathered, m, cast.dtype) if cast == of_output else None
                 flat.append((qdata, scale))
                 multiplier = m if cast == of_grad_input else multiplier
@@ -150,16 +156,14 @@ class CastsItsWeight(nn.Linear):
     def _cast_with_known_scaling(
         self, source: Source, shard: torch.Tensor
     ) -> tuple[Float8Tensor, ...]:
-        casts = self.config.casts("weight")
-        known = (self._known_scaling(source, shard, i) for i in range(len(casts)))
+        casts, known = self.config.casts("weight"), self._known_scalings(source, shard)
         return tuple(
-            cast_local(shard, cast.dtype, scaling)
-            for cast, scaling in zip(casts, known, strict=True)
+            [cast_local(shard, c.dtype, scaling) for c, scaling in zip(casts, known, strict=True)]
         )
 
-    def _known_scaling(self, source: Source, shard: torch.Tensor, index: int) -> Scaling:
-        dims = reduced_dims(self.config.casts("weight")[index].covers, 2)
-        return known_scaling(self, self._name, shard, dims, source, str(index))
+    def _known_scalings(self, source: Source, shard: torch.Tensor) -> Sequence[Scaling]:
+        covers = [cast.covers for cast in self.config.casts("weight")]
+        return known_scalings(self, self._name, shard, covers, source)
 
     def _dynamic_scaling(self, shard: torch.Tensor, cast: Cast) -> Scaling:
         """The scales of the local shard for a cast of the weight, from its values or history."""

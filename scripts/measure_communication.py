@@ -214,7 +214,9 @@ def distributed_model(variant: Variant, mesh: DeviceMesh) -> Llama:
         apply_tp_plan(model, mesh["tp"], plan | torchao_plan(variant))
     if not sharded:
         return model.bfloat16()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False
+    )
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=True)
     return model

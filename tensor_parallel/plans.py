@@ -70,13 +70,19 @@ class EmbeddingRowwiseParallel(ResidualRowwiseParallel):
     Its output is waited for: the blocks that read it are often compiled one by one, and
     torch (2.13) loses the gradient of a tensor that is in flight when it enters a compiled graph
     (pytorch#191113).
+
+    Any placement of its gradient is taken. torch replicates the output of some norms when there
+    are fewer tokens than ranks (2.13: layer_norm; 2.15: rms_norm), and gives their gradient as a
+    Partial, which it can't bring to an embedding whose weight is sharded.
     """
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
     ) -> Any:
-        return outputs.redistribute(placements=output_layouts, async_op=False)
+        outputs = outputs.redistribute(placements=output_layouts, async_op=False)
+        # Of a tensor that is there already, this moves only its gradient.
+        return outputs.redistribute(placements=output_layouts)
 
 
 def llama_tp_plan(

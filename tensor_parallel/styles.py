@@ -127,7 +127,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             and not isinstance(local_tensor(input), Float8Tensor)
         ):
             assert self._cast is not None
-            if torch.is_autocast_enabled(input.device.type):
+            if torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64:
                 input = input.to(torch.get_autocast_dtype(input.device.type))
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, mesh, (input_layout,), run_check=False)

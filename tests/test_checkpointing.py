@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from graphs import OPS, Compilations, Graphs, Ops, op_columns, running_audit
 from nets import Distributed, Net, full
 from ranks import RankPools
 from reference import same_bits
-from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fp8_dist import (
@@ -26,22 +26,6 @@ RECIPES = [r.value for r in Float8LinearRecipeName if r is not Float8LinearRecip
 SELECTIVE = {
     "context_fn": partial(create_selective_checkpoint_contexts, selective_checkpoint_policy)
 }
-OPS = ("amax", "quantize", "scaled_mm", "mm", "all_gather", "reduce_scatter", "all_reduce")
-
-
-class Ops(TorchDispatchMode):
-    """Counts the ops that matter: passes over tensors, GEMMs, collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func._schema.name.partition("::")[2]
-        for op in OPS:
-            if name in (op, f"{op}_into_tensor", f"{op}_tensor"):
-                self.counts[op] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def forward(net: Net, x: torch.Tensor, mode: str) -> torch.Tensor:
@@ -78,14 +62,6 @@ def results(
     return ops.counts, audit.table(), [output, x.grad.clone(), *gradients]
 
 
-def shown(counts: dict[str, Counter[str]]) -> str:
-    lines = ["".join([f"{'':16}", *(f"{mode:>10}" for mode in counts)])]
-    for op in OPS:
-        numbers = [f"{counts[mode][op]:>10}" for mode in counts]
-        lines.append("".join([f"{op:16}", *numbers]))
-    return "\n".join(lines)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (2, 2)])
@@ -99,7 +75,7 @@ def test_same_bits_and_nothing_twice(ranks: RankPools, dp: int, tp: int, recipe:
             assert all(same_bits(a, b) for a, b in zip(expected[2], found[2], strict=True))
     plain, selective = (by_mode[mode][0][0] for mode in ("none", "selective"))
     for op in OPS:
-        if op != "quantize":
+        if op not in ("quantize", "known_scaling"):
             # (Those of a weight that was not precomputed are not seen in the selective run.)
             assert selective[op] <= plain[op], op
     assert by_mode["selective"][0][1] == by_mode["none"][0][1]
@@ -124,13 +100,13 @@ def test_counts_of_a_step(ranks: RankPools) -> None:
     }
     # Two layers of three GEMMs each. full: per layer the casts of two inputs, none of a weight.
     assert_expected_inline(
-        shown(counts),
+        op_columns(counts),
         """\
                       none      full selective
+known_scaling            0         0         6
 amax                    10        14        10
 quantize                10        14        14
 scaled_mm               18        24        18
-mm                       0         0         0
 all_gather               4         6         4
 reduce_scatter           4         6         4
 all_reduce              12        16        12""",
@@ -166,8 +142,7 @@ def test_on_one_device_without_gradients_of_the_input() -> None:
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("recipe", [r.value for r in Float8LinearRecipeName])
 def test_compiled(recipe: str, mode: str) -> None:
-    torch._dynamo.reset()
-    counters.clear()
+    compilations = Compilations()
     net = convert_to_float8_training(
         Net(layers=1), config=Float8LinearConfig.from_recipe_name(recipe)
     )
@@ -179,4 +154,110 @@ def test_compiled(recipe: str, mode: str) -> None:
         results.append([output.detach(), leaf.grad, *(p.grad for p in net.parameters())])
         net.zero_grad()
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
-    assert sum(counters["graph_break"].values()) == 0
+    assert (compilations.breaks, compilations.graphs) == (0, 1)
+
+
+def compiled_counts(recipe: str, mode: str) -> tuple[dict[str, Counter[str]], str, bool]:
+    """What the graphs of a compiled step hold, and whether it has the bits of an eager step."""
+    compilations = Compilations()
+    results: list[list[torch.Tensor]] = []
+    for compiled in (False, True):
+        world = Distributed(
+            1,
+            2,
+            config=Float8LinearConfig.from_recipe_name(recipe),
+            net_arguments={"layers": 1},
+        )
+        graphs, run = Graphs(world.mesh), forward
+        if compiled:
+            run = torch.compile(forward, backend=graphs.backend, fullgraph=True)
+        precompute_float8_dynamic_scale(world.net)
+        x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(1)))
+        output = run(world.net, x.requires_grad_(), mode)
+        output.square().sum().backward()
+        gradients = [full(p.grad) for p in world.net.parameters()]
+        results.append([output.detach(), x.grad, *gradients])
+    assert (compilations.breaks, compilations.graphs) == (0, 1)
+    same = all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    return graphs.ops, graphs.collectives_shown(), same
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_counts_in_graphs(ranks: RankPools) -> None:
+    found = {
+        mode: ranks(2).run(compiled_counts, "tensorwise", mode, timeout=180)[0]
+        for mode in ("none", "full", "selective")
+    }
+    assert all(same for _, _, same in found.values())
+    # Where a weight's scale is asked for again, nothing is computed: it is known.
+    columns = {f"{m}, {d[0]}w": n for m, (ops, _, _) in found.items() for d, n in ops.items()}
+    assert_expected_inline(
+        op_columns(columns),
+        """\
+                  none, fw  none, bw  full, fw  full, bw selective, fw selective, bw
+known_scaling            3         0         3         3             3             0
+amax                     2         3         2         5             2             3
+quantize                 5         3         5         8             5             7
+scaled_mm                3         6         3         8             3             6
+all_gather               1         1         1         2             1             1
+reduce_scatter           1         1         1         1             1             1
+all_reduce               2         4         2         6             2             4""",
+    )
+    assert_expected_inline(
+        found["full"][1],
+        """\
+forward   all_reduce      tp  int32      2        8 bytes
+forward   all_gather      tp  uint8      1    2,048 bytes
+forward   reduce_scatter  tp  float32    1    8,192 bytes
+backward  all_reduce      tp  float32    1      256 bytes
+backward  all_reduce      tp  int32      5       20 bytes
+backward  all_gather      tp  uint8      2    4,096 bytes
+backward  reduce_scatter  tp  float32    1    8,192 bytes""",
+    )
+    assert found["selective"][1] == found["none"][1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_folded"])
+def test_graphs_repeat_no_collective_and_no_amax(ranks: RankPools, recipe: str) -> None:
+    plain, selective = (
+        ranks(2).run(compiled_counts, recipe, mode, timeout=180)[0]
+        for mode in ("none", "selective")
+    )
+    assert selective[1:] == (plain[1], True)
+    # Casts are repeated, and nothing else. (What only the backward needs may have moved there.)
+    counts = [ops["forward"] + ops["backward"] for ops, _, _ in (plain, selective)]
+    assert {op for op in OPS if counts[0][op] != counts[1][op]} <= {"quantize"}
+
+
+class Checkpointed(nn.Module):
+    """A layer of a Net, checkpointed inside of what FSDP2 shards, as torchtitan's blocks are."""
+
+    def __init__(self, layer: nn.Module, mode: str) -> None:
+        super().__init__()
+        self.layers, self.mode = nn.ModuleList([layer]), mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x, self.mode)  # type: ignore[arg-type]
+
+
+def inside_of_fsdp(mode: str, compiled: bool) -> str:
+    """The collectives of a step whose weights FSDP2 gathers in high precision, twice."""
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    world = Distributed(2, 2, shard=False, config=config, net_arguments={"layers": 1})
+    model = nn.Sequential(Checkpointed(world.net.layers[0], mode))
+    if compiled:
+        torch._dynamo.reset()
+        model[0].compile(backend="aot_eager", fullgraph=True)
+    world.fully_shard(model, model)
+    x = world.mine(torch.randn(4, 8, 64)).requires_grad_()
+    with running_audit(world.mesh) as audit:
+        model(x).square().sum().backward()
+    return audit.table()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scales_of_gathered_weights_are_saved(ranks: RankPools) -> None:
+    expected = ranks(4).run(inside_of_fsdp, "none", False)
+    for compiled in (False, True):
+        assert ranks(4).run(inside_of_fsdp, "selective", compiled, timeout=180) == expected

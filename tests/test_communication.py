@@ -20,7 +20,7 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-from fp8_dist.debug import comm_audit
+from fp8_dist.debug import CommAudit, CommRow, comm_audit
 from fp8_dist.linear import float8_layers
 from fp8_dist.sharding import local_tensor
 
@@ -272,22 +272,30 @@ total                                  7            12,808
     )
 
 
-def mixed_gather() -> str:
+def mixed_gather(reduce_dtype: torch.dtype | None, converted: bool = True) -> CommAudit:
     """A module whose FSDP group has float8 and bf16 parameters, bf16 mixed precision."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 16))
-    convert_to_float8_training(net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    if converted:
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        convert_to_float8_training(net, config=config)
     mesh = device_mesh(dp=2)
-    fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    precompute_float8_dynamic_scale(net)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+    if converted:
+        precompute_float8_dynamic_scale(net)
     with comm_audit(mesh) as audit:
         net(torch.randn(4, 32, dtype=torch.bfloat16)).sum().backward()
-    return audit.table()
+    return audit
+
+
+def table_of_a_mixed_gather() -> str:
+    return mixed_gather(torch.bfloat16).table()
 
 
 def test_float8_and_other_bytes_of_a_mixed_gather(ranks: RankPools) -> None:
     assert_expected_inline(
-        same_on_all(ranks(2).run(mixed_gather)),
+        same_on_all(ranks(2).run(table_of_a_mixed_gather)),
         """\
 op              axis  dtype          count  elements   bytes
 all_gather      dp    float8_e4m3fn      1     3,072   3,072
@@ -297,6 +305,21 @@ total                                    2            10,048
   float8                                               3,072
   other                                                6,976""",
     )
+
+
+def reductions(converted: bool) -> list[list[CommRow]]:
+    """Reduce-scatters of the mixed gather's group, for each dtype that FSDP2 can be asked for."""
+    return [
+        [row for row in mixed_gather(dtype, converted).rows if row.op == "reduce_scatter"]
+        for dtype in (None, torch.bfloat16, torch.float32)
+    ]
+
+
+def test_gradients_are_reduced_in_the_dtype_that_fsdp_takes(ranks: RankPools) -> None:
+    # None: that of the computation, of the parameters since torch 2.15.
+    ours, theirs = (same_on_all(ranks(2).run(reductions, converted)) for converted in (True, False))
+    assert ours == theirs
+    assert all(sum(row.count for row in rows) == 1 for rows in ours)
 
 
 def micro_batches(cache: bool, precompute: bool) -> tuple[int, int, bool]:

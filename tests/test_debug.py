@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # Registers more ops, which torch imports late till 2.12.
 from expecttest import assert_expected_inline
 from llama import Llama, LlamaConfig
 from ranks import RankPools, device_mesh
@@ -23,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._pytree import tree_map_only
+from torch_releases import RELEASE
 
 from fp8_dist import (
     CastConfig,
@@ -186,12 +188,7 @@ def op_of_tomorrow() -> Iterator[torch._ops.OpOverloadPacket]:
 
 def ops_without_a_schema() -> str:
     rank, group = dist.get_rank(), dist.group.WORLD
-    buffers = [torch.ones(4), torch.empty(4)]
     with comm_audit() as audit, op_of_tomorrow() as put:
-        for work in funcol.batch_p2p_ops(
-            ["isend", "irecv"], [1 - rank] * 2, [0, 0], buffers, group.group_name
-        ):
-            funcol.wait_tensor(work)
         with torch.device("meta"):
             torch.ops.symm_mem.one_shot_all_reduce(torch.ones(4), "sum", group.group_name)
             a, bs = torch.ones(8, 4, dtype=torch.bfloat16), [torch.ones(4, 2, dtype=torch.bfloat16)]
@@ -200,6 +197,17 @@ def ops_without_a_schema() -> str:
         put(torch.ones(1), [torch.ones(8).to(torch.float8_e4m3fn).view(torch.uint8)], 1 - rank)
         with torch.inference_mode():  # where this deprecated op is not decomposed
             torch.ops.c10d_functional.all_reduce(torch.ones(2), "sum", "", [0, 1], 2)
+    return audit.table()
+
+
+def batched_send_and_receive() -> str:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    buffers = [torch.ones(4), torch.empty(4)]
+    with comm_audit() as audit:
+        for work in funcol.batch_p2p_ops(
+            ["isend", "irecv"], [1 - rank] * 2, [0, 0], buffers, group.group_name
+        ):
+            funcol.wait_tensor(work)
     return audit.table()
 
 
@@ -401,15 +409,31 @@ def test_an_op_without_a_schema_is_counted_under_its_own_name(ranks: RankPools) 
         first,
         """\
 op                                 axis     dtype          count  elements  bytes
-batch_p2p                          world    float32            1         8     32
 symm_mem::one_shot_all_reduce      world    float32            1         4     16
 symm_mem::fused_all_gather_matmul  world    bfloat16           1        32     64
 symm_mem::fp8_dist_put             unknown  float32            1         3     12
 symm_mem::fp8_dist_put             unknown  float8_e4m3fn      1         8      8
 c10d_functional::all_reduce        unknown  float32            1         2      8
-total                                                          6              140
+total                                                          5              108
   float8                                                                        8
-  other                                                                       132""",
+  other                                                                       100""",
+    )
+
+
+def test_a_batch_of_sends_and_receives_is_one_collective(ranks: RankPools) -> None:
+    if RELEASE < (2, 12):
+        assert not hasattr(funcol, "batch_p2p_ops")
+        return
+    first, second = ranks(2).run(batched_send_and_receive)
+    assert first == second
+    assert_expected_inline(
+        first,
+        """\
+op         axis   dtype    count  elements  bytes
+batch_p2p  world  float32      1         8     32
+total                          1               32
+  float8                                        0
+  other                                        32""",
     )
 
 

@@ -103,7 +103,7 @@ def test_amax_scope_rank(ranks: RankPools, recipe: str) -> None:
 def table_of_a_step(dp: int, tp: int, recipe: str) -> str:
     """Collectives of the second step, with its precompute or sync, of a Net in bf16."""
     config = Float8LinearConfig.from_recipe_name(recipe)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     world = Distributed(dp, tp, config=config, fsdp_arguments={"mp_policy": policy})
     optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
     table = ""

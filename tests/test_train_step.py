@@ -15,6 +15,7 @@ from run_writer import audit_rows, high_precision_gather
 from torch import nn
 from torch._dynamo.utils import counters
 
+from fp8_dist.comm_table import CommRow, CommTable
 from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.dtypes import is_float8
 from fp8_dist.fsdp import clip_grad_norm_
@@ -66,9 +67,9 @@ def two_steps(ours: train.Trainer) -> tuple[list[float], CommAudit]:
     return numbers, audit
 
 
-def audited_step() -> dict[str, object]:
-    """Runs on every rank: the collectives of a float8 step, and what compare.py needs of them."""
-    ours = trainer("--recipe", "tensorwise")
+def audited_step(recipe: str) -> dict[str, object]:
+    """Runs on every rank: the collectives of a step, and what compare.py needs of them."""
+    ours = trainer("--recipe", recipe)
     _, audit = two_steps(ours)
     return {
         "table": audit.table(),
@@ -79,11 +80,26 @@ def audited_step() -> dict[str, object]:
     }
 
 
+def is_sum_over_tp(row: CommRow) -> bool:
+    """Of norms' gradients, and of the gradient's norm: torch's, in a dtype of its choice."""
+    return (row.op, row.axis) == ("all_reduce", "tp") and row.dtype.is_floating_point
+
+
+def sums_over_tp(rows: list[CommRow]) -> list[CommRow]:
+    return CommTable(row for row in rows if is_sum_over_tp(row)).without_modules().rows
+
+
 def test_a_float8_step_communicates_float8(ranks: RankPools):
-    results = ranks(4).run(audited_step)
+    results = ranks(4).run(audited_step, "tensorwise")
     assert all(result["table"] == results[0]["table"] for result in results)
+    rows = results[0]["rows"]
+    plain = ranks(4).run(audited_step, "bf16")[0]["rows"]
+    assert sums_over_tp(rows) == sums_over_tp(plain)
+    assert CommTable(sums_over_tp(rows)).count() == 6  # each block's two norms, the last, the norm
     assert_expected_inline(
-        results[0]["table"],
+        CommTable(row for row in rows if not is_sum_over_tp(row))
+        .without_modules()
+        .text(with_modules=False),
         """\
 op              axis   dtype          count  elements    bytes
 all_gather      dp     bfloat16           1    16,448   32,896
@@ -94,21 +110,19 @@ all_reduce      tp     int32             22        22       88
 all_gather      tp     float8_e4m3fn      4    16,384   16,384
 all_gather      tp     bfloat16           3    24,576   49,152
 all_gather      tp     float8_e5m2        4    16,384   16,384
-all_reduce      tp     bfloat16           5       320      640
 reduce_scatter  dp     float32            3    53,568  214,272
 all_reduce      dp     float32            1        21       84
-all_reduce      tp     float32            1        21       84
 all_reduce      world  int32              1        14       56
-total                                    59            486,712
+total                                    53            485,988
   float8                                               106,496
-  other                                                380,216""",
+  other                                                379,492""",
     )
     kinds = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
     kinds += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
     converted = {f"layers.{layer}.{kind}" for layer in range(2) for kind in kinds}
     assert set(results[0]["float8_layers"]) == converted
     norms = 2 * 64
-    for row in results[0]["rows"]:
+    for row in rows:
         if row.op != "all_gather" or is_float8(row.dtype):
             continue
         # FSDP2's root group, the embedding's activations and the head's; what else there is are

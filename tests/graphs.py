@@ -1,0 +1,202 @@
+"""What a training step computes and communicates in compiled graphs, and beside them.
+
+A step is counted in two ways that don't know of each other: :class:`Graphs` is the backend that is
+handed the graphs, reads them once, and adds up what it read whenever one runs; :class:`Ops` and
+:func:`running_audit` watch ops as they run, in eager code and in graphs (but for what inductor
+fuses).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8_dist import debug
+from fp8_dist.collectives import read_collective
+from fp8_dist.comm_table import CommRow, CommTable
+
+# Passes over tensors, GEMMs, collectives; and the question whether a weight's scale is known.
+OPS = (
+    "known_scaling",
+    "amax",
+    "quantize",
+    "scaled_mm",
+    "mm",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+)
+
+
+def counted(func: Any) -> str | None:
+    """The name in ``OPS`` of an operator, whatever its variant; None for all others."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
+    name = func._schema.name.partition("::")[2]
+    for op in OPS:
+        if name in (op, f"{op}_into_tensor", f"{op}_tensor"):
+            return op
+    return None
+
+
+def op_columns(columns: Mapping[str, Counter[str]]) -> str:
+    """Counts of ops as a table of the given columns, without ops that are in none."""
+    widths = [max(9, len(name)) + 1 for name in columns]
+    rows: list[tuple[str, list[Any]]] = [("", list(columns))]
+    rows += [(op, [column[op] for column in columns.values()]) for op in OPS]
+    lines = []
+    for name, cells in rows:
+        if any(cells):
+            texts = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+            lines.append("".join([f"{name:16}", *texts]))
+    return "\n".join(lines)
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops that matter, as they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled graphs run below it
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if (op := counted(func)) is not None:
+            self.counts[op] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Graphs:
+    """A backend of torch.compile that runs AOT graphs as they are, and counts.
+
+    They are divided into forward and backward as for inductor. (torch's other way, aot_eager's,
+    leaves unused ops in the backward: what computes the inputs of the forward's collectives.)
+
+    Attributes:
+        backend: for ``torch.compile(backend=...)``.
+        made: how many "forward" and "backward" graphs were made.
+        ran: how many of them ran.
+        ops: what ran in them: by direction, and op of ``OPS``.
+        collectives: by direction, the collectives that ran in them. Sizes and dtypes are those of
+            the buffers in the graph, where float8 travels as uint8.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self._axis = debug.CommAudit(mesh)._axis
+        self.made: Counter[str] = Counter()
+        self.forget_runs()
+        self.backend = aot_autograd(
+            fw_compiler=self._compiler("forward"),
+            bw_compiler=self._compiler("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def forget_runs(self) -> None:
+        """Count anew what runs."""
+        self.ran: Counter[str] = Counter()
+        self.ops: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+        self.collectives = {"forward": CommTable(), "backward": CommTable()}
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all collectives that ran."""
+        return sum(table.bytes for table in self.collectives.values())
+
+    def collectives_shown(self) -> str:
+        """The collectives, a line for each kind."""
+        lines = []
+        for direction, table in self.collectives.items():
+            for row in table.rows:
+                dtype = str(row.dtype).removeprefix("torch.")
+                lines.append(
+                    f"{direction:9} {row.op:15} {row.axis:3} {dtype:9}"
+                    f"{row.count:3}{row.bytes:>9,} bytes"
+                )
+        return "\n".join(lines)
+
+    def _compiler(self, direction: str) -> Callable[..., Any]:
+        def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            self.made[direction] += 1
+            ops, rows = self._read(graph)
+
+            def run(args: list[Any]) -> Any:
+                self.ran[direction] += 1
+                self.ops[direction] += ops
+                for row in rows:
+                    self.collectives[direction].add(row)
+                return graph(*args)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return compiler
+
+    def _read(self, graph: torch.fx.GraphModule) -> tuple[Counter[str], list[CommRow]]:
+        ops: Counter[str] = Counter()
+        rows = []
+        for node in graph.graph.nodes:
+            if not isinstance(node.target, torch._ops.OpOverload):
+                continue
+            if (op := counted(node.target)) is not None:
+                ops[op] += 1
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            collective = read_collective(node.target, args, kwargs)
+            if collective is not None:
+                (buffer,) = collective.tensors
+                elements = buffer.numel() * collective.factor
+                size = elements * buffer.dtype.itemsize
+                axis = self._axis(collective.group)
+                row = CommRow(collective.op, axis, buffer.dtype, "", False, 1, elements, size)
+                rows.append(row)
+        return ops, rows
+
+
+class _RunningRecorder(debug._Recorder):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _NoPath:
+    """Not ``ModulePath``, whose global hooks of modules would become part of the graphs."""
+
+    current = ""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def running_audit(mesh: DeviceMesh | None) -> debug.CommAudit:
+    """``comm_audit(mesh)`` of a model that goes on running compiled, without names of modules."""
+    audit = debug.CommAudit(mesh)
+    audit._recorder = _RunningRecorder(audit)
+    audit._path = _NoPath()  # type: ignore[assignment]
+    return audit
+
+
+class Compilations:
+    """What dynamo has done since this object was made."""
+
+    def __init__(self) -> None:
+        torch._dynamo.reset()
+        counters.clear()
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs it captured: one for each frame, and for each recompilation of it."""
+        return counters["stats"]["unique_graphs"]
+
+    @property
+    def breaks(self) -> int:
+        """How often a graph broke."""
+        return sum(counters["graph_break"].values())

@@ -1,0 +1,207 @@
+"""autocast, and layers that are fp16 themselves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from graphs import Compilations
+from nets import Distributed, blocks
+from ranks import RankPools
+from reference import same_bits, same_cast, sqnr, weights_used
+from torch import nn
+
+from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+DTYPES = [torch.bfloat16, torch.float16]
+# dB between a GEMM of float8 operands and that of its operands, in any of the recipes.
+FLOAT8_SQNR = 23.0
+
+
+def layer_of(recipe: str, dtype: torch.dtype = torch.float32, bias: bool = True) -> Float8Linear:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return Float8Linear(64, 48, bias, dtype=dtype, config=config)
+
+
+def forward_and_backward(
+    layer: nn.Module, x: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """Output, and gradients of the input and of the parameters; under autocast to ``dtype``."""
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        output = layer(leaf)
+    output.backward(grad.to(output.dtype))
+    gradients = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    return [output.detach(), leaf.grad, *gradients]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_input_alone_is_cast(recipe: str, dtype: torch.dtype) -> None:
+    """As if the input had come in the autocast dtype: the weight is cast from what is stored."""
+    layer = layer_of(recipe)
+    x, grad = torch.randn(32, 64), torch.randn(32, 48)
+    found = forward_and_backward(layer, x, grad, dtype)
+    assert [t.dtype for t in found] == [dtype] + [torch.float32] * 3
+    expected = forward_and_backward(layer, x.to(dtype), grad, None)
+    assert [t.dtype for t in expected[:2]] == [dtype, dtype]
+    # (torch casts the gradient back to the dtype of the input.)
+    expected[1] = expected[1].float()
+    assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_weight_is_cast_from_what_is_stored(recipe: str) -> None:
+    layer, x = layer_of(recipe), torch.randn(32, 64)
+    used = []
+    for dtype in (None, *DTYPES):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None), weights_used(layer) as found:
+            layer(x)
+        used.append(found[""])
+    assert all(same_cast(used[0], other) for other in used[1:])
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.bfloat16())
+    with weights_used(layer) as found:
+        layer(x)
+    assert not same_cast(used[0], found[""])  # it could be told
+
+
+@contextmanager
+def other_device_autocast(dtype: torch.dtype) -> Iterator[None]:
+    """autocast of another device type, on machines that don't have one too."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+def test_only_that_of_the_inputs_device() -> None:
+    layer, x = layer_of("tensorwise"), torch.randn(32, 64)
+    with other_device_autocast(torch.float16):
+        assert torch.is_autocast_enabled("cuda")
+        assert same_bits(layer(x), layer(x.float()))
+        assert layer(x).dtype is torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype is torch.bfloat16
+
+
+def test_nested() -> None:
+    layer, x = layer_of("tensorwise"), torch.randn(32, 64)
+    plain = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", enabled=False):
+            assert same_bits(layer(x), plain)
+        with torch.autocast("cpu", torch.float16):
+            assert layer(x).dtype is torch.float16
+        assert layer(x).dtype is torch.bfloat16
+        # What autocast leaves alone in nn.Linear.
+        doubled = layer_of("tensorwise", torch.float64)
+        assert doubled(x.double()).dtype is nn.Linear(64, 48).double()(x.double()).dtype
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled(recipe: str, backend: str) -> None:
+    """One graph for each autocast dtype; the same bits. (inductor adds a bias unrounded.)"""
+    compilations = Compilations()
+    layer = layer_of(recipe, bias=False)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    x, grad = torch.randn(32, 64), torch.randn(32, 48)
+    dtypes = [None, *DTYPES]
+    for dtype in dtypes * 2:
+        expected, found = (forward_and_backward(f, x, grad, dtype) for f in (layer, compiled))
+        assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+    assert (compilations.breaks, compilations.graphs) == (0, len(dtypes))
+
+
+def on_a_mesh(recipe: str, compiled: bool) -> tuple[list[torch.dtype], float]:
+    """dtypes of layers' outputs and of gradients, and the SQNR to one device, under autocast."""
+    world = Distributed(1, 2, config=Float8LinearConfig.from_recipe_name(recipe))
+    model = blocks(world)
+    outputs: list[torch.dtype] = []
+    if compiled:
+        torch._dynamo.reset()
+        for block in model:
+            block.compile(backend="aot_eager", fullgraph=True)
+    else:
+        for mlp in world.net.layers:
+            mlp.register_forward_hook(lambda mlp, args, output: outputs.append(output.dtype))
+    x = torch.randn(2, 8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, expected = model(world.mine(x)), world.twin(x)
+    output.sum().backward()
+    gradients = {p.grad.dtype for p in world.net.parameters()}
+    return [*outputs, output.dtype, *gradients], sqnr(world.mine(expected), output)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_folded"])
+def test_inputs_that_a_style_casts(ranks: RankPools, recipe: str) -> None:
+    """PrepareFloat8ModuleInput heeds autocast as the layers do, which get its float8 input."""
+    eager = ranks(2).run(on_a_mesh, recipe, False)
+    compiled = ranks(2).run(on_a_mesh, recipe, True, timeout=180)
+    for dtypes, distance in eager:
+        # The residual sum is fp32 again.
+        assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
+        assert distance > 45  # parts of w2's output are rounded to bf16 before they are summed
+    assert compiled == [(dtypes[2:], distance) for dtypes, distance in eager]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp16_layers(recipe: str) -> None:
+    """The three GEMMs and the bias gradient beside fp64, in fp16 and in fp32."""
+    x, grad = torch.randn(32, 64).half(), torch.randn(32, 48).half()
+    layer = layer_of(recipe, torch.float16)
+    found = forward_and_backward(layer, x, grad, None)
+    assert {t.dtype for t in found} == {torch.float16}
+    wide, weight, bias = (t.detach().double() for t in (x, layer.weight, layer.bias))
+    expected = [wide @ weight.t() + bias, grad.double() @ weight, grad.double().t() @ wide]
+    of_gemms = [sqnr(a, b) for a, b in zip(expected, found, strict=False)]
+    assert min(of_gemms) > FLOAT8_SQNR
+    assert sqnr(grad.double().sum(0), found[3]) > 65  # from the gradient as it came
+    layer = layer.float()
+    in_fp32 = forward_and_backward(layer, x.float(), grad.float(), None)
+    # Operands are cast alike: fp16 rounds the results once more, and nothing else.
+    assert all(sqnr(a, b) > 65 for a, b in zip(in_fp32, found, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("overflow", [False, True])
+def test_large_fp16_values(recipe: str, overflow: bool) -> None:
+    """Products are inf where they leave the range of fp16, as nn.Linear's are, and only there."""
+    layer = layer_of(recipe, torch.float16, bias=False)
+    limit = torch.finfo(torch.float16).max
+    size = 0.2 if overflow else 0.001
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(48, 64) * size)
+    x, grad = (torch.randn(32, 64).clamp(-1, 1) * limit).half(), (torch.randn(32, 48) * size).half()
+    weight = layer.weight.detach().double()
+    exact = [x.double() @ weight.t(), grad.double() @ weight, grad.double().t() @ x.double()]
+    linear = layer.to_linear()
+    expected = forward_and_backward(linear, x, grad, None)
+    found = forward_and_backward(layer, x, grad, None)
+    for product, a, b in zip(exact, expected, found, strict=True):
+        # Near the limit float8's error decides, which is far below a third of the signal.
+        signal = product.square().mean().sqrt()
+        over, below = product.abs() > limit + signal / 3, product.abs() < limit - signal / 3
+        assert torch.equal(a[over], b[over])
+        noise = (product - b)[below].square().mean().sqrt()
+        assert 20 * torch.log10(signal / noise) > FLOAT8_SQNR
+    infinite = [bool(t.isinf().any()) for t in found]
+    assert infinite == [overflow, False, overflow]
+
+
+def test_an_fp16_product_is_summed_wider() -> None:
+    # Partial sums leave the range of fp16, the sum does not.
+    layer = layer_of("tensorwise", torch.float16, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    x = torch.full((4, 64), 60000.0, dtype=torch.float16)
+    x[:, 32:] = -60000.0
+    assert torch.equal(layer(x), torch.zeros(4, 48, dtype=torch.float16))

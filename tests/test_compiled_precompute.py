@@ -1,0 +1,208 @@
+"""precompute_float8_dynamic_scale in compiled code, and between steps of compiled models."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from graphs import Compilations, Graphs, running_audit
+from nets import Distributed, Net, blocks
+from ranks import RankPools
+from reference import raised, same_bits
+from torch import nn
+
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    attach_precompute,
+    cast_to_float8,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.linear import float8_layers
+
+RECIPES = [r.value for r in Float8LinearRecipeName if r is not Float8LinearRecipeName.DELAYED]
+
+
+def scales(net: nn.Module) -> list[torch.Tensor]:
+    """All that is known about scales of weights: multipliers and scales, by layer and cast."""
+    known = [layer.weight_cache.scaling for layer in float8_layers(net).values()]
+    assert all(each is not None for each in known)
+    return [tensor for each in known if each for scaling in each.values() for tensor in scaling]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_itself(backend: str) -> None:
+    """The same bits for every model from one compilation, which is one graph break long."""
+    compilations = Compilations()
+    compiled = torch.compile(precompute_float8_dynamic_scale, backend=backend)
+    for recipe in RECIPES:
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        nets = [convert_to_float8_training(Net(layers=2), config=config) for _ in range(2)]
+        for _ in range(3):
+            compiled(nets[0])
+            precompute_float8_dynamic_scale(nets[1])
+            assert same(scales(nets[0]), scales(nets[1]))
+            with torch.no_grad():
+                for net in nets:
+                    net.layers[0].w1.weight.mul_(1.5)
+    assert (compilations.breaks, compilations.graphs) == (1, 0)
+
+
+def test_what_a_graph_wrote_is_what_it_sees() -> None:
+    # In one graph it would see the old values (inductor writes at its end, unnoticed).
+    def update(net: Net) -> None:
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(3)
+        precompute_float8_dynamic_scale(net)
+
+    net = convert_to_float8_training(Net(layers=1))
+    torch.compile(update, backend="inductor")(net)
+    for layer in float8_layers(net).values():
+        assert layer.weight_cache.is_fresh(layer.weight, layer.weight)
+        (cast,) = layer.cast_weight("forward")
+        assert same_bits(cast.scale, cast_to_float8(layer.weight, CastConfig()).scale)
+
+
+def test_a_full_graph_is_refused() -> None:
+    net = convert_to_float8_training(Net(layers=1))
+    compiled = torch.compile(precompute_float8_dynamic_scale, backend="eager", fullgraph=True)
+    assert (
+        "precompute_float8_dynamic_scale looks at weights, which graphs write to when they end; "
+        "call it outside of code that is compiled with fullgraph=True"
+    ) in raised(torch._dynamo.exc.Unsupported, lambda: compiled(net))
+
+
+def plainly(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.step()
+        precompute_float8_dynamic_scale(model)
+
+    return step
+
+
+def both_compiled(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[], None]:
+    update = torch.compile(optimizer.step, backend="aot_eager")
+    precompute = torch.compile(precompute_float8_dynamic_scale, backend="aot_eager")
+
+    def step() -> None:
+        update()
+        precompute(model)
+
+    return step
+
+
+def together(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[], None]:
+    return torch.compile(plainly(optimizer, model), backend="aot_eager")
+
+
+def attached(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[], None]:
+    attach_precompute(optimizer, model)
+    return torch.compile(optimizer.step, backend="aot_eager")
+
+
+def between_steps(dp: int, tp: int, recipe: str, reduces: int) -> list[str]:
+    """What went wrong in steps of compiled blocks beside those of an eager twin."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    arguments = {"shard": False, "config": config, "net_arguments": {"layers": 1}}
+    worlds = [Distributed(dp, tp, **arguments) for _ in range(2)]
+    models = [blocks(world) for world in worlds]
+    compilations, graphs = Compilations(), Graphs()
+    for block in models[0]:
+        block.compile(backend=graphs.backend, fullgraph=True)
+    for world, model in zip(worlds, models, strict=True):
+        world.fully_shard(model, model)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    wrong, made = [], []
+    for way in (both_compiled, together, attached):
+        ends = [way(optimizers[0], models[0]), plainly(optimizers[1], models[1])]
+        for _ in range(3):
+            x = torch.randn(4, 8, 64)
+            for world, model, end in zip(worlds, models, ends, strict=True):
+                model(world.mine(x)).square().mean().backward()
+                with running_audit(world.mesh) as audit:
+                    end()
+                model.zero_grad()
+                if {audit.count(), audit.count("all_reduce", dtype=torch.int32)} != {reduces}:
+                    wrong.append(f"{way.__name__}:\n{audit.table()}")
+            if not same(scales(models[0]), scales(models[1])):
+                wrong.append(f"{way.__name__}: scales")
+            made.append((compilations.graphs, dict(graphs.made)))
+        if made[-1] != made[-2] or graphs.made != {"forward": 1, "backward": 1}:
+            wrong.append(f"{way.__name__}: recompiled, {made}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "recipe", "reduces"),
+    # (Amaxes of whole rows need no one else's.)
+    [(2, 1, "rowwise_folded", 0), (2, 1, "tensorwise", 1), (1, 2, "tensorwise", 1)],
+)
+def test_between_compiled_steps(
+    ranks: RankPools, dp: int, tp: int, recipe: str, reduces: int
+) -> None:
+    assert ranks(2).run(between_steps, dp, tp, recipe, reduces, timeout=180) == [[], []]
+
+
+# What a user does between steps, and a loss that follows.
+EVENTS = (
+    "step",
+    "precomputed step",
+    "eval",
+    "no_grad",
+    "inference_mode",
+    "load",
+    "precomputed step",
+)
+
+
+def after_events(dp: int, tp: int) -> list[str]:
+    """Graphs that were made once everything had happened, and where eager's losses were not met."""
+    compilations = Compilations()
+    wrong: list[str] = []
+    losses: list[list[torch.Tensor]] = []
+    for compiled in (False, True):
+        world = Distributed(dp, tp, shard=False, net_arguments={"layers": 1})
+        model = blocks(world)
+        if compiled:
+            for block in model:
+                block.compile(backend="aot_eager", fullgraph=True)
+        world.fully_shard(model, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(0)
+        found: list[torch.Tensor] = []
+        for turn in range(2):
+            known = compilations.graphs
+            for event in EVENTS:
+                x = world.mine(torch.randn(4, 8, 64, generator=generator))
+                if event == "precomputed step":
+                    precompute_float8_dynamic_scale(model)
+                if event == "load":
+                    model.load_state_dict({n: t * 0.9 for n, t in model.state_dict().items()})
+                elif event in ("no_grad", "inference_mode"):
+                    with getattr(torch, event)():
+                        found.append(model(x).clone())
+                else:
+                    model.train(event != "eval")
+                    loss = model(x).square().mean()
+                    loss.backward()
+                    found.append(loss.detach())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if turn and compilations.graphs != known:
+                wrong.append(f"turn {turn}: {known} graphs became {compilations.graphs}")
+        losses.append(found)
+    if not same(*losses):
+        wrong.append("other losses than in eager code")
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+def test_nothing_between_steps_recompiles_twice(ranks: RankPools, dp: int, tp: int) -> None:
+    assert ranks(2).run(after_events, dp, tp, timeout=180) == [[], []]

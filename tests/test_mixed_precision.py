@@ -1,0 +1,118 @@
+"""FSDP2's MixedPrecisionPolicy: what is cast from what, moved in which dtype, and right."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from nets import Distributed, Net, full
+from ranks import RankPools
+from reference import same_cast, sqnr, weights_used
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.linear import float8_layers
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GATHERED_IN_FLOAT8 = ["tensorwise", "rowwise_folded", "delayed"]
+
+
+def a_step(
+    recipe: str, param_dtype: torch.dtype, reduce_dtype: torch.dtype, cast_inputs: bool
+) -> tuple[str, list[str], dict[str, float]]:
+    """The second step of a Net on two ranks with the same batch, and of its twin on one device.
+
+    The twin computes with parameters of ``param_dtype``, but for weights that are gathered in
+    float8: these are cast from their fp32 masters.
+
+    Returns:
+        Collectives; weights that are not the masters' casts, and dtypes that are not as asked;
+        SQNR of the output and of all gradients.
+    """
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=cast_inputs)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    arguments = {"config": config, "net_arguments": {"layers": 1}}
+    world = Distributed(2, 1, **arguments, fsdp_arguments={"mp_policy": policy})
+    twin = convert_to_float8_training(Net(layers=1), config=config)
+    for name, parameter in twin.named_parameters():
+        if recipe not in GATHERED_IN_FLOAT8 or name.endswith("bias"):
+            parameter.data = parameter.data.to(param_dtype)
+    whole, wrong, distances, table = torch.randn(2, 8, 64), [], {}, ""
+    for _ in range(2):
+        for net in (world.net, twin):
+            net.zero_grad()
+        batch = whole.repeat(2, 1, 1).to(FP32 if cast_inputs else param_dtype)
+        with comm_audit(world.mesh) as audit, weights_used(world.net) as used:
+            output = world.net(world.mine(batch))
+            output.float().square().mean().backward()
+        with weights_used(twin) as expected_weights:
+            expected = twin(whole.to(param_dtype))
+        expected.float().square().mean().backward()
+        table = audit.table()
+        wrong = [n for n in used if not same_cast(used[n], expected_weights[n])]
+        wrong += [str(output.dtype)] if output.dtype is not param_dtype else []
+        distances = {"output": sqnr(expected, output)}
+        for (name, parameter), other in zip(
+            world.net.named_parameters(), twin.parameters(), strict=True
+        ):
+            wrong += [name] if parameter.grad.dtype is not FP32 else []
+            # FSDP2 has autograd compute it for a parameter of that dtype.
+            distances[name] = sqnr(other.grad.to(param_dtype), full(parameter.grad))
+        if recipe == "delayed":
+            for net in (world.net, twin):
+                sync_float8_amax_and_scale_history(net)
+        elif recipe in GATHERED_IN_FLOAT8:
+            precompute_float8_dynamic_scale(world.net)
+    for layer in float8_layers(world.net).values():
+        wrong += [layer.fqn] if layer.local_shard().dtype is not FP32 else []
+    return table, wrong, distances
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cast_inputs", [True, False])
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype"), [(BF16, FP32), (BF16, BF16), (FP16, FP32)]
+)
+@pytest.mark.parametrize("recipe", [*GATHERED_IN_FLOAT8, "rowwise"])
+def test_a_step(
+    ranks: RankPools,
+    recipe: str,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    cast_inputs: bool,
+) -> None:
+    arguments = (recipe, param_dtype, reduce_dtype, cast_inputs)
+    for table, wrong, distances in ranks(2).run(a_step, *arguments):
+        assert wrong == []
+        # Two equal halves are summed, and divided: the reduction rounds as the twin's dtype does.
+        assert min(distances.values()) > 60, distances
+        reduced = [line.split()[2] for line in table.splitlines() if "reduce_scatter" in line]
+        assert reduced == [str(reduce_dtype).removeprefix("torch.")]
+
+
+def test_what_moves(ranks: RankPools) -> None:
+    tables = [
+        ranks(2).run(a_step, recipe, BF16, reduce_dtype, True)[0][0]
+        for recipe, reduce_dtype in (("tensorwise", FP32), ("rowwise", BF16))
+    ]
+    assert_expected_inline(
+        "\n".join(tables),
+        """\
+op              axis  dtype          count  elements    bytes
+all_gather      dp    float8_e4m3fn      2    36,864   36,864
+all_gather      dp    bfloat16           +       320      640
+reduce_scatter  dp    float32            1    18,592   74,368
+total                                    3            111,872
+  float8                                               36,864
+  other                                                75,008
+op              axis  dtype     count  elements    bytes
+all_gather      dp    bfloat16      2    37,184   74,368
+reduce_scatter  dp    bfloat16      1    18,592   37,184
+total                               3            111,552
+  float8                                               0
+  other                                          111,552""",
+    )

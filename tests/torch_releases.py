@@ -1,0 +1,32 @@
+"""What some supported releases of torch refuse: there a test asserts that they do."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from ranks import RankError
+
+RELEASE = Version(torch.__version__).release[:2]
+
+
+def uneven_sequence_in_torchs_linear() -> AbstractContextManager[Any]:
+    """Around ranks that give a linear layer of torch's own a sequence that they can't share evenly.
+
+    Before 2.13, a DTensor that was gathered along such a dim keeps the strides of the padding that
+    it was gathered with, and torch's linear layer, or its backward, can't view it as a matrix.
+    """
+    if RELEASE >= (2, 13):
+        return nullcontext()
+    return pytest.raises(RankError, match="view size is not compatible")
+
+
+def rows_in_torchaos_gemm(recipe: str) -> AbstractContextManager[Any]:
+    """Around GEMMs of a recipe of torchao's on CPUs.
+
+    In 2.11 their ``torch._scaled_mm``, which torchao calls, takes one scale per tensor only.
+    """
+    if RELEASE >= (2, 12) or not recipe.startswith("rowwise"):
+        return nullcontext()
+    return pytest.raises(RuntimeError, match="only supports per-tensor scaling")
