@@ -3,21 +3,20 @@
     python scripts/bench_auto_filter.py --recipe tensorwise --compile --json h100.json
 
 Times LayerNorm -> Linear(K, N) -> sigmoid on M rows, forward and backward in bf16, with a float8
-linear layer against a bf16 one, over a grid of M, K and N. The two take turns; medians are
-compared. Without a float8 GEMM (CPUs) float8 is emulated, and slower at every size.
+linear layer against a bf16 one, over a grid of M, K and N. Without a float8 GEMM (CPUs) float8 is
+emulated, and slower at every size.
 """
 
 import argparse
 import itertools
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from benchmarks import Timed, make_parser, medians, positive, start
 from torch import nn
 from tqdm import tqdm
 
@@ -33,7 +32,7 @@ DEFAULTS = {
     "cpu": ([64, 128], [64, 128, 256]),
     "cuda": ([4096, 8192, 16384], [1024, 2048, 4096, 8192, 16384]),
 }
-STEPS = 5  # between two readings of the clock
+STEPS = 5  # in one reading of the clock
 
 
 def step_of(
@@ -57,28 +56,23 @@ def step_of(
     return step
 
 
-def milliseconds(step: Callable[[], None], device: torch.device) -> float:
-    """Wall time of one step of several in a row."""
-    start = time.perf_counter()
+def several(step: Callable[[], None]) -> None:
+    """Steps in a row, which a GPU is not waited for between."""
     for _ in range(STEPS):
         step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1e3 * (time.perf_counter() - start) / STEPS
 
 
 def measure(shape: tuple[int, int, int], args: argparse.Namespace) -> dict[str, Any]:
     """The medians at one (M, K, N)."""
     m, k, n = shape
     torch._dynamo.reset()  # each shape has graphs of its own
-    steps = [step_of(m, k, n, r, args.compile, args.device) for r in (None, args.recipe)]
-    for step in steps:
-        milliseconds(step, args.device)  # compiles, warms up
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(args.repeat):
-        for step, readings in zip(steps, times, strict=True):
-            readings.append(milliseconds(step, args.device))
-    bf16, float8 = map(statistics.median, times)
+    recipes = {"bf16": None, "float8": args.recipe}
+    timed = {}
+    for name, recipe in recipes.items():
+        step = step_of(m, k, n, recipe, args.compile, args.device)
+        timed[name] = Timed(partial(several, step))
+    seconds = medians(timed, args)
+    bf16, float8 = (1e3 * seconds[name] / STEPS for name in recipes)
     row = {"m": m, "k": k, "n": n, "bf16_ms": bf16, "float8_ms": float8}
     return row | {"speedup": bf16 / float8}
 
@@ -114,24 +108,18 @@ def summary(rows: list[dict[str, Any]], recipe: str, least: float) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, repeat=15, page=None)
     names = [name.value for name in Float8LinearRecipeName]
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    rows, sizes = DEFAULTS[kind]
+    rows, sizes = DEFAULTS["cuda" if torch.cuda.is_available() else "cpu"]
     add = parser.add_argument
     add("--recipe", choices=names, default="tensorwise")
-    add("--rows", type=int, nargs="+", metavar="M", default=rows, help="default: %(default)s")
-    add("--sizes", type=int, nargs="+", default=sizes, help="of K and N; default: %(default)s")
+    add("--rows", type=positive, nargs="+", metavar="M", default=rows, help="default: %(default)s")
+    add("--sizes", type=positive, nargs="+", default=sizes, help="of K and N; default: %(default)s")
     add("--compile", action="store_true", help="torch.compile both, as in training")
-    add("--repeat", type=int, default=15, help="readings of the clock, each of several steps")
     add("--least", type=float, default=1.0, help="speedup that counts as a gain")
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
-    args = parser.parse_args(argv)
-    if min(*args.rows, *args.sizes, args.repeat) < 1 or any(size % 16 for size in args.sizes):
-        parser.error("--rows and --repeat must be positive, --sizes positive multiples of 16")
-    args.device = torch.device(kind)
+    args = start(parser, argv)
+    if any(size % 16 for size in args.sizes):
+        parser.error("--sizes must be multiples of 16")
     return args
 
 

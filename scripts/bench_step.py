@@ -1,172 +1,188 @@
 """Times a training step of the reference model beside bf16 and torchao, in one run.
 
+    python scripts/bench_step.py --mesh dp=2 tp=2 dp=2,tp=2 --model debug small --assert 2 --write
     python scripts/bench_step.py --compile --assert 1 --write
 
-One process, no communication: forward, backward, and the scales of the weights afterwards
-(precompute, or the sync of delayed scales) of the model of scripts/llama.py, in bf16. All variants
-take turns; medians are compared. `--compile` compiles each transformer block. Ratios carry over
-between machines of a kind, times don't.
+A step is what follows the optimizer's step before (precompute, or the sync of delayed scales),
+forward, backward and an AdamW step (fused). `--mesh` names FSDP2 ("dp") and tensor-parallel ("tp",
+with sequence parallelism) axes, whose ranks this script starts on this machine; "none" is one
+process. `--compile` compiles each transformer block.
 """
 
 import argparse
-import json
-import platform
-import statistics
+import dataclasses
+import math
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 
 import torch
-from llama import MODELS, Llama
-from torch import nn
-from tqdm import tqdm
-
-from fp8_dist import (
-    Float8LinearConfig,
-    Float8LinearRecipeName,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale,
-    sync_float8_amax_and_scale_history,
+import torch.distributed as dist
+import torch.nn.functional as F
+from bench_models import AfterStep, build
+from bench_peers import BF16, OURS, TORCHAO, faster_than_peer, peer_of
+from bench_ranks import run_on_ranks
+from benchmarks import (
+    PAGE,
+    Check,
+    Report,
+    Timed,
+    make_parser,
+    markdown,
+    medians,
+    milliseconds,
+    positive,
+    ratio,
+    section,
+    start,
 )
+from llama import MODELS, Llama
+from torch.distributed.device_mesh import init_device_mesh
 
-try:
-    from torchao import float8 as torchao_float8
-except ImportError:
-    torchao_float8 = None
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-TORCHAO = {"torchao tensorwise": "tensorwise", "torchao rowwise": "rowwise"}
-Variant = tuple[nn.Module, Callable[[nn.Module], None]]
+Mesh = tuple[int, int]  # ranks of dp, tp
+ABOUT = """\
+A step of a batch of {batch_size} x {seq_len} tokens, medians of {repeat} turns of the slowest rank;
+{blocks}. Ratios beside torchao are to the recipe of its own that is most alike."""
 
 
-def not_output(_: nn.Module, name: str) -> bool:
-    """The head stays in high precision."""
-    return name != "output"
+class Trained:
+    """A candidate's model with its optimizer; `step` trains on a batch."""
+
+    def __init__(self, model: Llama, after: AfterStep) -> None:
+        self.model, self.after = model, after
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        """What follows the step before, here so that its collective ends in a step; the step."""
+        self.after(self.model)
+        logits = self.model(tokens)
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def variant(name: str, args: argparse.Namespace, device: torch.device) -> Variant:
-    """A model from the same seed, and what is called after its optimizer's step."""
-    with device:
-        model = Llama(MODELS[args.model]).bfloat16()
-    call: Callable[[nn.Module], None] = lambda model: None  # noqa: E731
-    if name in TORCHAO:
-        config = torchao_float8.Float8LinearConfig.from_recipe_name(TORCHAO[name])
-        torchao_float8.convert_to_float8_training(model, module_filter_fn=not_output, config=config)
-    elif name != "bf16":
-        ours = Float8LinearConfig.from_recipe_name(name)
-        convert_to_float8_training(model, module_filter_fn=not_output, config=ours)
-        call = precompute_float8_dynamic_scale
-        if name == Float8LinearRecipeName.DELAYED.value:
-            call = sync_float8_amax_and_scale_history
-    if args.compile:
-        for block in model.layers:
-            block.compile(fullgraph=True, dynamic=False)
-    return model, call
-
-
-def seconds_of_a_step(variant: Variant, tokens: torch.Tensor) -> float:
-    """Forward, backward, and what follows the optimizer's step."""
-    model, after = variant
-    start = time.perf_counter()
-    model(tokens).logsumexp(-1).mean().backward()
-    after(model)
-    if tokens.is_cuda:
-        torch.cuda.synchronize()
-    elapsed = time.perf_counter() - start
-    model.zero_grad()
-    return elapsed
-
-
-def measure(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Median milliseconds of a step by variant, in turns after the first steps, which compile."""
-    names = ["bf16", *(recipe.value for recipe in Float8LinearRecipeName)]
-    names += list(TORCHAO) if torchao_float8 is not None else []
-    tokens = torch.randint(256, (args.batch_size, args.seq_len), device=device)
-    variants = {}
-    for name in tqdm(names, desc="warm-up", disable=None):
-        variants[name] = variant(name, args, device)
-        for _ in range(3):
-            seconds_of_a_step(variants[name], tokens)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in tqdm(range(args.repeat), desc="steps", disable=None):
+def measure(
+    mesh_sizes: Mesh, sizes: Sequence[str], names: Sequence[str], args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Median seconds of a step by model and candidate; called on every rank."""
+    mesh = None
+    if dist.is_initialized():
+        mesh = init_device_mesh(args.device.type, mesh_sizes, mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(0 if mesh is None else mesh.get_local_rank("dp"))
+    shape = args.batch_size // mesh_sizes[0], args.seq_len
+    batch = [torch.randint(256, shape, generator=generator).to(args.device) for _ in range(2)]
+    found = {}
+    for size in sizes:
+        timed = {}
         for name in names:
-            times[name].append(seconds_of_a_step(variants[name], tokens))
-    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+            trained = Trained(*build(name, MODELS[size], mesh, args.device, args.compile))
+            timed[name] = Timed(partial(trained.step, *batch))
+        found[size] = medians(timed, args, warm_up=3, description=size)
+    return found
 
 
-def table(medians: dict[str, float]) -> str:
-    """Markdown: a row per variant, as a multiple of bf16 and of torchao's like recipe."""
-    lines = ["| variant | ms | x bf16 | faster than torchao |", "|---|---|---|---|"]
-    for name, median in medians.items():
-        ratio = speedup(name, medians)
-        shown = "" if ratio is None else f"{ratio:.2f}x"
-        lines.append(f"| {name} | {median:.1f} | {median / medians['bf16']:.2f} | {shown} |")
-    return "\n".join(lines)
+@dataclasses.dataclass
+class Run:
+    """Median seconds of a step by candidate, for one model on one mesh."""
+
+    model: str
+    mesh: Mesh
+    compiled: bool
+    seconds: dict[str, float]
+
+    @property
+    def title(self) -> str:
+        """Of the section."""
+        compiled = ", compiled" if self.compiled else ""
+        return f"A training step, {self.model} model, {mesh_text(self.mesh)}{compiled}"
 
 
-def speedup(name: str, medians: dict[str, float]) -> float | None:
-    """torchao's time over ours, for a recipe of ours; None where there is nothing to compare."""
-    if name == "bf16" or name in TORCHAO:
-        return None
-    peer = "torchao rowwise" if name.startswith("rowwise") else "torchao tensorwise"
-    return medians[peer] / medians[name] if peer in medians else None
+def mesh_type(text: str) -> Mesh:
+    """The type of `--mesh`: "none", or sizes of the axes as in "dp=2,tp=2"."""
+    sizes = {"dp": 1, "tp": 1}
+    for axis in [] if text == "none" else text.split(","):
+        name, _, ranks = axis.partition("=")
+        if name not in sizes or not ranks.isdecimal() or int(ranks) < 1:
+            raise argparse.ArgumentTypeError(f"{text}: expected none, dp=N, tp=N or dp=N,tp=N")
+        sizes[name] = int(ranks)
+    return sizes["dp"], sizes["tp"]
 
 
-def main() -> int:
-    """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=MODELS, default="debug")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--compile", action="store_true", help="torch.compile each block")
-    parser.add_argument("--json", type=Path, help="write the medians to this file")
-    parser.add_argument("--write", action="store_true", help=f"write docs/{PAGE.name}")
-    parser.add_argument(
+def mesh_text(mesh: Mesh) -> str:
+    """A mesh as people read it."""
+    parts = [f"FSDP2 x{mesh[0]}"] * (mesh[0] > 1) + [f"TP x{mesh[1]} + SP"] * (mesh[1] > 1)
+    return ", ".join(parts) or "one process"
+
+
+def table(seconds: dict[str, float]) -> str:
+    """Markdown: a row per candidate, as a multiple of bf16 and of torchao's like recipe."""
+    lines = [["candidate", "ms", "x bf16", "faster than torchao"]]
+    for name, median in seconds.items():
+        faster = faster_than_peer(name, seconds)
+        shown = "" if faster is None else f"{faster:.2f}x"
+        lines.append([name, milliseconds(median), ratio(median, seconds[BF16]), shown])
+    return markdown(lines)
+
+
+def checks(runs: Sequence[Run], least: float | None) -> list[Check]:
+    """What `--assert` asks: tensorwise against torchao's."""
+    found = []
+    for run in runs if least is not None else ():
+        faster = faster_than_peer("tensorwise", run.seconds)
+        if faster is None:
+            found.append(Check(f"{run.title}: torchao is installed", False))
+            continue
+        sentence = f"{run.title}: tensorwise {faster:.2f}x faster than torchao, at least {least:g}"
+        found.append(Check(sentence, faster >= least))
+    return found
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = make_parser(__doc__, repeat=15)
+    add = parser.add_argument
+    add("--model", choices=MODELS, nargs="+", default=["debug"], help="default: debug")
+    add("--mesh", type=mesh_type, nargs="+", default=[(1, 1)], help="default: none")
+    add("--recipes", choices=OURS, nargs="+", default=OURS, help="ours; default: all")
+    add("--batch-size", type=positive, default=8, help="rows of the global batch; %(default)s")
+    add("--seq-len", type=positive, default=128, help="tokens per row; %(default)s")
+    add("--compile", action="store_true", help="torch.compile each block")
+    add(
         "--assert",
-        dest="least",
+        dest="asserted",
         type=float,
         metavar="RATIO",
-        help="fail unless tensorwise is faster than torchao's by this",
+        help="fail unless tensorwise is faster than torchao's by this, on each mesh",
     )
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    medians = measure(args, device)
-    kind = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()})"
-    title = (
-        f"{args.model} model, {args.batch_size} x {args.seq_len} tokens, "
-        f"{'compiled blocks' if args.compile else 'eager'}, {kind}, one thread, "
-        f"torch {torch.__version__}, medians of {args.repeat}"
-    )
-    print(f"{title}\n\n{table(medians)}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(medians))
-    if args.write:
-        update_page("compiled" if args.compile else "eager", title, table(medians))
-    if args.least is None:
-        return 0
-    ratio = speedup("tensorwise", medians)
-    return 0 if ratio is not None and ratio >= args.least else 1
+    args = start(parser, argv)
+    for mesh in args.mesh:
+        if args.batch_size % mesh[0]:
+            parser.error(f"--batch-size {args.batch_size} is no multiple of dp={mesh[0]}")
+        if args.compile and math.prod(mesh) > 1:
+            parser.error("--compile is for --mesh none: torchao's layers don't compile with TP")
+    if args.asserted is not None and "tensorwise" not in args.recipes:
+        parser.error("--assert is about tensorwise: --recipes must have it")
+    return args
 
 
-def update_page(section: str, title: str, text: str) -> None:
-    """Replaces one section of the page, and leaves the others."""
-    head = (
-        "<!-- Made by `python scripts/bench_step.py --write`, with and without `--compile`. -->\n\n"
-        "# Benchmarks\n"
-    )
-    sections = dict[str, str]()
-    if PAGE.exists():
-        for part in PAGE.read_text().split("\n## ")[1:]:
-            name, _, body = part.partition("\n")
-            sections[name] = body.strip()
-    sections[f"A training step, {section}"] = f"{title}.\n\n{text}"
-    body = "".join(f"\n## {name}\n\n{sections[name]}\n" for name in sorted(sections))
-    PAGE.write_text(head + body)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    args = parse(argv)
+    wanted = {peer_of(name) for name in args.recipes}
+    names = [BF16, *args.recipes, *(name for name in TORCHAO if name in wanted)]
+    runs = []
+    for mesh in args.mesh:
+        task = (mesh, args.model, names, args)
+        ranks = math.prod(mesh)
+        by_model = measure(*task) if ranks == 1 else run_on_ranks(ranks, args, measure, *task)
+        if by_model is None:
+            return 0  # rank 0 of a torchrun reports
+        runs += [Run(model, mesh, args.compile, by_model[model]) for model in args.model]
+    about = ABOUT.format(**vars(args), blocks="compiled blocks" if args.compile else "eager")
+    report = Report(PAGE, {run.title: section(args, about, table(run.seconds)) for run in runs})
+    report.data = [dataclasses.asdict(run) for run in runs]
+    report.checks = checks(runs, args.asserted)
+    return report.finish(args)
 
 
 if __name__ == "__main__":

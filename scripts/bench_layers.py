@@ -1,0 +1,74 @@
+"""The single layers that the benchmarks run, and how many operators a run dispatches."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from bench_peers import FP32, linear_of
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from fp8_dist import (
+    Float8Linear,
+    invalidate_float8_scales,
+    sync_float8_amax_and_scale_history,
+)
+
+Shape = tuple[int, int, int]  # rows, in_features, out_features
+
+
+@dataclasses.dataclass
+class Layer:
+    """A layer, its input and the gradient of its output; `run` makes a step."""
+
+    module: nn.Linear
+    x: torch.Tensor
+    grad: torch.Tensor
+
+    def run(self) -> torch.Tensor:
+        """Forward and backward; returns the output."""
+        output = self.module(self.x)
+        output.backward(self.grad)
+        return output
+
+    def clear(self) -> None:
+        """Drops the gradients."""
+        self.x.grad = self.module.weight.grad = None
+
+    def change_weight(self) -> None:
+        """As after a step of an optimizer: the gradients go, and what was known of the weight."""
+        self.clear()
+        if isinstance(self.module, Float8Linear):
+            if self.module.histories:
+                sync_float8_amax_and_scale_history(self.module)
+            invalidate_float8_scales(self.module)
+
+
+def layer_of(name: str, shape: Shape, device: torch.device, mesh: Any = None) -> Layer:
+    """A candidate with the tensors that all have; on DTensors if there is a mesh."""
+    m, k, n = shape
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if name == FP32 else torch.bfloat16
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    x, w, g = random(m, k), random(n, k) / math.sqrt(k), random(m, n)
+    if mesh is not None:
+        x, g = (distribute_tensor(t, mesh, [p]) for t, p in ((x, Replicate()), (g, Shard(1))))
+        w = distribute_tensor(w, mesh, [Shard(0)])
+    with torch.device("meta"):
+        linear = nn.Linear(k, n, bias=False)
+    linear.weight = nn.Parameter(w)
+    return Layer(linear_of(name, linear), x.requires_grad_(), g)
+
+
+def operators_of(run: Callable[[], object]) -> int:
+    """How many operators a call dispatches, nested ones included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    # (Nodes of autograd have names of another form.)
+    return sum(re.fullmatch(r"\w+::\w+", event.name) is not None for event in profile.events())
