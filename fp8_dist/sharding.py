@@ -17,8 +17,10 @@ to where it is needed as float8.) A cast keeps the placements of its input; its 
 over the axes on which the input is sharded, and over no others.
 """
 
+import atexit
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -192,6 +194,17 @@ def reduce_amax(
     return amax if group is None else all_reduce_max(amax, group.group_name)
 
 
+# What nobody has waited for: torch complains of it at the end of the process.
+_under_way: dict[int, torch.Tensor] = {}
+
+
+@atexit.register
+def _wait_for_the_rest() -> None:
+    while _under_way:
+        with suppress(Exception):  # another rank may be gone
+            waited_max(next(iter(_under_way.values())))
+
+
 def group_for_amax(
     mesh: DeviceMesh, axes: Sequence[int], replicated: Sequence[int] = ()
 ) -> dist.ProcessGroup | None:
@@ -213,11 +226,15 @@ def start_all_reduce_max(amax: torch.Tensor, group_name: str) -> torch.Tensor:
     Backends may drop a NaN in a MAX. The bits of a non-negative float, read as an integer, are
     ordered like the floats, with NaN above infinity, so the reduction runs on int32.
     """
-    return funcol.all_reduce(amax.view(torch.int32), "max", group_name)
+    bits = funcol.all_reduce(amax.view(torch.int32), "max", group_name)
+    if not torch.compiler.is_compiling():
+        _under_way[id(bits)] = bits
+    return bits
 
 
 def waited_max(bits: torch.Tensor) -> torch.Tensor:
     """The result of :func:`start_all_reduce_max`, fp32."""
+    _under_way.pop(id(bits), None)
     return funcol.wait_tensor(bits).view(torch.float32)
 
 

@@ -11,7 +11,7 @@ from test_checkpointing import SELECTIVE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fp8_dist import invalidate_float8_scales, precompute_float8_dynamic_scale
+from fp8_dist import invalidate_float8_scales, precompute_float8_dynamic_scale, sharding
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
 
@@ -42,6 +42,11 @@ def counts_of_a_step(dp: int, tp: int) -> list[dict[str, int]]:
         with Waits() as waits:
             call()
         found.append(dict(waits.counts))
+    # What is never used is waited for at the end of the process, or torch would complain.
+    precompute_float8_dynamic_scale(world.net)
+    assert len(sharding._under_way) == 1
+    sharding._wait_for_the_rest()
+    assert not sharding._under_way
     precompute_float8_dynamic_scale(world.net)
     with comm_audit(world.mesh) as audit:
         world.net(x)
