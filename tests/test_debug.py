@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory  # Registers more ops, which torch imports late till 2.12.
+import torch.distributed._symmetric_memory  # Registers ops; torch 2.11 imports it late.
 from expecttest import assert_expected_inline
 from llama import Llama, LlamaConfig
 from ranks import RankPools, device_mesh
