@@ -11,7 +11,7 @@ from fp8_dist.sharding import Layout, local_sizes
 from fp8_dist.tensor import Float8Tensor
 
 
-def check_mesh(fqn: str, weight: torch.Tensor, input: torch.Tensor) -> None:
+def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
     """Refuse an input that is not on the weight's mesh."""
     here, there = Layout.of(weight), Layout.of(input)
     if (here and here.mesh) != (there and there.mesh):
@@ -25,7 +25,7 @@ def check_mesh(fqn: str, weight: torch.Tensor, input: torch.Tensor) -> None:
         )
 
 
-def check_prepared(fqn: str, config: Float8LinearConfig, input: Float8Tensor) -> None:
+def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) -> None:
     """Refuse an input that was cast in another way than the layer takes it."""
     cast = config.travelling_cast("input")
     if cast is None or not _is_cast_as(cast, input):
@@ -39,7 +39,7 @@ def check_prepared(fqn: str, config: Float8LinearConfig, input: Float8Tensor) ->
         )
 
 
-def check_gathered(fqn: str, config: Float8LinearConfig, weight: Float8Tensor) -> None:
+def check_gathered(config: Float8LinearConfig, weight: Float8Tensor, fqn: str) -> None:
     """Refuse a weight that FSDP2 gathered as another layer, which shares it, takes it."""
     cast = config.travelling_cast("weight")
     if cast is None or not _is_cast_as(cast, weight):
@@ -64,13 +64,12 @@ def _description(tensor: Float8Tensor) -> str:
 
 
 def check_alignment(
-    fqn: str, config: Float8LinearConfig, weight: torch.Tensor, device: torch.device
+    config: Float8LinearConfig, weight: torch.Tensor, device: torch.device, fqn: str
 ) -> None:
     """Refuse what the float8 GEMMs would refuse, on all ranks if on one, before they start.
 
     Args:
-        fqn: the layer's name.
-        config: its config.
+        config: a layer's config.
         weight: ``[out_features, in_features]``, as tensor parallelism shards it.
         device: where the GEMMs run.
     """

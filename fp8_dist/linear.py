@@ -134,15 +134,15 @@ class Float8Linear(CastsItsWeight):
                 f"got an input of shape {tuple(input.shape)}"
             )
         weight, compiling = self.weight, torch.compiler.is_compiling()
-        check_mesh(self.fqn, weight, input)
+        check_mesh(weight, input, self.fqn)
         if not compiling:
-            check_alignment(self.fqn, self.config, weight, input.device)
+            check_alignment(self.config, weight, input.device, self.fqn)
             if self.histories:
                 self.weight_cache.warn_if_not_synced(self.fqn)
         weight_casts = self._weight_casts(weight)
         local = local_tensor(input)
         if isinstance(local, Float8Tensor):
-            check_prepared(self.fqn, self.config, local)
+            check_prepared(self.config, local, self.fqn)
         else:
             device = input.device.type
             if torch.is_autocast_enabled(device) and input.dtype is not torch.float64:
@@ -151,7 +151,9 @@ class Float8Linear(CastsItsWeight):
         training = torch.is_grad_enabled()
         if not training and not compiling:
             self.weight_cache.end_of_evaluation()
-        spec = LinearSpec(self.config, self.output_placements, self.fqn, self.histories, training)
+        # In a graph the name would be guarded (torch 2.11): no two layers could share one.
+        fqn = "" if compiling else self.fqn
+        spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, training)
         return float8_linear(input, weight, self.bias, weight_casts, spec)
 
     def extra_repr(self) -> str:

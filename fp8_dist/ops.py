@@ -327,7 +327,9 @@ def pack_rows(qdata: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
         of each number.
     """
     data = torch.nn.functional.pad(as_bytes(qdata), (0, -qdata.shape[-1] % 4))
-    numbers = [c.contiguous().view(torch.uint8) for c in columns]
+    # Flat first: a column counts as contiguous with any stride in its last dim, and inductor (2.11)
+    # then refuses to view it as bytes.
+    numbers = [c.reshape(-1).contiguous().view(torch.uint8).view(*c.shape[:-1], 4) for c in columns]
     return torch.cat([data, *numbers], dim=-1).view(qdata.dtype)
 
 

@@ -120,7 +120,7 @@ class CastsItsWeight(nn.Linear):
             return WeightCasts()
         local = local_tensor(weight)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
-            check_gathered(self.fqn, self.config, local)
+            check_gathered(self.config, local, self.fqn)
             return WeightCasts(((local.qdata, self._recorded(local.scale)),))
         compiling = torch.compiler.is_compiling()
         source: Source = "evaluation" if compiling and not torch.is_grad_enabled() else "forward"

@@ -12,6 +12,10 @@ from fp8_dist.linear import float8_layers
 from fp8_dist.sharding import all_reduce_max, reduce_amax
 
 
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="sync_float8_amax_and_scale_history updates what graphs ask for when they run; call it "
+    "outside of code that is compiled with fullgraph=True"
+)
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     """Take what this step saw of all DELAYED operands into their histories, and scale by these.

@@ -30,7 +30,10 @@ except ImportError:
 
 BF16, FP32 = "bf16", "fp32"
 OURS = tuple(recipe.value for recipe in Float8LinearRecipeName)
+# (Its rows need a kernel that CPUs have since torch 2.12.)
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+if torch.__version__.startswith("2.11."):
+    _RECIPES = ("tensorwise",)
 TORCHAO = () if torchao is None else tuple(f"torchao {recipe}" for recipe in _RECIPES)
 
 
