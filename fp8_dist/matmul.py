@@ -106,7 +106,7 @@ def _scaled_mm(
     (rows, inner), columns, device = a.shape, b.shape[1], a.device
     if 0 in (rows, inner, columns):
         return torch.zeros(rows, columns, dtype=out_dtype, device=device)
-    if (inner % ALIGNMENT or columns % ALIGNMENT) and needs_alignment(device, emulate):
+    if needs_alignment(device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
         if scale_b.ndim and b.shape[1] > columns:
             scale_b = torch.nn.functional.pad(scale_b, (0, b.shape[1] - columns))

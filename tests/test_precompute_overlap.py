@@ -43,6 +43,7 @@ def counts_of_a_step(dp: int, tp: int) -> list[dict[str, int]]:
             call()
         found.append(dict(waits.counts))
     # What is never used is waited for at the end of the process, or torch would complain.
+    sharding._wait_for_the_rest()  # of earlier tests on these ranks
     precompute_float8_dynamic_scale(world.net)
     assert len(sharding._under_way) == 1
     sharding._wait_for_the_rest()
