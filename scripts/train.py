@@ -76,6 +76,8 @@ def process_group() -> Iterator[tuple[torch.device, str]]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield device, reason
+        # A rank that leaves while another still ends its last collective may abort that one (gloo).
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
