@@ -234,7 +234,8 @@ def start_all_reduce_max(amax: torch.Tensor, group_name: str) -> torch.Tensor:
 
 def waited_max(bits: torch.Tensor) -> torch.Tensor:
     """The result of :func:`start_all_reduce_max`, fp32."""
-    _under_way.pop(id(bits), None)
+    if not torch.compiler.is_compiling():
+        _under_way.pop(id(bits), None)
     return funcol.wait_tensor(bits).view(torch.float32)
 
 
