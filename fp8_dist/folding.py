@@ -82,7 +82,9 @@ def folded_gradients(
     value = global_amax(torch.cat(rows, dim=-1), grad, last, axes)
     multipliers, scales = scaling_from_amax(value, cast.dtype, True)
     qdata = quantize(local, multipliers[..., :1], cast.dtype)
-    columns = [scales[..., :1], *multipliers[..., 1:].split(1, dim=-1)]
+    columns = [scales[..., :1]]
+    if weight_scale is not None:
+        columns.append(multipliers[..., 1:])
 
     layout = Layout.of(grad)
     if layout is not None:

@@ -183,7 +183,7 @@ class _LinearFunction(torch.autograd.Function):
             weight_layout,
             Layout.of(bias),
         )
-        ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = input.shape, input.dtype, weight.dtype
+        ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         ctx.recast = needs_input and multiplier is not None
         saved: tuple[torch.Tensor | None, ...] = (None, None)
         if ctx.recast:

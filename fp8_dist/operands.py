@@ -114,12 +114,12 @@ def prepare_operand(
     if layout is not None:
         assert placements is not None
         tensor = layout._replace(placements=placements).wrap(high)
-    landed: dict[Cast | None, torch.Tensor] = {None: high}
+    made: dict[Cast | None, torch.Tensor] = {None: high}
     for kind in casts.values():
-        if kind is not None and kind not in landed:
+        if kind is not None and kind not in made:
             axes = () if config.amax_scope == "rank" else None
-            landed[kind] = local_tensor(_cast_operand(tensor, operand, kind, spec, axes))
-    return {gemm: landed[kind] for gemm, kind in casts.items()}
+            made[kind] = local_tensor(_cast_operand(tensor, operand, kind, spec, axes))
+    return {gemm: made[kind] for gemm, kind in casts.items()}
 
 
 def _cast_plain(

@@ -65,7 +65,9 @@ def build(
     if dp == 1:
         return model.bfloat16(), after
     assert mesh is not None
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
     return model, after

@@ -98,7 +98,7 @@ def ensure_env(folder: Path, **variables: str) -> subprocess.CompletedProcess[st
     return subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env=dict(os.environ, PYTHON=sys.executable) | variables,
+        env=dict(os.environ, PYTHON=sys.executable, FP8_DIST_TORCH="") | variables,
         capture_output=True,
         text=True,
         check=False,

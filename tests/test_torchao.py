@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from recipe_algebra import GEMMS, config_of, layer_of, operands, step
 from reference import Product, float8_gemms, same_bits, sqnr
-from torch_releases import rows_in_torchaos_gemm
+from torch_releases import rows_in_torchs_gemm
 
 from fp8_dist import (
     CastConfig,
@@ -158,7 +158,7 @@ def test_recipes_multiply_the_same_operands(
     x, w, g = (t.to(dtype) for t in operands(math.prod(shape[:-1]), 64, 80, outliers=True))
     w[3] = 0
     x, g = x.view(shape), g.view(*shape[:-1], 80)
-    with rows_in_torchaos_gemm(recipe):
+    with rows_in_torchs_gemm(recipe):
         (found, ours), (expected, theirs) = both(
             recipe, x, w, g, round_scales_to_power_of_2=power_of_2
         )
@@ -174,7 +174,7 @@ def test_recipes_multiply_the_same_operands(
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_fp32_results_are_closer_to_the_products_than_torchaos(recipe: str) -> None:
     # It multiplies rows in bf16.
-    with rows_in_torchaos_gemm(recipe):
+    with rows_in_torchs_gemm(recipe):
         (found, ours), (expected, _) = both(recipe, *operands(outliers=True))
         for gemm, (a, b) in zip(GEMMS, ours, strict=False):
             product = (a.qdata.double() * a.scale) @ (b.qdata.double() * b.scale)

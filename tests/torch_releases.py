@@ -22,10 +22,10 @@ def uneven_sequence_in_torchs_linear() -> AbstractContextManager[Any]:
     return pytest.raises(RankError, match="view size is not compatible")
 
 
-def rows_in_torchaos_gemm(recipe: str) -> AbstractContextManager[Any]:
-    """Around GEMMs of a recipe of torchao's on CPUs.
+def rows_in_torchs_gemm(recipe: str) -> AbstractContextManager[Any]:
+    """Around GEMMs of a recipe by ``torch._scaled_mm``, which torchao calls, on CPUs.
 
-    In 2.11 their ``torch._scaled_mm``, which torchao calls, takes one scale per tensor only.
+    In 2.11 it takes one scale per tensor only.
     """
     if RELEASE >= (2, 12) or not recipe.startswith("rowwise"):
         return nullcontext()
