@@ -136,11 +136,8 @@ class Float8LinearConfig:
 
     def gemm_config(self, gemm: Gemm) -> Float8GemmConfig:
         """The config of one of the three GEMMs."""
-        return {
-            "output": self.gemm_config_output,
-            "grad_input": self.gemm_config_grad_input,
-            "grad_weight": self.gemm_config_grad_weight,
-        }[gemm]
+        found: Float8GemmConfig = getattr(self, f"gemm_config_{gemm}")
+        return found
 
     def gemm_enabled(self, gemm: Gemm) -> bool:
         """True where ``gemm`` multiplies float8 operands (both of them: checked)."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.casts import Gemm
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.matmul import scaled_mm_of_data
+from fp8_dist.matmul import scaled_mm_of_data, shared_by_gemms
 from fp8_dist.operands import (
     LinearSpec,
     Local,
@@ -232,16 +232,19 @@ class _LinearFunction(torch.autograd.Function):
         g = prepare_gradient(
             grad, gemms, layouts and layouts.grad_output, {"input": x, "weight": w}, ctx.spec
         )
+        left = {gemm: landed(operand) for gemm, operand in g.items()}
+        if len(gemms) == 2 and g["grad_input"] is g["grad_weight"]:
+            both = left["grad_input"]
+            data = shared_by_gemms(both.data)
+            left = dict.fromkeys(gemms, both._replace(data=data))
         grad_input = grad_weight = None
         if needs_input:
-            left = landed(g["grad_input"])
-            grad_input = _gemm(left, w, "grad_input", config, ctx.input_dtype)
-            grad_input = _unflatten_rows(grad_input, left.data)
+            grad_input = _gemm(left["grad_input"], w, "grad_input", config, ctx.input_dtype)
+            grad_input = _unflatten_rows(grad_input, left["grad_input"].data)
             if layouts is not None:
                 grad_input = _redistribute_grad_input(grad_input, layouts, ctx.input_layout)
         if needs_weight:
-            left = landed(g["grad_weight"])
-            grad_weight = _gemm(left, x, "grad_weight", config, ctx.weight_dtype)
+            grad_weight = _gemm(left["grad_weight"], x, "grad_weight", config, ctx.weight_dtype)
             if layouts is not None:
                 grad_weight = ctx.weight_layout._replace(placements=layouts.grad_weight).wrap(
                     grad_weight

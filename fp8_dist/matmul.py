@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fp8_dist.dtypes import device_has_float8_gemm, e4m3, e5m2
+from fp8_dist.dtypes import device_has_float8_gemm, e4m3, e5m2, is_float8
 from fp8_dist.env import strict_alignment
 from fp8_dist.ops import implements
 from fp8_dist.tensor import Float8Tensor
@@ -81,7 +81,16 @@ def scaled_mm_of_data(
     pad_inner_dim: bool,
     emulate: bool,
 ) -> torch.Tensor:
-    """:func:`scaled_mm` of data and scales."""
+    """:func:`scaled_mm` of data and scales; data may be :func:`shared_by_gemms`."""
+    if scale_a.ndim or scale_b.ndim:
+        _check_scales(a, b, scale_a, scale_b)
+    run = _scaled_mm if no_one_watches(a) else torch.ops.fp8_dist.scaled_mm
+    return run(a, b, scale_a, scale_b, out_dtype, use_fast_accum, pad_inner_dim, emulate)
+
+
+def _check_scales(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
+) -> None:
     for scale, kept in ((scale_a, 0), (scale_b, 1)):
         if scale.ndim and scale.shape[1 - kept] != 1:
             raise ValueError(
@@ -89,8 +98,13 @@ def scaled_mm_of_data(
                 f"{tuple(scale.shape)} runs along the dim that is summed over; cast along it "
                 f"(dim={1 - kept}) instead"
             )
-    run = _scaled_mm if no_one_watches(a) else torch.ops.fp8_dist.scaled_mm
-    return run(a, b, scale_a, scale_b, out_dtype, use_fast_accum, pad_inner_dim, emulate)
+
+
+def shared_by_gemms(data: torch.Tensor) -> torch.Tensor:
+    """An operand's data as two GEMMs may take it: float8 that CPUs emulate is made wide once."""
+    if data.is_cpu and is_float8(data.dtype) and no_one_watches(data):
+        return upcast(data, torch.bfloat16)
+    return data
 
 
 def _scaled_mm(
@@ -106,7 +120,7 @@ def _scaled_mm(
     (rows, inner), columns, device = a.shape, b.shape[1], a.device
     if 0 in (rows, inner, columns):
         return torch.zeros(rows, columns, dtype=out_dtype, device=device)
-    if needs_alignment(device, emulate):
+    if (inner % ALIGNMENT or columns % ALIGNMENT) and needs_alignment(device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
         if scale_b.ndim and b.shape[1] > columns:
             scale_b = torch.nn.functional.pad(scale_b, (0, b.shape[1] - columns))
@@ -197,8 +211,8 @@ _UNUSED = torch.zeros((), dtype=torch.bfloat16, device="cpu")
 
 def _are_powers_of_2(scale: torch.Tensor) -> bool:
     """True if all finite values of a scale are powers of two."""
-    mantissa, _ = torch.frexp(scale)
-    return bool(((mantissa == 0.5) | ~scale.isfinite()).all())
+    bits = torch.nan_to_num(scale, 1.0, 1.0).view(torch.int32)
+    return not bits.bitwise_and(0x7FFFFF).any()  # of the mantissa (subnormal ones count as others)
 
 
 def _aligned(
@@ -206,8 +220,6 @@ def _aligned(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inner, columns = b.shape
     pad_inner, pad_columns = -inner % ALIGNMENT, -columns % ALIGNMENT
-    if not (pad_inner or pad_columns):
-        return a, b
     if not pad_inner_dim:
         raise ValueError(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)} (local shapes): the inner dim "
@@ -218,8 +230,8 @@ def _aligned(
 
 
 def _zero_pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    padded = torch.nn.functional.pad(x.view(torch.uint8), (0, columns, 0, rows))
-    return padded.view(x.dtype)
+    stored = x.view(torch.uint8) if is_float8(x.dtype) else x
+    return torch.nn.functional.pad(stored, (0, columns, 0, rows)).view(x.dtype)
 
 
 _LIB.impl("scaled_mm", _scaled_mm, "CompositeExplicitAutograd")

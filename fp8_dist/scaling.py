@@ -193,13 +193,25 @@ def _scaling_of_number(amax: float, dtype: torch.dtype) -> Scaling:
 
 
 def _quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    x = x.contiguous()
+    if multiplier.ndim or not x.is_cpu or x.numel() <= _BLOCK:
+        return _scaled(x, multiplier, dtype).to(dtype)
+    # Block by block: what is wide stays in the CPU's cache, and is not allocated anew each time.
+    qdata = torch.empty_like(x, dtype=dtype)
+    for block, result in zip(x.view(-1).split(_BLOCK), qdata.view(-1).split(_BLOCK), strict=True):
+        result.copy_(_scaled(block, multiplier, dtype))
+    return qdata
+
+
+_BLOCK = 65536  # elements
+
+
+def _scaled(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     limit = torch.finfo(dtype).max
     # The clamp is needed: casts to e5m2 on CPU do not always saturate.
     if x.dtype is torch.float32:
-        scaled = x.contiguous() * multiplier
-    else:
-        scaled = x.contiguous().to(torch.float32).mul_(multiplier)
-    return scaled.clamp_(-limit, limit).to(dtype)
+        return (x * multiplier).clamp_(-limit, limit)
+    return x.to(torch.float32).mul_(multiplier).clamp_(-limit, limit)
 
 
 def _quantize_after(

@@ -43,10 +43,10 @@ def is_torchaos(name: str) -> bool:
 
 
 def peer_of(name: str) -> str | None:
-    """torchao's candidate that a recipe of ours is compared with: the one most like it."""
-    if name not in OURS:
+    """torchao's candidate that ours or bf16 is compared with: the one most like it."""
+    if name not in (BF16, *OURS):
         return None
-    like = {"delayed": "tensorwise", "rowwise_folded": "rowwise"}
+    like = {BF16: "tensorwise", "delayed": "tensorwise", "rowwise_folded": "rowwise"}
     return f"torchao {like.get(name, name)}"
 
 
@@ -54,6 +54,14 @@ def faster_than_peer(name: str, seconds: dict[str, float]) -> float | None:
     """torchao's time over ours; None where there is nothing to compare."""
     peer = peer_of(name)
     return None if peer is None or peer not in seconds else seconds[peer] / seconds[name]
+
+
+def added_of_peer(name: str, seconds: dict[str, float]) -> float | None:
+    """What a recipe adds to bf16's time over what torchao's adds; None where it can't be told."""
+    peer = peer_of(name)
+    if name == BF16 or peer not in seconds or seconds[peer] <= seconds[BF16]:
+        return None
+    return (seconds[name] - seconds[BF16]) / (seconds[peer] - seconds[BF16])
 
 
 def torchao_config(name: str, **changes: Any) -> Any:

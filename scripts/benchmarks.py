@@ -5,6 +5,7 @@ compared. Ratios carry over between machines of a kind, times don't.
 """
 
 import argparse
+import ctypes
 import importlib.metadata
 import json
 import math
@@ -167,6 +168,7 @@ def medians(
         calls: runs in each turn, whose mean is one reading.
         description: of the progress bar.
     """
+    keep_freed_memory()
     readings: dict[str, list[float]] = {name: [] for name in candidates}
     others = dist.is_initialized() and dist.get_rank() > 0
     turns = tqdm(
@@ -182,6 +184,19 @@ def medians(
             if turn >= warm_up:
                 readings[name].append(seconds)
     return {name: statistics.median(values) for name, values in _slowest(readings).items()}
+
+
+def keep_freed_memory() -> None:
+    """What is freed stays with this process, where glibc allocates; as other allocators have it.
+
+    It would be given back and asked for again, at some microseconds a page, by candidates that were
+    lucky or not in the sizes of what others had freed before.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 2**25)  # the most that it accepts
 
 
 def seconds_of(candidate: Timed, args: argparse.Namespace) -> float:

@@ -97,7 +97,7 @@ Product = tuple[Float8Tensor, Float8Tensor]
 def float8_gemms() -> Iterator[list[Product]]:
     """Records copies of the operands of each float8 GEMM of a layer, in order."""
     calls: list[Product] = []
-    original = function.scaled_mm_of_data
+    original, shared = function.scaled_mm_of_data, function.shared_by_gemms
 
     def recording(a, b, scale_a, scale_b, out_dtype, *options):  # type: ignore[no-untyped-def]
         pairs = ((a, scale_a), (b, scale_b))
@@ -105,10 +105,11 @@ def float8_gemms() -> Iterator[list[Product]]:
         return original(a, b, scale_a, scale_b, out_dtype, *options)
 
     function.scaled_mm_of_data = recording
+    function.shared_by_gemms = lambda data: data
     try:
         yield calls
     finally:
-        function.scaled_mm_of_data = original
+        function.scaled_mm_of_data, function.shared_by_gemms = original, shared
 
 
 @contextmanager

@@ -100,30 +100,36 @@ def test_the_table() -> None:
     assert_expected_inline(
         bench_step.table(seconds),
         """\
-| candidate          | ms   | x bf16 | faster than torchao |
-| ------------------ | ---- | ------ | ------------------- |
-| bf16               | 10.0 | 1.00x  |                     |
-| tensorwise         | 20.0 | 2.00x  | 2.50x               |
-| rowwise_folded     | 30.0 | 3.00x  | 0.50x               |
-| torchao tensorwise | 50.0 | 5.00x  |                     |
-| torchao rowwise    | 15.0 | 1.50x  |                     |""",
+| candidate          | ms   | x bf16 | faster than torchao | added |
+| ------------------ | ---- | ------ | ------------------- | ----- |
+| bf16               | 10.0 | 1.00x  | 5.00x               |       |
+| tensorwise         | 20.0 | 2.00x  | 2.50x               | 25%   |
+| rowwise_folded     | 30.0 | 3.00x  | 0.50x               | 400%  |
+| torchao tensorwise | 50.0 | 5.00x  |                     |       |
+| torchao rowwise    | 15.0 | 1.50x  |                     |       |""",
     )
 
 
 def test_verdicts() -> None:
     seconds = {BF16: 0.01, "tensorwise": 0.02, "torchao tensorwise": 0.05}
     run = Run("small", (2, 2), False, seconds)
-    assert bench_step.checks([run], None) == []
-    for least, holds in ((2.5, True), (2.6, False)):
-        ((sentence, found),) = ((c.sentence, c.holds) for c in bench_step.checks([run], least))
-        assert found is holds
+    assert bench_step.checks([run], None, None) == []
+    for least, most, verdicts in ((2.5, 0.25, [True, True]), (2.6, 0.24, [False, False])):
+        found = bench_step.checks([run], least, most)
+        assert [check.holds for check in found] == verdicts
+        assert bench_step.checks([run], least, None) == found[:1]
+        assert bench_step.checks([run], None, most) == found[1:]
     assert_expected_inline(
-        sentence,
-        """A training step, small model, FSDP2 x2, TP x2 + SP: tensorwise 2.50x faster than torchao, at least 2.6""",
+        "\n".join(check.sentence for check in found),
+        """\
+A training step, small model, FSDP2 x2, TP x2 + SP: tensorwise 2.50x faster than torchao, at least 2.6
+A training step, small model, FSDP2 x2, TP x2 + SP: tensorwise adds 25% of what torchao adds, at most 24%""",
     )
+    cheap = Run("small", (2, 2), False, seconds | {"torchao tensorwise": 0.01})
+    assert not bench_step.checks([cheap], None, 1.0)[0].holds  # it adds nothing to add less than
     alone = Run("debug", (1, 1), True, {BF16: 0.01, "tensorwise": 0.02})
-    ((sentence, found),) = ((c.sentence, c.holds) for c in bench_step.checks([alone], 1.0))
-    assert not found
+    ((sentence, holds),) = ((c.sentence, c.holds) for c in bench_step.checks([alone], 1.0, None))
+    assert not holds
     assert_expected_inline(
         sentence,
         """A training step, debug model, one process, compiled: torchao is installed""",

@@ -7,10 +7,18 @@ import torch
 from expecttest import assert_expected_inline
 from reference import same_bits, sqnr
 
-from fp8_dist import CastConfig, Float8Tensor, cast_to_float8, matmul
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8Tensor,
+    ScalingGranularity,
+    cast_to_float8,
+    matmul,
+)
 from fp8_dist.matmul import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 
 
 def operands(
@@ -98,7 +106,24 @@ def test_strict_alignment_refuses_on_cpu_what_a_gpu_refuses(
 def test_environment_switches_refuse_what_they_dont_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "maybe")
     with pytest.raises(ValueError, match="FP8_DIST_STRICT_ALIGNMENT='maybe'"):
-        scaled_mm(*operands(2, 16, 16), out_dtype=torch.float32)
+        scaled_mm(*operands(2, 24, 16), out_dtype=torch.float32)
+    with pytest.raises(ValueError, match="FP8_DIST_STRICT_ALIGNMENT='maybe'"):
+        Float8Linear(16, 16)(torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rows_beside_a_non_finite_one_keep_their_bits(bad: float) -> None:
+    x, w = torch.randn(8, 512), torch.randn(16, 512)
+    products = []
+    for value in (0.0, bad):
+        x[3, 5] = value
+        rows = [
+            cast_to_float8(each, ROWS, dim=-1, round_scales_to_power_of_2=True) for each in (x, w)
+        ]
+        products.append(scaled_mm(rows[0], rows[1].t(), out_dtype=torch.bfloat16))
+    assert products[1][3].isnan().all()
+    others = [product[torch.arange(8) != 3] for product in products]
+    assert same_bits(*others)
 
 
 def test_the_native_path(monkeypatch: pytest.MonkeyPatch) -> None:

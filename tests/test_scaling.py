@@ -17,11 +17,12 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.mark.parametrize("target", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("rows", [37, 5003])  # few, and more than fit in two blocks
 def test_cast_equals_the_reference(
-    target: torch.dtype, dtype: torch.dtype, power_of_2: bool
+    target: torch.dtype, dtype: torch.dtype, power_of_2: bool, rows: int
 ) -> None:
     # Values over the whole range of the format, subnormals and ties included.
-    x = (torch.randn(37, 29) * torch.logspace(-6, 3, 29)).to(dtype)
+    x = (torch.randn(rows, 29) * torch.logspace(-6, 3, 29)).to(dtype)
     cast = cast_to_float8(x, CastConfig(target_dtype=target), round_scales_to_power_of_2=power_of_2)
     values, scale = reference_cast(x, target, power_of_2)
     assert cast.scale.item() == scale

@@ -36,8 +36,9 @@ def test_a_single_nan_or_inf(dtype: torch.dtype, code: int) -> None:
     data = torch.zeros(100, 100, dtype=torch.uint8)
     data[7, 9] = code
     qdata = data.view(dtype)
-    found, expected = upcast(qdata, torch.float32), qdata.to(torch.float32)
-    assert torch.equal(found.nan_to_num(1e9), expected.nan_to_num(1e9))
+    for strided in (qdata, qdata.t(), qdata[:, ::2], qdata.view(4, 50, 50)):
+        found, expected = upcast(strided, torch.float32), strided.to(torch.float32)
+        assert torch.equal(found.nan_to_num(1e9), expected.nan_to_num(1e9))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
