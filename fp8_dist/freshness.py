@@ -9,7 +9,8 @@ What can change a weight, and how it is noticed:
   was seen to update: they may be copies of such parameters (mixed-precision optimizers that own
   the masters copy them back through ``.data``);
 * FSDP2 replaces sharded parameters by unsharded ones and back: the layer notices each exchange,
-  since it can't know what an unsharded parameter holds the next time;
+  since it can't know what an unsharded parameter holds the next time. (But in the backward: what
+  the forward gathered, whose sharded parameter has not changed since);
 * in-place ops on the parameter or on its ``to_local()``: version counters;
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops it, or the identity
   differs.
@@ -24,11 +25,10 @@ All of it depends on the sequence of calls alone, which is the same on all ranks
 about which of them need a collective. Nothing here runs inside a compiled graph.
 """
 
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -37,6 +37,8 @@ from torch.utils.hooks import RemovableHandle
 from fp8_dist.casts import Cast
 from fp8_dist.scaling import Scaling
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.torch_internals import in_backward
+from fp8_dist.warn import warn_once
 
 # Who finds a scaling out: precompute, FSDP2's gather of the sharded parameter, a forward, which
 # sees whatever is the layer's parameter at that time, or one without gradients in a compiled graph,
@@ -67,6 +69,24 @@ class Promise:
                 cache.fulfil(self, scaling, all_rows)
 
 
+class Values(NamedTuple):
+    """The values that a parameter has at one time."""
+
+    param: torch.Tensor
+    versions: tuple[int | None, int | None]  # of it, of its local tensor
+
+    @staticmethod
+    def of(param: torch.Tensor, shard: torch.Tensor) -> "Values":
+        """Those that ``param``, whose local tensor is ``shard``, has now."""
+        return Values(param, (_version(param), _version(shard)))
+
+    def are(self, others: "Values | None") -> bool:
+        """True if they are the same, of the same parameter."""
+        return (
+            others is not None and self.param is others.param and self.versions == others.versions
+        )
+
+
 class WeightCache:
     """What is known about the current values of one weight.
 
@@ -88,6 +108,7 @@ class WeightCache:
         self._version: int | None = None
         self._shard_version: int | None = None
         self._source: Source = "forward"
+        self._origin: Values | None = None
         self._optimized = False
         self._steps_since_sync = 0
 
@@ -172,13 +193,24 @@ class WeightCache:
         if self._source != "precompute":
             self._scaling = self.all_rows = None
 
-    def parameter_replaced(self) -> None:
+    def parameter_replaced(self, by: torch.Tensor, origin: "Values | None" = None) -> None:
         """The layer's parameter becomes another tensor, perhaps to come back with other values.
 
         (A sharded parameter that FSDP2 replaces doesn't change in the meantime.)
+
+        Args:
+            by: the other tensor.
+            origin: what FSDP2 gathers it from, if it does. What is known of the gathered weight of
+                a forward holds in the backward again: a checkpointed block asks there once more.
         """
-        if self._source == "forward":
-            self.drop()
+        if self._source != "forward":
+            return
+        if self._origin is not None and self._param is not None:
+            returns = self._param is by and self._origin.are(origin) and in_backward()
+            if returns or self._origin.param is by:
+                return
+        self.drop()
+        self._origin = origin
 
     def optimizer_stepped(self, is_own: bool) -> None:
         """An optimizer took a step: one that updates this parameter, or another."""
@@ -197,7 +229,7 @@ class WeightCache:
         """Forget everything: the parameter is about to become another."""
         self.drop()
         _unwatch(self._param, self)
-        self._param = None
+        self._param = self._origin = None
         self._source = "forward"
 
     def warn_if_stale(self, param: torch.Tensor, name: str) -> None:
@@ -245,20 +277,12 @@ def after_step(optimizer: Optimizer, call: Callable[[], None]) -> RemovableHandl
     return handle
 
 
-def warn_once(kind: str, message: str) -> None:
-    """Warn about the first module that meets a condition; the others are alike."""
-    if kind not in _warned:
-        _warned.add(kind)
-        warnings.warn(message, stacklevel=3)
-
-
 # id of a parameter -> the caches that know it, each of which keeps it alive.
 _caches: dict[int, "weakref.WeakSet[WeightCache]"] = {}
 _after_step: "weakref.WeakKeyDictionary[Optimizer, OrderedDict[int, Callable[[], None]]]" = (
     weakref.WeakKeyDictionary()
 )
 _hook: RemovableHandle | None = None
-_warned: set[str] = set()
 
 
 def _watch(param: torch.Tensor, cache: WeightCache) -> None:

@@ -15,12 +15,12 @@ from fp8_dist.casts import GEMM_OPERANDS, Cast, Gemm, Operand
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
 from fp8_dist.folding import folded_gradients
-from fp8_dist.freshness import warn_once
 from fp8_dist.last_cast import last_cast, note_cast
 from fp8_dist.scaling import local_scaling, quantize, reduced_dims
 from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import dtensor_local, no_one_watches
+from fp8_dist.warn import warn_once
 
 
 class LinearSpec(NamedTuple):

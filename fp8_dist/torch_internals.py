@@ -32,6 +32,7 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
     from torch.utils._pytree import tree_leaves, tree_map_only
 
+    _current_graph_task_id = torch._C._current_graph_task_id
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
@@ -57,6 +58,7 @@ __all__ = [
     "fsdp_groups_of_module",
     "fsdp_reshards_to_smaller_mesh",
     "funcol",
+    "in_backward",
     "is_selectively_checkpointed",
     "make_dtensor",
     "make_wrapper_subclass",
@@ -86,6 +88,11 @@ def dtensor_local(tensor: DTensor) -> torch.Tensor:
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Run ``call`` once the backward pass that is under way has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def in_backward() -> bool:
+    """True where this thread runs code of a backward pass."""
+    return _current_graph_task_id() != -1
 
 
 def make_dtensor(

@@ -18,13 +18,14 @@ from fp8_dist.casts import Cast
 from fp8_dist.checks import check_gathered
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
-from fp8_dist.freshness import Source, WeightCache, warn_once
+from fp8_dist.freshness import Source, Values, WeightCache
 from fp8_dist.operands import WeightCasts
 from fp8_dist.runtime import known_scalings
 from fp8_dist.scaling import Scaling, quantize
 from fp8_dist.sharding import Layout, local_tensor
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import is_selectively_checkpointed
+from fp8_dist.warn import warn_once
 
 
 class FSDPWeightType(Protocol):
@@ -53,9 +54,12 @@ class CastsItsWeight(nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
         if name == "weight" and "weight_cache" in self.__dict__:
-            self.weight_cache.parameter_replaced()
-            now, then = Layout.of(getattr(self, "weight", None)), Layout.of(value)
-            self._weight_is_fsdps |= now is not None and now.mesh != (then and then.mesh)
+            old, origin = self._parameters.get("weight"), None
+            now, then = Layout.of(old), Layout.of(value)
+            if old is not None and now is not None and now.mesh != (then and then.mesh):
+                self._weight_is_fsdps = True
+                origin = Values.of(old, local_tensor(old))
+            self.weight_cache.parameter_replaced(value, origin)
         super().__setattr__(name, value)
 
     def local_shard(self) -> torch.Tensor:

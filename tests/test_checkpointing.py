@@ -274,8 +274,11 @@ class Checkpointed(nn.Module):
         return forward(self, x, self.mode)  # type: ignore[arg-type]
 
 
-def inside_of_fsdp(mode: str, compiled: bool) -> str:
-    """The collectives of a step whose weights FSDP2 gathers in high precision, twice."""
+def inside_of_fsdp(mode: str, compiled: bool, write: bool = False) -> tuple[str, int]:
+    """The collectives of a step whose weights FSDP2 gathers in high precision, twice.
+
+    And how many of them reduce amaxes. ``write``: the weights change between forward and backward.
+    """
     config = Float8LinearConfig.from_recipe_name("rowwise")
     world = Distributed(2, 2, shard=False, config=config, net_arguments={"layers": 1})
     model = nn.Sequential(Checkpointed(world.net.layers[0], mode))
@@ -285,8 +288,13 @@ def inside_of_fsdp(mode: str, compiled: bool) -> str:
     world.fully_shard(model, model)
     x = world.mine(torch.randn(4, 8, 64)).requires_grad_()
     with running_audit(world.mesh) as audit:
-        model(x).square().sum().backward()
-    return audit.table()
+        loss = model(x).square().sum()
+        if write:
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.mul_(2)
+        loss.backward()
+    return audit.table(), audit.count(op="all_reduce", dtype=torch.int32)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -294,3 +302,14 @@ def test_scales_of_gathered_weights_are_saved(ranks: RankPools) -> None:
     expected = ranks(4).run(inside_of_fsdp, "none", False)
     for compiled in (False, True):
         assert ranks(4).run(inside_of_fsdp, "selective", compiled, timeout=180) == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_full_checkpointing_repeats_no_amax_of_a_gathered_weight(ranks: RankPools) -> None:
+    (_, amaxes), *_ = ranks(4).run(inside_of_fsdp, "none", False)
+    # Eager code casts the input of the row-parallel layer again, whose rows are in parts.
+    for compiled, repeated in ((False, 1), (True, 0)):
+        (_, found), *_ = ranks(4).run(inside_of_fsdp, "full", compiled, timeout=180)
+        assert found == amaxes + repeated
+    (_, found), *_ = ranks(4).run(inside_of_fsdp, "full", False, True)
+    assert found == amaxes + 4  # those of the changed weights, too

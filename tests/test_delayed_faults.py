@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from nets import Net
 from reference import raised, same_bits
 
-import fp8_dist.freshness
+import fp8_dist.warn
 from fp8_dist import (
     Float8LinearConfig,
     attach_precompute,
@@ -83,7 +83,7 @@ def test_a_step_that_a_grad_scaler_skips() -> None:
 
 
 def steps_with_warnings(config: Float8LinearConfig, syncs: bool, precompute: bool) -> list[str]:
-    fp8_dist.freshness._warned.clear()
+    fp8_dist.warn._warned.clear()
     net = convert_to_float8_training(Net(), config=config)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     if precompute:

@@ -14,7 +14,7 @@ from reference import raised, same_cast, weights_used
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-import fp8_dist.freshness
+import fp8_dist.warn
 from fp8_dist import (
     CastConfig,
     Float8LinearConfig,
@@ -146,7 +146,7 @@ def test_no_stale_scale_on_one_device_after(change: str) -> None:
 
 
 def warnings_of_a_late_step() -> list[str]:
-    fp8_dist.freshness._warned.clear()
+    fp8_dist.warn._warned.clear()
     world = Distributed(2, 1)
     precompute_float8_dynamic_scale(world.net)
     optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
@@ -302,7 +302,7 @@ def test_precompute_of_nothing_is_an_error() -> None:
 
 
 def high_precision_gather() -> list[str]:
-    fp8_dist.freshness._warned.clear()
+    fp8_dist.warn._warned.clear()
     world = Distributed(2, 1, gather=False)
     precompute_float8_dynamic_scale(world.net)
     optimizer = torch.optim.SGD(world.net.parameters(), lr=10.0)

@@ -10,8 +10,8 @@ import torch.nn as nn
 from expecttest import assert_expected_inline
 from reference import raised, same_bits, sqnr, weights_used
 
-import fp8_dist.freshness
 import fp8_dist.function
+import fp8_dist.warn
 from fp8_dist import (
     CastConfig,
     Float8GemmConfig,
@@ -219,7 +219,7 @@ def test_compiles_without_graph_breaks_to_the_same_bits(backend: str) -> None:
 
 
 def test_a_gather_that_cannot_happen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_dist.freshness, "_warned", set())
+    monkeypatch.setattr(fp8_dist.warn, "_warned", set())
     model = nn.Sequential(nn.Linear(16, 16))
     convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
     with pytest.warns(UserWarning, match="no effect") as record:

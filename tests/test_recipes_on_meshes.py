@@ -13,7 +13,7 @@ from reference import raised, same_bits, sqnr
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-import fp8_dist.freshness
+import fp8_dist.warn
 from fp8_dist import (
     Float8LinearConfig,
     Float8LinearRecipeName,
@@ -239,7 +239,7 @@ def test_layers_that_share_a_gathered_weight_agree(ranks: RankPools) -> None:
 
 
 def rows_in_parts(style: str) -> list[str]:
-    fp8_dist.freshness._warned.clear()
+    fp8_dist.warn._warned.clear()
     config = Float8LinearConfig.from_recipe_name("rowwise_folded")
     net = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)
     styles = {
