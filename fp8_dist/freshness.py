@@ -10,7 +10,7 @@ What can change a weight, and how it is noticed:
   the masters copy them back through ``.data``);
 * FSDP2 replaces sharded parameters by unsharded ones and back: the layer notices each exchange,
   since it can't know what an unsharded parameter holds the next time. (But in the backward: what
-  the forward gathered, whose sharded parameter has not changed since);
+  the forward gathered, unless the versions of the two tell of a write since);
 * in-place ops on the parameter or on its ``to_local()``: version counters;
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops it, or the identity
   differs.
@@ -70,21 +70,20 @@ class Promise:
 
 
 class Values(NamedTuple):
-    """The values that a parameter has at one time."""
+    """The values that a parameter has at one time, as far as its version tells."""
 
     param: torch.Tensor
-    versions: tuple[int | None, int | None]  # of it, of its local tensor
+    version: int | None
 
     @staticmethod
-    def of(param: torch.Tensor, shard: torch.Tensor) -> "Values":
-        """Those that ``param``, whose local tensor is ``shard``, has now."""
-        return Values(param, (_version(param), _version(shard)))
+    def of(param: torch.Tensor) -> "Values":
+        """Those that it has now."""
+        return Values(param, _version(param))
 
     def are(self, others: "Values | None") -> bool:
         """True if they are the same, of the same parameter."""
-        return (
-            others is not None and self.param is others.param and self.versions == others.versions
-        )
+        same = others is not None and self.param is others.param
+        return same and others is not None and self.version == others.version
 
 
 class WeightCache:
@@ -108,7 +107,9 @@ class WeightCache:
         self._version: int | None = None
         self._shard_version: int | None = None
         self._source: Source = "forward"
+        # What FSDP2 gathered, and into what.
         self._origin: Values | None = None
+        self._gathered: Values | None = None
         self._optimized = False
         self._steps_since_sync = 0
 
@@ -147,7 +148,9 @@ class WeightCache:
             source: who found it out.
             shard: its local tensor where it is being used; None: precomputed for later use.
         """
+        origin = self._origin
         self.drop()
+        self._origin = origin
         if isinstance(scaling, Promise):
             self._promise = scaling
         else:
@@ -193,24 +196,27 @@ class WeightCache:
         if self._source != "precompute":
             self._scaling = self.all_rows = None
 
-    def parameter_replaced(self, by: torch.Tensor, origin: "Values | None" = None) -> None:
+    def parameter_replaced(self, by: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
         """The layer's parameter becomes another tensor, perhaps to come back with other values.
 
         (A sharded parameter that FSDP2 replaces doesn't change in the meantime.)
 
         Args:
             by: the other tensor.
-            origin: what FSDP2 gathers it from, if it does. What is known of the gathered weight of
-                a forward holds in the backward again: a checkpointed block asks there once more.
+            gathered: what FSDP2 gathers it from, if it does. What a forward found out about it
+                holds in the backward again, where a checkpointed block asks once more; unless
+                something was dropped in between, or one of the two was written to.
         """
-        if self._source != "forward":
-            return
-        if self._origin is not None and self._param is not None:
-            returns = self._param is by and self._origin.are(origin) and in_backward()
-            if returns or self._origin.param is by:
+        origin = None if gathered is None else Values.of(gathered)
+        into = None if by is None else Values.of(by)
+        if self._source == "forward":
+            if self._origin is not None and self._origin.param is by:
+                return  # sharded again
+            again = origin is not None and origin.are(self._origin)
+            if again and into is not None and into.are(self._gathered) and in_backward():
                 return
-        self.drop()
-        self._origin = origin
+            self.drop()
+        self._origin, self._gathered = origin, into
 
     def optimizer_stepped(self, is_own: bool) -> None:
         """An optimizer took a step: one that updates this parameter, or another."""
@@ -223,13 +229,13 @@ class WeightCache:
         """Forget everything but that there once was a precomputed scale."""
         if self._promise is not None:
             self._promise.keep()  # torch wants every collective waited for
-        self._scaling = self.float8 = self.all_rows = None
+        self._scaling = self.float8 = self.all_rows = self._origin = None
 
     def reset(self) -> None:
         """Forget everything: the parameter is about to become another."""
         self.drop()
         _unwatch(self._param, self)
-        self._param = self._origin = None
+        self._param = self._gathered = None
         self._source = "forward"
 
     def warn_if_stale(self, param: torch.Tensor, name: str) -> None:

@@ -18,7 +18,7 @@ from fp8_dist.casts import Cast
 from fp8_dist.checks import check_gathered
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
-from fp8_dist.freshness import Source, Values, WeightCache
+from fp8_dist.freshness import Source, WeightCache
 from fp8_dist.operands import WeightCasts
 from fp8_dist.runtime import known_scalings
 from fp8_dist.scaling import Scaling, quantize
@@ -54,12 +54,11 @@ class CastsItsWeight(nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
         if name == "weight" and "weight_cache" in self.__dict__:
-            old, origin = self._parameters.get("weight"), None
+            old = self._parameters.get("weight")
             now, then = Layout.of(old), Layout.of(value)
-            if old is not None and now is not None and now.mesh != (then and then.mesh):
-                self._weight_is_fsdps = True
-                origin = Values.of(old, local_tensor(old))
-            self.weight_cache.parameter_replaced(value, origin)
+            gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
+            self._weight_is_fsdps |= gathered
+            self.weight_cache.parameter_replaced(value, old if gathered else None)
         super().__setattr__(name, value)
 
     def local_shard(self) -> torch.Tensor:

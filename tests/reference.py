@@ -95,7 +95,10 @@ Product = tuple[Float8Tensor, Float8Tensor]
 
 @contextmanager
 def float8_gemms() -> Iterator[list[Product]]:
-    """Records copies of the operands of each float8 GEMM of a layer, in order."""
+    """Records copies of the operands of each float8 GEMM of a layer, in order.
+
+    (As float8, not as the wide copy that a gradient's two GEMMs share.)
+    """
     calls: list[Product] = []
     original, shared = function.scaled_mm_of_data, function.shared_by_gemms
 

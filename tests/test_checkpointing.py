@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from fp8_dist import (
     Float8LinearConfig,
     Float8LinearRecipeName,
     convert_to_float8_training,
+    invalidate_float8_scales,
     precompute_float8_dynamic_scale,
     selective_checkpoint_policy,
 )
 from fp8_dist.debug import comm_audit
+from fp8_dist.linear import float8_layers
+from fp8_dist.weight_casts import CastsItsWeight
 
 RECIPES = [r.value for r in Float8LinearRecipeName if r is not Float8LinearRecipeName.DELAYED]
 SELECTIVE = {
@@ -313,3 +317,62 @@ def test_full_checkpointing_repeats_no_amax_of_a_gathered_weight(ranks: RankPool
         assert found == amaxes + repeated
     (_, found), *_ = ranks(4).run(inside_of_fsdp, "full", False, True)
     assert found == amaxes + 4  # those of the changed weights, too
+
+
+def change_weights(model: nn.Module, optimizer: torch.optim.Optimizer, change: str) -> None:
+    """Between forward and backward, in a way that is to be noticed."""
+    if change == "step":
+        for weight in model.parameters():
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    elif change == "write":
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(2)
+    elif change == "invalidate":
+        for weight in model.parameters():
+            weight.data.mul_(2)
+        invalidate_float8_scales(model)
+
+
+def stale_scales(change: str) -> list[str]:
+    """The layers that take other scales than those of the values that FSDP2 gathered for them."""
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    world = Distributed(2, 2, shard=False, config=config, net_arguments={"layers": 1})
+    model = nn.Sequential(Checkpointed(world.net.layers[0], "full"))
+    world.fully_shard(model, model)
+    optimizer = torch.optim.SGD(model.parameters(), foreach=True)
+    if change == "gathered":
+
+        def write(module: nn.Module, _: object) -> None:
+            with torch.no_grad():
+                for layer in float8_layers(module).values():
+                    layer.weight.mul_(3)
+
+        model[0].register_forward_pre_hook(write)
+    stale: list[str] = []
+    original = CastsItsWeight._casts_of_gathered
+
+    def checking(self: Any, source: Any, gathered: torch.Tensor) -> Any:
+        found = original(self, source, gathered)
+        for cast, (_, scale) in zip(self.config.casts("weight"), found.casts, strict=True):
+            if not same_bits(scale, self._dynamic_scaling(gathered.detach(), cast)[1]):
+                stale.append(self.fqn)
+        return found
+
+    CastsItsWeight._casts_of_gathered = checking  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            loss = model(world.mine(torch.randn(4, 8, 64)).requires_grad_()).square().sum()
+            change_weights(model, optimizer, change)
+            loss.backward()
+            for weight in model.parameters():
+                weight.data.mul_(1.5)  # unseen: what a forward knows mustn't reach the next one
+    finally:
+        CastsItsWeight._casts_of_gathered = original  # type: ignore[method-assign]
+    return stale
+
+
+@pytest.mark.parametrize("change", ["nothing", "step", "write", "invalidate", "gathered"])
+def test_scales_in_the_backward_are_those_of_the_weight(ranks: RankPools, change: str) -> None:
+    assert ranks(4).run(stale_scales, change) == [[]] * 4

@@ -111,6 +111,13 @@ def test_environment_switches_refuse_what_they_dont_know(monkeypatch: pytest.Mon
         Float8Linear(16, 16)(torch.zeros(2, 16))
 
 
+def test_row_scales_that_are_no_powers_of_two_round_once() -> None:
+    x, w = torch.randn(64, 512), torch.randn(64, 512)
+    a, b = (cast_to_float8(each, ROWS, dim=-1) for each in (x, w))
+    found = scaled_mm(a, b.t(), out_dtype=torch.bfloat16)
+    assert same_bits(found, fp64(a, b.t()).to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_rows_beside_a_non_finite_one_keep_their_bits(bad: float) -> None:
     # Sums that an accumulator of 24 bits rounds and one of 53 doesn't: they tell which one it was.

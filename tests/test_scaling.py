@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reference import reference_cast, same_bits
 
 from fp8_dist import CastConfig, ScalingType, cast_to_float8
-from fp8_dist.scaling import amax, scaling_from_amax
+from fp8_dist.scaling import amax, quantize, scaling_from_amax
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -29,6 +29,17 @@ def test_cast_equals_the_reference(
     assert torch.equal(cast.qdata.double(), values)
     assert cast.qdata.dtype is target
     assert cast.dtype is dtype
+
+
+@pytest.mark.parametrize("rows", [37, 5003])
+@pytest.mark.parametrize("target", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_too_large_a_multiplier_saturates(
+    target: torch.dtype, dtype: torch.dtype, rows: int
+) -> None:
+    x = torch.randn(rows, 29).to(dtype)
+    found = quantize(x, torch.tensor(1e20), target).float()
+    assert torch.equal(found, x.float().sign() * torch.finfo(target).max)
 
 
 @settings(max_examples=200, deadline=None)
