@@ -74,6 +74,7 @@ def _call(rank: int, device: str, function: Callable[..., Any], arguments: tuple
     torch.manual_seed(0)
     try:
         result = function(*arguments)
+        dist.barrier()  # gloo may abort a rank that leaves while others still talk to it
     finally:
         dist.destroy_process_group()
     return result if rank == 0 else None
