@@ -82,8 +82,9 @@ class Values(NamedTuple):
 
     def are(self, others: "Values | None") -> bool:
         """True if they are the same, of the same parameter."""
-        same = others is not None and self.param is others.param
-        return same and others is not None and self.version == others.version
+        if others is None or self.param is not others.param:
+            return False
+        return self.version == others.version
 
 
 class WeightCache:

@@ -192,6 +192,9 @@ def _scaling_of_number(amax: float, dtype: torch.dtype) -> Scaling:
     return m, torch.scalar_tensor(scale, dtype=torch.float32, device="cpu")
 
 
+_BLOCK = 65536  # elements
+
+
 def _quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     x = x.contiguous()
     if multiplier.ndim or not x.is_cpu or x.numel() <= _BLOCK:
@@ -201,9 +204,6 @@ def _quantize(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> 
     for block, result in zip(x.view(-1).split(_BLOCK), qdata.view(-1).split(_BLOCK), strict=True):
         result.copy_(_scaled(block, multiplier, dtype))
     return qdata
-
-
-_BLOCK = 65536  # elements
 
 
 def _scaled(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
