@@ -169,11 +169,17 @@ def cast_local(
     dtype: torch.dtype,
     scaling: Scaling,
     dims: Sequence[int] | None = None,
+    *,
+    fits: bool = False,
 ) -> Float8Tensor:
-    """A local tensor as float8, with a known (multiplier, scale) that cover the given dims."""
+    """A local tensor as float8, with a (multiplier, scale) that cover the given dims.
+
+    ``fits``: see :func:`fp8_dist.scaling.quantize`.
+    """
     multiplier, scale = scaling
     covered = None if dims is None else tuple(dims)
-    return Float8Tensor(quantize(local, multiplier, dtype), scale, local.dtype, covered)
+    qdata = quantize(local, multiplier, dtype, fits=fits)
+    return Float8Tensor(qdata, scale, local.dtype, covered)
 
 
 def cast_with(
@@ -191,7 +197,8 @@ def cast_with(
 def _cast(
     tensor: torch.Tensor, dtype: torch.dtype, scaling: Scaling, dims: Sequence[int] | None
 ) -> torch.Tensor:
-    cast = cast_local(local_tensor(tensor), dtype, scaling, dims)
+    """``tensor`` as float8 by the scaling of its own amax."""
+    cast = cast_local(local_tensor(tensor), dtype, scaling, dims, fits=True)
     layout = Layout.of(tensor)
     return cast if layout is None else layout.wrap(cast)
 

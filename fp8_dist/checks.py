@@ -73,11 +73,13 @@ def check_alignment(
         weight: ``[out_features, in_features]``, as tensor parallelism shards it.
         device: where the GEMMs run.
     """
+    layout = Layout.of(weight)
+    if layout is None and not (weight.shape[0] % ALIGNMENT or weight.shape[1] % ALIGNMENT):
+        return
     if config.pad_inner_dim or not needs_alignment(device, config.emulate):
         return
     if not any(config.gemm_enabled(gemm) for gemm in get_args(Gemm)):
         return
-    layout = Layout.of(weight)
     bad = []
     for dim, name in enumerate(("out_features", "in_features")):
         sizes = {weight.shape[dim]} if layout is None else local_sizes(layout, dim)

@@ -106,6 +106,16 @@ class Float8LinearConfig:
         }
         made = {operand: tuple(filter(None, found)) for operand, found in different.items()}
         only = {o: next(iter(found)) if len(found) == 1 else None for o, found in different.items()}
+        options = {
+            gemm: (
+                getattr(self, f"gemm_config_{gemm}").use_fast_accum,
+                self.pad_inner_dim or gemm == "grad_weight",
+                self.emulate,
+            )
+            for gemm in GEMM_OPERANDS
+        }
+        object.__setattr__(self, "_is_tensorwise", all(map(_is_plain, only.values())))
+        object.__setattr__(self, "_gemm_options", options)
         object.__setattr__(self, "_casts", casts)
         object.__setattr__(self, "_casts_of", made)
         object.__setattr__(self, "_travelling", only)
@@ -134,10 +144,19 @@ class Float8LinearConfig:
         }.get((operand, gemm))
         return second or first
 
-    def gemm_config(self, gemm: Gemm) -> Float8GemmConfig:
-        """The config of one of the three GEMMs."""
-        found: Float8GemmConfig = getattr(self, f"gemm_config_{gemm}")
-        return found
+    @property
+    def is_tensorwise(self) -> bool:
+        """True if every operand is cast once, with one scale, by the amax that it has then."""
+        return self._is_tensorwise  # type: ignore[attr-defined]
+
+    def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
+        """How one of the three GEMMs is run: (use_fast_accum, pad_inner_dim, emulate).
+
+        The inner dim of grad_weight is the number of rows of the input. That is data, and may be
+        misaligned on one data-parallel rank alone, where refusing would hang the others: it is
+        padded in any case.
+        """
+        return self._gemm_options[gemm]  # type: ignore[attr-defined]
 
     def gemm_enabled(self, gemm: Gemm) -> bool:
         """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
@@ -281,6 +300,10 @@ class Float8LinearConfig:
                 "DELAYED, it costs no all-reduce in the step and is that of the global tensor; "
                 "use 'global'"
             )
+
+
+def _is_plain(cast: Cast | None) -> bool:
+    return cast is not None and cast.covers == "tensor" and not cast.delayed
 
 
 def _rowwise(**changes: Any) -> Float8LinearConfig:

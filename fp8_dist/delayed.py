@@ -64,12 +64,12 @@ class AmaxHistory:
         """
         group = amax_group(tensor)
         details = ("cast", "record" if record else "", group.group_name if group else "")
-        return known_scalings(self, self._name, local_tensor(tensor), ["tensor"], *details)[0]
+        return known_scalings(self, self._name, local_tensor(tensor), [self.cast_as], *details)[0]
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """Record the amax of the last cast, which had this scale, if it was not recorded yet."""
         details = ("record last", "", "")
-        return known_scalings(self, self._name, scale, ["tensor"], *details)[0][1]
+        return known_scalings(self, self._name, scale, [self.cast_as], *details)[0][1]
 
     def scalings_at_run_time(
         self, x: torch.Tensor, what: str, record: str, group: str

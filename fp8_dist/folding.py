@@ -81,7 +81,7 @@ def folded_gradients(
         rows.append(amax(local.to(torch.float32) * weight_fold, "row"))
     value = global_amax(torch.cat(rows, dim=-1), grad, last, axes)
     multipliers, scales = scaling_from_amax(value, cast.dtype, True)
-    qdata = quantize(local, multipliers[..., :1], cast.dtype)
+    qdata = quantize(local, multipliers[..., :1], cast.dtype, fits=True)
     columns = [scales[..., :1]]
     if weight_scale is not None:
         columns.append(multipliers[..., 1:])
@@ -103,7 +103,7 @@ def folded_gradients(
         whole = folded if layout is None else layout.wrap(folded)
         value = global_amax(amax(folded, "column"), whole, list(range(grad.ndim - 1)), axes)
         multiplier, scale = scaling_from_amax(value, cast.dtype, True)
-        g2 = quantize(folded, multiplier, cast.dtype)
+        g2 = quantize(folded, multiplier, cast.dtype, fits=True)
         gradients["grad_weight"] = Float8Tensor(g2, scale / UNIT, local.dtype)
     return gradients
 

@@ -35,8 +35,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.casts import Cast
-from fp8_dist.scaling import Scaling
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.scaling import Quantized, Scaling
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.warn import warn_once
 
@@ -99,7 +98,7 @@ class WeightCache:
     """
 
     def __init__(self) -> None:
-        self.float8: tuple[Float8Tensor, ...] | None = None
+        self.float8: tuple[Quantized, ...] | None = None
         self.all_rows: torch.Tensor | None = None
         self._scaling: dict[Cast, Scaling] | None = None
         self._promise: Promise | None = None
@@ -174,7 +173,7 @@ class WeightCache:
                 that at precompute: FSDP2 replaces the local tensor of a padded shard when it
                 first runs, on some ranks only.
         """
-        if not self._is_known or self._param is not param:
+        if self._param is not param or not self._is_known:
             return False
         shard_version = _version(shard)
         if self._shard_version is None:

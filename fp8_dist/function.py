@@ -11,8 +11,7 @@ Gradients are plain tensors wherever autograd sees them: the cast and the gather
 happen inside this function, so that no float8 subclass is ever a backward tangent.
 """
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fp8_dist.casts import Gemm
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.matmul import scaled_mm_of_data, shared_by_gemms
+from fp8_dist.once import Gradients, differentiable_once
 from fp8_dist.operands import (
     LinearSpec,
     Local,
@@ -28,7 +28,7 @@ from fp8_dist.operands import (
     prepare_gradient,
     prepare_operand,
     redistributed,
-    weight_operands,
+    weight_operand,
 )
 from fp8_dist.scaling import quantize_after
 from fp8_dist.sharding import (
@@ -39,6 +39,8 @@ from fp8_dist.sharding import (
     local_tensor,
     reduced,
 )
+from fp8_dist.tensorwise import TensorwiseFunction, as_matrix, summed_rows, unflatten_rows
+from fp8_dist.torch_internals import no_one_watches
 
 
 def _gemm(
@@ -49,47 +51,25 @@ def _gemm(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """One of the three GEMMs on local operands ``[..., K]``: in float8 if they are."""
-    a, scale_a = _matrix(left, transposed=gemm == "grad_weight")
-    b, scale_b = _matrix(right, transposed=gemm == "output")
+    a, scale_a, _ = left if left.data.ndim == 2 else _matrix(left)
+    b, scale_b, _ = right if right.data.ndim == 2 else _matrix(right)
+    if gemm == "grad_weight":
+        a, scale_a = a.t(), scale_a.t() if scale_a is not None and scale_a.ndim else scale_a
+    elif gemm == "output":
+        b, scale_b = b.t(), scale_b.t() if scale_b is not None and scale_b.ndim else scale_b
     if scale_a is None or scale_b is None:
         return torch.mm(a, b.to(a.dtype)).to(out_dtype)
     if config.fold_row_scales and gemm != "output":
         scale_b = scale_b.new_ones(())  # it was folded into the gradient
-    return scaled_mm_of_data(
-        a,
-        b,
-        scale_a,
-        scale_b,
-        out_dtype,
-        config.gemm_config(gemm).use_fast_accum,
-        # The inner dim of grad_weight is the number of rows of the input. That is data, and may
-        # be misaligned on one data-parallel rank alone, where refusing would hang the others.
-        config.pad_inner_dim or gemm == "grad_weight",
-        config.emulate,
-    )
+    return scaled_mm_of_data(a, b, scale_a, scale_b, out_dtype, *config.gemm_options(gemm))
 
 
-def _matrix(operand: Local, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``[..., K]`` as the data and the scale of a matrix ``[M, K]``, or of its transpose."""
+def _matrix(operand: Local) -> Local:
+    """``[..., K]`` as a matrix ``[M, K]``."""
     data, scale, has_row_scales = operand
-    if data.ndim != 2:
-        data = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
-        if scale is not None and scale.ndim:
-            scale = scale.reshape((-1, 1) if has_row_scales else (1, -1))
-    if transposed:
-        data = data.t()
-        scale = scale.t() if scale is not None and scale.ndim else scale
-    return data, scale
-
-
-def _unflatten_rows(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``[M, N]`` as ``[..., N]`` with the leading dims of ``like``.
-
-    Not a view for autograd: a function's output that is one can't be modified in place.
-    """
-    if like.ndim == 2:
-        return matrix
-    return torch.ops.aten._unsafe_view(matrix, (*like.shape[:-1], matrix.shape[-1]))
+    if scale is not None and scale.ndim:
+        scale = scale.reshape((-1, 1) if has_row_scales else (1, -1))
+    return Local(as_matrix(data), scale, has_row_scales)
 
 
 def _save(ctx: Any, operand: Local | None, *tensors: torch.Tensor | None) -> None:
@@ -119,28 +99,44 @@ def float8_linear(
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    flat: list[torch.Tensor | None] = []
-    for qdata, scale in weight_casts.casts:
-        flat += [qdata, scale]
-    flat += [None] * (4 - len(flat))
-    return _LinearFunction.apply(input, weight, bias, spec, *flat, weight_casts.multiplier)
+    config = spec.config
+    casts, multiplier = weight_casts
+    if config.is_tensorwise and multiplier is None and no_one_watches(input):
+        ((qdata, scale),) = casts
+        return TensorwiseFunction.apply(input, weight, bias, spec, qdata, scale)
+    first, second = (*casts, *_NO_CASTS)[:2]
+    return _LinearFunction.apply(input, weight, bias, spec, *first, *second, multiplier)
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """The gradients of a layer, which can't be differentiated."""
+_NO_CASTS = ((None, None), (None, None))
+
+
+class _Where(NamedTuple):
+    """Where the tensors of a call on DTensors live."""
+
+    layouts: LinearLayouts
+    input: Layout
+    weight: Layout
+    bias: Layout | None
 
     @staticmethod
-    def forward(
-        ctx: Any, fqn: str, anchor: torch.Tensor, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.fqn = fqn
-        return gradients
+    def of(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fqn: str
+    ) -> "_Where":
+        there, here = Layout.of(input), Layout.of(weight)
+        assert there is not None, type(input)
+        assert here is not None, type(weight)
+        layouts = linear_layouts(there.placements, here.placements, input.ndim, fqn)
+        return _Where(layouts, there, here, Layout.of(bias))
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        raise NotImplementedError(
-            f"{ctx.fqn}: a float8 layer can't be differentiated twice; leave it unconverted"
-        )
+
+# By whether the input needs a gradient, and whether the weight does.
+_GRADIENT_GEMMS: dict[tuple[bool, bool], tuple[Gemm, ...]] = {
+    (True, True): ("grad_input", "grad_weight"),
+    (True, False): ("grad_input",),
+    (False, True): ("grad_weight",),
+    (False, False): (),
+}
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -161,28 +157,18 @@ class _LinearFunction(torch.autograd.Function):
         multiplier: torch.Tensor | None,
     ) -> torch.Tensor:
         config = spec.config
-        input_layout, weight_layout = Layout.of(input), Layout.of(weight)
-        layouts: LinearLayouts | None = None
-        if input_layout is not None and weight_layout is not None:
-            layouts = linear_layouts(
-                input_layout.placements, weight_layout.placements, input.ndim, spec.fqn
-            )
+        where = _Where.of(input, weight, bias, spec.fqn) if isinstance(input, DTensor) else None
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
-        x = prepare_operand(input, "input", gemms, layouts and layouts.input, spec)
+        x = prepare_operand(input, "input", gemms, where and where.layouts.input, spec)
         casts = ((weight_qdata, weight_scale), (second_qdata, second_scale))
-        w = weight_operands(weight, casts, config)
+        w = weight_operand(weight, casts, "output", config)
         # The gather of the input is waited for here, after the weight's cast was issued.
         left = landed(x["output"])
-        output = _gemm(left, w["output"], "output", config, input.dtype)
-        output = _unflatten_rows(output, left.data)
+        output = _gemm(left, w, "output", config, input.dtype)
+        output = unflatten_rows(output, left.data)
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.layouts = spec, layouts
-        ctx.input_layout, ctx.weight_layout, ctx.bias_layout = (
-            input_layout,
-            weight_layout,
-            Layout.of(bias),
-        )
+        ctx.spec, ctx.where = spec, where
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         ctx.recast = needs_input and multiplier is not None
         saved: tuple[torch.Tensor | None, ...] = (None, None)
@@ -190,65 +176,48 @@ class _LinearFunction(torch.autograd.Function):
             one_cast = len(config.casts("weight")) == 1
             saved = (weight, weight_scale if one_cast else second_scale, multiplier)
         elif needs_input:
-            saved = w["grad_input"][:2]
+            saved = weight_operand(weight, casts, "grad_input", config)[:2]
         _save(ctx, landed(x["grad_weight"]) if needs_weight else None, *saved)
 
-        if layouts is None or weight_layout is None:
+        if where is None:
             return output if bias is None else output + bias.to(output.dtype)
         shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-        wrapped = Layout(weight_layout.mesh, layouts.output, shape).wrap(output)
+        wrapped = Layout(where.weight.mesh, where.layouts.output, shape).wrap(output)
         return _add_bias(wrapped, bias, spec.output_placements)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return _LinearFunction._backward(ctx, grad)
-        with torch.no_grad():
-            gradients = _LinearFunction._backward(ctx, grad)
-        # create_graph=True: what is differentiated again must raise, not count as constant.
-        found = [g for g in gradients if g is not None]
-        marked = iter(
-            _NoSecondDerivative.apply(ctx.spec.fqn, torch.zeros((), requires_grad=True), *found)
-        )
-        return tuple(None if g is None else next(marked) for g in gradients)
-
-    @staticmethod
-    def _backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    @differentiable_once
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
         unused = (None,) * 6
         if grad is None:
             return None, None, None, *unused
-        config, layouts = ctx.spec.config, ctx.layouts
+        config, where = ctx.spec.config, ctx.where
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = reduced(grad)
-        grad_bias = _bias_gradient(grad, ctx.bias_layout) if needs_bias else None
-        gemms: tuple[Gemm, ...] = ()
-        gemms += ("grad_input",) if needs_input else ()
-        gemms += ("grad_weight",) if needs_weight else ()
+        grad_bias = _bias_gradient(grad, where and where.bias) if needs_bias else None
+        gemms = _GRADIENT_GEMMS[needs_input, needs_weight]
         if not gemms:
             return None, None, grad_bias, *unused
         data, scale, *of_the_weight = ctx.saved_tensors
         x = Local(data, scale, ctx.has_row_scales)
         w = _cast_again(config, grad, *of_the_weight) if ctx.recast else Local(*of_the_weight)
-        g = prepare_gradient(
-            grad, gemms, layouts and layouts.grad_output, {"input": x, "weight": w}, ctx.spec
-        )
-        left = {gemm: landed(operand) for gemm, operand in g.items()}
+        g = prepare_gradient(grad, gemms, where and where.layouts.grad_output, x, w, ctx.spec)
         if len(gemms) == 2 and g["grad_input"] is g["grad_weight"]:
-            both = left["grad_input"]
-            data = shared_by_gemms(both.data)
-            left = dict.fromkeys(gemms, both._replace(data=data))
+            data, scale, has_row_scales = landed(g["grad_input"])
+            g = dict.fromkeys(gemms, Local(shared_by_gemms(data), scale, has_row_scales))
         grad_input = grad_weight = None
         if needs_input:
-            grad_input = _gemm(left["grad_input"], w, "grad_input", config, ctx.input_dtype)
-            grad_input = _unflatten_rows(grad_input, left["grad_input"].data)
-            if layouts is not None:
-                grad_input = _redistribute_grad_input(grad_input, layouts, ctx.input_layout)
+            left = landed(g["grad_input"])
+            grad_input = _gemm(left, w, "grad_input", config, ctx.input_dtype)
+            grad_input = unflatten_rows(grad_input, left.data)
+            if where is not None:
+                grad_input = _redistribute_grad_input(grad_input, where.layouts, where.input)
         if needs_weight:
-            grad_weight = _gemm(left["grad_weight"], x, "grad_weight", config, ctx.weight_dtype)
-            if layouts is not None:
-                grad_weight = ctx.weight_layout._replace(placements=layouts.grad_weight).wrap(
-                    grad_weight
-                )
+            left = landed(g["grad_weight"])
+            grad_weight = _gemm(left, x, "grad_weight", config, ctx.weight_dtype)
+            if where is not None:
+                layout = where.weight._replace(placements=where.layouts.grad_weight)
+                grad_weight = layout.wrap(grad_weight)
         return grad_input, grad_weight, grad_bias, *unused
 
 
@@ -306,7 +275,7 @@ def _redistribute_grad_input(
 
 def _bias_gradient(grad: torch.Tensor, bias_layout: Layout | None) -> torch.Tensor:
     """The sum of the high-precision gradient over its rows, at the placements of the bias."""
-    summed = grad.sum(dim=tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad
+    summed = summed_rows(grad)
     if not isinstance(summed, DTensor) or bias_layout is None:
         return summed
     return summed.redistribute(placements=bias_layout.placements)

@@ -6,44 +6,31 @@ layers save the one tensor. Nothing is kept for it: only a weak reference to wha
 """
 
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from fp8_dist.scaling import Quantized
+
 
 class _Last(NamedTuple):
-    source: TensorWeakRef
-    key: tuple[Any, ...]
-    data: TensorWeakRef
+    source: ReferenceType[torch.Tensor]  # is compared, never used
+    key: Any
+    data: ReferenceType[torch.Tensor]
     scale: torch.Tensor
 
 
 _last: _Last | None = None
 
 
-def last_cast(x: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(qdata, scale) of ``x`` if that was the last cast to be noted, still exists, and still holds.
+def cast_key(x: torch.Tensor, kind: Any) -> Any:
+    """What must be the same for a cast of ``x`` to hold again; None if that can't be told.
 
     Args:
         x: a plain tensor.
         kind: in which way it is cast.
     """
-    last = _last
-    if last is None or last.source() is not x or last.key != _key(x, kind):
-        return None
-    data = last.data()
-    return None if data is None else (data, last.scale)
-
-
-def note_cast(x: torch.Tensor, kind: Any, data: torch.Tensor, scale: torch.Tensor) -> None:
-    """Note that ``x`` was cast to ``data``, in the way ``kind``."""
-    global _last
-    key = _key(x, kind)
-    _last = None if key is None else _Last(TensorWeakRef(x), key, TensorWeakRef(data), scale)
-
-
-def _key(x: torch.Tensor, kind: Any) -> tuple[Any, ...] | None:
-    """What must be as it was; None if that can't be told."""
     if x.is_inference():
         return None  # it keeps no version
     if not x.is_cuda:
@@ -51,3 +38,19 @@ def _key(x: torch.Tensor, kind: Any) -> tuple[Any, ...] | None:
     if torch.cuda.is_current_stream_capturing():
         return None  # a CUDA graph must hold the cast itself
     return x._version, kind, torch.cuda.current_stream(x.device)
+
+
+def last_cast(x: torch.Tensor, key: Any) -> Quantized | None:
+    """The last cast that was noted, if it still exists and is that of ``x`` by the same key."""
+    last = _last
+    if last is None or last.source() is not x or last.key != key:
+        return None
+    data = last.data()
+    # (A tensor that autograd alone kept alive must be told of its new owner.)
+    return None if data is None else Quantized(TensorWeakRef(data)(), last.scale)
+
+
+def note_cast(x: torch.Tensor, key: Any, cast: Quantized) -> None:
+    """Note that ``x`` was cast, and how."""
+    global _last
+    _last = None if key is None else _Last(ref(x), key, ref(cast.qdata), cast.scale)

@@ -124,17 +124,18 @@ class Float8Linear(CastsItsWeight):
                 DTensors on one mesh, or both plain; or features are misaligned
                 (``pad_inner_dim``).
         """
-        if not input.dtype.is_floating_point:
-            raise TypeError(f"{self.fqn}: the input must be floating point, got {input.dtype}")
+        dtype, plain = input.dtype, not isinstance(input, DTensor)
+        if not dtype.is_floating_point:
+            raise TypeError(f"{self.fqn}: the input must be floating point, got {dtype}")
         # (The shape of a DTensor made of uneven local tensors is only torch's guess.)
-        plain = not isinstance(input, DTensor)
         if plain and (input.ndim == 0 or input.shape[-1] != self.in_features):
             raise ValueError(
                 f"{self.fqn}: the last dim of the input must be in_features={self.in_features}, "
                 f"got an input of shape {tuple(input.shape)}"
             )
         weight, compiling = self.weight, torch.compiler.is_compiling()
-        check_mesh(weight, input, self.fqn)
+        if not plain or isinstance(weight, DTensor):
+            check_mesh(weight, input, self.fqn)
         if not compiling:
             check_alignment(self.config, weight, input.device, self.fqn)
             if self.histories:
@@ -144,10 +145,10 @@ class Float8Linear(CastsItsWeight):
         if isinstance(local, Float8Tensor):
             check_prepared(self.config, local, self.fqn)
         else:
-            device = input.device.type
-            if torch.is_autocast_enabled(device) and input.dtype is not torch.float64:
+            device = "cpu" if input.is_cpu else input.device.type
+            if torch.is_autocast_enabled(device) and dtype is not torch.float64:
                 input = input.to(torch.get_autocast_dtype(device))
-            input = reduced(input)
+            input = input if plain else reduced(input)
         training = torch.is_grad_enabled()
         if not training and not compiling:
             self.weight_cache.end_of_evaluation()

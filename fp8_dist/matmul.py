@@ -117,22 +117,23 @@ def _scaled_mm(
     pad_inner_dim: bool,
     emulate: bool,
 ) -> torch.Tensor:
-    (rows, inner), columns, device = a.shape, b.shape[1], a.device
-    if 0 in (rows, inner, columns):
-        return torch.zeros(rows, columns, dtype=out_dtype, device=device)
-    if (inner % ALIGNMENT or columns % ALIGNMENT) and needs_alignment(device, emulate):
+    (rows, inner), columns = a.shape, b.shape[1]
+    if not (rows and inner and columns):
+        return torch.zeros(rows, columns, dtype=out_dtype, device=a.device)
+    aligned = not (inner % ALIGNMENT or columns % ALIGNMENT)
+    if not aligned and needs_alignment(a.device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
         if scale_b.ndim and b.shape[1] > columns:
             scale_b = torch.nn.functional.pad(scale_b, (0, b.shape[1] - columns))
-    if not emulate and device_has_float8_gemm(device):
+    if not emulate and device_has_float8_gemm(a.device):
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
-    elif torch.is_autocast_enabled(device.type):
+    elif torch.is_autocast_enabled("cpu" if a.is_cpu else a.device.type):
         # It would narrow the wide type.
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(a.device.type, enabled=False):
             out = _emulated(a, b, scale_a, scale_b, out_dtype)
     else:
         out = _emulated(a, b, scale_a, scale_b, out_dtype)
-    return out[:, :columns].contiguous() if out.shape[1] != columns else out
+    return out if aligned or out.shape[1] == columns else out[:, :columns].contiguous()
 
 
 def _native(
@@ -194,8 +195,7 @@ def _emulated(
         return product.mul_(scale_a.to(wide)).mul_(scale_b.to(wide)).to(out_dtype)
     alpha = scale_a.item() * scale_b.item() if on_cpu else 1.0
     # The scale of an enormous product may exceed fp32, in which addmm keeps its alpha.
-    fits = not math.isfinite(alpha) or alpha <= _LARGEST
-    if to_bf16 and fits:
+    if to_bf16 and not _LARGEST < alpha < math.inf:
         # The bias term of addmm is ignored at beta=0; alpha scales the fp32 accumulator.
         return torch.addmm(
             _UNUSED, upcast(a, torch.bfloat16), upcast(b, torch.bfloat16), beta=0, alpha=alpha

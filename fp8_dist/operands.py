@@ -11,12 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import cast_with
-from fp8_dist.casts import GEMM_OPERANDS, Cast, Gemm, Operand
+from fp8_dist.casts import Cast, Gemm, Operand
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
 from fp8_dist.folding import folded_gradients
-from fp8_dist.last_cast import last_cast, note_cast
-from fp8_dist.scaling import local_scaling, quantize, reduced_dims
+from fp8_dist.last_cast import cast_key, last_cast, note_cast
+from fp8_dist.scaling import Quantized, quantize_whole, reduced_dims
 from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import dtensor_local, no_one_watches
@@ -95,7 +95,8 @@ def prepare_operand(
     if not isinstance(tensor, DTensor) and no_one_watches(tensor):
         only = config.travelling_cast(operand)
         if only is not None and only.covers != "column" and not only.delayed:
-            return dict.fromkeys(gemms, _cast_plain(tensor, operand, only, config))
+            qdata, scale = quantize_operand(tensor, operand, config)
+            return dict.fromkeys(gemms, Local(qdata, scale, only.covers == "row"))
     casts = {gemm: config.cast(operand, gemm) for gemm in gemms}
     if isinstance(local_tensor(tensor), Float8Tensor):
         return dict.fromkeys(gemms, _move(tensor, placements))
@@ -122,20 +123,21 @@ def prepare_operand(
     return {gemm: made[kind] for gemm, kind in casts.items()}
 
 
-def _cast_plain(
-    tensor: torch.Tensor, operand: Operand, cast: Cast, config: Float8LinearConfig
-) -> Local:
-    """The one cast of an operand of one device."""
-    power_of_2 = config.round_scales_to_power_of_2
-    kind = (cast, power_of_2)
-    known = last_cast(tensor, kind) if operand == "input" else None
+def quantize_operand(
+    tensor: torch.Tensor, operand: Operand, config: Float8LinearConfig
+) -> Quantized:
+    """The one cast of an operand of one device, by the amaxes that it has now."""
+    cast, power_of_2 = config.travelling_cast(operand), config.round_scales_to_power_of_2
+    assert cast is not None
+    dims = reduced_dims(cast.covers, tensor.ndim)
+    if operand != "input":
+        return quantize_whole(tensor, cast.dtype, dims, power_of_2)
+    key = cast_key(tensor, (cast, power_of_2))
+    known = last_cast(tensor, key)
     if known is None:
-        dims = reduced_dims(cast.covers, tensor.ndim)
-        m, scale = local_scaling(tensor, cast.dtype, dims, power_of_2)
-        known = quantize(tensor, m, cast.dtype), scale
-        if operand == "input":
-            note_cast(tensor, kind, *known)
-    return Local(*known, cast.covers == "row")
+        known = quantize_whole(tensor, cast.dtype, dims, power_of_2)
+        note_cast(tensor, key, known)
+    return known
 
 
 def _can_travel(cast: Cast, tensor: torch.Tensor, placements: Placements | None) -> bool:
@@ -190,13 +192,16 @@ def prepare_gradient(
     grad: torch.Tensor,
     gemms: tuple[Gemm, ...],
     placements: Placements | None,
-    partners: dict[str, Local | None],
+    input: Local,
+    weight: Local,
     spec: LinearSpec,
 ) -> Operands:
-    """grad_output for the GEMMs; ``partners`` are the operands that it is multiplied by."""
+    """grad_output for the GEMMs; ``input`` and ``weight`` are what it is multiplied by."""
     config = spec.config
+    if not config.fold_row_scales:
+        return prepare_operand(grad, "grad_output", gemms, placements, spec)
     folds = [gemm for gemm in gemms if config.cast("grad_output", gemm) is not None]
-    if not (config.fold_row_scales and folds):
+    if not folds:
         return prepare_operand(grad, "grad_output", gemms, placements, spec)
     _warn_of_rows_in_parts("grad_output", grad, placements, spec)
     operands: Operands = {}
@@ -208,22 +213,12 @@ def prepare_gradient(
         if layout is not None:
             assert placements is not None
             grad = layout._replace(placements=placements).wrap(high)
-    scales = {
-        gemm: _row_scale(partners[GEMM_OPERANDS[gemm][1]]) if gemm in folds else None
-        for gemm in ("grad_input", "grad_weight")
-    }
     cast = config.cast("grad_output", folds[0])
     assert cast is not None
+    of_weight = weight.scale if "grad_input" in folds else None
+    of_input = input.scale if "grad_weight" in folds else None
     axes = () if config.amax_scope == "rank" else None
-    return operands | folded_gradients(
-        grad, cast, placements, scales["grad_input"], scales["grad_weight"], axes
-    )
-
-
-def _row_scale(partner: Local | None) -> torch.Tensor:
-    assert partner is not None
-    assert partner.scale is not None
-    return partner.scale
+    return operands | folded_gradients(grad, cast, placements, of_weight, of_input, axes)
 
 
 def _move(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
@@ -234,21 +229,19 @@ def _move(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
     return dtensor_local(redistributed(tensor, placements))
 
 
-def weight_operands(
+def weight_operand(
     weight: torch.Tensor,
     casts: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
+    gemm: Gemm,
     config: Float8LinearConfig,
-) -> dict[Gemm, Local]:
-    """The weight for its GEMMs; ``casts`` are (qdata, scale) of its casts, in their order.
-
-    (That of grad_input is missing if it has no data yet.)
-    """
-    known: dict[Cast | None, Local] = {None: Local(local_tensor(weight))}
-    for cast, (qdata, scale) in zip(config.casts("weight"), casts, strict=False):
-        if qdata is not None:
-            known[cast] = Local(qdata, scale)
-    gemms: dict[Gemm, Cast | None] = {g: config.cast("weight", g) for g in ("output", "grad_input")}
-    return {gemm: known[cast] for gemm, cast in gemms.items() if cast in known}
+) -> Local:
+    """The weight for a GEMM; ``casts`` are (qdata, scale) of its casts, in their order."""
+    cast = config.cast("weight", gemm)
+    if cast is None:
+        return Local(local_tensor(weight))
+    qdata, scale = casts[config.casts("weight").index(cast)]
+    assert qdata is not None
+    return Local(qdata, scale)
 
 
 def redistributed(tensor: DTensor, placements: Placements) -> DTensor:

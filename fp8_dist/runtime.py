@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fp8_dist.casts import Covers
+from fp8_dist.casts import Cast, Covers
 from fp8_dist.scaling import Scaling, amax_shape, reduced_dims
 from fp8_dist.torch_internals import is_selectively_checkpointed
 
@@ -50,7 +50,7 @@ def known_scalings(
     knows: KnowsScaling,
     name: torch.Tensor,
     x: torch.Tensor,
-    covers: Sequence[Covers],
+    casts: Sequence[Cast],
     *details: str,
 ) -> Sequence[Scaling]:
     """What an object says, when this is run, about casting a tensor in some ways.
@@ -62,7 +62,7 @@ def known_scalings(
         knows: the object.
         name: its name, from :func:`name_of`.
         x: a local tensor.
-        covers: what a scale covers, in each way.
+        casts: the ways.
         details: what else the object is told.
 
     Collectives: those of the object's answer.
@@ -70,11 +70,13 @@ def known_scalings(
     if torch.compiler.is_compiling() or is_selectively_checkpointed():
         gathered = details[0] == "gather"
         op = SCALING_TO_GATHER_OP if gathered else KNOWN_SCALING_OP
-        flat = op(x, name, covers, details)
+        flat = op(x, name, [cast.covers for cast in casts], details)
         return list(zip(flat[::2], flat[1::2], strict=True))
     device = x.device
-    found = knows.scalings_at_run_time(x, *details)
-    return [(multiplier.to(device), scale.to(device)) for multiplier, scale in found]
+    return [
+        scaling if scaling[1].device == device else (scaling[0].to(device), scaling[1].to(device))
+        for scaling in knows.scalings_at_run_time(x, *details)
+    ]
 
 
 def ask(

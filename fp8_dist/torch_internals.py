@@ -154,7 +154,7 @@ def no_one_watches(tensor: torch.Tensor) -> bool:
     Nothing makes a graph of the code that runs, no mode sees its operators, and the tensor is real.
     """
     return (
-        not torch.compiler.is_compiling()
+        not torch.compiler.is_dynamo_compiling()  # (Who makes graphs otherwise has a mode.)
         and type(tensor) in _PLAIN
         and not _len_torch_dispatch_stack()
         and not tensor.is_meta

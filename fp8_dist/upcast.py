@@ -35,8 +35,11 @@ def upcast(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     (Data that is wide already is converted by torch.)
     """
+    if qdata.dtype is dtype:
+        return qdata
     if qdata.numel() < _FEW or not qdata.is_cpu:
-        return qdata.to(dtype)
+        # (What is asked for most, in the way that takes the least time to say.)
+        return qdata.bfloat16() if dtype is torch.bfloat16 else qdata.to(dtype)
     known = _FORMATS.get(qdata.dtype)
     if known is None or _flushes():
         return qdata.to(dtype)

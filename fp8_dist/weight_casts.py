@@ -6,14 +6,13 @@ the cast of its shard; elsewhere the forward casts what it finds.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.cast import cast_local, scaling_of
+from fp8_dist.cast import scaling_of
 from fp8_dist.casts import Cast
 from fp8_dist.checks import check_gathered
 from fp8_dist.config import Float8LinearConfig
@@ -21,7 +20,7 @@ from fp8_dist.delayed import AmaxHistory
 from fp8_dist.freshness import Source, WeightCache
 from fp8_dist.operands import WeightCasts
 from fp8_dist.runtime import known_scalings
-from fp8_dist.scaling import Scaling, quantize
+from fp8_dist.scaling import Quantized, Scaling, local_scaling, quantize, reduced_dims
 from fp8_dist.sharding import Layout, local_tensor
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import is_selectively_checkpointed
@@ -73,7 +72,7 @@ class CastsItsWeight(nn.Linear):
 
     def cast_weight(
         self, source: Source, shard: torch.Tensor | None = None
-    ) -> tuple[Float8Tensor, ...]:
+    ) -> tuple[Quantized, ...]:
         """The local shard of the weight in each of its casts, with the scales of the global weight.
 
         What ``precompute_float8_dynamic_scale`` or an earlier call left in ``weight_cache`` is
@@ -82,39 +81,62 @@ class CastsItsWeight(nn.Linear):
         Args:
             source: who asks. (What is computed here is remembered for a parameter only: a tensor
                 in its place, such as FSDP1's view of what it gathered, changes unnoticed.)
-            shard: the local shard, where it was moved off the parameter's device (CPU offload).
+            shard: the local shard, if it is at hand; perhaps moved off the parameter's device (CPU
+                offload).
 
         Returns:
-            One tensor for each of ``config.casts("weight")``.
+            One for each of ``config.casts("weight")``.
 
         Collectives: for each cast one all-reduce of 4 bytes per scale, if what a scale covers is
         sharded and the scales are not known.
         """
-        cache, weight = self.weight_cache, self.weight
+        weight = self.weight
         shard = self.local_shard() if shard is None else shard
-        fresh = cache.is_fresh(weight, local_tensor(weight))
-        if fresh and cache.float8 is not None and cache.float8[0].device == shard.device:
-            if is_selectively_checkpointed():
-                # A recomputation takes what was saved in turn: so it asks as the forward did.
-                self._known_scalings(source, shard.detach())
+        return self._cast_of(weight, local_tensor(weight), shard, source)
+
+    def _cast_of(
+        self, weight: torch.Tensor, local: torch.Tensor, shard: torch.Tensor, source: Source
+    ) -> tuple[Quantized, ...]:
+        """:meth:`cast_weight` of a weight with this local tensor."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # training may save what is kept
+                return self._cast_of(weight, local, shard, source)
+        cache, shard = self.weight_cache, shard.detach()
+        fresh, asked = cache.is_fresh(weight, local), is_selectively_checkpointed()
+        if fresh and cache.float8 is not None and cache.float8[0].qdata.device == shard.device:
+            if (
+                asked
+            ):  # A recomputation takes what was saved in turn: so it asks as the forward did.
+                self._known_scalings(source, shard)
             return cache.float8
-        with _as_training_may_save_it():
-            float8 = self._cast_with_known_scaling(source, shard.detach())
-        kept = isinstance(weight, nn.Parameter) and self.config.cache_float8_shards
+        if fresh or asked:
+            # What was known before may be stale unnoticed, and too large.
+            float8 = self._quantized(shard, self._known_scalings(source, shard))
+        else:
+            found = self._new_scalings(weight, local, shard, source)
+            float8 = self._quantized(shard, found, fits=True)
+        kept = _is_parameter(weight) and self.config.cache_float8_shards
         cache.float8 = float8 if kept and shard.device == weight.device else None
         return float8
 
-    def scalings_at_run_time(self, x: torch.Tensor, source: Source) -> list[Scaling]:
+    def scalings_at_run_time(self, x: torch.Tensor, source: Source) -> Sequence[Scaling]:
         """The scales of the weight's shard ``x`` for its casts, as its values are now."""
-        cache, weight, casts = self.weight_cache, self.weight, self.config.casts("weight")
-        if not cache.is_fresh(weight, local_tensor(weight)):
-            cache.warn_if_stale(weight, self.fqn)
-            scaling = {cast: self._dynamic_scaling(x, cast) for cast in casts}
-            if source == "evaluation" or not isinstance(weight, nn.Parameter):
-                return list(scaling.values())
-            cache.store(weight, scaling, source, local_tensor(weight))
+        cache, weight = self.weight_cache, self.weight
+        local = local_tensor(weight)
+        if not cache.is_fresh(weight, local):
+            return self._new_scalings(weight, local, x, source)
         assert cache.scaling is not None
-        return [cache.scaling[cast] for cast in casts]
+        return [cache.scaling[cast] for cast in self.config.casts("weight")]
+
+    def _new_scalings(
+        self, weight: torch.Tensor, local: torch.Tensor, shard: torch.Tensor, source: Source
+    ) -> Sequence[Scaling]:
+        cache, casts = self.weight_cache, self.config.casts("weight")
+        cache.warn_if_stale(weight, self.fqn)
+        found = [self._dynamic_scaling(weight, shard, cast) for cast in casts]
+        if source != "evaluation" and _is_parameter(weight):
+            cache.store(weight, dict(zip(casts, found, strict=True)), source, local)
+        return found
 
     def _weight_casts(self, weight: torch.Tensor) -> WeightCasts:
         """The local weight in each of its casts, for this forward."""
@@ -134,10 +156,12 @@ class CastsItsWeight(nn.Linear):
             return self._casts_of_gathered(source, plain)
         if compiling:
             with torch.no_grad():
-                float8 = self._cast_with_known_scaling(source, plain)
+                float8 = self._quantized(plain, self._known_scalings(source, plain))
         else:
-            float8 = self.cast_weight(source)
-        return WeightCasts(tuple([(cast.qdata, self._recorded(cast.scale)) for cast in float8]))
+            float8 = self._cast_of(weight, local, plain, source)
+        if "weight" in self.histories:
+            float8 = tuple(Quantized(qdata, self._recorded(scale)) for qdata, scale in float8)
+        return WeightCasts(float8)
 
     def _casts_of_gathered(self, source: Source, gathered: torch.Tensor) -> WeightCasts:
         """Casts of a weight that FSDP2 gathered in high precision: the output's; scales of all."""
@@ -156,25 +180,31 @@ class CastsItsWeight(nn.Linear):
                 multiplier = m if cast == of_grad_input else multiplier
         return WeightCasts(tuple((q, self._recorded(scale)) for q, scale in flat), multiplier)
 
-    def _cast_with_known_scaling(
-        self, source: Source, shard: torch.Tensor
-    ) -> tuple[Float8Tensor, ...]:
-        casts, known = self.config.casts("weight"), self._known_scalings(source, shard)
+    def _quantized(
+        self, shard: torch.Tensor, scalings: Sequence[Scaling], fits: bool = False
+    ) -> tuple[Quantized, ...]:
+        """The shard in each of its casts; ``fits``: the scalings are those of its own amaxes."""
+        casts = zip(self.config.casts("weight"), scalings, strict=True)
         return tuple(
-            [cast_local(shard, c.dtype, scaling) for c, scaling in zip(casts, known, strict=True)]
+            [
+                Quantized(quantize(shard, m, cast.dtype, fits=fits and not cast.delayed), scale)
+                for cast, (m, scale) in casts
+            ]
         )
 
     def _known_scalings(self, source: Source, shard: torch.Tensor) -> Sequence[Scaling]:
-        covers = [cast.covers for cast in self.config.casts("weight")]
-        return known_scalings(self, self._name, shard, covers, source)
+        return known_scalings(self, self._name, shard, self.config.casts("weight"), source)
 
-    def _dynamic_scaling(self, shard: torch.Tensor, cast: Cast) -> Scaling:
+    def _dynamic_scaling(self, weight: torch.Tensor, shard: torch.Tensor, cast: Cast) -> Scaling:
         """The scales of the local shard for a cast of the weight, from its values or history."""
-        layout = Layout.of(self.weight)
+        layout = Layout.of(weight)
         tensor = shard if layout is None else layout.wrap(shard)
         if cast.delayed:
             return self.histories["weight"].scaling_of(tensor, record=False)
         power_of_2 = self.config.round_scales_to_power_of_2
+        if layout is None:
+            dims = reduced_dims(cast.covers, shard.ndim)
+            return local_scaling(shard, cast.dtype, dims, power_of_2)
         return scaling_of(tensor, cast.dtype, cast.covers, power_of_2)
 
     def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
@@ -204,6 +234,6 @@ class CastsItsWeight(nn.Linear):
             )
 
 
-def _as_training_may_save_it() -> Any:
-    """Whatever an evaluation under inference_mode leaves in the cache, training may save."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    # (Parameter's own isinstance is slow.)
+    return type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)

@@ -10,6 +10,7 @@ import torch
 from bench_peers import FP32, linear_of
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist import (
     Float8Linear,
@@ -64,6 +65,30 @@ def layer_of(name: str, shape: Shape, device: torch.device, mesh: Any = None) ->
         linear = nn.Linear(k, n, bias=False)
     linear.weight = nn.Parameter(w)
     return Layer(linear_of(name, linear), x.requires_grad_(), g)
+
+
+class _Count(TorchDispatchMode):
+    """Counts the operators that reach the dispatcher from Python or from autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+def dispatched_by(run: Callable[[], object]) -> int:
+    """How many operators a call dispatches, without those that they call themselves.
+
+    (Seen by a mode, the library calls its custom operators, and each is one, as it is in a graph.)
+    """
+    with _Count() as count:
+        run()
+    return count.operators
 
 
 def operators_of(run: Callable[[], object]) -> int:

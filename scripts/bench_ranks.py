@@ -61,11 +61,25 @@ def _rank_main(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(threads)
+    _bind(rank, world_size)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group(_backend(device), store=store, rank=rank, world_size=world_size)
     result = _call(rank, device, function, arguments)
     if rank == 0:
         _answer(folder).write_bytes(pickle.dumps(result))
+
+
+def _bind(rank: int, world_size: int) -> None:
+    """Keeps a rank and its threads on cores of its own (ranks take turns where there are too few).
+
+    As launchers do (``torchrun --numa-binding``): the scheduler would move the ranks that wait for
+    a collective onto each other's cores.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return  # there is none but on Linux
+    cores = sorted(os.sched_getaffinity(0))
+    own = cores[rank % len(cores) :: min(world_size, len(cores))]
+    os.sched_setaffinity(0, own)
 
 
 def _call(rank: int, device: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -49,12 +49,8 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def kept_float8_shards(model: nn.Module) -> int:
     """Bytes of the float8 copies of weights that layers of this library keep beside them."""
-    kept = [cast for layer in float8_layers(model).values() for cast in _cached(layer)]
-    return bytes_of(kept)
-
-
-def _cached(layer: Any) -> tuple[torch.Tensor, ...]:
-    return layer.weight_cache.float8 or ()
+    casts = [layer.weight_cache.float8 or () for layer in float8_layers(model).values()]
+    return bytes_of([tensor for kept in casts for cast in kept for tensor in cast])
 
 
 class MemoryMeter(TorchDispatchMode):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fp8_dist import function, linear
+from fp8_dist import function, linear, matmul, tensorwise
 from fp8_dist.tensor import Float8Tensor
 
 # Largest finite values of the two encodings, and the number of mantissa bits.
@@ -100,19 +100,20 @@ def float8_gemms() -> Iterator[list[Product]]:
     (As float8, not as the wide copy that a gradient's two GEMMs share.)
     """
     calls: list[Product] = []
-    original, shared = function.scaled_mm_of_data, function.shared_by_gemms
+    original, shared = matmul.scaled_mm_of_data, matmul.shared_by_gemms
 
     def recording(a, b, scale_a, scale_b, out_dtype, *options):  # type: ignore[no-untyped-def]
         pairs = ((a, scale_a), (b, scale_b))
         calls.append(tuple(Float8Tensor(*pair, torch.float32).clone() for pair in pairs))
         return original(a, b, scale_a, scale_b, out_dtype, *options)
 
-    function.scaled_mm_of_data = recording
-    function.shared_by_gemms = lambda data: data
+    for module in (function, tensorwise):
+        module.scaled_mm_of_data, module.shared_by_gemms = recording, lambda data: data
     try:
         yield calls
     finally:
-        function.scaled_mm_of_data, function.shared_by_gemms = original, shared
+        for module in (function, tensorwise):
+            module.scaled_mm_of_data, module.shared_by_gemms = original, shared
 
 
 @contextmanager

@@ -356,7 +356,7 @@ def stale_scales(change: str) -> list[str]:
     def checking(self: Any, source: Any, gathered: torch.Tensor) -> Any:
         found = original(self, source, gathered)
         for cast, (_, scale) in zip(self.config.casts("weight"), found.casts, strict=True):
-            if not same_bits(scale, self._dynamic_scaling(gathered.detach(), cast)[1]):
+            if not same_bits(scale, self._dynamic_scaling(self.weight, gathered.detach(), cast)[1]):
                 stale.append(self.fqn)
         return found
 

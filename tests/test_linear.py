@@ -11,6 +11,8 @@ from expecttest import assert_expected_inline
 from reference import raised, same_bits, sqnr, weights_used
 
 import fp8_dist.function
+import fp8_dist.matmul
+import fp8_dist.tensorwise
 import fp8_dist.warn
 from fp8_dist import (
     CastConfig,
@@ -314,14 +316,15 @@ def test_a_gradient_is_made_wide_once_for_both_gemms(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("flag", ["pad_inner_dim", "emulate"])
 def test_every_flag_reaches_the_three_gemms(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, object]] = []
-    original = fp8_dist.function.scaled_mm_of_data
+    original = fp8_dist.matmul.scaled_mm_of_data
     parameters = inspect.signature(original).parameters
 
     def recording(*args):  # type: ignore[no-untyped-def]
         seen.append(dict(zip(parameters, args, strict=True)))
         return original(*args)
 
-    monkeypatch.setattr(fp8_dist.function, "scaled_mm_of_data", recording)
+    for module in (fp8_dist.function, fp8_dist.tensorwise):
+        monkeypatch.setattr(module, "scaled_mm_of_data", recording)
     fast = Float8GemmConfig(use_fast_accum=True)
     for value in (False, True):
         seen.clear()

@@ -16,6 +16,7 @@ from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float
 AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 SHAPES = [(6,), (6, 8), (4, 6, 8), (2, 4, 6, 8), (1, 8), (6, 1), (1, 1), (4, 1, 8), (4, 6, 1)]
 EMPTY = [(0, 8), (0, 6, 8)]
+LARGE = [(300, 257), (3, 200, 130)]  # of more elements than a block
 
 
 def numbers(shape: tuple[int, ...]) -> torch.Tensor:
@@ -31,7 +32,7 @@ def lines(*shape: int, dim: int = -1) -> Float8Tensor:
 
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES + LARGE)
 def test_casts_equal_the_reference(
     shape: tuple[int, ...], target: torch.dtype, power_of_2: bool
 ) -> None:
