@@ -8,11 +8,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.casts import CastConfig, Covers, ScalingGranularity, ScalingType
+from fp8_dist.quantize import quantize
 from fp8_dist.scaling import (
     Scaling,
     amax_over,
     local_scaling,
-    quantize,
     reduced_dims,
     scaling_from_amax,
 )
@@ -174,7 +174,7 @@ def cast_local(
 ) -> Float8Tensor:
     """A local tensor as float8, with a (multiplier, scale) that cover the given dims.
 
-    ``fits``: see :func:`fp8_dist.scaling.quantize`.
+    ``fits``: see :func:`fp8_dist.quantize.quantize`.
     """
     multiplier, scale = scaling
     covered = None if dims is None else tuple(dims)

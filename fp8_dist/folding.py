@@ -40,7 +40,8 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.cast import global_amax
 from fp8_dist.casts import Cast, Gemm
 from fp8_dist.ops import as_bytes, pack_rows, unpack_rows
-from fp8_dist.scaling import amax, quantize, scaling_from_amax
+from fp8_dist.quantize import quantize
+from fp8_dist.scaling import amax, scaling_from_amax
 from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor
 

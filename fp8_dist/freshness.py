@@ -35,7 +35,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.casts import Cast
-from fp8_dist.scaling import Quantized, Scaling
+from fp8_dist.quantize import Quantized
+from fp8_dist.scaling import Scaling
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.warn import warn_once
 
@@ -156,7 +157,10 @@ class WeightCache:
         else:
             self._scaling = scaling
         self._version = _version(param)
-        self._shard_version = None if shard is None else _version(shard)
+        if shard is None:
+            self._shard_version = None
+        else:
+            self._shard_version = self._version if shard is param else _version(shard)
         self._source = source
         if self._param is not param:
             _unwatch(self._param, self)

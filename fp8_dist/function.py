@@ -30,7 +30,7 @@ from fp8_dist.operands import (
     redistributed,
     weight_operand,
 )
-from fp8_dist.scaling import quantize_after
+from fp8_dist.quantize import quantize_after
 from fp8_dist.sharding import (
     Layout,
     LinearLayouts,

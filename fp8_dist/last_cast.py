@@ -5,23 +5,17 @@ Its float8 copy then serves all of them: one cast, and one copy saved for backwa
 layers save the one tensor. Nothing is kept for it: only a weak reference to what autograd saves.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from fp8_dist.scaling import Quantized
+from fp8_dist.quantize import Quantized
 
-
-class _Last(NamedTuple):
-    source: ReferenceType[torch.Tensor]  # is compared, never used
-    key: Any
-    data: ReferenceType[torch.Tensor]
-    scale: torch.Tensor
-
-
-_last: _Last | None = None
+# Its source (compared, never used), its key, its data, its scale.
+_last: tuple[ReferenceType[torch.Tensor], Any, ReferenceType[torch.Tensor], torch.Tensor] | None
+_last = None
 
 
 def cast_key(x: torch.Tensor, kind: Any) -> Any:
@@ -42,15 +36,14 @@ def cast_key(x: torch.Tensor, kind: Any) -> Any:
 
 def last_cast(x: torch.Tensor, key: Any) -> Quantized | None:
     """The last cast that was noted, if it still exists and is that of ``x`` by the same key."""
-    last = _last
-    if last is None or last.source() is not x or last.key != key:
+    if _last is None or _last[0]() is not x or _last[1] != key:
         return None
-    data = last.data()
+    data = _last[2]()
     # (A tensor that autograd alone kept alive must be told of its new owner.)
-    return None if data is None else Quantized(TensorWeakRef(data)(), last.scale)
+    return None if data is None else Quantized(TensorWeakRef(data)(), _last[3])
 
 
 def note_cast(x: torch.Tensor, key: Any, cast: Quantized) -> None:
     """Note that ``x`` was cast, and how."""
     global _last
-    _last = None if key is None else _Last(ref(x), key, ref(cast.qdata), cast.scale)
+    _last = None if key is None else (ref(x), key, ref(cast.qdata), cast.scale)

@@ -16,7 +16,8 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
 from fp8_dist.folding import folded_gradients
 from fp8_dist.last_cast import cast_key, last_cast, note_cast
-from fp8_dist.scaling import Quantized, quantize_whole, reduced_dims
+from fp8_dist.quantize import Quantized, quantize_whole
+from fp8_dist.scaling import reduced_dims
 from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import dtensor_local, no_one_watches
@@ -131,11 +132,11 @@ def quantize_operand(
     assert cast is not None
     dims = reduced_dims(cast.covers, tensor.ndim)
     if operand != "input":
-        return quantize_whole(tensor, cast.dtype, dims, power_of_2)
+        return quantize_whole(tensor, cast.dtype, dims, power_of_2)[0]
     key = cast_key(tensor, (cast, power_of_2))
     known = last_cast(tensor, key)
     if known is None:
-        known = quantize_whole(tensor, cast.dtype, dims, power_of_2)
+        known, _ = quantize_whole(tensor, cast.dtype, dims, power_of_2)
         note_cast(tensor, key, known)
     return known
 

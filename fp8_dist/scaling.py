@@ -15,10 +15,7 @@ three steps are custom operators, opaque to compilers: eager, aot_eager and indu
 same bits.
 """
 
-import math
-from collections.abc import Iterable, Sequence
-from itertools import repeat
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
@@ -31,19 +28,10 @@ EPS = 1e-12
 Scaling = tuple[torch.Tensor, torch.Tensor]
 
 
-class Quantized(NamedTuple):
-    """A local tensor in float8 (a Float8Tensor costs more, where no tensor is needed)."""
-
-    qdata: torch.Tensor
-    scale: torch.Tensor
-
-
 _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
 for _schema in (
     "amax(Tensor x, int[]? dims=None) -> Tensor",
     "scaling_from_amax(Tensor amax, ScalarType dtype, bool power_of_2) -> (Tensor, Tensor)",
-    "quantize(Tensor x, Tensor multiplier, ScalarType dtype) -> Tensor",
-    "quantize_after(Tensor x, Tensor multiplier, ScalarType dtype, Tensor after) -> Tensor",
 ):
     _LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -102,73 +90,9 @@ def local_scaling(
     round_scales_to_power_of_2: bool = False,
 ) -> Scaling:
     """:func:`scaling_from_amax` of :func:`amax_over` a tensor that is whole where it is."""
-    if no_one_watches(x):
-        x = x.detach() if x.requires_grad else x
-        return _local_scaling(x, dtype, dims, round_scales_to_power_of_2)
+    if dims is None and not round_scales_to_power_of_2 and x.is_cpu and no_one_watches(x):
+        return _scaling_of_number(_largest(x.detach() if x.requires_grad else x), dtype)
     return scaling_from_amax(amax_over(x, dims), dtype, round_scales_to_power_of_2)
-
-
-def quantize_whole(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    dims: Sequence[int] | None,
-    round_scales_to_power_of_2: bool = False,
-) -> Quantized:
-    """:func:`quantize` by the :func:`local_scaling` of the same tensor."""
-    if not no_one_watches(x):
-        m, scale = local_scaling(x, dtype, dims, round_scales_to_power_of_2)
-        return Quantized(quantize(x, m, dtype), scale)
-    x = x.detach() if x.requires_grad else x
-    if dims is None and not round_scales_to_power_of_2 and _are_few(x):
-        return _quantize_few(x.contiguous(), dtype)
-    m, scale = _local_scaling(x, dtype, dims, round_scales_to_power_of_2)
-    return Quantized(_quantize(x, m, dtype, True), scale)
-
-
-def _local_scaling(
-    x: torch.Tensor, dtype: torch.dtype, dims: Sequence[int] | None, power_of_2: bool
-) -> Scaling:
-    if dims is None and not power_of_2 and x.is_cpu:
-        return _scaling_of_number(_largest(x), dtype)
-    value = _amax(x, None if dims is None else list(dims))
-    return _scaling_from_amax(value, dtype, power_of_2)
-
-
-def quantize(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, fits: bool = False
-) -> torch.Tensor:
-    """``saturate(float32(x) * m)`` as ``dtype``.
-
-    Args:
-        x: any shape, floating point, local.
-        multiplier: fp32, 0-dim or of size 1 along the dims that it covers.
-        dtype: a float8 dtype.
-        fits: the multiplier is that of an amax which no value of ``x`` exceeds. There is nothing to
-            saturate then (a rounded product ends less than half a step above the largest number):
-            the same bits with one pass less.
-
-    Returns:
-        contiguous tensor of x's shape.
-    """
-    if no_one_watches(x):
-        return _quantize(x.detach() if x.requires_grad else x, multiplier, dtype, fits)
-    return torch.ops.fp8_dist.quantize(x, multiplier, dtype)
-
-
-def quantize_after(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
-) -> torch.Tensor:
-    """:func:`quantize`, which a graph can't merge with an earlier cast of ``x``, nor put earlier.
-
-    Args:
-        x: see :func:`quantize`, as the next two.
-        multiplier: see there.
-        dtype: see there.
-        after: what must be known before.
-    """
-    if torch.compiler.is_compiling():
-        return torch.ops.fp8_dist.quantize_after(x, multiplier, dtype, after)
-    return quantize(x, multiplier, dtype)
 
 
 def _amax(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
@@ -180,10 +104,10 @@ def _amax(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
         low, high = torch.aminmax(x)
         # maximum, unlike Python's max, keeps a NaN.
         largest = torch.maximum(low.neg(), high)
-    elif dims and x.dtype in _SAME_SIZE:
+    elif dims and x.dtype in _INTEGERS:
         # Without their sign, the bits of floats are ordered like their values, NaN above all; and
         # the maximum of integers along a dim is found four times faster on CPUs.
-        integer = _SAME_SIZE[x.dtype]
+        integer = _INTEGERS[x.dtype]
         bits = x.view(integer).bitwise_and(torch.iinfo(integer).max)
         largest = torch.amax(bits, dims, keepdim=True).view(x.dtype)
     else:
@@ -201,7 +125,7 @@ def _largest(x: torch.Tensor) -> float:
     return abs(max(-low.item(), high.item()))  # (Of a NaN both are NaN.)
 
 
-_SAME_SIZE = {
+_INTEGERS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
     torch.float32: torch.int32,
@@ -225,100 +149,21 @@ def _scaling_from_amax(
 
 
 def _scaling_of_number(amax: float, dtype: torch.dtype) -> Scaling:
-    m = torch.scalar_tensor(_multiplier(amax, dtype), dtype=torch.float32, device=_CPU)
+    m = torch.scalar_tensor(multiplier_of_number(amax, dtype), dtype=torch.float32, device=CPU)
     return m, m.reciprocal()
 
 
-def _multiplier(amax: float, dtype: torch.dtype) -> float:
+def multiplier_of_number(amax: float, dtype: torch.dtype) -> float:
     """The formula in Python, whose floats are fp64: the same roundings, in less time."""
     # As torch divides a number by a tensor: by its reciprocal. (max keeps a NaN that comes first.)
     return 1 / max(amax, EPS) * torch.finfo(dtype).max
 
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
-_BLOCK = 65536  # elements
-
-
-def _quantize(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, fits: bool = False
-) -> torch.Tensor:
-    x = x.contiguous()
-    if not x.is_cpu:
-        return _scaled(x, multiplier, dtype, fits).to(dtype)
-    if fits and _are_few(x):
-        # One operator, where its time counts: by a multiplier that has dims the product is fp32.
-        m = multiplier if multiplier.ndim else multiplier.view(1)
-        return torch.mul(x, m, out=torch.empty_like(x, dtype=dtype))
-    if x.numel() <= _BLOCK:
-        return _scaled(x, multiplier, dtype, fits).to(dtype)
-    # Block by block: what is wide stays in the CPU's cache, and is not allocated anew each time.
-    qdata = torch.empty_like(x, dtype=dtype)
-    for block, m, result in _blocks(x, multiplier, qdata):
-        result.copy_(_scaled(block, m, dtype, fits))
-    return qdata
-
-
-_FEW = 4096  # elements
-
-
-def _are_few(x: torch.Tensor) -> bool:
-    return x.is_cpu and 0 < x.numel() <= _FEW and x.ndim > 0 and x.dtype in _SAME_SIZE
-
-
-def _quantize_few(x: torch.Tensor, dtype: torch.dtype) -> Quantized:
-    """A contiguous tensor of few elements, with one scale: all in one, as its time is overhead."""
-    low, high = torch.aminmax(x)
-    number = _multiplier(abs(max(-low.item(), high.item())), dtype)
-    m = torch.full((1,), number, dtype=torch.float32, device=_CPU)
-    qdata = torch.mul(x, m, out=torch.empty_like(x, dtype=dtype))
-    rounded = m.item()
-    inverse = 1 / rounded if rounded else math.inf
-    return Quantized(qdata, torch.scalar_tensor(inverse, dtype=torch.float32, device=_CPU))
-
-
-def _blocks(
-    x: torch.Tensor, multiplier: torch.Tensor, qdata: torch.Tensor
-) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Parts of a contiguous tensor with what they are multiplied by, and where they are written."""
-    if multiplier.numel() == 1:
-        blocks, results = (t.view(-1).split(_BLOCK) for t in (x, qdata))
-        return zip(blocks, repeat(multiplier), results, strict=False)
-    columns = x.shape[-1]
-    rows = max(1, _BLOCK // columns)
-    parts: Iterable[torch.Tensor]
-    if multiplier.shape == (*x.shape[:-1], 1):
-        parts = multiplier.reshape(-1, 1).split(rows)
-    elif multiplier.shape == (*[1] * (x.ndim - 1), columns):
-        parts = repeat(multiplier.reshape(1, -1))
-    else:  # scales along another dim than the first or the last
-        return [(x, multiplier, qdata)]
-    blocks, results = (t.view(-1, columns).split(rows) for t in (x, qdata))
-    return zip(blocks, parts, results, strict=False)
-
-
-def _scaled(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, fits: bool
-) -> torch.Tensor:
-    wide = x * multiplier if x.dtype is torch.float32 else x.to(torch.float32).mul_(multiplier)
-    if fits:
-        return wide
-    # Needed: casts to e5m2 on CPU do not always saturate.
-    limit = torch.finfo(dtype).max
-    return wide.clamp_(-limit, limit)
-
-
-def _quantize_after(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
-) -> torch.Tensor:
-    return _quantize(x, multiplier, dtype)
-
-
-_LIB.impl("quantize_after", _quantize_after, "CompositeExplicitAutograd")
 _LIB.impl("amax", _amax, "CompositeExplicitAutograd")
 _LIB.impl("scaling_from_amax", _scaling_from_amax, "CompositeExplicitAutograd")
-_LIB.impl("quantize", _quantize, "CompositeExplicitAutograd")
 AMAX_OP = torch.ops.fp8_dist.amax.default
 
 
@@ -332,15 +177,3 @@ def _scaling_from_amax_fake(
     amax: torch.Tensor, dtype: torch.dtype, power_of_2: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(amax), torch.empty_like(amax)
-
-
-@torch.library.register_fake("fp8_dist::quantize", lib=_LIB)
-def _quantize_fake(x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
-@torch.library.register_fake("fp8_dist::quantize_after", lib=_LIB)
-def _quantize_after_fake(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
-) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import scaling_of
 from fp8_dist.casts import Cast
@@ -19,8 +20,9 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
 from fp8_dist.freshness import Source, WeightCache
 from fp8_dist.operands import WeightCasts
+from fp8_dist.quantize import Quantized, quantize, quantize_whole
 from fp8_dist.runtime import known_scalings
-from fp8_dist.scaling import Quantized, Scaling, local_scaling, quantize, reduced_dims
+from fp8_dist.scaling import Scaling, reduced_dims
 from fp8_dist.sharding import Layout, local_tensor
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import is_selectively_checkpointed
@@ -104,17 +106,15 @@ class CastsItsWeight(nn.Linear):
         cache, shard = self.weight_cache, shard.detach()
         fresh, asked = cache.is_fresh(weight, local), is_selectively_checkpointed()
         if fresh and cache.float8 is not None and cache.float8[0].qdata.device == shard.device:
-            if (
-                asked
-            ):  # A recomputation takes what was saved in turn: so it asks as the forward did.
+            if asked:
+                # A recomputation takes what was saved in turn: so it asks as the forward did.
                 self._known_scalings(source, shard)
             return cache.float8
         if fresh or asked:
             # What was known before may be stale unnoticed, and too large.
             float8 = self._quantized(shard, self._known_scalings(source, shard))
         else:
-            found = self._new_scalings(weight, local, shard, source)
-            float8 = self._quantized(shard, found, fits=True)
+            float8 = self._newly_cast(weight, local, shard, source)
         kept = _is_parameter(weight) and self.config.cache_float8_shards
         cache.float8 = float8 if kept and shard.device == weight.device else None
         return float8
@@ -126,17 +126,45 @@ class CastsItsWeight(nn.Linear):
         if not cache.is_fresh(weight, local):
             return self._new_scalings(weight, local, x, source)
         assert cache.scaling is not None
-        return [cache.scaling[cast] for cast in self.config.casts("weight")]
+        known = [cache.scaling[cast] for cast in self.config.casts("weight")]
+        return [(m.view(scale.shape), scale) for m, scale in known]
+
+    def _newly_cast(
+        self, weight: torch.Tensor, local: torch.Tensor, shard: torch.Tensor, source: Source
+    ) -> tuple[Quantized, ...]:
+        """The shard in each of its casts, with scales that are found out now."""
+        if isinstance(weight, DTensor) or self.histories:
+            found = self._new_scalings(weight, local, shard, source)
+            return self._quantized(shard, found, fits=True)
+        known, made = {}, []
+        for cast in self.config.casts("weight"):
+            dims = reduced_dims(cast.covers, shard.ndim)
+            power_of_2 = self.config.round_scales_to_power_of_2
+            quantized, m = quantize_whole(shard, cast.dtype, dims, power_of_2)
+            made.append(quantized)
+            known[cast] = (m, quantized.scale)
+        self._remember(weight, local, known, source)
+        return tuple(made)
 
     def _new_scalings(
         self, weight: torch.Tensor, local: torch.Tensor, shard: torch.Tensor, source: Source
     ) -> Sequence[Scaling]:
-        cache, casts = self.weight_cache, self.config.casts("weight")
-        cache.warn_if_stale(weight, self.fqn)
-        found = [self._dynamic_scaling(weight, shard, cast) for cast in casts]
+        casts = self.config.casts("weight")
+        known = {cast: self._dynamic_scaling(weight, shard, cast) for cast in casts}
+        self._remember(weight, local, known, source)
+        return list(known.values())
+
+    def _remember(
+        self,
+        weight: torch.Tensor,
+        local: torch.Tensor,
+        known: dict[Cast, Scaling],
+        source: Source,
+    ) -> None:
+        """Keep the scalings of a weight with this local tensor, of which nothing was known."""
+        self.weight_cache.warn_if_stale(weight, self.fqn)
         if source != "evaluation" and _is_parameter(weight):
-            cache.store(weight, dict(zip(casts, found, strict=True)), source, local)
-        return found
+            self.weight_cache.store(weight, known, source, local)
 
     def _weight_casts(self, weight: torch.Tensor) -> WeightCasts:
         """The local weight in each of its casts, for this forward."""
@@ -202,9 +230,6 @@ class CastsItsWeight(nn.Linear):
         if cast.delayed:
             return self.histories["weight"].scaling_of(tensor, record=False)
         power_of_2 = self.config.round_scales_to_power_of_2
-        if layout is None:
-            dims = reduced_dims(cast.covers, shard.ndim)
-            return local_scaling(shard, cast.dtype, dims, power_of_2)
         return scaling_of(tensor, cast.dtype, cast.covers, power_of_2)
 
     def _recorded(self, scale: torch.Tensor) -> torch.Tensor:

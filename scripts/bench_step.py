@@ -5,8 +5,8 @@
 
 A step is what follows the optimizer's step before (precompute, or the sync of delayed scales),
 forward, backward and an AdamW step (fused). `--mesh` names FSDP2 ("dp") and tensor-parallel ("tp",
-with sequence parallelism) axes, whose ranks this script starts on this machine; "none" is one
-process. `--compile` compiles each transformer block.
+with sequence parallelism) axes, whose ranks this script starts on this machine, bound to cores;
+"none" is one process. `--compile` compiles each transformer block.
 """
 
 import argparse
