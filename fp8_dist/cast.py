@@ -1,6 +1,7 @@
 """Casts to float8, differentiable and DTensor-aware."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.casts import CastConfig, Covers, ScalingGranularity, ScalingType
-from fp8_dist.quantize import quantize
+from fp8_dist.quantize import Quantized, quantize
 from fp8_dist.scaling import (
     Scaling,
     amax_over,
@@ -18,6 +19,7 @@ from fp8_dist.scaling import (
 )
 from fp8_dist.sharding import (
     Layout,
+    Placements,
     all_reduce_max,
     group_for_amax,
     local_tensor,
@@ -102,6 +104,8 @@ def scaling_of(
     covers: Covers,
     round_scales_to_power_of_2: bool,
     axes: tuple[int, ...] | None = None,
+    *,
+    local: torch.Tensor | None = None,
 ) -> Scaling:
     """The quantization multiplier and the scale of a tensor for a float8 dtype.
 
@@ -111,13 +115,14 @@ def scaling_of(
         covers: what one scale covers of ``tensor`` as a matrix ``[..., columns]``.
         round_scales_to_power_of_2: see :mod:`fp8_dist.scaling`.
         axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
+        local: its local tensor, where that is stored in another form.
 
     Returns:
         Two fp32 tensors, of the shape of :func:`fp8_dist.scaling.amax` of the local tensor. At
         most one all-reduce of 4 bytes per scale.
     """
     dims = reduced_dims(covers, tensor.ndim)
-    return scaling_over(tensor, dtype, dims, round_scales_to_power_of_2, axes)
+    return scaling_over(tensor, dtype, dims, round_scales_to_power_of_2, axes, local=local)
 
 
 def scaling_over(
@@ -126,10 +131,12 @@ def scaling_over(
     dims: Sequence[int] | None,
     round_scales_to_power_of_2: bool,
     axes: tuple[int, ...] | None = None,
+    *,
+    local: torch.Tensor | None = None,
 ) -> Scaling:
     """:func:`scaling_of` where a scale covers the given dims (``None``: all)."""
     group = amax_group(tensor, dims, axes)
-    local = local_tensor(tensor)
+    local = local_tensor(tensor) if local is None else local
     if group is None:
         return local_scaling(local, dtype, dims, round_scales_to_power_of_2)
     value = all_reduce_max(amax_over(local, dims), group.group_name)
@@ -156,12 +163,25 @@ def amax_group(
     """The group over which amaxes of a tensor are reduced; arguments as in :func:`global_amax`."""
     if not isinstance(tensor, DTensor):
         return None
-    placements = tensor.placements
-    over = sharded_axes(placements, tensor.ndim, dims)
+    covered = None if dims is None else tuple(dims)
+    # (Dynamo warns of caches, and looks behind them.)
+    find = _amax_axes.__wrapped__ if torch.compiler.is_compiling() else _amax_axes
+    over, same = find(tuple(tensor.placements), tensor.ndim, covered, axes)
+    return group_for_amax(tensor.device_mesh, over, same) if over else None
+
+
+@lru_cache(maxsize=1024)
+def _amax_axes(
+    placements: Placements,
+    ndim: int,
+    dims: tuple[int, ...] | None,
+    axes: tuple[int, ...] | None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes to reduce over, and those along which the tensor is the same."""
+    over = sharded_axes(placements, ndim, dims)
     if axes is not None:
         over = tuple(axis for axis in over if axis in axes)
-    same = tuple(i for i, p in enumerate(placements) if p.is_replicate())
-    return group_for_amax(tensor.device_mesh, over, same)
+    return over, tuple(i for i, p in enumerate(placements) if p.is_replicate())
 
 
 def cast_local(
@@ -180,6 +200,18 @@ def cast_local(
     covered = None if dims is None else tuple(dims)
     qdata = quantize(local, multiplier, dtype, fits=fits)
     return Float8Tensor(qdata, scale, local.dtype, covered)
+
+
+def quantize_with(
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    covers: Covers,
+    round_scales_to_power_of_2: bool,
+    axes: tuple[int, ...] | None = None,
+) -> Quantized:
+    """The local part of :func:`cast_with`, unwrapped."""
+    m, scale = scaling_of(tensor, dtype, covers, round_scales_to_power_of_2, axes)
+    return Quantized(quantize(local_tensor(tensor), m, dtype, fits=True), scale)
 
 
 def cast_with(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import cast_with
+from fp8_dist.cast import cast_with, quantize_with
 from fp8_dist.casts import Cast, Gemm, Operand
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
@@ -108,6 +108,11 @@ def prepare_operand(
         and _can_travel(first, tensor, placements)
     ):
         axes = _moving_axes(tensor, placements) if config.amax_scope == "rank" else None
+        stays = not isinstance(tensor, DTensor) or tuple(tensor.placements) == placements
+        if stays and not first.delayed:
+            power_of_2 = config.round_scales_to_power_of_2
+            qdata, scale = quantize_with(tensor, first.dtype, first.covers, power_of_2, axes)
+            return dict.fromkeys(gemms, Local(qdata, scale, first.covers == "row"))
         cast = _cast_operand(tensor, operand, first, spec, axes)
         return dict.fromkeys(gemms, _move(cast, placements))
     _warn_of_rows_in_parts(operand, tensor, placements, spec)

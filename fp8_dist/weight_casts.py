@@ -225,12 +225,12 @@ class CastsItsWeight(nn.Linear):
 
     def _dynamic_scaling(self, weight: torch.Tensor, shard: torch.Tensor, cast: Cast) -> Scaling:
         """The scales of the local shard for a cast of the weight, from its values or history."""
-        layout = Layout.of(weight)
-        tensor = shard if layout is None else layout.wrap(shard)
         if cast.delayed:
+            layout = Layout.of(weight)
+            tensor = shard if layout is None else layout.wrap(shard)
             return self.histories["weight"].scaling_of(tensor, record=False)
         power_of_2 = self.config.round_scales_to_power_of_2
-        return scaling_of(tensor, cast.dtype, cast.covers, power_of_2)
+        return scaling_of(weight, cast.dtype, cast.covers, power_of_2, local=shard)
 
     def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """The weight's scale as a training step takes it: a delayed one records its amax then.
