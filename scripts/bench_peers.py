@@ -29,6 +29,7 @@ except ImportError:
     torchao = None
 
 BF16, FP32 = "bf16", "fp32"
+FLOOR = "bf16 + amax"  # and the all-reduces of amaxes that dynamic scales need under TP
 OURS = tuple(recipe.value for recipe in Float8LinearRecipeName)
 # (Its rows need a kernel that CPUs have since torch 2.12.)
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -44,9 +45,9 @@ def is_torchaos(name: str) -> bool:
 
 def peer_of(name: str) -> str | None:
     """torchao's candidate that ours or bf16 is compared with: the one most like it."""
-    if name not in (BF16, *OURS):
+    if name not in (BF16, FLOOR, *OURS):
         return None
-    like = {BF16: "tensorwise", "delayed": "tensorwise", "rowwise_folded": "rowwise"}
+    like = dict.fromkeys((BF16, FLOOR, "delayed"), "tensorwise") | {"rowwise_folded": "rowwise"}
     return f"torchao {like.get(name, name)}"
 
 
