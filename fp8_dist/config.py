@@ -146,7 +146,7 @@ class Float8LinearConfig:
 
     @property
     def is_tensorwise(self) -> bool:
-        """True if every operand is cast once, with one scale, by the amax that it has then."""
+        """True if every operand has one cast, with one scale that is not delayed."""
         return self._is_tensorwise  # type: ignore[attr-defined]
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:

@@ -36,11 +36,15 @@ def cast_key(x: torch.Tensor, kind: Any) -> Any:
 
 def last_cast(x: torch.Tensor, key: Any) -> Quantized | None:
     """The last cast that was noted, if it still exists and is that of ``x`` by the same key."""
-    if _last is None or _last[0]() is not x or _last[1] != key:
+    last = _last  # another thread may note its own
+    if last is None:
         return None
-    data = _last[2]()
+    source, noted, kept, scale = last
+    if source() is not x or noted != key:
+        return None
+    data = kept()
     # (A tensor that autograd alone kept alive must be told of its new owner.)
-    return None if data is None else Quantized(TensorWeakRef(data)(), _last[3])
+    return None if data is None else Quantized(TensorWeakRef(data)(), scale)
 
 
 def note_cast(x: torch.Tensor, key: Any, cast: Quantized) -> None:

@@ -11,6 +11,7 @@ from fp8_dist.casts import Operand
 from fp8_dist.checks import check_alignment, check_mesh, check_prepared
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory, load_histories
+from fp8_dist.env import strict_alignment
 from fp8_dist.freshness import WeightCache
 from fp8_dist.function import float8_linear
 from fp8_dist.operands import LinearSpec
@@ -88,6 +89,7 @@ class Float8Linear(CastsItsWeight):
     def _set_up(self, config: Float8LinearConfig | None, fqn: str) -> None:
         if config is not None and not isinstance(config, Float8LinearConfig):
             raise TypeError(f"config must be a Float8LinearConfig, got {config!r}")
+        strict_alignment()  # a switch that says nothing known is refused before it matters
         self.config = Float8LinearConfig() if config is None else config
         self.fqn = fqn or type(self).__name__
         self.output_placements = None

@@ -4,14 +4,13 @@ The operators are opaque to compilers, as those there. In eager code CPUs get th
 them, which give the same bits: large tensors block by block, small ones in the fewest operators.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
 import torch
 
-from fp8_dist.scaling import CPU, local_scaling, multiplier_of_number
+from fp8_dist.scaling import CPU, local_scaling, numbers_from_amax
 from fp8_dist.torch_internals import no_one_watches
 
 _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
@@ -38,7 +37,8 @@ def quantize_whole(
     """:func:`quantize` by the :func:`local_scaling` of the same tensor.
 
     Returns:
-        The cast, and the multiplier that it was made with (0-dim ones may have a dim of size 1).
+        The cast, and the multiplier that it was made with (of the scale's size, perhaps with a dim
+        more: ``view`` it where that matters).
     """
     if dims is None and not round_scales_to_power_of_2 and _are_few(x) and no_one_watches(x):
         return _quantize_few((x.detach() if x.requires_grad else x).contiguous(), dtype)
@@ -116,11 +116,9 @@ def _are_few(x: torch.Tensor) -> bool:
 def _quantize_few(x: torch.Tensor, dtype: torch.dtype) -> tuple[Quantized, torch.Tensor]:
     """A contiguous tensor of few elements, with one scale: all in one, as its time is overhead."""
     low, high = torch.aminmax(x)
-    number = multiplier_of_number(abs(max(-low.item(), high.item())), dtype)
+    number, inverse = numbers_from_amax(abs(max(-low.item(), high.item())), dtype)
     m = torch.full((1,), number, dtype=torch.float32, device=CPU)
     qdata = torch.mul(x, m, out=torch.empty_like(x, dtype=dtype))
-    rounded = m.item()
-    inverse = 1 / rounded if rounded else math.inf
     return Quantized(qdata, torch.scalar_tensor(inverse, dtype=torch.float32, device=CPU)), m
 
 
@@ -130,7 +128,7 @@ def _blocks(
     """Parts of a contiguous tensor with what they are multiplied by, and where they are written."""
     if multiplier.numel() == 1:
         blocks, results = (t.view(-1).split(_BLOCK) for t in (x, qdata))
-        return zip(blocks, repeat(multiplier), results, strict=False)
+        return zip(blocks, repeat(multiplier.view(())), results, strict=False)
     columns = x.shape[-1]
     rows = max(1, _BLOCK // columns)
     parts: Iterable[torch.Tensor]

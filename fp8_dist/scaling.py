@@ -10,12 +10,14 @@ With ``fp8_max`` the largest finite value of the target dtype::
 A non-finite amax gives ``m`` of 0 or NaN and a scale of inf or NaN: every value that the scale
 covers dequantizes to NaN (``0 * inf``), which is how one NaN on one rank becomes visible on all.
 
-The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit. All
-three steps are custom operators, opaque to compilers: eager, aot_eager and inductor produce the
-same bits.
+The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit. These
+steps, and the cast (:mod:`fp8_dist.quantize`), are custom operators, opaque to compilers: eager,
+aot_eager and inductor produce the same bits.
 """
 
+import math
 from collections.abc import Sequence
+from struct import Struct
 
 import torch
 
@@ -23,6 +25,8 @@ from fp8_dist.casts import Covers
 from fp8_dist.torch_internals import no_one_watches
 
 EPS = 1e-12
+CPU = torch.device("cpu")
+_FP32 = Struct("f")
 
 # The quantization multiplier and the scale, fp32, of one shape.
 Scaling = tuple[torch.Tensor, torch.Tensor]
@@ -122,6 +126,8 @@ def _largest(x: torch.Tensor) -> float:
     if x.numel() == 0:
         return 0.0
     low, high = torch.aminmax(x)
+    if x.dtype is torch.float64:
+        low, high = low.to(torch.float32), high.to(torch.float32)
     return abs(max(-low.item(), high.item()))  # (Of a NaN both are NaN.)
 
 
@@ -149,17 +155,22 @@ def _scaling_from_amax(
 
 
 def _scaling_of_number(amax: float, dtype: torch.dtype) -> Scaling:
-    m = torch.scalar_tensor(multiplier_of_number(amax, dtype), dtype=torch.float32, device=CPU)
-    return m, m.reciprocal()
+    m, scale = (
+        torch.scalar_tensor(number, dtype=torch.float32, device=CPU)
+        for number in numbers_from_amax(amax, dtype)
+    )
+    return m, scale
 
 
-def multiplier_of_number(amax: float, dtype: torch.dtype) -> float:
-    """The formula in Python, whose floats are fp64: the same roundings, in less time."""
+def numbers_from_amax(amax: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The formula for one multiplier and scale in Python, whose floats are fp64.
+
+    The same roundings, in less time. (1 / m is rounded to fp32 by whoever makes a tensor of it: as
+    if once, since fp64 has more than twice its bits.)
+    """
     # As torch divides a number by a tensor: by its reciprocal. (max keeps a NaN that comes first.)
-    return 1 / max(amax, EPS) * torch.finfo(dtype).max
-
-
-CPU = torch.device("cpu")
+    (m,) = _FP32.unpack(_FP32.pack(1 / max(amax, EPS) * torch.finfo(dtype).max))
+    return m, 1 / m if m else math.inf
 
 
 _LIB.impl("amax", _amax, "CompositeExplicitAutograd")

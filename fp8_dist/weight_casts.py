@@ -126,8 +126,7 @@ class CastsItsWeight(nn.Linear):
         if not cache.is_fresh(weight, local):
             return self._new_scalings(weight, local, x, source)
         assert cache.scaling is not None
-        known = [cache.scaling[cast] for cast in self.config.casts("weight")]
-        return [(m.view(scale.shape), scale) for m, scale in known]
+        return [cache.scaling[cast] for cast in self.config.casts("weight")]
 
     def _newly_cast(
         self, weight: torch.Tensor, local: torch.Tensor, shard: torch.Tensor, source: Source
@@ -142,7 +141,7 @@ class CastsItsWeight(nn.Linear):
             power_of_2 = self.config.round_scales_to_power_of_2
             quantized, m = quantize_whole(shard, cast.dtype, dims, power_of_2)
             made.append(quantized)
-            known[cast] = (m, quantized.scale)
+            known[cast] = (m.view(quantized.scale.shape), quantized.scale)
         self._remember(weight, local, known, source)
         return tuple(made)
 

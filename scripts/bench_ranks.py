@@ -72,13 +72,15 @@ def _rank_main(
 def _bind(rank: int, world_size: int) -> None:
     """Keeps a rank and its threads on cores of its own (ranks take turns where there are too few).
 
-    As launchers do (``torchrun --numa-binding``): the scheduler would move the ranks that wait for
+    As ``torchrun --numa-binding`` does with nodes: the scheduler would move the ranks that wait for
     a collective onto each other's cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         return  # there is none but on Linux
     cores = sorted(os.sched_getaffinity(0))
-    own = cores[rank % len(cores) :: min(world_size, len(cores))]
+    shares = min(world_size, len(cores))
+    share = rank % shares
+    own = cores[share * len(cores) // shares : (share + 1) * len(cores) // shares]
     os.sched_setaffinity(0, own)
 
 

@@ -54,7 +54,7 @@ tensorwise, is what could be reached if float8 cost nothing. "added": the time t
 bf16's, as a part of what torchao's adds."""
 ABOUT_FLOOR = """
 "bf16 + amax": bf16's step and, after it, the all-reduces of 4 bytes in which tensorwise exchanges
-the amaxes of inputs and gradients: global scales can't be had for less."""
+the amaxes of inputs and gradients: about the least that global scales cost."""
 # The least that casting is taken to add to that (or to bf16's step, without tensor parallelism), in
 # judging whether a target can be reached; and what is asked where it can't.
 CASTING, MOST_ADDED = 0.1, 0.5

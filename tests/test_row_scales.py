@@ -16,7 +16,8 @@ from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float
 AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 SHAPES = [(6,), (6, 8), (4, 6, 8), (2, 4, 6, 8), (1, 8), (6, 1), (1, 1), (4, 1, 8), (4, 6, 1)]
 EMPTY = [(0, 8), (0, 6, 8)]
-LARGE = [(300, 257), (3, 200, 130)]  # of more elements than a block
+# Of more elements than a block.
+LARGE = [(300, 257), (3, 200, 130), (1, 70000), (70000, 1), (1, 1, 70000)]
 
 
 def numbers(shape: tuple[int, ...]) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import reference_cast, same_bits
+from reference import reference_cast, same_bits, same_cast
 
 from fp8_dist import CastConfig, ScalingType, cast_to_float8
 from fp8_dist.quantize import quantize
@@ -41,6 +41,19 @@ def test_too_large_a_multiplier_saturates(
     x = torch.randn(rows, 29).to(dtype)
     found = quantize(x, torch.tensor(1e20), target).float()
     assert torch.equal(found, x.float().sign() * torch.finfo(target).max)
+
+
+@pytest.mark.parametrize("target", [E4M3, E5M2])
+@pytest.mark.parametrize("rows", [4, 5003])
+def test_an_amax_is_fp32(target: torch.dtype, rows: int) -> None:
+    config = CastConfig(target_dtype=target)
+    x = torch.randn(rows, 16, dtype=torch.float64) / 100
+    x[1, 1] = 1 + 2**-24
+    with torch.no_grad():
+        compiled = torch.compile(cast_to_float8, backend="eager")(x, config)
+    assert same_cast(cast_to_float8(x, config), compiled)
+    x[1, 1] = 1e39  # inf there
+    assert cast_to_float8(x, config).dequantize().isnan().all()
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,5 +1,6 @@
 """The short way through a layer gives the bits of the general one."""
 
+import math
 from itertools import product
 
 import pytest
@@ -7,7 +8,16 @@ import torch
 from reference import same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_dist import Float8Linear, Float8LinearConfig, function
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    ScalingType,
+    function,
+    sync_float8_amax_and_scale_history,
+)
+from fp8_dist.last_cast import last_cast, note_cast
+from fp8_dist.quantize import Quantized
 
 SHAPES = [(48,), (1, 48), (5, 48), (2, 3, 48), (0, 48), (2, 0, 48), (2, 2, 3, 48), (400, 48)]
 
@@ -26,13 +36,19 @@ def results(layer: Float8Linear, x: torch.Tensor) -> list[torch.Tensor | None]:
     x.grad = None
     output = layer(x)
     if output.requires_grad:
-        output.backward(torch.linspace(-3, 2, output.numel()).reshape(output.shape).to(output))
+        output.backward(gradient(output))
     found = [output.detach(), x.grad, *(p.grad for p in layer.parameters())]
     return [None if t is None else t.clone() for t in found]
 
 
+def gradient(output: torch.Tensor) -> torch.Tensor:
+    """Another value in each row; expanded."""
+    rows = torch.linspace(-3, 2, output.numel() // output.shape[-1]).to(output)
+    return rows.reshape(*output.shape[:-1], 1).expand(output.shape)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_both_ways_give_the_same_bits(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,10 +57,15 @@ def test_both_ways_give_the_same_bits(
     monkeypatch.setattr(
         function.TensorwiseFunction, "apply", lambda *args: short.append(1) or apply(*args)
     )
+    e5m2 = CastConfig(target_dtype=torch.float8_e5m2)
     for bias, x_learns, weight_learns in product((False, True), repeat=3):
-        layer = Float8Linear(48, 33, bias=bias, dtype=dtype)
+        config = Float8LinearConfig(cast_config_weight=e5m2 if bias else CastConfig())
+        layer = Float8Linear(48, 33, bias=bias, dtype=dtype, config=config)
         layer.weight.requires_grad_(weight_learns)
-        x = (torch.randn(shape) * 4).to(dtype).requires_grad_(x_learns)
+        x = (torch.randn(shape) * 4).to(dtype)
+        if x_learns and not bias:
+            x.view(-1)[:1] = math.inf
+        x.requires_grad_(x_learns)
         short.clear()
         found = results(layer, x)
         assert short == [1]
@@ -54,6 +75,40 @@ def test_both_ways_give_the_same_bits(
         for mine, general in zip(found, expected, strict=True):
             assert (mine is None) == (general is None)
             assert mine is None or general is None or same_bits(mine, general)
+
+
+@pytest.mark.parametrize("scaling_type", [ScalingType.DYNAMIC, ScalingType.DELAYED])
+def test_what_has_outgrown_a_known_scale_saturates(scaling_type: ScalingType) -> None:
+    cast = CastConfig(scaling_type=scaling_type, target_dtype=torch.float8_e5m2)
+    config = Float8LinearConfig(cast_config_weight=cast, cache_float8_shards=False)
+    layer, x = Float8Linear(16, 16, config=config), torch.randn(4, 16)
+    layer(x).sum().backward()
+    if scaling_type is ScalingType.DELAYED:
+        sync_float8_amax_and_scale_history(layer)
+        with torch.no_grad():
+            layer.weight.mul_(50)
+    else:
+        layer.weight.data.mul_(50)  # unnoticed
+    assert layer(x).isfinite().all()
+
+
+def test_the_last_cast_is_read_at_once() -> None:
+    ones, sevens = torch.ones(4), torch.full((4,), 7.0)
+    casts = [Quantized(x.to(torch.float8_e4m3fn), torch.ones(())) for x in (ones, sevens)]
+
+    class Interrupted:
+        """While it is compared another thread takes over."""
+
+        def __eq__(self, _: object) -> bool:
+            note_cast(sevens, "key", casts[1])
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    note_cast(ones, Interrupted(), casts[0])
+    found = last_cast(ones, Interrupted())
+    assert found is not None
+    assert found.qdata is casts[0].qdata
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_folded", "rowwise_with_gw_hp", "delayed"])
