@@ -142,7 +142,7 @@ def test_verdicts() -> None:
 512 x 1024 x 1024: grad_input 55.00 dB from the exact product, torchao's 55.00
 512 x 1024 x 1024: grad_weight 55.00 dB from the exact product, torchao's 55.00
 16 x 16 x 16: 3.00x faster than torchao, at least 3.0
-16 x 16 x 16: 35 operators dispatched (torchao: 105), at most 35
+16 x 16 x 16: 35 operators under a dispatch mode (torchao: 105), at most 35
 16 x 16 x 16: 100 with nested ones, at most a third of torchao's 300""",
     )
 
