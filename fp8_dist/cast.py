@@ -8,13 +8,12 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.casts import CastConfig, Covers, ScalingGranularity, ScalingType
+from fp8_dist.casts import CastConfig, ScalingGranularity, ScalingType
 from fp8_dist.quantize import Quantized, quantize
 from fp8_dist.scaling import (
     Scaling,
     amax_over,
     local_scaling,
-    reduced_dims,
     scaling_from_amax,
 )
 from fp8_dist.sharding import (
@@ -98,10 +97,10 @@ def _check_dim(tensor: torch.Tensor, cast_config: CastConfig, dim: int | None) -
         raise ValueError(f"cast_to_float8: dim={dim}, but the tensor has {tensor.ndim} dims")
 
 
-def scaling_of(
+def scaling_over(
     tensor: torch.Tensor,
     dtype: torch.dtype,
-    covers: Covers,
+    dims: Sequence[int] | None,
     round_scales_to_power_of_2: bool,
     axes: tuple[int, ...] | None = None,
     *,
@@ -112,29 +111,15 @@ def scaling_of(
     Args:
         tensor: a tensor or DTensor without Partial placements.
         dtype: the float8 dtype.
-        covers: what one scale covers of ``tensor`` as a matrix ``[..., columns]``.
+        dims: what one scale covers (``None``: all), as :func:`fp8_dist.scaling.reduced_dims`.
         round_scales_to_power_of_2: see :mod:`fp8_dist.scaling`.
         axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
         local: its local tensor, where that is stored in another form.
 
     Returns:
-        Two fp32 tensors, of the shape of :func:`fp8_dist.scaling.amax` of the local tensor. At
+        Two fp32 tensors, of the shape of :func:`fp8_dist.scaling.amax_over` of the local tensor. At
         most one all-reduce of 4 bytes per scale.
     """
-    dims = reduced_dims(covers, tensor.ndim)
-    return scaling_over(tensor, dtype, dims, round_scales_to_power_of_2, axes, local=local)
-
-
-def scaling_over(
-    tensor: torch.Tensor,
-    dtype: torch.dtype,
-    dims: Sequence[int] | None,
-    round_scales_to_power_of_2: bool,
-    axes: tuple[int, ...] | None = None,
-    *,
-    local: torch.Tensor | None = None,
-) -> Scaling:
-    """:func:`scaling_of` where a scale covers the given dims (``None``: all)."""
     group = amax_group(tensor, dims, axes)
     local = local_tensor(tensor) if local is None else local
     if group is None:
@@ -151,7 +136,7 @@ def global_amax(
 ) -> torch.Tensor:
     """Local amaxes over ``dims`` of a tensor, reduced over the axes on which ``dims`` are sharded.
 
-    At most one all-reduce of 4 bytes per element of ``value``; ``axes`` as in :func:`scaling_of`.
+    At most one all-reduce of 4 bytes per element of ``value``; ``axes`` as in :func:`scaling_over`.
     """
     group = amax_group(tensor, dims, axes)
     return value if group is None else all_reduce_max(value, group.group_name)
@@ -184,55 +169,38 @@ def _amax_axes(
     return over, tuple(i for i, p in enumerate(placements) if p.is_replicate())
 
 
-def cast_local(
-    local: torch.Tensor,
-    dtype: torch.dtype,
-    scaling: Scaling,
-    dims: Sequence[int] | None = None,
-    *,
-    fits: bool = False,
-) -> Float8Tensor:
-    """A local tensor as float8, with a (multiplier, scale) that cover the given dims.
-
-    ``fits``: see :func:`fp8_dist.quantize.quantize`.
-    """
-    multiplier, scale = scaling
-    covered = None if dims is None else tuple(dims)
-    qdata = quantize(local, multiplier, dtype, fits=fits)
-    return Float8Tensor(qdata, scale, local.dtype, covered)
-
-
-def quantize_with(
+def quantize_over(
     tensor: torch.Tensor,
     dtype: torch.dtype,
-    covers: Covers,
+    dims: Sequence[int] | None,
     round_scales_to_power_of_2: bool,
     axes: tuple[int, ...] | None = None,
 ) -> Quantized:
-    """The local part of :func:`cast_with`, unwrapped."""
-    m, scale = scaling_of(tensor, dtype, covers, round_scales_to_power_of_2, axes)
+    """The local tensor in float8, by the :func:`scaling_over` of ``tensor``; outside autograd."""
+    m, scale = scaling_over(tensor, dtype, dims, round_scales_to_power_of_2, axes)
     return Quantized(quantize(local_tensor(tensor), m, dtype, fits=True), scale)
 
 
-def cast_with(
+def cast_over(
     tensor: torch.Tensor,
     dtype: torch.dtype,
-    covers: Covers,
+    dims: Sequence[int] | None,
     round_scales_to_power_of_2: bool,
     axes: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """The cast itself, outside autograd; arguments and collectives as in :func:`scaling_of`."""
-    scaling = scaling_of(tensor, dtype, covers, round_scales_to_power_of_2, axes)
-    return _cast(tensor, dtype, scaling, reduced_dims(covers, tensor.ndim))
+    """:func:`quantize_over` as a Float8Tensor, or a DTensor of one where ``tensor`` is."""
+    cast = quantize_over(tensor, dtype, dims, round_scales_to_power_of_2, axes)
+    return as_float8_of(tensor, cast, dims)
 
 
-def _cast(
-    tensor: torch.Tensor, dtype: torch.dtype, scaling: Scaling, dims: Sequence[int] | None
+def as_float8_of(
+    tensor: torch.Tensor, cast: Quantized, dims: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """``tensor`` as float8 by the scaling of its own amax."""
-    cast = cast_local(local_tensor(tensor), dtype, scaling, dims, fits=True)
+    """The cast of a tensor's local part, whose scales cover ``dims``, in the tensor's place."""
+    covered = None if dims is None else tuple(dims)
+    float8 = Float8Tensor(cast.qdata, cast.scale, tensor.dtype, covered)
     layout = Layout.of(tensor)
-    return cast if layout is None else layout.wrap(cast)
+    return float8 if layout is None else layout.wrap(float8)
 
 
 class _CastToFloat8(torch.autograd.Function):
@@ -244,8 +212,7 @@ class _CastToFloat8(torch.autograd.Function):
         dims: tuple[int, ...] | None,
         round_scales_to_power_of_2: bool,
     ) -> torch.Tensor:
-        scaling = scaling_over(tensor, dtype, dims, round_scales_to_power_of_2)
-        return _cast(tensor, dtype, scaling, dims)
+        return cast_over(tensor, dtype, dims, round_scales_to_power_of_2)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.cast import amax_group, cast_local
+from fp8_dist.cast import amax_group, as_float8_of
 from fp8_dist.casts import Cast
+from fp8_dist.quantize import Quantized, quantize
 from fp8_dist.runtime import known_scalings, name_of
 from fp8_dist.scaling import Scaling, amax, scaling_from_amax
-from fp8_dist.sharding import Layout, all_reduce_max, local_tensor, reduce_amax
+from fp8_dist.sharding import all_reduce_max, local_tensor, reduce_amax
 
 
 class AmaxHistory:
@@ -95,10 +96,9 @@ class AmaxHistory:
 
     def cast(self, tensor: torch.Tensor, record: bool = True) -> torch.Tensor:
         """A tensor or DTensor as float8, outside of autograd; see :meth:`scaling_of`."""
-        scaling = self.scaling_of(tensor, record)
-        cast = cast_local(local_tensor(tensor), self.cast_as.dtype, scaling)
-        layout = Layout.of(tensor)
-        return cast if layout is None else layout.wrap(cast)
+        m, scale = self.scaling_of(tensor, record)
+        qdata = quantize(local_tensor(tensor), m, self.cast_as.dtype)
+        return as_float8_of(tensor, Quantized(qdata, scale))
 
     def _record_last(self) -> None:
         value, self._last = self._last, None

@@ -65,7 +65,7 @@ def folded_gradients(
         weight_scale: s, ``[N, 1]``, of the local weight; ``None`` where g1 is not needed.
         input_scale: t, ``[..., 1]``, of the local input where the GEMM of grad_weight takes it;
             ``None`` where g2 is not needed.
-        axes: as in :func:`fp8_dist.cast.scaling_of`.
+        axes: as in :func:`fp8_dist.cast.scaling_over`.
 
     Returns:
         Local tensors to be multiplied by wq and xq with a scale of 1.

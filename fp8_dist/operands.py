@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import cast_with, quantize_with
+from fp8_dist.cast import cast_over, quantize_over
 from fp8_dist.casts import Cast, Gemm, Operand
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.delayed import AmaxHistory
@@ -110,8 +110,9 @@ def prepare_operand(
         axes = _moving_axes(tensor, placements) if config.amax_scope == "rank" else None
         stays = not isinstance(tensor, DTensor) or tuple(tensor.placements) == placements
         if stays and not first.delayed:
+            dims = reduced_dims(first.covers, tensor.ndim)
             power_of_2 = config.round_scales_to_power_of_2
-            qdata, scale = quantize_with(tensor, first.dtype, first.covers, power_of_2, axes)
+            qdata, scale = quantize_over(tensor, first.dtype, dims, power_of_2, axes)
             return dict.fromkeys(gemms, Local(qdata, scale, first.covers == "row"))
         cast = _cast_operand(tensor, operand, first, spec, axes)
         return dict.fromkeys(gemms, _move(cast, placements))
@@ -191,7 +192,7 @@ def _cast_operand(
         record = spec.record or operand == "grad_output"
         return spec.histories[operand].cast(tensor, record)
     power_of_2 = spec.config.round_scales_to_power_of_2
-    return cast_with(tensor, cast.dtype, cast.covers, power_of_2, axes)
+    return cast_over(tensor, cast.dtype, reduced_dims(cast.covers, tensor.ndim), power_of_2, axes)
 
 
 def prepare_gradient(

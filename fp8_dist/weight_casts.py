@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import scaling_of
+from fp8_dist.cast import scaling_over
 from fp8_dist.casts import Cast
 from fp8_dist.checks import check_gathered
 from fp8_dist.config import Float8LinearConfig
@@ -229,7 +229,8 @@ class CastsItsWeight(nn.Linear):
             tensor = shard if layout is None else layout.wrap(shard)
             return self.histories["weight"].scaling_of(tensor, record=False)
         power_of_2 = self.config.round_scales_to_power_of_2
-        return scaling_of(weight, cast.dtype, cast.covers, power_of_2, local=shard)
+        dims = reduced_dims(cast.covers, weight.ndim)
+        return scaling_over(weight, cast.dtype, dims, power_of_2, local=shard)
 
     def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """The weight's scale as a training step takes it: a delayed one records its amax then.
