@@ -67,6 +67,11 @@ def _rank_main(
     result = _call(rank, device, function, arguments)
     if rank == 0:
         _answer(folder).write_bytes(pickle.dumps(result))
+    # Without the interpreter's end. A thread of gloo may still hold the last tensor, and lets go of
+    # it when it gets its turn; one that asks for the interpreter during its end aborts the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _bind(rank: int, world_size: int) -> None:

@@ -1,7 +1,9 @@
 """What the benchmark scripts share: turns and medians, tables, verdicts, pages."""
 
 import argparse
+import atexit
 import json
+import os
 from pathlib import Path
 
 import benchmarks
@@ -10,6 +12,7 @@ import torch
 from bench_ranks import run_on_ranks
 from benchmarks import Check, Report, Timed
 from expecttest import assert_expected_inline
+from torch.multiprocessing import ProcessRaisedException
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -59,6 +62,24 @@ def test_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="2 ranks are needed"):
         run_on_ranks(2, args, slowest_of_two, args)
+
+
+def aborts_at_its_end() -> int:
+    atexit.register(os.abort)
+    return 7
+
+
+def test_a_rank_that_has_answered_ends_at_once() -> None:
+    assert run_on_ranks(2, options(), aborts_at_its_end) == 7
+
+
+def fails() -> None:
+    raise ZeroDivisionError("on a rank")
+
+
+def test_the_error_of_a_rank_is_told() -> None:
+    with pytest.raises(ProcessRaisedException, match="ZeroDivisionError: on a rank"):
+        run_on_ranks(1, options(), fails)
 
 
 def test_cells() -> None:
