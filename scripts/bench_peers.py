@@ -29,7 +29,6 @@ except ImportError:
     torchao = None
 
 BF16, FP32 = "bf16", "fp32"
-FLOOR = "bf16 + amax"  # and the all-reduces of amaxes that dynamic scales need under TP
 OURS = tuple(recipe.value for recipe in Float8LinearRecipeName)
 # (Its rows need a kernel that CPUs have since torch 2.12.)
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -45,9 +44,9 @@ def is_torchaos(name: str) -> bool:
 
 def peer_of(name: str) -> str | None:
     """torchao's candidate that ours or bf16 is compared with: the one most like it."""
-    if name not in (BF16, FLOOR, *OURS):
+    if name not in (BF16, *OURS):
         return None
-    like = dict.fromkeys((BF16, FLOOR, "delayed"), "tensorwise") | {"rowwise_folded": "rowwise"}
+    like = dict.fromkeys((BF16, "delayed"), "tensorwise") | {"rowwise_folded": "rowwise"}
     return f"torchao {like.get(name, name)}"
 
 
@@ -55,14 +54,6 @@ def faster_than_peer(name: str, seconds: dict[str, float]) -> float | None:
     """torchao's time over ours; None where there is nothing to compare."""
     peer = peer_of(name)
     return None if peer is None or peer not in seconds else seconds[peer] / seconds[name]
-
-
-def added_of_peer(name: str, seconds: dict[str, float]) -> float | None:
-    """What a recipe adds to bf16's time over what torchao's adds; None where it can't be told."""
-    peer = peer_of(name)
-    if name == BF16 or peer not in seconds or seconds[peer] <= seconds[BF16]:
-        return None
-    return (seconds[name] - seconds[BF16]) / (seconds[peer] - seconds[BF16])
 
 
 def torchao_config(name: str, **changes: Any) -> Any:

@@ -82,12 +82,17 @@ MODELS: dict[str, LlamaConfig] = {
 
 
 def rope_tables(config: LlamaConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin of position times frequency, each fp32 of shape (max_seq_len, k / 2)."""
+    """What `apply_rope` multiplies by: two fp32 tensors of shape (max_seq_len, k).
+
+    cos and sin of position times frequency, each for both halves of the channels; sin with the sign
+    that it has in a rotation.
+    """
     half = config.head_dim // 2
     exponents = torch.arange(half, dtype=torch.float64, device=device) / half
     positions = torch.arange(config.max_seq_len, dtype=torch.float64, device=device)
     angles = torch.outer(positions, config.rope_theta**-exponents)
-    return angles.cos().float(), angles.sin().float()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).float(), torch.cat((-sin, sin), dim=-1).float()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -95,19 +100,24 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: (b, s, heads, k), any floating dtype; the rotation is computed in fp32.
-        cos, sin: (s, k / 2).
+        cos, sin: (s, k), rows of `rope_tables`.
 
     Returns:
         A tensor of x's shape and dtype.
     """
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-    return rotated.type_as(x)
+    wide = x.float()
+    partner = wide.roll(x.shape[-1] // 2, dims=-1)
+    return (wide * cos[:, None] + partner * sin[:, None]).type_as(x)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query self-attention with rotary positions: (b, s, d) -> (b, s, d)."""
+    """Causal grouped-query self-attention with rotary positions: (b, s, d) -> (b, s, d).
+
+    Attributes:
+        dtype: in which queries, keys and values are multiplied; None: as the projections give them.
+    """
+
+    dtype: torch.dtype | None = None
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -124,7 +134,7 @@ class Attention(nn.Module):
         # Shapes come from the projections: under tensor parallelism they hold the local heads,
         # and under sequence parallelism x was sharded along s where it entered.
         q, k, v = (
-            projected.view(*projected.shape[:2], -1, self.head_dim)
+            projected.view(*projected.shape[:2], -1, self.head_dim).to(self.dtype)
             for projected in (self.wq(x), self.wk(x), self.wv(x))
         )
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
@@ -135,7 +145,7 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=self.n_kv_heads != self.n_heads,
         )
-        return self.wo(out.transpose(1, 2).flatten(2))
+        return self.wo(out.transpose(1, 2).flatten(2).to(x.dtype))
 
 
 class FeedForward(nn.Module):
