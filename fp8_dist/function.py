@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.casts import Gemm
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.matmul import scaled_mm_of_data, shared_by_gemms
+from fp8_dist.matmul import scaled_mm_of_data
 from fp8_dist.once import Gradients, differentiable_once
 from fp8_dist.operands import (
     LinearSpec,
@@ -41,6 +41,7 @@ from fp8_dist.sharding import (
 )
 from fp8_dist.tensorwise import TensorwiseFunction, as_matrix, summed_rows, unflatten_rows
 from fp8_dist.torch_internals import no_one_watches
+from fp8_dist.wide import shared_by_gemms, shared_by_layers
 
 
 def _gemm(
@@ -50,7 +51,7 @@ def _gemm(
     config: Float8LinearConfig,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One of the three GEMMs on local operands ``[..., K]``: in float8 if they are."""
+    """One of the three GEMMs on local operands ``[..., K]``: in float8 if they have scales."""
     a, scale_a, _ = left if left.data.ndim == 2 else _matrix(left)
     b, scale_b, _ = right if right.data.ndim == 2 else _matrix(right)
     if gemm == "grad_weight":
@@ -165,7 +166,8 @@ class _LinearFunction(torch.autograd.Function):
         w = weight_operand(weight, casts, "output", config)
         # The gather of the input is waited for here, after the weight's cast was issued.
         left = landed(x["output"])
-        output = _gemm(left, w, "output", config, input.dtype)
+        wide = left._replace(data=shared_by_layers(left.data))
+        output = _gemm(wide, w, "output", config, input.dtype)
         output = unflatten_rows(output, left.data)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.where = spec, where
@@ -214,6 +216,7 @@ class _LinearFunction(torch.autograd.Function):
                 grad_input = _redistribute_grad_input(grad_input, where.layouts, where.input)
         if needs_weight:
             left = landed(g["grad_weight"])
+            x = x._replace(data=shared_by_layers(x.data))
             grad_weight = _gemm(left, x, "grad_weight", config, ctx.weight_dtype)
             if where is not None:
                 layout = where.weight._replace(placements=where.layouts.grad_weight)

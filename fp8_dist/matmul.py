@@ -81,7 +81,7 @@ def scaled_mm_of_data(
     pad_inner_dim: bool,
     emulate: bool,
 ) -> torch.Tensor:
-    """:func:`scaled_mm` of data and scales; data may be :func:`shared_by_gemms`."""
+    """:func:`scaled_mm` of data and scales; data may be wide (:mod:`fp8_dist.wide`)."""
     if scale_a.ndim or scale_b.ndim:
         _check_scales(a, b, scale_a, scale_b)
     run = _scaled_mm if no_one_watches(a) else torch.ops.fp8_dist.scaled_mm
@@ -98,13 +98,6 @@ def _check_scales(
                 f"{tuple(scale.shape)} runs along the dim that is summed over; cast along it "
                 f"(dim={1 - kept}) instead"
             )
-
-
-def shared_by_gemms(data: torch.Tensor) -> torch.Tensor:
-    """An operand's data as two GEMMs may take it: float8 that CPUs emulate is made wide once."""
-    if data.is_cpu and is_float8(data.dtype) and no_one_watches(data):
-        return upcast(data, torch.bfloat16)
-    return data
 
 
 def _scaled_mm(

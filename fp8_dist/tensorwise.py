@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from fp8_dist.matmul import scaled_mm_of_data, shared_by_gemms
+from fp8_dist.matmul import scaled_mm_of_data
 from fp8_dist.once import Gradients, differentiable_once
 from fp8_dist.operands import LinearSpec, quantize_operand
+from fp8_dist.wide import shared_by_gemms, shared_by_layers
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,8 @@ class TensorwiseFunction(torch.autograd.Function):
         config, dtype = spec.config, input.dtype
         x, x_scale = quantize_operand(input, "input", config)
         options = config.gemm_options("output")
-        output = scaled_mm_of_data(as_matrix(x), qdata.t(), x_scale, scale, dtype, *options)
+        rows = as_matrix(shared_by_layers(x))
+        output = scaled_mm_of_data(rows, qdata.t(), x_scale, scale, dtype, *options)
         output = unflatten_rows(output, x)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         ctx.set_materialize_grads(False)
@@ -89,7 +91,8 @@ class TensorwiseFunction(torch.autograd.Function):
                 grad_input = unflatten_rows(product, g)
             if needs_weight:
                 options = config.gemm_options("grad_weight")
+                inputs = as_matrix(shared_by_layers(x))
                 grad_weight = scaled_mm_of_data(
-                    rows.t(), as_matrix(x), g_scale, x_scale, ctx.dtypes[1], *options
+                    rows.t(), inputs, g_scale, x_scale, ctx.dtypes[1], *options
                 )
         return grad_input, grad_weight, grad_bias, None, None, None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 # Below, torch's own conversion is faster than that many passes.
-_FEW = 4096  # elements
+FEW = 4096  # elements
 
 
 class _Format(NamedTuple):
@@ -37,14 +37,15 @@ def upcast(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if qdata.dtype is dtype:
         return qdata
-    if qdata.numel() < _FEW or not qdata.is_cpu:
+    if qdata.numel() < FEW or not qdata.is_cpu:
         # (What is asked for most, in the way that takes the least time to say.)
         return qdata.bfloat16() if dtype is torch.bfloat16 else qdata.to(dtype)
     known = _FORMATS.get(qdata.dtype)
-    if known is None or _flushes():
+    if known is None:
         return qdata.to(dtype)
-    if not _is_finite(qdata, known.last_finite):
-        return qdata.to(dtype)
+    if _flushes() or not _is_finite(qdata, known.last_finite):
+        # (By way of bf16, here too: the bits of a NaN remember the way.)
+        return qdata.bfloat16().to(dtype)
     # int8 to int16 repeats the sign in all upper bits: it stands in bit 15 already. (A product is
     # a shift, but faster.)
     bits = qdata.view(torch.int8).to(torch.int16).mul_(1 << known.shift)

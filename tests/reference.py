@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fp8_dist import function, linear, matmul, tensorwise
+from fp8_dist import function, linear, matmul, tensorwise, wide
 from fp8_dist.tensor import Float8Tensor
 
 # Largest finite values of the two encodings, and the number of mantissa bits.
@@ -97,10 +97,10 @@ Product = tuple[Float8Tensor, Float8Tensor]
 def float8_gemms() -> Iterator[list[Product]]:
     """Records copies of the operands of each float8 GEMM of a layer, in order.
 
-    (As float8, not as the wide copy that a gradient's two GEMMs share.)
+    (As float8, not as the wide copy that GEMMs share.)
     """
     calls: list[Product] = []
-    original, shared = matmul.scaled_mm_of_data, matmul.shared_by_gemms
+    original, shared = matmul.scaled_mm_of_data, (wide.shared_by_gemms, wide.shared_by_layers)
 
     def recording(a, b, scale_a, scale_b, out_dtype, *options):  # type: ignore[no-untyped-def]
         pairs = ((a, scale_a), (b, scale_b))
@@ -108,12 +108,14 @@ def float8_gemms() -> Iterator[list[Product]]:
         return original(a, b, scale_a, scale_b, out_dtype, *options)
 
     for module in (function, tensorwise):
-        module.scaled_mm_of_data, module.shared_by_gemms = recording, lambda data: data
+        module.scaled_mm_of_data = recording
+        module.shared_by_gemms = module.shared_by_layers = lambda data: data
     try:
         yield calls
     finally:
         for module in (function, tensorwise):
-            module.scaled_mm_of_data, module.shared_by_gemms = original, shared
+            module.scaled_mm_of_data = original
+            module.shared_by_gemms, module.shared_by_layers = shared
 
 
 @contextmanager
