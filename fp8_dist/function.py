@@ -166,8 +166,8 @@ class _LinearFunction(torch.autograd.Function):
         w = weight_operand(weight, casts, "output", config)
         # The gather of the input is waited for here, after the weight's cast was issued.
         left = landed(x["output"])
-        wide = left._replace(data=shared_by_layers(left.data))
-        output = _gemm(wide, w, "output", config, input.dtype)
+        shared = left._replace(data=shared_by_layers(left.data, input))
+        output = _gemm(shared, w, "output", config, input.dtype)
         output = unflatten_rows(output, left.data)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.where = spec, where

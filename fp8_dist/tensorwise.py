@@ -61,7 +61,7 @@ class TensorwiseFunction(torch.autograd.Function):
         config, dtype = spec.config, input.dtype
         x, x_scale = quantize_operand(input, "input", config)
         options = config.gemm_options("output")
-        rows = as_matrix(shared_by_layers(x))
+        rows = as_matrix(shared_by_layers(x, input))
         output = scaled_mm_of_data(rows, qdata.t(), x_scale, scale, dtype, *options)
         output = unflatten_rows(output, x)
         needs_input, needs_weight = ctx.needs_input_grad[:2]

@@ -31,7 +31,7 @@ _FORMATS = {
 
 
 def upcast(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``qdata.to(dtype)``: float8 data, any shape and strides, as bf16, fp32 or fp64.
+    """float8 data, any shape and strides, as bf16, fp32 or fp64: the values of ``qdata.to(dtype)``.
 
     (Data that is wide already is converted by torch.)
     """
@@ -41,9 +41,7 @@ def upcast(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # (What is asked for most, in the way that takes the least time to say.)
         return qdata.bfloat16() if dtype is torch.bfloat16 else qdata.to(dtype)
     known = _FORMATS.get(qdata.dtype)
-    if known is None:
-        return qdata.to(dtype)
-    if _flushes() or not _is_finite(qdata, known.last_finite):
+    if known is None or _flushes() or not _is_finite(qdata, known.last_finite):
         # (By way of bf16, here too: the bits of a NaN remember the way.)
         return qdata.bfloat16().to(dtype)
     # int8 to int16 repeats the sign in all upper bits: it stands in bit 15 already. (A product is

@@ -1,9 +1,8 @@
 """The models whose training steps the benchmarks time: a Llama on a mesh, for each candidate.
 
 Names of candidates are those of bench_peers. On a data-parallel axis FSDP2 shards fp32 masters and
-computes in bf16; without one parameters are bf16. (Attention itself is fp32 on CPUs.) A
-tensor-parallel axis brings sequence parallelism. Weights, inputs and output gradients are gathered
-in float8 where the library can.
+computes in bf16; without one parameters are bf16. A tensor-parallel axis brings sequence
+parallelism. Weights, inputs and output gradients are gathered in float8 where the library can.
 """
 
 import dataclasses
@@ -58,9 +57,6 @@ def build(
     dp, tp = (1, 1) if mesh is None else (mesh["dp"].size(), mesh["tp"].size())
     with device:
         model = Llama(config)
-    for block in model.layers:
-        # torch's attention of short sequences takes CPUs four times as long in bf16.
-        block.attention.dtype = torch.float32 if device.type == "cpu" else None
     after = _convert(name, model, sharded=dp > 1)
     if mesh is not None and tp > 1:
         apply_tp_plan(model, mesh["tp"], tp_plan(name, model))

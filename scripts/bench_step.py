@@ -9,8 +9,10 @@ with sequence parallelism) axes, whose ranks this script starts on this machine,
 "none" is one process. `--compile` compiles each transformer block. `--assert RATIO`: tensorwise has
 RATIO times torchao's speed.
 
-Every candidate has the same work beside its linear layers. The smaller the batch, the more of a
-step is Python and the latency of collectives.
+Every candidate has the same work beside its linear layers. Attention is part of it: on CPUs in fp32
+(`ATTENTION`), whose backward torch has in a half to a quarter of the time of bf16 at heads and
+sequences as short as these. The smaller the batch, the more of a step is Python and the latency of
+collectives.
 """
 
 import argparse
@@ -47,7 +49,12 @@ Mesh = tuple[int, int]  # ranks of dp, tp
 ABOUT = """\
 A step of {batch_size} x {seq_len} tokens per data-parallel rank, medians of {repeat} turns of the
 slowest rank; {blocks}. Ratios beside torchao are to the recipe of its own that is most alike;
-bf16's, to tensorwise, is what could be reached if float8 cost nothing."""
+bf16's, to tensorwise, is what could be reached if float8 cost nothing. Attention itself multiplies
+in {attention}."""
+
+
+# What attention multiplies on each type of device, if not what it is given.
+ATTENTION = {"cpu": torch.float32}
 
 
 class Trained:
@@ -55,6 +62,8 @@ class Trained:
 
     def __init__(self, model: Llama, after: AfterStep) -> None:
         self.model, self.after = model, after
+        for block in model.layers:
+            block.attention.dtype = ATTENTION.get(model.cos.device.type)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
@@ -183,7 +192,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if by_model is None:
             return 0  # rank 0 of a torchrun reports
         runs += [Run(model, mesh, args.compile, by_model[model]) for model in args.model]
-    about = ABOUT.format(**vars(args), blocks="compiled blocks" if args.compile else "eager")
+    about = ABOUT.format(
+        **vars(args),
+        blocks="compiled blocks" if args.compile else "eager",
+        attention="fp32" if args.device.type in ATTENTION else "bf16",
+    )
     sections = {}
     for run in runs:
         sections[run.title] = section(args, about, table(run.seconds))

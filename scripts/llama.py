@@ -134,10 +134,11 @@ class Attention(nn.Module):
         # Shapes come from the projections: under tensor parallelism they hold the local heads,
         # and under sequence parallelism x was sharded along s where it entered.
         q, k, v = (
-            projected.view(*projected.shape[:2], -1, self.head_dim).to(self.dtype)
+            projected.view(*projected.shape[:2], -1, self.head_dim)
             for projected in (self.wq(x), self.wk(x), self.wv(x))
         )
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        given, dtype = v.dtype, self.dtype or v.dtype
+        q, k, v = apply_rope(q.to(dtype), cos, sin), apply_rope(k.to(dtype), cos, sin), v.to(dtype)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -145,7 +146,7 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=self.n_kv_heads != self.n_heads,
         )
-        return self.wo(out.transpose(1, 2).flatten(2).to(x.dtype))
+        return self.wo(out.transpose(1, 2).flatten(2).to(given))
 
 
 class FeedForward(nn.Module):

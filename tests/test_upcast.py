@@ -30,6 +30,13 @@ def test_every_code(dtype: torch.dtype, finite: bool, wide: torch.dtype) -> None
         assert torch.equal(found.isnan(), qdata.to(wide).isnan())
 
 
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_every_way_gives_the_same_bits_to_a_nan(dtype: torch.dtype, wide: torch.dtype) -> None:
+    codes = every_code(dtype, False)
+    assert same_bits(upcast(codes, wide), upcast(upcast(codes, torch.bfloat16), wide))
+
+
 @pytest.mark.parametrize("code", [0x7F, 0xFF, 0x7C, 0xFC])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_single_nan_or_inf(dtype: torch.dtype, code: int) -> None:

@@ -1,12 +1,12 @@
 """Operands that several GEMMs multiply are made wide once, and nothing of that stays."""
 
-import gc
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from reference import same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist import Float8Linear, Float8LinearConfig, matmul, wide
 from fp8_dist.upcast import upcast
@@ -16,7 +16,7 @@ ROWS, FEATURES = 96, 64
 
 @pytest.fixture(autouse=True)
 def nothing_left_before() -> None:
-    wide._last = None
+    wide._kept = None
 
 
 @pytest.fixture
@@ -44,9 +44,13 @@ def an_input() -> torch.Tensor:
     return torch.randn(ROWS, FEATURES, dtype=torch.bfloat16, requires_grad=True)
 
 
-def test_a_gradient_is_made_wide_once_for_both_gemms(made_wide: list[tuple[int, ...]]) -> None:
-    (layer,) = layers(1)
-    layer(an_input()).backward(torch.randn(ROWS, 48, dtype=torch.bfloat16))
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_gradient_is_made_wide_once_for_both_gemms(
+    recipe: str, made_wide: list[tuple[int, ...]]
+) -> None:
+    (layer,) = layers(1, recipe)
+    x = an_input()
+    layer(x).backward(torch.randn(ROWS, 48, dtype=torch.bfloat16))
     # Input and weight for the output; the gradient and the weight for the input's gradient. (The
     # input for the weight's is still there.)
     assert made_wide == [(96, 64), (64, 48), (96, 48), (48, 64)]
@@ -68,12 +72,16 @@ def test_an_input_is_made_wide_once_for_the_layers_that_share_it(
 
 def test_nothing_stays_once_the_input_is_gone() -> None:
     (layer,) = layers(1)
-    layer(an_input()).sum().backward()
-    gc.collect()
-    assert wide._last is None
+    x = an_input() * 1
+    output = layer(x)
+    assert wide._kept is not None
+    del x
+    assert wide._kept is None  # though autograd keeps the float8 copy
+    output.sum().backward()
+    assert wide._kept is None
     with torch.no_grad():
         layer(an_input())
-    assert wide._last is None
+    assert wide._kept is None
 
 
 def test_another_input_takes_the_place_of_the_last() -> None:
@@ -115,8 +123,47 @@ def test_sharing_changes_no_bit(
         x.requires_grad_()
         if not share:
             for module in ("function", "tensorwise"):
-                monkeypatch.setattr(f"fp8_dist.{module}.shared_by_layers", lambda data: data)
+                monkeypatch.setattr(
+                    f"fp8_dist.{module}.shared_by_layers", lambda data, owner=None: data
+                )
         outputs = [layer(x) for layer in shared]
         sum(y.square().sum() for y in outputs).backward()  # type: ignore[union-attr]
         found.append([*outputs, x.grad, *(layer.weight.grad for layer in shared)])
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+class Watching(TorchDispatchMode):
+    """Sees every operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_sees_float8_gemms() -> None:
+    (layer,) = layers(1)
+    with Watching() as watching:
+        layer(an_input()).sum().backward()
+    assert watching.seen.count("fp8_dist.scaled_mm.default") == 3
+    assert wide._kept is None
+
+
+def test_a_graph_has_nothing_of_it() -> None:
+    shared = layers(2)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return shared[0](x) + shared[1](x)
+
+    found = []
+    for run in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(0)
+        x = an_input()
+        run(x).square().sum().backward()
+        found.append(x.grad)
+    assert found[0] is not None
+    assert found[1] is not None
+    assert same_bits(*found)
