@@ -7,11 +7,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from tqdm import tqdm
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -61,6 +63,7 @@ def _rank_main(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(threads)
+    tqdm.set_lock(RLock())  # its own, between processes, would be left behind at the end below
     _bind(rank, world_size)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group(_backend(device), store=store, rank=rank, world_size=world_size)
