@@ -10,12 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.casts import CastConfig, ScalingGranularity, ScalingType
 from fp8_dist.quantize import Quantized, quantize
-from fp8_dist.scaling import (
-    Scaling,
-    amax_over,
-    local_scaling,
-    scaling_from_amax,
-)
+from fp8_dist.scaling import Scaling, amax_over, local_scaling, scaling_from_amax
 from fp8_dist.sharding import (
     Layout,
     Placements,

@@ -10,9 +10,8 @@ with sequence parallelism) axes, whose ranks this script starts on this machine,
 RATIO times torchao's speed. The first command above takes 20 minutes on two cores.
 
 Every candidate has the same work beside its linear layers. Attention is part of it: on CPUs in fp32
-(`ATTENTION`), whose backward torch has in a half to a quarter of the time of bf16 at heads and
-sequences as short as these. The smaller the batch, the more of a step is Python and the latency of
-collectives.
+(`ATTENTION`), as at heads and sequences as short as these torch's backward of it in bf16 would be
+most of a step. The smaller the batch, the more of a step is Python and the latency of collectives.
 """
 
 import argparse
@@ -51,7 +50,6 @@ A step of {batch_size} x {seq_len} tokens per data-parallel rank, medians of {re
 slowest rank; {blocks}. Ratios beside torchao are to the recipe of its own that is most alike;
 bf16's, to tensorwise, is what could be reached if float8 cost nothing. Attention itself multiplies
 in {attention}."""
-
 
 # What attention multiplies on each type of device, if not what it is given.
 ATTENTION = {"cpu": torch.float32}

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist import function, linear, matmul, tensorwise, wide
 from fp8_dist.tensor import Float8Tensor
@@ -87,6 +88,18 @@ def raised(kind: type[Exception], call: Callable[[], object]) -> str:
         call()
     assert info.type is kind
     return str(info.value)
+
+
+class Watching(TorchDispatchMode):
+    """Sees every operator, and so keeps the library from taking short cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 # The left and the right operand of a float8 GEMM, as it takes them.

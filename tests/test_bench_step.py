@@ -83,6 +83,14 @@ def test_candidates_gather_float8(ranks: RankPools, name: str, dp: int, tp: int)
     assert found["bfloat16"] == bf16["bfloat16"] - 2 * found["float8"]
 
 
+@pytest.mark.parametrize("name", [BF16, "tensorwise", *TORCHAO[:1]])
+def test_attention_of_every_candidate_is_fp32_on_cpus(name: str) -> None:
+    built = bench_models.build(name, TINY, None, torch.device("cpu"))
+    assert all(block.attention.dtype is None for block in built[0].layers)
+    trained = bench_step.Trained(*built)
+    assert all(block.attention.dtype is torch.float32 for block in trained.model.layers)
+
+
 def test_compiled_candidates_have_graphs_of_their_own() -> None:
     codes = [Block.forward.__code__]
     for name in (BF16, "tensorwise", "rowwise"):

@@ -104,6 +104,35 @@ def test_rotation_is_computed_in_fp32():
     assert torch.equal(rotated, apply_rope(x.float(), cos, sin).bfloat16())
 
 
+def test_a_rotation_is_a_complex_product():
+    cos, sin = rope_tables(TINY)
+    half = TINY.head_dim // 2
+    x = torch.randn(2, TINY.max_seq_len, 3, TINY.head_dim, dtype=torch.float32)
+    positions = torch.arange(TINY.max_seq_len, dtype=torch.float64)[:, None, None]
+    frequencies = TINY.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+    turned = pairs * torch.exp(1j * positions * frequencies)
+    expected = torch.cat((turned.real, turned.imag), dim=-1).float()
+    torch.testing.assert_close(apply_rope(x, cos, sin), expected)
+
+
+def test_attention_multiplies_in_the_dtype_it_is_told(monkeypatch):
+    attention, seen = Attention(TINY).bfloat16(), []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def recording(*operands, **options):
+        seen.append({operand.dtype for operand in operands})
+        return original(*operands, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recording)
+    x = torch.randn(2, 16, TINY.dim).bfloat16()
+    cos, sin = rope_tables(TINY)
+    for dtype in (None, torch.float32):
+        attention.dtype = dtype
+        assert attention(x, cos=cos, sin=sin).dtype == torch.bfloat16
+    assert seen == [{torch.bfloat16}, {torch.float32}]
+
+
 def test_sizes():
     counts = {}
     with torch.device("meta"):

@@ -5,8 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from reference import same_bits
-from torch.utils._python_dispatch import TorchDispatchMode
+from reference import Watching, same_bits
 
 from fp8_dist import (
     CastConfig,
@@ -20,13 +19,6 @@ from fp8_dist.last_cast import last_cast, note_cast
 from fp8_dist.quantize import Quantized
 
 SHAPES = [(48,), (1, 48), (5, 48), (2, 3, 48), (0, 48), (2, 0, 48), (2, 2, 3, 48), (400, 48)]
-
-
-class Watching(TorchDispatchMode):
-    """Sees every operator, and so keeps the library from taking short cuts."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return func(*args, **(kwargs or {}))
 
 
 def results(layer: Float8Linear, x: torch.Tensor) -> list[torch.Tensor | None]:

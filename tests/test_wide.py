@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import same_bits
-from torch.utils._python_dispatch import TorchDispatchMode
+from reference import Watching, same_bits
 
 from fp8_dist import Float8Linear, Float8LinearConfig, matmul, wide
 from fp8_dist.upcast import upcast
@@ -130,18 +129,6 @@ def test_sharing_changes_no_bit(
         sum(y.square().sum() for y in outputs).backward()  # type: ignore[union-attr]
         found.append([*outputs, x.grad, *(layer.weight.grad for layer in shared)])
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-
-
-class Watching(TorchDispatchMode):
-    """Sees every operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_who_watches_sees_float8_gemms() -> None:
