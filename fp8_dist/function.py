@@ -106,7 +106,13 @@ def float8_linear(
         ((qdata, scale),) = casts
         return TensorwiseFunction.apply(input, weight, bias, spec, qdata, scale)
     first, second = (*casts, *_NO_CASTS)[:2]
-    return _LinearFunction.apply(input, weight, bias, spec, *first, *second, multiplier)
+    if not isinstance(input, DTensor):
+        return _LinearFunction.apply(input, weight, bias, spec, *first, *second, multiplier)
+    output = _LinearFunction.apply(input, weight, None, spec, *first, *second, multiplier)
+    placements = spec.output_placements
+    if bias is None and placements in (None, tuple(output.placements)):
+        return output
+    return _FinishOutput.apply(output, bias, placements)
 
 
 _NO_CASTS = ((None, None), (None, None))
@@ -118,17 +124,14 @@ class _Where(NamedTuple):
     layouts: LinearLayouts
     input: Layout
     weight: Layout
-    bias: Layout | None
 
     @staticmethod
-    def of(
-        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fqn: str
-    ) -> "_Where":
+    def of(input: torch.Tensor, weight: torch.Tensor, fqn: str) -> "_Where":
         there, here = Layout.of(input), Layout.of(weight)
         assert there is not None, type(input)
         assert here is not None, type(weight)
         layouts = linear_layouts(there.placements, here.placements, input.ndim, fqn)
-        return _Where(layouts, there, here, Layout.of(bias))
+        return _Where(layouts, there, here)
 
 
 # By whether the input needs a gradient, and whether the weight does.
@@ -158,7 +161,7 @@ class _LinearFunction(torch.autograd.Function):
         multiplier: torch.Tensor | None,
     ) -> torch.Tensor:
         config = spec.config
-        where = _Where.of(input, weight, bias, spec.fqn) if isinstance(input, DTensor) else None
+        where = _Where.of(input, weight, spec.fqn) if isinstance(input, DTensor) else None
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         x = prepare_operand(input, "input", gemms, where and where.layouts.input, spec)
@@ -184,8 +187,7 @@ class _LinearFunction(torch.autograd.Function):
         if where is None:
             return output if bias is None else output + bias.to(output.dtype)
         shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-        wrapped = Layout(where.weight.mesh, where.layouts.output, shape).wrap(output)
-        return _add_bias(wrapped, bias, spec.output_placements)
+        return Layout(where.weight.mesh, where.layouts.output, shape).wrap(output)
 
     @staticmethod
     @differentiable_once
@@ -196,7 +198,7 @@ class _LinearFunction(torch.autograd.Function):
         config, where = ctx.spec.config, ctx.where
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = reduced(grad)
-        grad_bias = _bias_gradient(grad, where and where.bias) if needs_bias else None
+        grad_bias = summed_rows(grad) if needs_bias else None
         gemms = _GRADIENT_GEMMS[needs_input, needs_weight]
         if not gemms:
             return None, None, grad_bias, *unused
@@ -222,6 +224,34 @@ class _LinearFunction(torch.autograd.Function):
                 layout = where.weight._replace(placements=where.layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
         return grad_input, grad_weight, grad_bias, *unused
+
+
+class _FinishOutput(torch.autograd.Function):
+    """The bias, and the reduction or move to ``placements``, of a DTensor output.
+
+    It is a function of its own because it saves nothing for backward. Full activation checkpointing
+    ends a recomputation as soon as the last tensor is saved. A reduction issued by the function
+    that saves tensors would be repeated, and its result dropped without being waited for.
+
+    The gradient passes at the placements at which it arrives: the GEMMs' function gathers it as
+    float8.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: DTensor, bias: torch.Tensor | None, placements: Placements | None
+    ) -> torch.Tensor:
+        ctx.bias_layout = Layout.of(bias)
+        ctx.set_materialize_grads(False)
+        return _add_bias(output, bias, placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:  # type: ignore[override]
+        if grad is None:
+            return None, None, None
+        grad = reduced(grad)
+        grad_bias = _bias_gradient(grad, ctx.bias_layout) if ctx.needs_input_grad[1] else None
+        return grad, grad_bias, None
 
 
 def _cast_again(

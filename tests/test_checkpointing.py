@@ -9,9 +9,16 @@ import torch
 from expecttest import assert_expected_inline
 from graphs import OPS, Compilations, Graphs, Ops, op_columns, running_audit
 from nets import Distributed, Net, full
-from ranks import RankPools
+from ranks import RankPools, device_mesh
 from reference import same_bits
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch_releases import RELEASE
 
@@ -25,6 +32,11 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
 from fp8_dist.weight_casts import CastsItsWeight
 
 RECIPES = [r.value for r in Float8LinearRecipeName if r is not Float8LinearRecipeName.DELAYED]
@@ -98,6 +110,63 @@ def test_scales_found_out_on_the_way(ranks: RankPools, dp: int, tp: int, recipe:
             assert all(same_bits(a, b) for a, b in zip(expected[2], rank[2], strict=True))
 
 
+def reductions_of_steps(
+    recipe: str | None, mode: str, bias: bool, sequence_parallel: bool, prepared: bool
+) -> tuple[list[int], dict[str, int]]:
+    """Collectives in flight after each of three TP steps, and the reductions of the last one.
+
+    ``recipe=None``: the unconverted model, in torch's styles.
+    """
+    mesh, net = device_mesh(tp=2)["tp"], Net()
+    for mlp in net.layers:
+        mlp.w2.bias = mlp.w2.bias if bias else None
+    if recipe is not None:
+        convert_to_float8_training(net, config=Float8LinearConfig.from_recipe_name(recipe))
+    layout = Shard(1) if sequence_parallel else Replicate()
+    float8 = recipe is not None
+    colwise = Float8ColwiseParallel if float8 else ColwiseParallel
+    rowwise = Float8RowwiseParallel if float8 else RowwiseParallel
+    takes_one_copy = float8 and net.layers[0].w1.config.travelling_cast("input") is not None
+    prepare = PrepareFloat8ModuleInput if takes_one_copy else PrepareModuleInput
+    plan = {}
+    for i in range(len(net.layers)):
+        if prepared:
+            plan[f"layers.{i}"] = prepare(
+                input_layouts=(layout,), desired_input_layouts=(Replicate(),)
+            )
+        inputs = {} if prepared else {"input_layouts": layout}
+        plan |= {f"layers.{i}.{name}": colwise(**inputs) for name in ("w1", "w3")}
+        plan[f"layers.{i}.w2"] = rowwise(output_layouts=layout)
+    parallelize_module(net, mesh, plan)
+    x = torch.randn(4, 8 // (2 if sequence_parallel else 1), 64, requires_grad=True)
+    in_flight = []
+    for _ in range(3):
+        with comm_audit(mesh) as audit:
+            step(net, x, mode)
+        in_flight.append(torch._C._distributed_c10d._get_work_registry_size())
+    high = [row for row in audit.rows if row.dtype is torch.float32]
+    reductions = ("reduce_scatter", "all_reduce")
+    return in_flight, {op: sum(r.count for r in high if r.op == op) for op in reductions}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", [r.value for r in Float8LinearRecipeName])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_full_checkpointing_leaves_and_repeats_no_reduction(
+    ranks: RankPools, recipe: str, bias: bool, sequence_parallel: bool, prepared: bool
+) -> None:
+    options = (bias, sequence_parallel, prepared)
+    plain = ranks(2).run(reductions_of_steps, None, "full", *options)
+    kept = ranks(2).run(reductions_of_steps, recipe, "none", *options)
+    checkpointed = ranks(2).run(reductions_of_steps, recipe, "full", *options)
+    assert [in_flight for in_flight, _ in checkpointed] == [[0, 0, 0]] * 2
+    assert checkpointed == kept
+    if not (bias and sequence_parallel):  # torch leaves the gradient of a row-parallel bias Partial
+        assert checkpointed == plain
+
+
 def test_counts_of_a_step(ranks: RankPools) -> None:
     counts = {
         mode: ranks(2).run(results, 1, 2, "tensorwise", mode)[0][0]
@@ -113,7 +182,7 @@ amax                    10        14        10
 quantize                10        14        14
 scaled_mm               18        24        18
 all_gather               4         6         4
-reduce_scatter           4         6         4
+reduce_scatter           4         4         4
 all_reduce              12        16        12""",
     )
 
@@ -125,12 +194,12 @@ def test_full_checkpointing_gathers_float8_again(ranks: RankPools) -> None:
 op              axis  dtype          count  elements   bytes
 all_reduce      tp    int32             14        14      56
 all_gather      tp    float8_e4m3fn      4     8,192   8,192
-reduce_scatter  tp    float32            6    12,288  49,152
+reduce_scatter  tp    float32            4     8,192  32,768
 all_reduce      tp    float32            2       128     512
 all_gather      tp    float8_e5m2        2     4,096   4,096
-total                                   28            62,008
+total                                   26            45,624
   float8                                              12,288
-  other                                               49,720""",
+  other                                               33,336""",
     )
 
 
@@ -205,7 +274,7 @@ quantize                 5         3             5             7
 scaled_mm                3         6             3             6
 all_gather               1         1             1             1
 reduce_scatter           1         1             1             1
-all_reduce               2         4             2             4""",
+all_reduce               2         3             2             3""",
     )
     assert found["selective"][1] == found["none"][1]
 
@@ -239,7 +308,7 @@ quantize                 5         8
 scaled_mm                3         8
 all_gather               1         2
 reduce_scatter           1         1
-all_reduce               2         6""",
+all_reduce               2         5""",
     )
     assert_expected_inline(
         collectives,
@@ -248,8 +317,9 @@ forward   all_reduce      tp  int32      2        8 bytes
 forward   all_gather      tp  uint8      1    2,048 bytes
 forward   reduce_scatter  tp  float32    1    8,192 bytes
 backward  all_reduce      tp  float32    1      256 bytes
-backward  all_reduce      tp  int32      5       20 bytes
-backward  all_gather      tp  uint8      2    4,096 bytes
+backward  all_gather      tp  float32    1    8,192 bytes
+backward  all_reduce      tp  int32      4       16 bytes
+backward  all_gather      tp  uint8      1    2,048 bytes
 backward  reduce_scatter  tp  float32    1    8,192 bytes""",
     )
 
