@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.casts import Gemm
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.matmul import scaled_mm_of_data
 from fp8_dist.once import Gradients, differentiable_once
 from fp8_dist.operands import (
     LinearSpec,
@@ -39,17 +38,19 @@ from fp8_dist.sharding import (
     local_tensor,
     reduced,
 )
-from fp8_dist.tensorwise import TensorwiseFunction, as_matrix, summed_rows, unflatten_rows
+from fp8_dist.tensorwise import (
+    TensorwiseFunction,
+    as_matrix,
+    multiply,
+    summed_rows,
+    unflatten_rows,
+)
 from fp8_dist.torch_internals import no_one_watches
 from fp8_dist.wide import shared_by_gemms, shared_by_layers
 
 
 def _gemm(
-    left: Local,
-    right: Local,
-    gemm: Gemm,
-    config: Float8LinearConfig,
-    out_dtype: torch.dtype,
+    left: Local, right: Local, gemm: Gemm, spec: LinearSpec, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """One of the three GEMMs on local operands ``[..., K]``: in float8 if they have scales."""
     a, scale_a, _ = left if left.data.ndim == 2 else _matrix(left)
@@ -60,9 +61,9 @@ def _gemm(
         b, scale_b = b.t(), scale_b.t() if scale_b is not None and scale_b.ndim else scale_b
     if scale_a is None or scale_b is None:
         return torch.mm(a, b.to(a.dtype)).to(out_dtype)
-    if config.fold_row_scales and gemm != "output":
+    if spec.config.fold_row_scales and gemm != "output":
         scale_b = scale_b.new_ones(())  # it was folded into the gradient
-    return scaled_mm_of_data(a, b, scale_a, scale_b, out_dtype, *config.gemm_options(gemm))
+    return multiply(gemm, a, b, scale_a, scale_b, out_dtype, spec)
 
 
 def _matrix(operand: Local) -> Local:
@@ -170,7 +171,7 @@ class _LinearFunction(torch.autograd.Function):
         # The gather of the input is waited for here, after the weight's cast was issued.
         left = landed(x["output"])
         shared = left._replace(data=shared_by_layers(left.data, input))
-        output = _gemm(shared, w, "output", config, input.dtype)
+        output = _gemm(shared, w, "output", spec, input.dtype)
         output = unflatten_rows(output, left.data)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.where = spec, where
@@ -212,14 +213,14 @@ class _LinearFunction(torch.autograd.Function):
         grad_input = grad_weight = None
         if needs_input:
             left = landed(g["grad_input"])
-            grad_input = _gemm(left, w, "grad_input", config, ctx.input_dtype)
+            grad_input = _gemm(left, w, "grad_input", ctx.spec, ctx.input_dtype)
             grad_input = unflatten_rows(grad_input, left.data)
             if where is not None:
                 grad_input = _redistribute_grad_input(grad_input, where.layouts, where.input)
         if needs_weight:
             left = landed(g["grad_weight"])
             x = x._replace(data=shared_by_layers(x.data))
-            grad_weight = _gemm(left, x, "grad_weight", config, ctx.weight_dtype)
+            grad_weight = _gemm(left, x, "grad_weight", ctx.spec, ctx.weight_dtype)
             if where is not None:
                 layout = where.weight._replace(placements=where.layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)

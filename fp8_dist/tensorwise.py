@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from fp8_dist.casts import Gemm
 from fp8_dist.matmul import scaled_mm_of_data
 from fp8_dist.once import Gradients, differentiable_once
 from fp8_dist.operands import LinearSpec, quantize_operand
+from fp8_dist.recording import is_recording, note_gemm
 from fp8_dist.wide import shared_by_gemms, shared_by_layers
 
 
@@ -34,6 +36,22 @@ def unflatten_rows(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def summed_rows(grad: torch.Tensor) -> torch.Tensor:
     """The sum of ``[..., N]`` over its rows: the gradient of a bias."""
     return grad.sum(dim=tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad
+
+
+def multiply(
+    gemm: Gemm,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    spec: LinearSpec,
+) -> torch.Tensor:
+    """One of a layer's GEMMs on float8 matrices: the one place where a recording listens."""
+    options = spec.config.gemm_options(gemm)
+    if is_recording():
+        note_gemm(spec.fqn, gemm, (a, scale_a), (b, scale_b), out_dtype, options)
+    return scaled_mm_of_data(a, b, scale_a, scale_b, out_dtype, *options)
 
 
 class TensorwiseFunction(torch.autograd.Function):
@@ -60,9 +78,8 @@ class TensorwiseFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         config, dtype = spec.config, input.dtype
         x, x_scale = quantize_operand(input, "input", config)
-        options = config.gemm_options("output")
         rows = as_matrix(shared_by_layers(x, input))
-        output = scaled_mm_of_data(rows, qdata.t(), x_scale, scale, dtype, *options)
+        output = multiply("output", rows, qdata.t(), x_scale, scale, dtype, spec)
         output = unflatten_rows(output, x)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         ctx.set_materialize_grads(False)
@@ -86,13 +103,12 @@ class TensorwiseFunction(torch.autograd.Function):
             g, g_scale = quantize_operand(grad, "grad_output", config)
             rows = as_matrix(shared_by_gemms(g) if needs_input and needs_weight else g)
             if needs_input:
-                options = config.gemm_options("grad_input")
-                product = scaled_mm_of_data(rows, qdata, g_scale, scale, ctx.dtypes[0], *options)
+                dtype = ctx.dtypes[0]
+                product = multiply("grad_input", rows, qdata, g_scale, scale, dtype, ctx.spec)
                 grad_input = unflatten_rows(product, g)
             if needs_weight:
-                options = config.gemm_options("grad_weight")
-                inputs = as_matrix(shared_by_layers(x))
-                grad_weight = scaled_mm_of_data(
-                    rows.t(), inputs, g_scale, x_scale, ctx.dtypes[1], *options
+                inputs, dtype = as_matrix(shared_by_layers(x)), ctx.dtypes[1]
+                grad_weight = multiply(
+                    "grad_weight", rows.t(), inputs, g_scale, x_scale, dtype, ctx.spec
                 )
         return grad_input, grad_weight, grad_bias, None, None, None

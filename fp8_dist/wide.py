@@ -13,6 +13,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from fp8_dist.dtypes import is_float8
+from fp8_dist.recording import is_recording
 from fp8_dist.torch_internals import no_one_watches
 from fp8_dist.upcast import FEW, upcast
 
@@ -66,4 +67,4 @@ def _forget(gone: ReferenceType[torch.Tensor]) -> None:
 
 
 def _is_made_wide(data: torch.Tensor) -> bool:
-    return data.is_cpu and is_float8(data.dtype) and no_one_watches(data)
+    return data.is_cpu and is_float8(data.dtype) and no_one_watches(data) and not is_recording()

@@ -1,17 +1,18 @@
 """Independent references: the numerics of one cast in fp64, SQNR, and a recorder.
 
-Nothing here calls the code under test, but for :func:`weights_used`, which listens to it.
+Nothing here calls the code under test; the recorders listen to it.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_dist import function, linear, matmul, tensorwise, wide
+from fp8_dist.linear import float8_layers
+from fp8_dist.recording import GemmRecord, record_gemms
 from fp8_dist.tensor import Float8Tensor
 
 # Largest finite values of the two encodings, and the number of mantissa bits.
@@ -106,59 +107,35 @@ class Watching(TorchDispatchMode):
 Product = tuple[Float8Tensor, Float8Tensor]
 
 
+class Products(Sequence[Product]):
+    """The operands in the records of a recording, as it grows."""
+
+    def __init__(self, records: list[GemmRecord]) -> None:
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, i):  # type: ignore[no-untyped-def]
+        chosen = self._records[i]
+        return [(r.a, r.b) for r in chosen] if isinstance(i, slice) else (chosen.a, chosen.b)
+
+    def clear(self) -> None:
+        self._records.clear()
+
+
 @contextmanager
-def float8_gemms() -> Iterator[list[Product]]:
-    """Records copies of the operands of each float8 GEMM of a layer, in order.
-
-    (As float8, not as the wide copy that GEMMs share.)
-    """
-    calls: list[Product] = []
-    original, shared = matmul.scaled_mm_of_data, (wide.shared_by_gemms, wide.shared_by_layers)
-
-    def recording(a, b, scale_a, scale_b, out_dtype, *options):  # type: ignore[no-untyped-def]
-        pairs = ((a, scale_a), (b, scale_b))
-        calls.append(tuple(Float8Tensor(*pair, torch.float32).clone() for pair in pairs))
-        return original(a, b, scale_a, scale_b, out_dtype, *options)
-
-    for module in (function, tensorwise):
-        module.scaled_mm_of_data = recording
-        module.shared_by_gemms = module.shared_by_layers = lambda data, owner=None: data
-    try:
-        yield calls
-    finally:
-        for module in (function, tensorwise):
-            module.scaled_mm_of_data = original
-            module.shared_by_gemms, module.shared_by_layers = shared
+def float8_gemms() -> Iterator[Products]:
+    """Records copies of the operands of each float8 GEMM of a layer, in order."""
+    with record_gemms() as records:
+        yield Products(records)
 
 
 @contextmanager
 def weights_used(model: torch.nn.Module) -> Iterator[dict[str, Float8Tensor]]:
-    """Records, per layer name, a copy of the local float8 weight that its forward multiplies.
-
-    (Of layers that cast their weight twice: of the first cast.)
-    """
-    names = {layer.fqn: name for name, layer in linear.float8_layers(model).items()}
+    """Per layer name, a copy of the local float8 weight that its forward multiplied."""
+    names = {layer.fqn: name for name, layer in float8_layers(model).items()}
     used: dict[str, Float8Tensor] = {}
-    running: list[str] = []
-    original = linear.float8_linear
-
-    def recording(x, weight, bias, weight_casts, spec):  # type: ignore[no-untyped-def]
-        if weight_casts.casts:
-            qdata, scale = weight_casts.casts[0]
-            used[running[-1]] = Float8Tensor(qdata, scale, weight.dtype).clone()
-        return original(x, weight, bias, weight_casts, spec)
-
-    def enter(layer: linear.Float8Linear, args: object) -> None:
-        running.append(names[layer.fqn])
-
-    hooks = [
-        layer.register_forward_pre_hook(enter) for layer in linear.float8_layers(model).values()
-    ]
-    linear.float8_linear = recording
-    try:
+    with record_gemms() as records:
         yield used
-    finally:
-        linear.float8_linear = original
-        for hook in hooks:
-            hook.remove()
-    assert original is function.float8_linear
+    used |= {names[r.fqn]: r.b.t() for r in records if r.gemm == "output" and r.fqn in names}

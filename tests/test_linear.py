@@ -1,7 +1,6 @@
 """Float8Linear on one device: accuracy, gradients, dtypes, what it saves, how it compiles."""
 
 import copy
-import inspect
 import warnings
 
 import pytest
@@ -23,6 +22,7 @@ from fp8_dist import (
     cast_to_float8,
     convert_to_float8_training,
 )
+from fp8_dist.recording import record_gemms
 from fp8_dist.scaling import amax
 
 OFF = CastConfig(ScalingType.DISABLED)
@@ -297,23 +297,14 @@ def test_a_second_backward_is_refused() -> None:
 
 
 @pytest.mark.parametrize("flag", ["pad_inner_dim", "emulate"])
-def test_every_flag_reaches_the_three_gemms(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, object]] = []
-    original = fp8_dist.matmul.scaled_mm_of_data
-    parameters = inspect.signature(original).parameters
-
-    def recording(*args):  # type: ignore[no-untyped-def]
-        seen.append(dict(zip(parameters, args, strict=True)))
-        return original(*args)
-
-    for module in (fp8_dist.function, fp8_dist.tensorwise):
-        monkeypatch.setattr(module, "scaled_mm_of_data", recording)
+def test_every_flag_reaches_the_three_gemms(flag: str) -> None:
     fast = Float8GemmConfig(use_fast_accum=True)
     for value in (False, True):
-        seen.clear()
         config = Float8LinearConfig(**{flag: value}, gemm_config_grad_input=fast)
-        run(twins(config)[1], torch.randn(16, 128), torch.randn(16, 96))
+        with record_gemms() as records:
+            run(twins(config)[1], torch.randn(16, 128), torch.randn(16, 96))
         # The rows of grad_weight's operands are padded in any case.
         expected = [value, value, value or flag == "pad_inner_dim"]
-        assert [arguments[flag] for arguments in seen] == expected
-        assert [arguments["use_fast_accum"] for arguments in seen] == [True, True, False]
+        place = 1 if flag == "pad_inner_dim" else 2
+        assert [record.options[place] for record in records] == expected
+        assert [record.options[0] for record in records] == [True, True, False]

@@ -1,0 +1,68 @@
+"""What the GEMMs of ``Float8Linear`` layers multiply, recorded as they run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from fp8_dist.casts import Gemm
+from fp8_dist.tensor import Float8Tensor
+
+
+class GemmRecord(NamedTuple):
+    """One float8 GEMM of a layer: ``a @ b``.
+
+    Attributes:
+        fqn: the layer's name; empty in a compiled graph.
+        gemm: which of the layer's three GEMMs it is.
+        a: a copy of the left operand, ``[M, K]``, local.
+        b: a copy of the right operand, ``[K, N]``, local.
+        options: (use_fast_accum, pad_inner_dim, emulate), as the GEMM was given them.
+    """
+
+    fqn: str
+    gemm: Gemm
+    a: Float8Tensor
+    b: Float8Tensor
+    options: tuple[bool, bool, bool]
+
+
+# The lists of the recordings under way. A recording owns its list and removes it when it ends.
+_recordings: list[list[GemmRecord]] = []
+
+
+@contextmanager
+def record_gemms() -> Iterator[list[GemmRecord]]:
+    """Record the operands of every float8 GEMM that a layer runs inside the block.
+
+    Yields:
+        A list that grows by one :class:`GemmRecord` per GEMM, in the order in which they run. GEMMs
+        of compiled graphs and those left in high precision are not recorded. No collectives.
+    """
+    records: list[GemmRecord] = []
+    _recordings.append(records)
+    try:
+        yield records
+    finally:
+        # By identity: two recordings of the same GEMMs are equal.
+        _recordings[:] = [kept for kept in _recordings if kept is not records]
+
+
+def is_recording() -> bool:
+    """True inside of :func:`record_gemms`."""
+    return bool(_recordings)
+
+
+def note_gemm(
+    fqn: str,
+    gemm: Gemm,
+    a: tuple[torch.Tensor, torch.Tensor],
+    b: tuple[torch.Tensor, torch.Tensor],
+    out_dtype: torch.dtype,
+    options: tuple[bool, bool, bool],
+) -> None:
+    """Add a GEMM of operands (qdata, scale) to the recordings under way."""
+    left, right = (Float8Tensor(*operand, out_dtype).clone() for operand in (a, b))
+    for records in _recordings:
+        records.append(GemmRecord(fqn, gemm, left, right, options))  # type: ignore[arg-type]
