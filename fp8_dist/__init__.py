@@ -13,7 +13,7 @@ Convert a model, parallelize and shard it, train::
 from fp8_dist.auto_filter import auto_filter
 from fp8_dist.cast import cast_to_float8
 from fp8_dist.casts import CastConfig, Float8GemmConfig, ScalingGranularity, ScalingType
-from fp8_dist.checkpointing import selective_checkpoint_policy
+from fp8_dist.checkpoint_policy import selective_checkpoint_policy
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.convert import convert_to_float8_training
 from fp8_dist.fsdp import (
@@ -21,8 +21,8 @@ from fp8_dist.fsdp import (
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
-from fp8_dist.linear import Float8Linear, invalidate_float8_scales
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.linear.module import Float8Linear, invalidate_float8_scales
+from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_float8_dynamic_scale
 

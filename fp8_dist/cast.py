@@ -9,9 +9,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.casts import CastConfig, ScalingGranularity, ScalingType
-from fp8_dist.quantize import Quantized, quantize
-from fp8_dist.scaling import Scaling, amax_over, local_scaling, scaling_from_amax
-from fp8_dist.sharding import (
+from fp8_dist.kernels.quantize import Quantized, quantize
+from fp8_dist.kernels.scale import Scaling, amax_over, local_scaling, scaling_from_amax
+from fp8_dist.mesh.layout import (
     Layout,
     Placements,
     all_reduce_max,
@@ -20,7 +20,7 @@ from fp8_dist.sharding import (
     reduced,
     sharded_axes,
 )
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 
 def cast_to_float8(
@@ -42,7 +42,7 @@ def cast_to_float8(
 
     Returns:
         Float8Tensor of the input's shape (qdata in the float8 dtype; a fp32 scale, 0-dim or of
-        size 1 along ``dim``; the formula is in :mod:`fp8_dist.scaling`), or
+        size 1 along ``dim``; the formula is in :mod:`fp8_dist.kernels.scale`), or
         DTensor(Float8Tensor) with the placements of the input (Partial became Replicate). Its
         ``redistribute`` moves 1 byte per element, and scales of the last dim with their rows;
         tensors with scales along other dims can't be redistributed. The gradient passes
@@ -106,14 +106,14 @@ def scaling_over(
     Args:
         tensor: a tensor or DTensor without Partial placements.
         dtype: the float8 dtype.
-        dims: what one scale covers (``None``: all), as :func:`fp8_dist.scaling.reduced_dims`.
-        round_scales_to_power_of_2: see :mod:`fp8_dist.scaling`.
+        dims: what one scale covers (``None``: all), as :func:`fp8_dist.kernels.scale.reduced_dims`.
+        round_scales_to_power_of_2: see :mod:`fp8_dist.kernels.scale`.
         axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
         local: its local tensor, where that is stored in another form.
 
     Returns:
-        Two fp32 tensors, of the shape of :func:`fp8_dist.scaling.amax_over` of the local tensor. At
-        most one all-reduce of 4 bytes per scale.
+        Two fp32 tensors, of the shape of :func:`fp8_dist.kernels.scale.amax_over` of the local
+        tensor. At most one all-reduce of 4 bytes per scale.
     """
     group = amax_group(tensor, dims, axes)
     local = local_tensor(tensor) if local is None else local

@@ -39,8 +39,8 @@ class Float8LinearRecipeName(enum.Enum):
     is left in high precision. Gathers stay in high precision."""
     ROWWISE_FOLDED = "rowwise_folded"
     """One scale per row; what runs along a contraction is folded into grad_output (see
-    :mod:`fp8_dist.folding`), so that one copy serves all GEMMs and float8 weight, input and
-    output-gradient gathers, without amax all-reduces for what is gathered."""
+    :mod:`fp8_dist.linear.rowwise_folded`), so that one copy serves all GEMMs and float8 weight,
+    input and output-gradient gathers, without amax all-reduces for what is gathered."""
     DELAYED = "delayed"
     """One scale per tensor, from the history of its amax; float8 gathers as tensorwise, and one
     all-reduce per step in ``sync_float8_amax_and_scale_history``."""
@@ -69,8 +69,8 @@ class Float8LinearConfig:
         cache_float8_shards: keep the float8 copy of a weight's local shard (1 byte per element)
             until the weight changes, so that micro-batches cast once.
         fold_row_scales: cast each operand once, one scale per row, and fold the scales that run
-            along a contraction into grad_output (:mod:`fp8_dist.folding`). Needs AXISWISE dynamic
-            casts and power-of-two scales.
+            along a contraction into grad_output (:mod:`fp8_dist.linear.rowwise_folded`). Needs
+            AXISWISE dynamic casts and power-of-two scales.
     """
 
     cast_config_input: CastConfig = CastConfig()

@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.linear import Float8Linear
+from fp8_dist.linear.module import Float8Linear
 
 FilterFn = Callable[[nn.Module, str], bool]
 

@@ -7,11 +7,11 @@ if __name__ != "fp8_dist.fsdp":
     )
 
 from fp8_dist.fsdp.clip import clip_grad_norm_
-from fp8_dist.fsdp.delayed import sync_float8_amax_and_scale_history
 from fp8_dist.fsdp.precompute import (
     attach_precompute,
     precompute_float8_dynamic_scale,
 )
+from fp8_dist.fsdp.sync import sync_float8_amax_and_scale_history
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
 
 __all__ = [

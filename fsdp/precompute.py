@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.casts import Cast, Covers
-from fp8_dist.freshness import Promise, WeightCache, after_step
-from fp8_dist.fsdp.mesh_axes import axes_of, group_along, union_of
 from fp8_dist.fsdp.resharding import check_sharded_module
-from fp8_dist.linear import Float8Linear, float8_layers
-from fp8_dist.scaling import Scaling, amax, reduced_dims, scaling_from_amax
-from fp8_dist.sharding import (
+from fp8_dist.kernels.scale import Scaling, amax, reduced_dims, scaling_from_amax
+from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.weight_cache import Promise, WeightCache, after_step
+from fp8_dist.mesh.axes import axes_of, group_along, union_of
+from fp8_dist.mesh.layout import (
     Layout,
     global_offset,
     group_for_amax,
@@ -36,7 +36,7 @@ from fp8_dist.sharding import (
     start_all_reduce_max,
     waited_max,
 )
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 
 class _Amaxes(NamedTuple):

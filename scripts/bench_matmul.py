@@ -35,7 +35,7 @@ from benchmarks import (
 
 from fp8_dist import CastConfig, Float8LinearConfig, Float8Tensor, cast_to_float8
 from fp8_dist.casts import GEMM_OPERANDS, Gemm, Operand
-from fp8_dist.matmul import scaled_mm
+from fp8_dist.tensor import scaled_mm
 
 Shape = tuple[int, int, int]  # M, K, N
 RECIPES = ("tensorwise", "rowwise")

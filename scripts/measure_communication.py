@@ -36,8 +36,8 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
-from fp8_dist.collectives import IGNORED_OPS, read_collective
 from fp8_dist.debug import CommAudit, comm_audit
+from fp8_dist.debug.collectives import IGNORED_OPS, read_collective
 from fp8_dist.dtypes import is_float8
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 

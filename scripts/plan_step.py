@@ -27,8 +27,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from train import MAX_GRAD_NORM, calls_after_step, float8_config
 
 from fp8_dist import convert_to_float8_training
-from fp8_dist.comm_table import CommTable
 from fp8_dist.debug import comm_audit
+from fp8_dist.debug.table import CommTable
 from fp8_dist.fsdp import clip_grad_norm_
 from fp8_dist.linear import float8_layers
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan

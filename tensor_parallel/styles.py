@@ -3,7 +3,7 @@
 The parameters are partitioned as torch's styles do it. What differs is who moves activations: a
 torch style redistributes them in hooks around the layer, in high precision; here the hooks only
 say where tensors are, and the layer's own function casts, moves and multiplies them
-(:mod:`fp8_dist.function`), so that what is gathered, forward or backward, is float8.
+(:mod:`fp8_dist.linear.autograd`), so that what is gathered, forward or backward, is float8.
 """
 
 import copy
@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import (
 
 from fp8_dist.cast import cast_to_float8
 from fp8_dist.casts import Cast, CastConfig, ScalingGranularity
-from fp8_dist.delayed import AmaxHistory
-from fp8_dist.linear import Float8Linear, float8_layers
-from fp8_dist.sharding import local_tensor, reduced
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.mesh.layout import local_tensor, reduced
+from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 
 class Float8ColwiseParallel(ColwiseParallel):

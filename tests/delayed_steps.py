@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, ScalingType
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
-from fp8_dist.delayed import AmaxHistory
 from fp8_dist.linear import float8_layers
+from fp8_dist.linear.amax_history import AmaxHistory
 
 DELAYED = Float8LinearConfig.from_recipe_name("delayed")
 GATHERED = replace(DELAYED, enable_fsdp_float8_all_gather=True)
@@ -54,7 +54,7 @@ def recorded(model: nn.Module) -> dict[str, float | None]:
 
 
 def scaling(amax: float, dtype: torch.dtype, power_of_2: bool = False) -> list[torch.Tensor]:
-    """(multiplier, scale) by the formula of fp8_dist.scaling, without the library."""
+    """(multiplier, scale) by the formula of fp8_dist.kernels.scale, without the library."""
     m = torch.tensor(FORMATS[dtype][0] / max(amax, 1e-12), dtype=torch.float64).float()
     if power_of_2:
         m = 2.0 ** m.log2().floor()

@@ -17,9 +17,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_dist import debug
-from fp8_dist.collectives import read_collective
-from fp8_dist.comm_table import CommRow, CommTable
+from fp8_dist.debug import audit as debug
+from fp8_dist.debug.collectives import read_collective
+from fp8_dist.debug.table import CommRow, CommTable
 
 # Passes over tensors, GEMMs, collectives; and the question whether a weight's scale is known.
 OPS = (

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist.linear import float8_layers
-from fp8_dist.recording import GemmRecord, record_gemms
+from fp8_dist.linear.recording import GemmRecord, record_gemms
 from fp8_dist.tensor import Float8Tensor
 
 # Largest finite values of the two encodings, and the number of mantissa bits.

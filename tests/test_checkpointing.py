@@ -32,12 +32,12 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
+from fp8_dist.linear.weight import CastsItsWeight
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
-from fp8_dist.weight_casts import CastsItsWeight
 
 RECIPES = [r.value for r in Float8LinearRecipeName if r is not Float8LinearRecipeName.DELAYED]
 SELECTIVE = {
@@ -113,7 +113,7 @@ def test_scales_found_out_on_the_way(ranks: RankPools, dp: int, tp: int, recipe:
 def reductions_of_steps(
     recipe: str | None, mode: str, bias: bool, sequence_parallel: bool, prepared: bool
 ) -> tuple[list[int], dict[str, int]]:
-    """Collectives in flight after each of three TP steps, and the reductions of the last one.
+    """Collectives left in flight by each of three TP steps, and the reductions of the last one.
 
     ``recipe=None``: the unconverted model, in torch's styles.
     """
@@ -139,11 +139,11 @@ def reductions_of_steps(
         plan[f"layers.{i}.w2"] = rowwise(output_layouts=layout)
     parallelize_module(net, mesh, plan)
     x = torch.randn(4, 8 // (2 if sequence_parallel else 1), 64, requires_grad=True)
-    in_flight = []
+    in_flight, before = [], torch._C._distributed_c10d._get_work_registry_size()
     for _ in range(3):
         with comm_audit(mesh) as audit:
             step(net, x, mode)
-        in_flight.append(torch._C._distributed_c10d._get_work_registry_size())
+        in_flight.append(torch._C._distributed_c10d._get_work_registry_size() - before)
     high = [row for row in audit.rows if row.dtype is torch.float32]
     reductions = ("reduce_scatter", "all_reduce")
     return in_flight, {op: sum(r.count for r in high if r.op == op) for op in reductions}

@@ -22,7 +22,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
-from fp8_dist.matmul import SCALED_MM_OP
+from fp8_dist.kernels.scaled_mm import SCALED_MM_OP
 
 
 class GemmWeights(TorchDispatchMode):

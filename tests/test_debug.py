@@ -32,8 +32,8 @@ from fp8_dist import (
     cast_to_float8,
     convert_to_float8_training,
 )
-from fp8_dist.collectives import IGNORED_OPS, NAMESPACES, SCHEMAS, read_collective
 from fp8_dist.debug import CommAudit, CommRow, comm_audit, note_float8_payload
+from fp8_dist.debug.collectives import IGNORED_OPS, NAMESPACES, SCHEMAS, read_collective
 from fp8_dist.tensor import Float8Tensor
 
 funcol = torch.ops._c10d_functional

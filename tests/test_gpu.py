@@ -17,7 +17,7 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-from fp8_dist.matmul import scaled_mm
+from fp8_dist.tensor import scaled_mm
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,6 @@ import torch.nn as nn
 from expecttest import assert_expected_inline
 from reference import raised, same_bits, sqnr, weights_used
 
-import fp8_dist.function
-import fp8_dist.matmul
-import fp8_dist.tensorwise
 import fp8_dist.warn
 from fp8_dist import (
     CastConfig,
@@ -22,8 +19,8 @@ from fp8_dist import (
     cast_to_float8,
     convert_to_float8_training,
 )
-from fp8_dist.recording import record_gemms
-from fp8_dist.scaling import amax
+from fp8_dist.kernels.scale import amax
+from fp8_dist.linear.recording import record_gemms
 
 OFF = CastConfig(ScalingType.DISABLED)
 HIGH = Float8LinearConfig(

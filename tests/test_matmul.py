@@ -13,9 +13,9 @@ from fp8_dist import (
     Float8Tensor,
     ScalingGranularity,
     cast_to_float8,
-    matmul,
 )
-from fp8_dist.matmul import scaled_mm
+from fp8_dist.kernels import scaled_mm as matmul
+from fp8_dist.tensor import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8_dist.module_path import ModulePath
+from fp8_dist.debug.module_path import ModulePath
 
 seen: list[str] = []
 path: ModulePath

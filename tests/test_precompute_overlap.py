@@ -11,9 +11,10 @@ from test_checkpointing import SELECTIVE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fp8_dist import invalidate_float8_scales, precompute_float8_dynamic_scale, sharding
+from fp8_dist import invalidate_float8_scales, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
+from fp8_dist.mesh import layout as sharding
 
 
 class Waits(TorchDispatchMode):

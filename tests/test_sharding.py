@@ -16,7 +16,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from fp8_dist.sharding import (
+from fp8_dist.mesh.layout import (
     Layout,
     all_reduce_max,
     group_over,

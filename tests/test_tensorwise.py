@@ -12,11 +12,11 @@ from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
     ScalingType,
-    function,
     sync_float8_amax_and_scale_history,
 )
-from fp8_dist.last_cast import last_cast, note_cast
-from fp8_dist.quantize import Quantized
+from fp8_dist.kernels.quantize import Quantized
+from fp8_dist.linear import autograd as function
+from fp8_dist.linear.last_cast import last_cast, note_cast
 
 SHAPES = [(48,), (1, 48), (5, 48), (2, 3, 48), (0, 48), (2, 0, 48), (2, 2, 3, 48), (400, 48)]
 

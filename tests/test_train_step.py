@@ -15,8 +15,8 @@ from run_writer import audit_rows, high_precision_gather
 from torch import nn
 from torch._dynamo.utils import counters
 
-from fp8_dist.comm_table import CommRow, CommTable
 from fp8_dist.debug import CommAudit, comm_audit
+from fp8_dist.debug.table import CommRow, CommTable
 from fp8_dist.dtypes import is_float8
 from fp8_dist.fsdp import clip_grad_norm_
 from fp8_dist.linear import float8_layers

@@ -7,8 +7,10 @@ import pytest
 import torch
 from reference import Watching, same_bits
 
-from fp8_dist import Float8Linear, Float8LinearConfig, matmul, wide
-from fp8_dist.upcast import upcast
+from fp8_dist import Float8Linear, Float8LinearConfig
+from fp8_dist.kernels import scaled_mm as matmul
+from fp8_dist.kernels.upcast import upcast
+from fp8_dist.linear import wide
 
 ROWS, FEATURES = 96, 64
 
@@ -121,9 +123,9 @@ def test_sharing_changes_no_bit(
         x[0, 0] = has
         x.requires_grad_()
         if not share:
-            for module in ("function", "tensorwise"):
+            for module in ("autograd", "tensorwise"):
                 monkeypatch.setattr(
-                    f"fp8_dist.{module}.shared_by_layers", lambda data, owner=None: data
+                    f"fp8_dist.linear.{module}.shared_by_layers", lambda data, owner=None: data
                 )
         outputs = [layer(x) for layer in shared]
         sum(y.square().sum() for y in outputs).backward()  # type: ignore[union-attr]

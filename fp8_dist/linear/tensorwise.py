@@ -2,7 +2,7 @@
 
 That is a layer with the recipe ``tensorwise`` on one device, or under FSDP2 alone. Nothing has to
 be asked there about meshes, rows or a second cast of an operand, and where tensors are small asking
-is what takes the time. It computes what :mod:`fp8_dist.function` computes, bit for bit.
+is what takes the time. It computes what :mod:`fp8_dist.linear.autograd` computes, bit for bit.
 """
 
 import math
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from fp8_dist.casts import Gemm
-from fp8_dist.matmul import scaled_mm_of_data
-from fp8_dist.once import Gradients, differentiable_once
-from fp8_dist.operands import LinearSpec, quantize_operand
-from fp8_dist.recording import is_recording, note_gemm
-from fp8_dist.wide import shared_by_gemms, shared_by_layers
+from fp8_dist.kernels.scaled_mm import scaled_mm_of_data
+from fp8_dist.linear.once import Gradients, differentiable_once
+from fp8_dist.linear.operands import LinearSpec, quantize_operand
+from fp8_dist.linear.recording import is_recording, note_gemm
+from fp8_dist.linear.wide import shared_by_gemms, shared_by_layers
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:

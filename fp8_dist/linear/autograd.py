@@ -1,7 +1,7 @@
 """The autograd function of a linear layer: three GEMMs on float8 operands.
 
 Where each tensor lives on a tensor-parallel mesh follows from the weight's placement (the table
-in :mod:`fp8_dist.sharding`); operands that must move are moved as float8::
+in :mod:`fp8_dist.mesh.layout`); operands that must move are moved as float8::
 
     forward     input --cast--> float8 --gather--> float8 @ weight^T --reduce--> output
     backward    grad_output --cast--> float8 --gather--> @ weight  --reduce--> grad_input
@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.casts import Gemm
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.once import Gradients, differentiable_once
-from fp8_dist.operands import (
+from fp8_dist.kernels.quantize import quantize_after
+from fp8_dist.linear.once import Gradients, differentiable_once
+from fp8_dist.linear.operands import (
     LinearSpec,
     Local,
     WeightCasts,
@@ -29,8 +30,15 @@ from fp8_dist.operands import (
     redistributed,
     weight_operand,
 )
-from fp8_dist.quantize import quantize_after
-from fp8_dist.sharding import (
+from fp8_dist.linear.tensorwise import (
+    TensorwiseFunction,
+    as_matrix,
+    multiply,
+    summed_rows,
+    unflatten_rows,
+)
+from fp8_dist.linear.wide import shared_by_gemms, shared_by_layers
+from fp8_dist.mesh.layout import (
     Layout,
     LinearLayouts,
     Placements,
@@ -38,15 +46,7 @@ from fp8_dist.sharding import (
     local_tensor,
     reduced,
 )
-from fp8_dist.tensorwise import (
-    TensorwiseFunction,
-    as_matrix,
-    multiply,
-    summed_rows,
-    unflatten_rows,
-)
 from fp8_dist.torch_internals import no_one_watches
-from fp8_dist.wide import shared_by_gemms, shared_by_layers
 
 
 def _gemm(

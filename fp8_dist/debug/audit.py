@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8_dist.collectives import Collective, read_collective
-from fp8_dist.comm_table import CommRow, CommTable
+from fp8_dist.debug.collectives import Collective, read_collective
+from fp8_dist.debug.module_path import ModulePath
+from fp8_dist.debug.table import CommRow, CommTable
 from fp8_dist.dtypes import is_float8
-from fp8_dist.module_path import ModulePath
-from fp8_dist.runtime import KNOWN_SCALING_OP, SCALING_TO_GATHER_OP, ask
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.linear.scale_query import KNOWN_SCALING_OP, SCALING_TO_GATHER_OP, ask
+from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import (
     FakeTensor,
     FunctionalTensor,

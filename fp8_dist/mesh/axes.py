@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.sharding import group_of
+from fp8_dist.mesh.layout import group_of
 
 
 class Axis(NamedTuple):

@@ -5,11 +5,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.delayed import advance
-from fp8_dist.fsdp.mesh_axes import group_along, union_of
 from fp8_dist.fsdp.precompute import reshard
-from fp8_dist.linear import float8_layers
-from fp8_dist.sharding import all_reduce_max, reduce_amax
+from fp8_dist.linear.amax_history import advance
+from fp8_dist.linear.module import float8_layers
+from fp8_dist.mesh.axes import group_along, union_of
+from fp8_dist.mesh.layout import all_reduce_max, reduce_amax
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]

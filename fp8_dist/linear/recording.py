@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fp8_dist.casts import Gemm
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 
 class GemmRecord(NamedTuple):

@@ -8,17 +8,17 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.casts import Operand
-from fp8_dist.checks import check_alignment, check_mesh, check_prepared
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.delayed import AmaxHistory, load_histories
 from fp8_dist.env import strict_alignment
-from fp8_dist.freshness import WeightCache
-from fp8_dist.function import float8_linear
-from fp8_dist.operands import LinearSpec
-from fp8_dist.runtime import name_of
-from fp8_dist.sharding import Layout, Placements, local_tensor, reduced
-from fp8_dist.tensor import Float8Tensor
-from fp8_dist.weight_casts import CastsItsWeight
+from fp8_dist.linear.amax_history import AmaxHistory, load_histories
+from fp8_dist.linear.autograd import float8_linear
+from fp8_dist.linear.checks import check_alignment, check_mesh, check_prepared
+from fp8_dist.linear.operands import LinearSpec
+from fp8_dist.linear.scale_query import name_of
+from fp8_dist.linear.weight import CastsItsWeight
+from fp8_dist.linear.weight_cache import WeightCache
+from fp8_dist.mesh.layout import Layout, Placements, local_tensor, reduced
+from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 _HISTORIES = "float8_amax_histories"
 
@@ -32,7 +32,7 @@ class Float8Linear(CastsItsWeight):
     :meth:`from_float`, or the constructor, which takes nn.Linear's arguments and ``config``.
 
     Collectives: none on one device. On DTensors those of the table in
-    :mod:`fp8_dist.sharding`, plus an all-reduce of 4 bytes per scale for each operand of which
+    :mod:`fp8_dist.mesh.layout`, plus an all-reduce of 4 bytes per scale for each operand of which
     what a scale covers is sharded, if the scale is not known yet.
 
     Attributes:

@@ -14,20 +14,16 @@ bf16 x bf16 -> fp32, and
 """
 
 import math
-from typing import Any
 
 import torch
 
 from fp8_dist.dtypes import device_has_float8_gemm, e4m3, e5m2, is_float8
 from fp8_dist.env import strict_alignment
-from fp8_dist.ops import implements
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.kernels.upcast import upcast
 from fp8_dist.torch_internals import native_scaled_mm, no_one_watches
-from fp8_dist.upcast import upcast
 
 ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 
-aten = torch.ops.aten
 _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
 _LIB.define(
     "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType out_dtype, "
@@ -41,36 +37,6 @@ def needs_alignment(device: torch.device, emulate: bool) -> bool:
     return not emulate and (device_has_float8_gemm(device) or strict_alignment())
 
 
-def scaled_mm(
-    a: Float8Tensor,
-    b: Float8Tensor,
-    *,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool = False,
-    pad_inner_dim: bool = False,
-    emulate: bool = False,
-) -> torch.Tensor:
-    """Matrix product of two local float8 matrices, scaled along the dims that the product keeps.
-
-    Args:
-        a: ``[M, K]``, any strides, a float8 dtype; its scale is 0-dim or ``[M, 1]``.
-        b: ``[K, N]``, likewise; its scale is 0-dim or ``[1, N]``.
-        out_dtype: dtype of the result (fp32, bf16 or fp16).
-        use_fast_accum: accumulate in reduced precision where the device offers it.
-        pad_inner_dim: pad K and N with zeros to multiples of 16 where the device needs that.
-        emulate: use the emulation also where the device has a float8 GEMM.
-
-    Returns:
-        ``[M, N]`` in ``out_dtype``. No collectives.
-
-    Raises:
-        ValueError: K or N is no multiple of 16 on a device (or under
-            ``FP8_DIST_STRICT_ALIGNMENT=1``) that needs it, and ``pad_inner_dim`` is off.
-    """
-    options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
-    return scaled_mm_of_data(a.qdata, b.qdata, a.scale, b.scale, *options)
-
-
 def scaled_mm_of_data(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -81,7 +47,7 @@ def scaled_mm_of_data(
     pad_inner_dim: bool,
     emulate: bool,
 ) -> torch.Tensor:
-    """:func:`scaled_mm` of data and scales; data may be wide (:mod:`fp8_dist.wide`)."""
+    """:func:`scaled_mm` of data and scales; data may be wide (:mod:`fp8_dist.linear.wide`)."""
     if scale_a.ndim or scale_b.ndim:
         _check_scales(a, b, scale_a, scale_b)
     run = _scaled_mm if no_one_watches(a) else torch.ops.fp8_dist.scaled_mm
@@ -243,28 +209,3 @@ def _scaled_mm_fake(
     emulate: bool,
 ) -> torch.Tensor:
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
-
-
-def _check_both_float8(func: Any, *operands: torch.Tensor) -> None:
-    for x in operands:
-        if not isinstance(x, Float8Tensor):
-            raise NotImplementedError(
-                f"{func} of a Float8Tensor and a {type(x).__name__} of {x.dtype}: "
-                "cast_to_float8 the second, or dequantize() the first. (A weight that FSDP2 "
-                "gathers in float8 can be used by Float8Linear layers alone.)"
-            )
-
-
-@implements(aten.mm.default)
-def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    a, b = args
-    _check_both_float8(func, a, b)
-    return scaled_mm(a, b, out_dtype=a.orig_dtype)
-
-
-@implements(aten.addmm.default)
-def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    bias, a, b = args
-    _check_both_float8(func, a, b)
-    product = scaled_mm(a, b, out_dtype=a.orig_dtype)
-    return kwargs.get("beta", 1) * bias + kwargs.get("alpha", 1) * product

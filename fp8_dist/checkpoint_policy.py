@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_dist.matmul import SCALED_MM_OP
-from fp8_dist.runtime import KNOWN_SCALING_OP
-from fp8_dist.scaling import AMAX_OP
+from fp8_dist.kernels.scale import AMAX_OP
+from fp8_dist.kernels.scaled_mm import SCALED_MM_OP
+from fp8_dist.linear.scale_query import KNOWN_SCALING_OP
 from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten

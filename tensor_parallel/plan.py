@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.linear import Float8Linear
+from fp8_dist.linear.module import Float8Linear
 from fp8_dist.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,

@@ -27,8 +27,8 @@ r1 is taken from ``g * s`` in high precision, beside r0, so that one all-reduce 
 is sharded, and none where rows travel; it then travels with them, 4 bytes a row.
 
 What is folded in is ``scale * UNIT``, about the largest value of the row and not 1/448 of it, which
-keeps products of small gradients away from the epsilon of :mod:`fp8_dist.scaling`: gradients of
-1e-12 lose nothing beside weights of usual size, and some dB beside weights of 1e-5.
+keeps products of small gradients away from the epsilon of :mod:`fp8_dist.kernels.scale`: gradients
+of 1e-12 lose nothing beside weights of usual size, and some dB beside weights of 1e-5.
 
 What one float8 copy of g can't do: values that fall below the range of g0 beside the largest of
 their row are lost to grad_weight, whose columns might have kept them.
@@ -39,11 +39,11 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import global_amax
 from fp8_dist.casts import Cast, Gemm
-from fp8_dist.ops import as_bytes, pack_rows, unpack_rows
-from fp8_dist.quantize import quantize
-from fp8_dist.scaling import amax, scaling_from_amax
-from fp8_dist.sharding import Layout, Placements, is_shard, local_tensor
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.kernels.quantize import quantize
+from fp8_dist.kernels.scale import amax, scaling_from_amax
+from fp8_dist.mesh.layout import Layout, Placements, is_shard, local_tensor
+from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
 
 UNIT = 512.0
 

@@ -1,4 +1,4 @@
-"""Casts of local tensors to float8, by the formula of :mod:`fp8_dist.scaling`.
+"""Casts of local tensors to float8, by the formula of :mod:`fp8_dist.kernels.scale`.
 
 The operators are opaque to compilers, as those there. In eager code CPUs get their own ways through
 them, which give the same bits: large tensors block by block, small ones in the fewest operators.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8_dist.scaling import CPU, local_scaling, numbers_from_amax
+from fp8_dist.kernels.scale import CPU, local_scaling, numbers_from_amax
 from fp8_dist.torch_internals import no_one_watches
 
 _LIB = torch.library.Library("fp8_dist", "FRAGMENT")

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from fp8_dist.dtypes import is_float8
-from fp8_dist.tensor import FLOAT8_OPS, STAND_INS, Float8Tensor, dequantized
+from fp8_dist.kernels.scaled_mm import scaled_mm_of_data
+from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, STAND_INS, Float8Tensor, dequantized
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     funcol,
@@ -358,3 +359,58 @@ if wrapped_in_flight is not None:
 
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def scaled_mm(
+    a: Float8Tensor,
+    b: Float8Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+    pad_inner_dim: bool = False,
+    emulate: bool = False,
+) -> torch.Tensor:
+    """Matrix product of two local float8 matrices, scaled along the dims that the product keeps.
+
+    Args:
+        a: ``[M, K]``, any strides, a float8 dtype; its scale is 0-dim or ``[M, 1]``.
+        b: ``[K, N]``, likewise; its scale is 0-dim or ``[1, N]``.
+        out_dtype: dtype of the result (fp32, bf16 or fp16).
+        use_fast_accum: accumulate in reduced precision where the device offers it.
+        pad_inner_dim: pad K and N with zeros to multiples of 16 where the device needs that.
+        emulate: use the emulation also where the device has a float8 GEMM.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``. No collectives.
+
+    Raises:
+        ValueError: K or N is no multiple of 16 on a device (or under
+            ``FP8_DIST_STRICT_ALIGNMENT=1``) that needs it, and ``pad_inner_dim`` is off.
+    """
+    options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
+    return scaled_mm_of_data(a.qdata, b.qdata, a.scale, b.scale, *options)
+
+
+def _check_both_float8(func: Any, *operands: torch.Tensor) -> None:
+    for x in operands:
+        if not isinstance(x, Float8Tensor):
+            raise NotImplementedError(
+                f"{func} of a Float8Tensor and a {type(x).__name__} of {x.dtype}: "
+                "cast_to_float8 the second, or dequantize() the first. (A weight that FSDP2 "
+                "gathers in float8 can be used by Float8Linear layers alone.)"
+            )
+
+
+@implements(aten.mm.default)
+def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    a, b = args
+    _check_both_float8(func, a, b)
+    return scaled_mm(a, b, out_dtype=a.orig_dtype)
+
+
+@implements(aten.addmm.default)
+def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    bias, a, b = args
+    _check_both_float8(func, a, b)
+    product = scaled_mm(a, b, out_dtype=a.orig_dtype)
+    return kwargs.get("beta", 1) * bias + kwargs.get("alpha", 1) * product

@@ -11,8 +11,8 @@ A non-finite amax gives ``m`` of 0 or NaN and a scale of inf or NaN: every value
 covers dequantizes to NaN (``0 * inf``), which is how one NaN on one rank becomes visible on all.
 
 The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit. These
-steps, and the cast (:mod:`fp8_dist.quantize`), are custom operators, opaque to compilers: eager,
-aot_eager and inductor produce the same bits.
+steps, and the cast (:mod:`fp8_dist.kernels.quantize`), are custom operators, opaque to compilers:
+eager, aot_eager and inductor produce the same bits.
 """
 
 import math
@@ -117,7 +117,7 @@ def _amax(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
     else:
         largest = torch.amax(x.abs(), dims, keepdim=True) if dims else x
     # abs clears the sign of a NaN and of -0.0, so that the bits of an amax, read as an integer,
-    # are ordered like its values (fp8_dist.sharding).
+    # are ordered like its values (fp8_dist.mesh.layout).
     return largest.to(torch.float32).abs()
 
 

@@ -19,7 +19,7 @@ from fp8_dist.torch_internals import (
     make_wrapper_subclass,
 )
 
-# aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.ops and matmul.
+# aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.tensor.ops.
 FLOAT8_OPS: dict[Any, Callable[..., Any]] = {}
 
 # What stands for tensors while a graph is made. These may be beside a Float8Tensor in a call: any
@@ -40,7 +40,7 @@ class Float8Tensor(torch.Tensor):
     The constructor takes these; it raises TypeError for other dtypes, ValueError for a scale that
     does not fit. ``covered=None``: the last dim if there is a scale per row, else those of size 1
     in ``scale``. Usually :func:`fp8_dist.cast_to_float8` makes it. Operators that move or multiply
-    float8 data work on it (``fp8_dist.ops``); any other raises NotImplementedError.
+    float8 data work on it (``fp8_dist.tensor.ops``); any other raises NotImplementedError.
     """
 
     qdata: torch.Tensor

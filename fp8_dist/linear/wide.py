@@ -13,9 +13,9 @@ from weakref import ReferenceType, ref
 import torch
 
 from fp8_dist.dtypes import is_float8
-from fp8_dist.recording import is_recording
+from fp8_dist.kernels.upcast import FEW, upcast
+from fp8_dist.linear.recording import is_recording
 from fp8_dist.torch_internals import no_one_watches
-from fp8_dist.upcast import FEW, upcast
 
 
 class _Kept(NamedTuple):

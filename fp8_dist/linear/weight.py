@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import scaling_over
 from fp8_dist.casts import Cast
-from fp8_dist.checks import check_gathered
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.delayed import AmaxHistory
-from fp8_dist.freshness import Source, WeightCache
-from fp8_dist.operands import WeightCasts
-from fp8_dist.quantize import Quantized, quantize, quantize_whole
-from fp8_dist.runtime import known_scalings
-from fp8_dist.scaling import Scaling, reduced_dims
-from fp8_dist.sharding import Layout, local_tensor
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.kernels.quantize import Quantized, quantize, quantize_whole
+from fp8_dist.kernels.scale import Scaling, reduced_dims
+from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.linear.checks import check_gathered
+from fp8_dist.linear.operands import WeightCasts
+from fp8_dist.linear.scale_query import known_scalings
+from fp8_dist.linear.weight_cache import Source, WeightCache
+from fp8_dist.mesh.layout import Layout, local_tensor
+from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import is_selectively_checkpointed
 from fp8_dist.warn import warn_once
 

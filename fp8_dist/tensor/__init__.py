@@ -1,0 +1,10 @@
+"""``Float8Tensor``: float8 bytes with their scale as a tensor, and the operators that it has.
+
+Below this room: the kernels.
+"""
+
+# The import of ops registers the operators.
+from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.tensor.ops import scaled_mm
+
+__all__ = ["Float8Tensor", "scaled_mm"]
