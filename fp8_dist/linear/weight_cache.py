@@ -34,9 +34,9 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from fp8_dist.casts import Cast
-from fp8_dist.kernels.quantize import Quantized
+from fp8_dist.config import CastSpec
 from fp8_dist.kernels.scale import Scaling
+from fp8_dist.tensor import Quantized
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.warn import warn_once
 
@@ -54,7 +54,7 @@ class Promise:
     """
 
     def __init__(
-        self, find: Callable[[], list[tuple["WeightCache", dict[Cast, Scaling], Any]]]
+        self, find: Callable[[], list[tuple["WeightCache", dict[CastSpec, Scaling], Any]]]
     ) -> None:
         self._find: Callable[[], Any] | None = find
 
@@ -101,7 +101,7 @@ class WeightCache:
     def __init__(self) -> None:
         self.float8: tuple[Quantized, ...] | None = None
         self.all_rows: torch.Tensor | None = None
-        self._scaling: dict[Cast, Scaling] | None = None
+        self._scaling: dict[CastSpec, Scaling] | None = None
         self._promise: Promise | None = None
         # A strong reference: tensors with weak ones can't be swapped, as module.to() does.
         self._param: torch.Tensor | None = None
@@ -115,7 +115,7 @@ class WeightCache:
         self._steps_since_sync = 0
 
     @property
-    def scaling(self) -> dict[Cast, Scaling] | None:
+    def scaling(self) -> dict[CastSpec, Scaling] | None:
         """See the class. Waits for a collective that will tell."""
         if self._promise is not None:
             self._promise.keep()
@@ -127,7 +127,7 @@ class WeightCache:
         return self._scaling is not None or self._promise is not None
 
     def fulfil(
-        self, promise: Promise, scaling: dict[Cast, Scaling], all_rows: torch.Tensor | None
+        self, promise: Promise, scaling: dict[CastSpec, Scaling], all_rows: torch.Tensor | None
     ) -> None:
         """Take what was promised, unless it was dropped in the meantime."""
         if self._promise is promise:
@@ -137,7 +137,7 @@ class WeightCache:
     def store(
         self,
         param: torch.Tensor,
-        scaling: dict[Cast, Scaling] | Promise,
+        scaling: dict[CastSpec, Scaling] | Promise,
         source: Source,
         shard: torch.Tensor | None = None,
     ) -> None:
