@@ -15,7 +15,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-MODULE = re.compile(r"(?:^|[\s`])-m (scripts(?:\.\w+)+)")
+MODULE = re.compile(r"(?:^|[\s`])-m\s+(scripts(?:\.\w+)+)")
 SCRIPT = re.compile(r"\b(?:python|bash) (scripts/[\w/]+\.(?:py|sh))")
 # A call in the text, on the model or the optimizer of the reader.
 CALL = re.compile(r"`(\w+)\((?:model|optimizer)\b[^`]*\)`")
