@@ -1,4 +1,4 @@
-"""What README.md and docs/ refer to exists: linked files and sections, commands, public names."""
+"""What the documents refer to exists: linked files and sections, commands, paths, public names."""
 
 import re
 from collections.abc import Iterator
@@ -11,15 +11,16 @@ from fp8_dist import fsdp, tensor_parallel
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, ROOT / "CONTRIBUTING.md", *ROOT.glob("scripts/*.md"), *DOCS]
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 MODULE = re.compile(r"(?:^|[\s`])-m\s+(scripts(?:\.\w+)+)")
-SCRIPT = re.compile(r"\b(?:python|bash) (scripts/[\w/]+\.(?:py|sh))")
+FOLDERS = "docs|fp8_dist|fsdp|scripts|tensor_parallel|tests"
+FILE = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w/]+\.(?:md|png|py|sh))\b")
 # A call in the text, on the model or the optimizer of the reader.
 CALL = re.compile(r"`(\w+)\((?:model|optimizer)\b[^`]*\)`")
-OF_TORCH = {"fully_shard", "parallelize_module", "deepcopy"}
 
 
 def name_of(page: Path) -> str:
@@ -43,19 +44,19 @@ def broken_links(page: Path, text: str) -> Iterator[str]:
             yield target
 
 
-def unknown_commands(text: str) -> Iterator[str]:
+def unknown_files(text: str) -> Iterator[str]:
     for module in MODULE.findall(text):
         path = ROOT / module.replace(".", "/")
         if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
             yield module
-    for script in SCRIPT.findall(text):
-        if not (ROOT / script).is_file():
-            yield script
+    for file in FILE.findall(text):
+        if not (ROOT / file).is_file():
+            yield file
 
 
 def unknown_calls(text: str) -> set[str]:
     public = {*fp8_dist.__all__, *fsdp.__all__, *tensor_parallel.__all__}
-    return set(CALL.findall(text)) - public - OF_TORCH
+    return set(CALL.findall(text)) - public
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -64,8 +65,8 @@ def test_links_resolve(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_exist(page: Path) -> None:
-    assert list(unknown_commands(page.read_text())) == []
+def test_commands_and_files_exist(page: Path) -> None:
+    assert list(unknown_files(page.read_text())) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -76,8 +77,8 @@ def test_calls_are_public(page: Path) -> None:
 def test_what_the_checks_find() -> None:
     text = "[a](nowhere.md) [b](docs/README.md#no-such) [c](https://x.y/z) [d](docs/README.md)"
     assert list(broken_links(README, text)) == ["nowhere.md", "docs/README.md#no-such"]
-    text = "`python -m scripts.no.such --assert`, `torchrun -m scripts.nothing`, bash scripts/no.sh"
-    assert list(unknown_commands(text)) == ["scripts.no.such", "scripts.nothing", "scripts/no.sh"]
+    text = "`python -m scripts.no.such --assert`, `torchrun -m scripts.none`, `bash scripts/no.sh`"
+    assert list(unknown_files(text)) == ["scripts.no.such", "scripts.none", "scripts/no.sh"]
     assert unknown_calls("`no_such_call(model)`, `attach_precompute(optimizer, model)`") == {
         "no_such_call"
     }
@@ -85,5 +86,4 @@ def test_what_the_checks_find() -> None:
 
 def test_the_index_lists_every_page() -> None:
     linked = set(LINK.findall((ROOT / "docs/README.md").read_text()))
-    pages = {page.name for page in PAGES[1:]} - {"README.md"}
-    assert pages <= linked
+    assert {page.name for page in DOCS} - {"README.md"} <= linked
