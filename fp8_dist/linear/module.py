@@ -231,8 +231,9 @@ class Float8Linear(CastsItsWeight):
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Forget every precomputed scale and cached float8 weight in ``module``.
 
-    For changes that can't be noticed: writes to a weight through ``.data`` or ``to_local()``, or
-    in-place foreach ops outside an optimizer. Call it on all ranks; it issues no collectives.
+    For changes that can't be noticed: writes to a weight through ``.data`` or a numpy array,
+    collectives into it (``dist.broadcast``), and for DTensors in-place foreach ops outside an
+    optimizer. Call it on all ranks; it issues no collectives.
     """
     for layer in float8_layers(module).values():
         layer.weight_cache.drop()

@@ -15,11 +15,19 @@ What can change a weight, and how it is noticed:
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops it, or the identity
   differs.
 
-Not noticed: writes through ``.data`` (``vector_to_parameters`` makes such) or to what
-``state_dict()`` gave out, in-place foreach ops outside an optimizer, and a write to ``to_local()``
-between precompute and the first use of the scale. For these there is
-:func:`fp8_dist.invalidate_float8_scales`. They cannot make an evaluation wrong: the float8 copy,
-and a scale that was not precomputed, are kept for passes that record gradients alone.
+Not noticed, because nothing that Python can read changes:
+
+* writes through ``.data`` (``vector_to_parameters`` makes such), or through a numpy array;
+* collectives into the weight: ``dist.broadcast(weight, 0)``, ``all_reduce``, ``recv``;
+* on DTensors: in-place foreach ops outside an optimizer, and writes to what ``state_dict()`` gave
+  out;
+* a write to ``to_local()`` between precompute and the first use of the scale;
+* ``swap_tensors`` of two tensors whose version counters coincide.
+
+For these there is :func:`fp8_dist.invalidate_float8_scales`. Without it the next forward uses the
+old scale, and the old float8 copy if there is one, in evaluation too. An evaluation then drops the
+copy, and the scale unless it was precomputed. Every change, noticed or not, must be made on all
+ranks: a rank that drops its scales alone waits alone for the all-reduce of new ones.
 
 All of it depends on the sequence of calls alone, which is the same on all ranks, so ranks agree
 about which of them need a collective. Nothing here runs inside a compiled graph.
