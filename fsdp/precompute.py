@@ -93,7 +93,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
         torch._dynamo.exc.Unsupported: in compiled code with ``fullgraph=True``.
     """
-    _precompute(module)
+    precompute_layers(module, _float8_layers(module, "precompute_float8_dynamic_scale"))
 
 
 # A graph writes to parameters when it ends: within one that updates weights, their amaxes would be
@@ -103,8 +103,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     "call it outside of code that is compiled with fullgraph=True"
 )
 @torch.no_grad()
-def _precompute(module: nn.Module) -> None:
-    layers = _float8_layers(module, "precompute_float8_dynamic_scale")
+def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear]) -> None:
+    """:func:`precompute_float8_dynamic_scale` for some layers of ``module``, by name."""
     reshard(module)  # unsharded weights are those of before the optimizer step
     _check_weights(layers)
     # Layers that share a weight share its amaxes.
@@ -201,7 +201,7 @@ def _local_amaxes(layer: Float8Linear, covers: Covers) -> _Amaxes:
         return _Amaxes(layer, covers, local, local.numel(), 0, ())
     dim = {"tensor": None, "row": 0, "column": 1}[covers]
     over = sharded_axes(layout.placements, 2, reduced_dims(covers, 2))
-    gathered = covers == "row" and layer.config.enable_fsdp_float8_all_gather
+    gathered = covers == "row" and layer.config.fsdp_float8_all_gather
     if gathered and len(local_sizes(layout, 0)) > 1:
         # Scales of unequal parts don't fit into FSDP2's gather: all ranks are told all of them.
         over = sharded_axes(layout.placements, 2)
