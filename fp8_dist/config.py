@@ -225,9 +225,7 @@ class Float8LinearConfig:
                 check_type(self, field.name, CastConfig, *second)
             elif field.name.startswith("gemm_config"):
                 check_type(self, field.name, Float8GemmConfig)
-            elif field.name == "enable_fsdp_float8_all_gather":
-                check_type(self, field.name, bool, str)
-            elif isinstance(field.default, bool):
+            elif isinstance(field.default, bool) and field.name != "enable_fsdp_float8_all_gather":
                 check_type(self, field.name, bool)
 
     def _check_gemm_pairs(self) -> None:
@@ -273,12 +271,13 @@ class Float8LinearConfig:
             )
 
     def _check_fsdp_gather(self) -> None:
-        if self.enable_fsdp_float8_all_gather not in (True, False, "auto"):
+        gather = self.enable_fsdp_float8_all_gather
+        if not isinstance(gather, bool) and gather != "auto":
             raise ValueError(
-                "Float8LinearConfig.enable_fsdp_float8_all_gather="
-                f"{self.enable_fsdp_float8_all_gather!r}: use True, False or 'auto'"
+                f"Float8LinearConfig.enable_fsdp_float8_all_gather={gather!r}: use True, False or "
+                "'auto'"
             )
-        if self.enable_fsdp_float8_all_gather is not True:
+        if gather is not True:
             return
         for gemm in ("output", "grad_input"):
             if not self.cast_config("weight", gemm).enabled:
