@@ -56,6 +56,7 @@ __all__ = [
     "dtensor_local",
     "fsdp_groups_of_layer",
     "fsdp_groups_of_module",
+    "fsdp_parameter_users",
     "fsdp_reshards_to_smaller_mesh",
     "funcol",
     "in_backward",
@@ -166,6 +167,15 @@ def fsdp_groups_of_module(module: FSDPModule) -> Sequence[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def fsdp_parameter_users(module: FSDPModule) -> Iterator[tuple[nn.Module, str]]:
+    """(module, parameter name) of all users of each parameter that an FSDP module shards."""
+    for group in fsdp_groups_of_module(module):
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            yield info.module, info.param_name
+            yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
 def fsdp_groups_of_layer(layer: nn.Module) -> Iterator[Any]:

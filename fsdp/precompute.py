@@ -116,7 +116,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
         torch._dynamo.exc.Unsupported: in compiled code with ``fullgraph=True``.
     """
-    _precompute(module)
+    precompute_layers(module, _float8_layers(module, "precompute_float8_dynamic_scale"))
 
 
 # A graph writes to parameters when it ends: within one that updates weights, their amaxes would be
@@ -126,8 +126,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     "call it outside of code that is compiled with fullgraph=True"
 )
 @torch.no_grad()
-def _precompute(module: nn.Module) -> None:
-    layers = _float8_layers(module, "precompute_float8_dynamic_scale")
+def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear]) -> None:
+    """:func:`precompute_float8_dynamic_scale` for some layers of ``module``, by name."""
     reshard(module)  # unsharded weights are those of before the optimizer step
     _check_weights(layers)
     # Layers that share a weight share its amaxes.
@@ -223,7 +223,7 @@ def _local_amaxes(layer: Float8Linear, granularity: Granularity) -> _Amaxes:
     if layout is None:
         return _Amaxes(layer, granularity, local, list(local.shape), [0] * local.ndim, ())
     over = granularity.amax_axes(layout.placements, 2)
-    gathered = granularity.scales_move and layer.config.enable_fsdp_float8_all_gather
+    gathered = granularity.scales_move and layer.config.fsdp_float8_all_gather
     if gathered and len(local_sizes(layout, 0)) > 1:
         # Scales of unequal parts don't fit into FSDP2's gather: all ranks are told all of them.
         over = TENSOR.amax_axes(layout.placements, 2)

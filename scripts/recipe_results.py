@@ -140,7 +140,11 @@ def recipe_table(recipes: list[str]) -> str:
         cells = [_casts(config, operand) for operand in get_args(Operand)]
         for operand in gathered:
             travels = config.gather_cast(operand)
-            rows = ", scales travel with their rows" if travels and travels.granularity.name == "row" else ""
+            rows = (
+                ", scales travel with their rows"
+                if travels and travels.granularity.name == "row"
+                else ""
+            )
             cells.append(short_name(travels.dtype) + rows if travels else "high precision")
         lines.append(f"| `{recipe}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -155,7 +159,9 @@ def _casts(config: Float8LinearConfig, operand: Operand) -> str:
 def _cast(cast: CastSpec | None) -> str:
     if cast is None:
         return "high precision"
-    return f"{short_name(cast.dtype)} per {cast.granularity.name}{', delayed' if cast.delayed else ''}"
+    return (
+        f"{short_name(cast.dtype)} per {cast.granularity.name}{', delayed' if cast.delayed else ''}"
+    )
 
 
 def page(losses: Losses, **setting: Any) -> str:

@@ -65,7 +65,7 @@ class Float8Linear(CastsItsWeight):
     ) -> "Float8Linear":
         """A float8 layer with the parameters, hooks and attributes of ``mod`` (shared, not copied).
 
-        With ``enable_fsdp_float8_all_gather`` the weight is a new parameter on the same storage, of
+        With ``config.fsdp_float8_all_gather`` the weight is a new parameter on the same storage, of
         the type that FSDP2 gathers in float8: make the optimizer afterwards.
 
         Args:
@@ -103,7 +103,7 @@ class Float8Linear(CastsItsWeight):
             for cast in self.config.casts(operand)
             if cast.delayed
         }
-        if self.config.enable_fsdp_float8_all_gather:
+        if self.config.fsdp_float8_all_gather:
             self.weight = self._wrapped(self.weight)
 
     def to_linear(self) -> nn.Linear:
@@ -220,7 +220,7 @@ class Float8Linear(CastsItsWeight):
     ) -> None:
         key = prefix + "weight"
         assign = local_metadata.get("assign_to_params_buffers", False)
-        if assign and key in state_dict and self.config.enable_fsdp_float8_all_gather:
+        if assign and key in state_dict and self.config.fsdp_float8_all_gather:
             state_dict[key] = self._wrapped(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         self.weight_cache.drop()
@@ -240,5 +240,14 @@ def invalidate_float8_scales(module: nn.Module) -> None:
 
 
 def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
-    """The converted layers in ``module`` by their names in it."""
+    """The converted layers of a model.
+
+    Args:
+        module: the model, or a part of it, or a converted layer itself.
+
+    Returns:
+        The layers by their names in ``module``, in the order of ``named_modules()``: a layer with
+        several names has its first one, and ``module`` itself the empty one. Empty if no layer was
+        converted.
+    """
     return {n: m for n, m in module.named_modules() if isinstance(m, Float8Linear)}

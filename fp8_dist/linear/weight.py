@@ -251,6 +251,8 @@ class CastsItsWeight(nn.Linear):
         return self.histories["weight"].recorded(scale)
 
     def _warn_if_flags_have_no_effect(self, weight: torch.Tensor, wrapped: bool) -> None:
+        if wrapped and self.config.enable_fsdp_float8_all_gather == "auto":
+            return  # "auto" also stands for models that FSDP2 does not shard
         if wrapped:
             warn_once(
                 "float8 gather without FSDP2",
