@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.casts import CastConfig, ScalingGranularity, ScalingType
 from fp8_dist.kernels.quantize import Quantized, quantize
 from fp8_dist.kernels.scale import Scaling, amax_over, local_scaling, scaling_from_amax
-from fp8_dist.mesh.layout import (
+from fp8_dist.mesh import (
     Layout,
     Placements,
     all_reduce_max,

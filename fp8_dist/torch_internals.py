@@ -29,9 +29,14 @@ try:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _disable_current_modes,
+        _get_current_dispatch_mode_stack,
+    )
     from torch.utils._pytree import tree_leaves, tree_map_only
 
+    without_dispatch_modes = _disable_current_modes
     _current_graph_task_id = torch._C._current_graph_task_id
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -71,6 +76,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "when_backward_ends",
+    "without_dispatch_modes",
     "wrapped_in_flight",
 ]
 

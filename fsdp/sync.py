@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp8_dist.fsdp.precompute import reshard
 from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.mesh.axes import group_along, union_of
-from fp8_dist.mesh.layout import all_reduce_max, reduce_amax
+from fp8_dist.mesh import all_reduce_max, group_along, reduce_amax, union_of
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]

@@ -30,7 +30,7 @@ from torch.distributed.tensor import Replicate
 from fp8_dist.debug.audit import note_float8_payload
 from fp8_dist.fsdp.resharding import check_layer
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.mesh.layout import Layout, all_reduce_max, global_offset, local_sizes, local_tensor
+from fp8_dist.mesh import Layout, all_reduce_max, global_offset, local_sizes, local_tensor
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import disabled_torch_function, make_wrapper_subclass, tree_map_only
 

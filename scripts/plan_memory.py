@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8_dist.linear import float8_layers
-from fp8_dist.mesh.layout import local_tensor
+from fp8_dist.mesh import local_tensor
 
 FSDP_COPY_IN = "fsdp::all_gather_copy_in"
 FSDP_COPY_OUT = "fsdp::split_with_sizes_copy"

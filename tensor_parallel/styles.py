@@ -25,7 +25,7 @@ from fp8_dist.cast import cast_to_float8
 from fp8_dist.casts import Cast, CastConfig, ScalingGranularity
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.mesh.layout import local_tensor, reduced
+from fp8_dist.mesh import local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 

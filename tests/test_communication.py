@@ -22,7 +22,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import CommAudit, CommRow, comm_audit
 from fp8_dist.linear import float8_layers
-from fp8_dist.mesh.layout import local_tensor
+from fp8_dist.mesh import local_tensor
 
 INT32 = torch.int32  # amax travels as the bits of a non-negative float
 

@@ -25,7 +25,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.linear import float8_layers
-from fp8_dist.mesh.layout import local_tensor
+from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor import Float8Tensor
 
 

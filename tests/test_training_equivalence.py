@@ -37,7 +37,7 @@ from fp8_dist import (
     convert_to_float8_training,
 )
 from fp8_dist.linear import float8_layers
-from fp8_dist.mesh.layout import local_tensor
+from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 
 STEPS = 50

@@ -17,7 +17,7 @@ from fp8_dist.linear.operands import LinearSpec
 from fp8_dist.linear.scale_query import name_of
 from fp8_dist.linear.weight import CastsItsWeight
 from fp8_dist.linear.weight_cache import WeightCache
-from fp8_dist.mesh.layout import Layout, Placements, local_tensor, reduced
+from fp8_dist.mesh import Layout, Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 _HISTORIES = "float8_amax_histories"
@@ -32,7 +32,7 @@ class Float8Linear(CastsItsWeight):
     :meth:`from_float`, or the constructor, which takes nn.Linear's arguments and ``config``.
 
     Collectives: none on one device. On DTensors those of the table in
-    :mod:`fp8_dist.mesh.layout`, plus an all-reduce of 4 bytes per scale for each operand of which
+    :mod:`fp8_dist.mesh.rules`, plus an all-reduce of 4 bytes per scale for each operand of which
     what a scale covers is sharded, if the scale is not known yet.
 
     Attributes:

@@ -18,7 +18,7 @@ from fp8_dist.kernels.scale import reduced_dims
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.last_cast import cast_key, last_cast, note_cast
 from fp8_dist.linear.rowwise_folded import folded_gradients
-from fp8_dist.mesh.layout import Layout, Placements, is_shard, local_tensor
+from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import dtensor_local, no_one_watches
 from fp8_dist.warn import warn_once

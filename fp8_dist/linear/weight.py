@@ -23,7 +23,7 @@ from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.scale_query import known_scalings
 from fp8_dist.linear.weight_cache import Source, WeightCache
-from fp8_dist.mesh.layout import Layout, local_tensor
+from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import is_selectively_checkpointed
 from fp8_dist.warn import warn_once
