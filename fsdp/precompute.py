@@ -24,7 +24,8 @@ from fp8_dist.casts import Cast, Covers
 from fp8_dist.fsdp.resharding import check_sharded_module
 from fp8_dist.kernels.scale import Scaling, amax, reduced_dims, scaling_from_amax
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.weight_cache import Promise, WeightCache, after_step
+from fp8_dist.linear.optimizer_steps import after_step
+from fp8_dist.linear.weight_cache import PendingScales, WeightCache
 from fp8_dist.mesh import (
     AmaxReduction,
     Layout,
@@ -122,13 +123,13 @@ def _precompute(module: nn.Module) -> None:
         reduced = _reduced(list(amaxes.values()), reduction)
         return _scalings(weights, dict(zip(amaxes, reduced, strict=True)))
 
-    promise = Promise(find)
+    pending = PendingScales(find)
     for layer in weights:
-        layer.weight_cache.store(layer.weight, promise, "precompute")
+        layer.float8_weight.cache.store_pending(layer.weight, pending)
     if reduction is None or not reduction.amaxes.blocks_host:
         # On a GPU this only queues the wait. Later it would be queued on whichever stream asks
         # first (FSDP2 gathers on one of its own), behind what others don't wait for.
-        promise.keep()
+        pending.wait()
 
 
 def reshard(module: nn.Module) -> None:
@@ -196,7 +197,7 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
 
 
 def _local_amaxes(layer: Float8Linear, covers: Covers) -> _Amaxes:
-    local = amax(layer.local_shard(), covers)
+    local = amax(layer.float8_weight.shard(), covers)
     layout = Layout.of(layer.weight)
     if layout is None:
         return _Amaxes(layer, covers, local, local.numel(), 0, ())
@@ -306,7 +307,7 @@ def _scalings(
             local[cast] = _local_part(amaxes, scalings[layer, cast])
             if cast.covers == "row" and whole is not None:
                 all_rows = scalings[layer, cast][1].reshape(-1, 1)
-        results.append((layer.weight_cache, local, all_rows))
+        results.append((layer.float8_weight.cache, local, all_rows))
     return results
 
 

@@ -49,7 +49,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def kept_float8_shards(model: nn.Module) -> int:
     """Bytes of the float8 copies of weights that layers of this library keep beside them."""
-    casts = [layer.weight_cache.float8 or () for layer in float8_layers(model).values()]
+    casts = [layer.float8_weight.cache.float8 or () for layer in float8_layers(model).values()]
     return bytes_of([tensor for kept in casts for cast in kept for tensor in cast])
 
 

@@ -454,7 +454,7 @@ def mixed_meshes() -> list[str]:
     for name, layer in float8_layers(net).items():
         cast = cast_to_float8(masters[name], CastConfig())
         if not same_bits(
-            layer.weight_cache.scaling[layer.config.casts("weight")[0]][1], cast.scale
+            layer.float8_weight.cache.scaling[layer.config.casts("weight")[0]][1], cast.scale
         ):
             wrong.append(name)
     return wrong

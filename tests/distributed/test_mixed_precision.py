@@ -68,7 +68,7 @@ def a_step(
         elif recipe in GATHERED_IN_FLOAT8:
             precompute_float8_dynamic_scale(world.net)
     for layer in float8_layers(world.net).values():
-        wrong += [layer.fqn] if layer.local_shard().dtype is not FP32 else []
+        wrong += [layer.fqn] if layer.float8_weight.shard().dtype is not FP32 else []
     return table, wrong, distances
 
 
