@@ -159,7 +159,7 @@ def _check_shared_weights(
     module: nn.Module, chosen: dict[str, nn.Linear], config: Float8LinearConfig
 ) -> None:
     """Refuse a float8 gather of a weight that a module outside of ``chosen`` also reads."""
-    if not config.enable_fsdp_float8_all_gather:
+    if not config.fsdp_float8_all_gather:
         return
     float8_weights = {id(layer.weight): fqn for fqn, layer in chosen.items()}
     layers = set(chosen.values())
@@ -172,7 +172,8 @@ def _check_shared_weights(
     ]
     if shared:
         raise ValueError(
-            "convert_to_float8_training: enable_fsdp_float8_all_gather=True gathers a weight in "
-            f"float8 for all of its users, but {'; '.join(shared)}. Leave these layers "
+            "convert_to_float8_training: enable_fsdp_float8_all_gather="
+            f"{config.enable_fsdp_float8_all_gather!r} gathers a weight in float8 for all of its "
+            f"users, but {'; '.join(shared)}. Leave these layers "
             "unconverted (module_filter_fn), or untie them"
         )

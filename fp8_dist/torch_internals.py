@@ -5,7 +5,7 @@ missing is an ImportError that says so when the library is imported, not an Attr
 middle of a step; ``scripts/test_releases.sh`` runs the tests with other releases of torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -62,6 +62,7 @@ __all__ = [
     "fsdp_groups",
     "fsdp_groups_of_module",
     "fsdp_modules_with_extensions",
+    "fsdp_parameter_users",
     "fsdp_reshards_to_smaller_mesh",
     "funcol",
     "in_backward",
@@ -190,6 +191,15 @@ def fsdp_modules_with_extensions(group: Any) -> list[nn.Module]:
     """The modules of a parameter group whose parameters have hooks for FSDP2's all-gather."""
     infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
     return [module for info in infos for module in (info.module, *info.shared_modules)]
+
+
+def fsdp_parameter_users(module: FSDPModule) -> Iterator[tuple[nn.Module, str]]:
+    """(module, parameter name) of all users of each parameter that an FSDP module shards."""
+    for group in fsdp_groups_of_module(module):
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            yield info.module, info.param_name
+            yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
 def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:

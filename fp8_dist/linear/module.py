@@ -8,8 +8,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.casts import Operand
-from fp8_dist.config import Float8LinearConfig
+from fp8_dist.config import Float8LinearConfig, Operand
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory, load_histories
 from fp8_dist.linear.autograd import float8_linear
@@ -69,7 +68,7 @@ class Float8Linear(nn.Linear):
     ) -> "Float8Linear":
         """A float8 layer with the parameters, hooks and attributes of ``mod`` (shared, not copied).
 
-        With ``enable_fsdp_float8_all_gather`` the weight is a new parameter on the same storage, of
+        With ``config.fsdp_float8_all_gather`` the weight is a new parameter on the same storage, of
         the type that FSDP2 gathers in float8: make the optimizer afterwards.
 
         Args:
@@ -105,7 +104,7 @@ class Float8Linear(nn.Linear):
             if cast.delayed
         }
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
-        if self.config.enable_fsdp_float8_all_gather:
+        if self.config.fsdp_float8_all_gather:
             self.weight = self.float8_weight.wrapped(self.weight)
 
     def to_linear(self) -> nn.Linear:
@@ -177,7 +176,8 @@ class Float8Linear(nn.Linear):
         others = [
             f"{field.name}={getattr(config, field.name)}"
             for field in dataclasses.fields(config)
-            if not field.name.startswith(("cast_config", "gemm_config"))
+            if field.init
+            and not field.name.startswith(("cast_config", "gemm_config"))
             and getattr(config, field.name) != field.default
         ]
         return ", ".join([super().extra_repr(), f"casts={shown}", *others])
@@ -221,7 +221,7 @@ class Float8Linear(nn.Linear):
     ) -> None:
         key = prefix + "weight"
         assign = local_metadata.get("assign_to_params_buffers", False)
-        if assign and key in state_dict and self.config.enable_fsdp_float8_all_gather:
+        if assign and key in state_dict and self.config.fsdp_float8_all_gather:
             state_dict[key] = self.float8_weight.wrapped(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         self.float8_weight.cache.drop()
@@ -232,13 +232,23 @@ class Float8Linear(nn.Linear):
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Forget every precomputed scale and cached float8 weight in ``module``.
 
-    For changes that can't be noticed: writes to a weight through ``.data`` or ``to_local()``, or
-    in-place foreach ops outside an optimizer. Call it on all ranks; it issues no collectives.
+    For changes that can't be noticed: writes to a weight through ``.data`` or a numpy array,
+    collectives into it (``dist.broadcast``), and for DTensors in-place foreach ops outside an
+    optimizer. Call it on all ranks; it issues no collectives.
     """
     for layer in float8_layers(module).values():
         layer.float8_weight.cache.drop()
 
 
 def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
-    """The converted layers in ``module`` by their names in it."""
+    """The converted layers of a model.
+
+    Args:
+        module: the model, or a part of it, or a converted layer itself.
+
+    Returns:
+        The layers by their names in ``module``, in the order of ``named_modules()``: a layer with
+        several names has its first one, and ``module`` itself the empty one. Empty if no layer was
+        converted.
+    """
     return {n: m for n, m in module.named_modules() if isinstance(m, Float8Linear)}

@@ -29,16 +29,16 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels.quantize import Quantized, quantize, quantize_whole
-from fp8_dist.kernels.scale import Scaling, reduced_dims
+from fp8_dist.cast import quantize_local, scaling_over
+from fp8_dist.config import CastSpec, Float8LinearConfig
+from fp8_dist.kernels.scale import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.linear.weight_scales import WeightScales, is_parameter
 from fp8_dist.mesh import Layout, local_tensor
-from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import is_selectively_checkpointed
 from fp8_dist.warn import warn_once
 
@@ -107,7 +107,8 @@ class Float8Weight:
         local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self._config, local, self._fqn)
-            return WeightCasts(((local.qdata, self._recorded(local.scale)),))
+            scale = self._recorded(local.scale)
+            return WeightCasts((Quantized(local.qdata, scale, local.granularity),))
         compiling = torch.compiler.is_compiling()
         # No end_of_evaluation follows in a graph: what it finds without gradients is not kept.
         keeps = torch.is_grad_enabled() or not compiling
@@ -123,7 +124,7 @@ class Float8Weight:
         else:
             float8 = self._casts(parameter, shard, ScaleState.FROM_FORWARD)
         if "weight" in self._histories:
-            float8 = tuple(Quantized(qdata, self._recorded(scale)) for qdata, scale in float8)
+            float8 = tuple(q._replace(scale=self._recorded(q.scale)) for q in float8)
         return WeightCasts(float8)
 
     def gather_casts(self, shard: torch.Tensor) -> tuple[Quantized, ...]:
@@ -187,31 +188,34 @@ class Float8Weight:
         if isinstance(parameter, DTensor) or self._histories:
             scalings = self._scales.compute(parameter, shard, source)
             return self._quantized(shard, scalings, fits=True)
-        known, made = {}, []
+        known, made = dict[CastSpec, Scaling](), []
         for cast in self._config.casts("weight"):
-            dims = reduced_dims(cast.covers, shard.ndim)
-            power_of_2 = self._config.round_scales_to_power_of_2
-            quantized, m = quantize_whole(shard, cast.dtype, dims, power_of_2)
-            made.append(quantized)
-            known[cast] = (m.view(quantized.scale.shape), quantized.scale)
+            m, scale = scaling_over(shard, cast, self._config.round_scales_to_power_of_2)
+            made.append(_quantized(shard, (m, scale), cast, fits=True))
+            known[cast] = (m, scale)
         self._scales.remember(parameter, known, source)
         return tuple(made)
 
     def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
-        """Of a parameter that FSDP2 gathered in high precision: the output's cast; all scales."""
-        config = self._config
-        of_output, of_grad_input = (
-            config.cast("weight", gemm) for gemm in ("output", "grad_input")
-        )
-        flat: list[tuple[torch.Tensor | None, torch.Tensor]] = []
-        multiplier = None
+        """Of a parameter that FSDP2 gathered in high precision: the output's cast.
+
+        And the scaling of the cast that the backward makes.
+        """
+        of_output = self._config.cast("weight", "output")
+        of_grad_input = self._config.cast("weight", "grad_input")
+        casts: list[Quantized] = []
+        recast = None
         with torch.inference_mode(False), torch.no_grad():
             scalings = self._scales.find(shard, source)
-            for cast, (m, scale) in zip(config.casts("weight"), scalings, strict=True):
-                qdata = quantize(shard, m, cast.dtype) if cast == of_output else None
-                flat.append((qdata, scale))
-                multiplier = m if cast == of_grad_input else multiplier
-        return WeightCasts(tuple((q, self._recorded(scale)) for q, scale in flat), multiplier)
+            for cast, scaling in zip(self._config.casts("weight"), scalings, strict=True):
+                if cast == of_output:
+                    casts.append(_quantized(shard, scaling, cast))
+                if cast == of_grad_input:
+                    recast = scaling
+        casts = [q._replace(scale=self._recorded(q.scale)) for q in casts]
+        if recast is not None:
+            recast = (recast[0], self._recorded(recast[1]))
+        return WeightCasts(tuple(casts), recast)
 
     def _quantized(
         self, shard: torch.Tensor, scalings: Sequence[Scaling], fits: bool = False
@@ -220,8 +224,8 @@ class Float8Weight:
         casts = zip(self._config.casts("weight"), scalings, strict=True)
         return tuple(
             [
-                Quantized(quantize(shard, m, cast.dtype, fits=fits and not cast.delayed), scale)
-                for cast, (m, scale) in casts
+                _quantized(shard, scaling, cast, fits=fits and not cast.delayed)
+                for cast, scaling in casts
             ]
         )
 
@@ -235,6 +239,8 @@ class Float8Weight:
         return self._histories["weight"].recorded(scale)
 
     def _warn_if_flags_have_no_effect(self, parameter: torch.Tensor, wrapped: bool) -> None:
+        if wrapped and self._config.enable_fsdp_float8_all_gather == "auto":
+            return  # "auto" also stands for models that FSDP2 does not shard
         if wrapped:
             warn_once(
                 "float8 gather without FSDP2",
@@ -250,3 +256,11 @@ class Float8Weight:
                 "high precision (set enable_fsdp_float8_all_gather=True), or functional_call "
                 "replaced it",
             )
+
+
+def _quantized(
+    shard: torch.Tensor, scaling: Scaling, cast: CastSpec, fits: bool = False
+) -> Quantized:
+    multiplier, scale = scaling
+    qdata = quantize_local(shard, multiplier, cast, fits=fits)
+    return Quantized(qdata, scale, cast.granularity)

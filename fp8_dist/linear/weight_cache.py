@@ -15,12 +15,19 @@ What can change a weight, and how it is noticed:
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops it, or the identity
   differs.
 
-Not noticed: writes through ``.data`` (``vector_to_parameters`` makes such) or to what
-``state_dict()`` gave out, collectives into a parameter (``dist.broadcast``), in-place foreach ops
-outside an optimizer, and a write to ``to_local()`` between precompute and the first use of the
-scale. For these there is :func:`fp8_dist.invalidate_float8_scales`. A pass without gradients
-forgets afterwards what forwards and gathers found out: the first such pass after the write may use
-what a training pass left, the next ones don't. Precomputed scales are kept.
+Not noticed, because nothing that Python can read changes:
+
+* writes through ``.data`` (``vector_to_parameters`` makes such), or through a numpy array;
+* collectives into the weight: ``dist.broadcast(weight, 0)``, ``all_reduce``, ``recv``;
+* on DTensors: in-place foreach ops outside an optimizer, and writes to what ``state_dict()`` gave
+  out;
+* a write to ``to_local()`` between precompute and the first use of the scale;
+* ``swap_tensors`` of two tensors whose version counters coincide.
+
+For these there is :func:`fp8_dist.invalidate_float8_scales`. Without it the next forward uses the
+old scale, and the old float8 copy if there is one, in evaluation too. An evaluation then drops the
+copy, and the scale unless it was precomputed. Every change, noticed or not, must be made on all
+ranks: a rank that drops its scales alone waits alone for the all-reduce of new ones.
 
 All of it depends on the sequence of calls alone, which is the same on all ranks, so ranks agree
 about which of them need a collective. Nothing here runs inside a compiled graph.
@@ -32,13 +39,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8_dist.casts import Cast
-from fp8_dist.kernels.quantize import Quantized
+from fp8_dist.config import CastSpec
 from fp8_dist.kernels.scale import Scaling
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor import Quantized
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.warn import warn_once
+
+Scalings = dict[CastSpec, Scaling]
 
 
 class ScaleState(Enum):
@@ -71,9 +80,7 @@ class PendingScales:
         find: waits for the collective; for each cache: its scaling by cast, and ``all_rows``.
     """
 
-    def __init__(
-        self, find: Callable[[], list[tuple["WeightCache", dict[Cast, Scaling], Any]]]
-    ) -> None:
+    def __init__(self, find: Callable[[], list[tuple["WeightCache", Scalings, Any]]]) -> None:
         self._find: Callable[[], Any] | None = find
 
     def wait(self) -> None:
@@ -139,7 +146,7 @@ class WeightCache:
         self.state = ScaleState.UNKNOWN
         self.float8: tuple[Quantized, ...] | None = None
         self.all_rows: torch.Tensor | None = None
-        self._scaling: dict[Cast, Scaling] | PendingScales | None = None
+        self._scaling: Scalings | PendingScales | None = None
         # The parameter, with its version and that of its local tensor. (A strong reference: tensors
         # with weak ones can't be swapped, as module.to() does.)
         self._param: torch.Tensor | None = None
@@ -152,7 +159,7 @@ class WeightCache:
         self._steps_since_sync = 0
 
     @property
-    def scaling(self) -> dict[Cast, Scaling] | None:
+    def scaling(self) -> Scalings | None:
         """For each cast of the weight the (quantization multiplier, scale) of its local shard.
 
         They are those of the global weight, or of its rows or columns. PENDING ones are waited for.
@@ -162,7 +169,10 @@ class WeightCache:
         return None if isinstance(self._scaling, PendingScales) else self._scaling
 
     def resolve(
-        self, pending: PendingScales, scaling: dict[Cast, Scaling], all_rows: torch.Tensor | None
+        self,
+        pending: PendingScales,
+        scaling: Scalings,
+        all_rows: torch.Tensor | None,
     ) -> None:
         """Take the scales that were waited for, unless they were dropped in the meantime."""
         if self._scaling is pending:
@@ -174,7 +184,7 @@ class WeightCache:
         self._store(param, pending, ScaleState.PENDING)
         self._local_version = None
 
-    def store(self, param: torch.Tensor, scaling: dict[Cast, Scaling], source: ScaleState) -> None:
+    def store(self, param: torch.Tensor, scaling: Scalings, source: ScaleState) -> None:
         """Remember the scaling of the values that ``param`` has now, and is being used with.
 
         Args:
@@ -188,7 +198,7 @@ class WeightCache:
     def _store(
         self,
         param: torch.Tensor,
-        scaling: dict[Cast, Scaling] | PendingScales,
+        scaling: Scalings | PendingScales,
         state: ScaleState,
     ) -> None:
         origin = self._origin
@@ -215,7 +225,7 @@ class WeightCache:
             return False
         return True
 
-    def fresh_scaling(self, param: torch.Tensor) -> dict[Cast, Scaling] | None:
+    def fresh_scaling(self, param: torch.Tensor) -> Scalings | None:
         """:attr:`scaling` if it is that of the values that ``param`` has now; else None."""
         return self.scaling if self.is_fresh(param) else None
 

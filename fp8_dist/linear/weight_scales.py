@@ -10,9 +10,9 @@ import torch
 import torch.nn as nn
 
 from fp8_dist.cast import scaling_over
-from fp8_dist.casts import Cast, Covers
-from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels.scale import Scaling, amax_shape, reduced_dims
+from fp8_dist.config import CastSpec, Float8LinearConfig
+from fp8_dist.granularity import Granularity
+from fp8_dist.kernels.scale import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.scale_query import (
     copies,
@@ -72,11 +72,11 @@ class WeightScales:
         sharded and the scales are not known.
         """
         if must_query():
-            covers = [cast.covers for cast in self._config.casts("weight")]
+            names = [cast.granularity.name for cast in self._config.casts("weight")]
             if source is ScaleState.FROM_GATHER:
-                flat = SHARD_SCALINGS_OP(shard, self._handle, covers)
+                flat = SHARD_SCALINGS_OP(shard, self._handle, names)
             else:
-                flat = WEIGHT_SCALINGS_OP(shard, self._handle, covers, source is not None)
+                flat = WEIGHT_SCALINGS_OP(shard, self._handle, names, source is not None)
             return list(zip(flat[::2], flat[1::2], strict=True))
         device = shard.device
         return [
@@ -104,7 +104,7 @@ class WeightScales:
         return list(known.values())
 
     def remember(
-        self, parameter: torch.Tensor, known: dict[Cast, Scaling], source: ScaleState | None
+        self, parameter: torch.Tensor, known: dict[CastSpec, Scaling], source: ScaleState | None
     ) -> None:
         """Keep the scalings of a parameter of which nothing was known.
 
@@ -115,15 +115,14 @@ class WeightScales:
         if source is not None and is_parameter(parameter):
             self.cache.store(parameter, known, source)
 
-    def _scaling_of(self, parameter: torch.Tensor, shard: torch.Tensor, cast: Cast) -> Scaling:
+    def _scaling_of(self, parameter: torch.Tensor, shard: torch.Tensor, cast: CastSpec) -> Scaling:
         """The scaling for one cast, from the parameter's values or history."""
         if cast.delayed:
             layout = Layout.of(parameter)
             tensor = shard if layout is None else layout.wrap(shard)
             return self._histories["weight"].scaling_of(tensor, record=False)
         power_of_2 = self._config.round_scales_to_power_of_2
-        dims = reduced_dims(cast.covers, parameter.ndim)
-        return scaling_over(parameter, cast.dtype, dims, power_of_2, local=shard)
+        return scaling_over(parameter, cast, power_of_2, local=shard)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -133,35 +132,35 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def _answer_forward(
-    x: torch.Tensor, handle: torch.Tensor, covers: list[Covers], keep: bool
+    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool
 ) -> list[torch.Tensor]:
     source = ScaleState.FROM_FORWARD if keep else None
     return copies(owner_of(handle).answer(x, source), x.device)
 
 
 def _answer_gather(
-    x: torch.Tensor, handle: torch.Tensor, covers: list[Covers]
+    x: torch.Tensor, handle: torch.Tensor, granularities: list[str]
 ) -> list[torch.Tensor]:
     return copies(owner_of(handle).answer(x, ScaleState.FROM_GATHER), x.device)
 
 
 def _scaling_shapes(
-    x: torch.Tensor, handle: torch.Tensor, covers: list[Covers], keep: bool = True
+    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool = True
 ) -> list[torch.Tensor]:
-    shapes = [amax_shape(x, reduced_dims(each, x.ndim)) for each in covers]
+    shapes = [Granularity.named(name).scale_shape(x.shape) for name in granularities]
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]
 
 
 # WeightScales.find where a forward asks.
 WEIGHT_SCALINGS_OP = define_query(
-    "weight_scalings(Tensor x, Tensor handle, str[] covers, bool keep) -> Tensor[]",
+    "weight_scalings(Tensor x, Tensor handle, str[] granularities, bool keep) -> Tensor[]",
     _answer_forward,
     _scaling_shapes,
 )
 # The same where FSDP2 asks. It may gather in a checkpointed forward and not in its recomputation,
 # which therefore mustn't count on the results of one.
 SHARD_SCALINGS_OP = define_query(
-    "shard_scalings(Tensor x, Tensor handle, str[] covers) -> Tensor[]",
+    "shard_scalings(Tensor x, Tensor handle, str[] granularities) -> Tensor[]",
     _answer_gather,
     _scaling_shapes,
 )

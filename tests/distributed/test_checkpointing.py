@@ -126,7 +126,7 @@ def reductions_of_steps(
     float8 = recipe is not None
     colwise = Float8ColwiseParallel if float8 else ColwiseParallel
     rowwise = Float8RowwiseParallel if float8 else RowwiseParallel
-    takes_one_copy = float8 and net.layers[0].w1.config.travelling_cast("input") is not None
+    takes_one_copy = float8 and net.layers[0].w1.config.gather_cast("input") is not None
     prepare = PrepareFloat8ModuleInput if takes_one_copy else PrepareModuleInput
     plan = {}
     for i in range(len(net.layers)):
@@ -425,7 +425,9 @@ def stale_scales(change: str) -> list[str]:
 
     def checking(self: Any, shard: torch.Tensor, source: Any) -> Any:
         found, scales = original(self, shard, source), self._scales
-        for cast, (_, scale) in zip(self._config.casts("weight"), found.casts, strict=True):
+        kept = [found.casts[0].scale, found.recast[1]]
+        casts = [self._config.cast("weight", gemm) for gemm in ("output", "grad_input")]
+        for cast, scale in zip(casts, kept, strict=True):
             expected = scales._scaling_of(scales.parameter(), shard.detach(), cast)[1]
             if not same_bits(scale, expected):
                 stale.append(self._fqn)
