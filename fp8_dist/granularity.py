@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch.distributed.tensor import Placement
 
-from fp8_dist.mesh.layout import is_shard
+from fp8_dist.mesh import is_shard
 
 
 class Granularity:
