@@ -20,9 +20,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from fp8_dist.cast import cast_over
-from fp8_dist.casts import Cast
-from fp8_dist.kernels.scale import reduced_dims
+from fp8_dist.cast import as_float8_of, quantize_over
+from fp8_dist.config import CastSpec
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.mesh.layout import local_tensor, reduced
@@ -164,7 +163,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             )
         return layers
 
-    def _agreed_cast(self, layers: dict[str, Float8Linear]) -> tuple[Cast, bool]:
+    def _agreed_cast(self, layers: dict[str, Float8Linear]) -> tuple[CastSpec, bool]:
         """The :func:`shared_input_cast` of the layers, or a ValueError if they have not one."""
         casts = {name: shared_input_cast(layer) for name, layer in layers.items()}
         for name, found in casts.items():
@@ -190,13 +189,13 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return agreed
 
 
-def shared_input_cast(layer: Float8Linear) -> tuple[Cast, bool] | None:
+def shared_input_cast(layer: Float8Linear) -> tuple[CastSpec, bool] | None:
     """The cast of a layer's input, if one float8 copy serves both of its GEMMs; None otherwise.
 
     Returns:
         The cast, and whether its scales are rounded to powers of two.
     """
-    cast = layer.config.travelling_cast("input")
+    cast = layer.config.gather_cast("input")
     return None if cast is None else (cast, layer.config.round_scales_to_power_of_2)
 
 
@@ -204,7 +203,7 @@ def _cast_input(
     x: Any,
     layout: Placement | None,
     mesh: DeviceMesh,
-    cast: Cast,
+    cast: CastSpec,
     power_of_2: bool,
     history: AmaxHistory | None,
 ) -> Any:
@@ -227,14 +226,14 @@ class _CastInput(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: torch.Tensor,
-        cast: Cast,
+        cast: CastSpec,
         power_of_2: bool,
         history: AmaxHistory | None,
         record: bool,
     ) -> torch.Tensor:
         if history is not None:
             return history.cast(input, record)
-        return cast_over(input, cast.dtype, reduced_dims(cast.covers, input.ndim), power_of_2)
+        return as_float8_of(input, quantize_over(input, cast, power_of_2))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]

@@ -21,7 +21,6 @@ from struct import Struct
 
 import torch
 
-from fp8_dist.casts import Covers
 from fp8_dist.torch_internals import no_one_watches
 
 EPS = 1e-12
@@ -40,33 +39,20 @@ for _schema in (
     _LIB.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def amax(x: torch.Tensor, covers: Covers = "tensor") -> torch.Tensor:
+def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """Maximum of absolute values of a local tensor.
 
     Args:
         x: any shape, floating point; where there are no elements amax is 0.
-        covers: what one scale covers: all of ``x``, or each row or column of ``[..., columns]``.
+        dims: the dims to reduce, which keep size 1; ``None``: all, to a 0-dim tensor.
 
     Returns:
-        fp32: 0-dim, ``[..., 1]`` for rows, ``[1, ..., columns]`` for columns. NaN where ``x``
-        holds one, inf where it holds one and no NaN.
+        fp32. NaN where ``x`` holds one, inf where it holds one and no NaN.
     """
-    return amax_over(x, reduced_dims(covers, x.ndim))
-
-
-def amax_over(x: torch.Tensor, dims: Sequence[int] | None) -> torch.Tensor:
-    """Maximum of absolute values over some dims, which keep size 1; ``None``: all, to 0-dim."""
     if no_one_watches(x):
         plain = x.detach() if x.requires_grad else x
         return _amax(plain, None if dims is None else list(dims))
     return torch.ops.fp8_dist.amax(x, dims)
-
-
-def reduced_dims(covers: Covers, ndim: int) -> list[int] | None:
-    """The dims of an N-D tensor that one scale covers; ``None``: all."""
-    if covers == "tensor":
-        return None
-    return [ndim - 1] if covers == "row" else list(range(ndim - 1))
 
 
 def scaling_from_amax(
@@ -93,10 +79,10 @@ def local_scaling(
     dims: Sequence[int] | None,
     round_scales_to_power_of_2: bool = False,
 ) -> Scaling:
-    """:func:`scaling_from_amax` of :func:`amax_over` a tensor that is whole where it is."""
+    """:func:`scaling_from_amax` of :func:`amax` a tensor that is whole where it is."""
     if dims is None and not round_scales_to_power_of_2 and x.is_cpu and no_one_watches(x):
         return _scaling_of_number(_largest(x.detach() if x.requires_grad else x), dtype)
-    return scaling_from_amax(amax_over(x, dims), dtype, round_scales_to_power_of_2)
+    return scaling_from_amax(amax(x, dims), dtype, round_scales_to_power_of_2)
 
 
 def _amax(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
@@ -139,7 +125,7 @@ _INTEGERS = {
 
 
 def amax_shape(x: torch.Tensor, dims: list[int] | None) -> list[int]:
-    """The shape of :func:`amax_over`."""
+    """The shape of :func:`amax`."""
     return [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
 
 
