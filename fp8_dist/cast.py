@@ -9,8 +9,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.casts import CastConfig, ScalingGranularity, ScalingType
-from fp8_dist.kernels.quantize import Quantized, quantize
-from fp8_dist.kernels.scale import Scaling, amax_over, local_scaling, scaling_from_amax
+from fp8_dist.kernels import (
+    Quantized,
+    Scaling,
+    amax_over,
+    local_scaling,
+    quantize,
+    scaling_from_amax,
+)
 from fp8_dist.mesh.layout import (
     Layout,
     Placements,

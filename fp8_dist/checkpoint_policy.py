@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_dist.kernels.scale import AMAX_OP
-from fp8_dist.kernels.scaled_mm import SCALED_MM_OP
+from fp8_dist.kernels import amax_over, scaled_mm
 from fp8_dist.linear.scale_query import KNOWN_SCALING_OP
 from fp8_dist.torch_internals import funcol
 
@@ -24,9 +23,9 @@ aten = torch.ops.aten
 # (Not the absolute values of a weight, nor float8 copies: an amax is four bytes per scale.)
 _SAVED: frozenset[Any] = frozenset(
     (
-        AMAX_OP,
+        amax_over.overload,
         KNOWN_SCALING_OP,
-        SCALED_MM_OP,
+        scaled_mm.overload,
         aten.mm.default,
         aten.addmm.default,
         aten._scaled_dot_product_flash_attention.default,

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.casts import Cast, Covers
 from fp8_dist.fsdp.resharding import check_sharded_module
-from fp8_dist.kernels.scale import Scaling, amax, reduced_dims, scaling_from_amax
+from fp8_dist.kernels import Scaling, amax, reduced_dims, scaling_from_amax
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weight_cache import Promise, WeightCache, after_step
 from fp8_dist.mesh.axes import axes_of, group_along, union_of

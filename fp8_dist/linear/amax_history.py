@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.cast import amax_group, as_float8_of
 from fp8_dist.casts import Cast
-from fp8_dist.kernels.quantize import Quantized, quantize
-from fp8_dist.kernels.scale import Scaling, amax, scaling_from_amax
+from fp8_dist.kernels import Quantized, Scaling, amax, quantize, scaling_from_amax
 from fp8_dist.linear.scale_query import known_scalings, name_of
 from fp8_dist.mesh.layout import all_reduce_max, local_tensor, reduce_amax
 

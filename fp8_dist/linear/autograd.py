@@ -11,6 +11,7 @@ Gradients are plain tensors wherever autograd sees them: the cast and the gather
 happen inside this function, so that no float8 subclass is ever a backward tangent.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.casts import Gemm
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels.quantize import quantize_after
+from fp8_dist.kernels import quantize_after, scaled_mm
 from fp8_dist.linear.once import Gradients, differentiable_once
 from fp8_dist.linear.operands import (
     LinearSpec,
@@ -30,14 +31,7 @@ from fp8_dist.linear.operands import (
     redistributed,
     weight_operand,
 )
-from fp8_dist.linear.tensorwise import (
-    TensorwiseFunction,
-    as_matrix,
-    multiply,
-    summed_rows,
-    unflatten_rows,
-)
-from fp8_dist.linear.wide import shared_by_gemms, shared_by_layers
+from fp8_dist.linear.recording import is_recording, note_gemm
 from fp8_dist.mesh.layout import (
     Layout,
     LinearLayouts,
@@ -46,7 +40,42 @@ from fp8_dist.mesh.layout import (
     local_tensor,
     reduced,
 )
-from fp8_dist.torch_internals import no_one_watches
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` as ``[M, K]``."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def unflatten_rows(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``[M, N]`` as ``[..., N]`` with the leading dims of ``like``.
+
+    Not a view for autograd: a function's output that is one can't be modified in place.
+    """
+    if like.ndim == 2:
+        return matrix
+    return torch.ops.aten._unsafe_view(matrix, (*like.shape[:-1], matrix.shape[-1]))
+
+
+def summed_rows(grad: torch.Tensor) -> torch.Tensor:
+    """The sum of ``[..., N]`` over its rows: the gradient of a bias."""
+    return grad.sum(dim=tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad
+
+
+def multiply(
+    gemm: Gemm,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    spec: LinearSpec,
+) -> torch.Tensor:
+    """One of a layer's GEMMs on float8 matrices: the one place where a recording listens."""
+    options = spec.config.gemm_options(gemm)
+    if is_recording():
+        note_gemm(spec.fqn, gemm, (a, scale_a), (b, scale_b), out_dtype, options)
+    return scaled_mm(a, b, scale_a, scale_b, out_dtype, *options)
 
 
 def _gemm(
@@ -101,11 +130,7 @@ def float8_linear(
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    config = spec.config
     casts, multiplier = weight_casts
-    if config.is_tensorwise and multiplier is None and no_one_watches(input):
-        ((qdata, scale),) = casts
-        return TensorwiseFunction.apply(input, weight, bias, spec, qdata, scale)
     first, second = (*casts, *_NO_CASTS)[:2]
     if not isinstance(input, DTensor):
         return _LinearFunction.apply(input, weight, bias, spec, *first, *second, multiplier)
@@ -170,8 +195,7 @@ class _LinearFunction(torch.autograd.Function):
         w = weight_operand(weight, casts, "output", config)
         # The gather of the input is waited for here, after the weight's cast was issued.
         left = landed(x["output"])
-        shared = left._replace(data=shared_by_layers(left.data, input))
-        output = _gemm(shared, w, "output", spec, input.dtype)
+        output = _gemm(left, w, "output", spec, input.dtype)
         output = unflatten_rows(output, left.data)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.where = spec, where
@@ -207,9 +231,6 @@ class _LinearFunction(torch.autograd.Function):
         x = Local(data, scale, ctx.has_row_scales)
         w = _cast_again(config, grad, *of_the_weight) if ctx.recast else Local(*of_the_weight)
         g = prepare_gradient(grad, gemms, where and where.layouts.grad_output, x, w, ctx.spec)
-        if len(gemms) == 2 and g["grad_input"] is g["grad_weight"]:
-            data, scale, has_row_scales = landed(g["grad_input"])
-            g = dict.fromkeys(gemms, Local(shared_by_gemms(data), scale, has_row_scales))
         grad_input = grad_weight = None
         if needs_input:
             left = landed(g["grad_input"])
@@ -219,7 +240,6 @@ class _LinearFunction(torch.autograd.Function):
                 grad_input = _redistribute_grad_input(grad_input, where.layouts, where.input)
         if needs_weight:
             left = landed(g["grad_weight"])
-            x = x._replace(data=shared_by_layers(x.data))
             grad_weight = _gemm(left, x, "grad_weight", ctx.spec, ctx.weight_dtype)
             if where is not None:
                 layout = where.weight._replace(placements=where.layouts.grad_weight)

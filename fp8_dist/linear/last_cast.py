@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from fp8_dist.kernels.quantize import Quantized
+from fp8_dist.kernels import Quantized
 
 # Its source (compared, never used), its key, its data, its scale.
 _last: tuple[ReferenceType[torch.Tensor], Any, ReferenceType[torch.Tensor], torch.Tensor] | None

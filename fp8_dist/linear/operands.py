@@ -13,14 +13,13 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.cast import cast_over, quantize_over
 from fp8_dist.casts import Cast, Gemm, Operand
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels.quantize import Quantized, quantize_whole
-from fp8_dist.kernels.scale import reduced_dims
+from fp8_dist.kernels import Quantized, quantize_dynamic, reduced_dims
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.last_cast import cast_key, last_cast, note_cast
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.mesh.layout import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import dtensor_local, no_one_watches
+from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
 from fp8_dist.warn import warn_once
 
 
@@ -93,7 +92,7 @@ def prepare_operand(
     only over axes on which the operand moves after its cast.
     """
     config = spec.config
-    if not isinstance(tensor, DTensor) and no_one_watches(tensor):
+    if not isinstance(tensor, DTensor) and can_skip_dispatch(tensor):
         only = config.travelling_cast(operand)
         if only is not None and only.covers != "column" and not only.delayed:
             qdata, scale = quantize_operand(tensor, operand, config)
@@ -138,11 +137,11 @@ def quantize_operand(
     assert cast is not None
     dims = reduced_dims(cast.covers, tensor.ndim)
     if operand != "input":
-        return quantize_whole(tensor, cast.dtype, dims, power_of_2)[0]
+        return quantize_dynamic(tensor, cast.dtype, dims, power_of_2)[0]
     key = cast_key(tensor, (cast, power_of_2))
     known = last_cast(tensor, key)
     if known is None:
-        known, _ = quantize_whole(tensor, cast.dtype, dims, power_of_2)
+        known, _ = quantize_dynamic(tensor, cast.dtype, dims, power_of_2)
         note_cast(tensor, key, known)
     return known
 

@@ -39,8 +39,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import global_amax
 from fp8_dist.casts import Cast, Gemm
-from fp8_dist.kernels.quantize import quantize
-from fp8_dist.kernels.scale import amax, scaling_from_amax
+from fp8_dist.kernels import amax, quantize, scaling_from_amax
 from fp8_dist.mesh.layout import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows

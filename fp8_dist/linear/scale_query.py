@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from fp8_dist.casts import Cast, Covers
-from fp8_dist.kernels.scale import Scaling, amax_shape, reduced_dims
+from fp8_dist.kernels import Scaling, amax_shape, reduced_dims
 from fp8_dist.torch_internals import is_selectively_checkpointed
 
 _LIB = torch.library.Library("fp8_dist", "FRAGMENT")

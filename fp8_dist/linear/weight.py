@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.cast import scaling_over
 from fp8_dist.casts import Cast
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels.quantize import Quantized, quantize, quantize_whole
-from fp8_dist.kernels.scale import Scaling, reduced_dims
+from fp8_dist.kernels import Quantized, Scaling, quantize, quantize_dynamic, reduced_dims
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
@@ -139,7 +138,7 @@ class CastsItsWeight(nn.Linear):
         for cast in self.config.casts("weight"):
             dims = reduced_dims(cast.covers, shard.ndim)
             power_of_2 = self.config.round_scales_to_power_of_2
-            quantized, m = quantize_whole(shard, cast.dtype, dims, power_of_2)
+            quantized, m = quantize_dynamic(shard, cast.dtype, dims, power_of_2)
             made.append(quantized)
             known[cast] = (m.view(quantized.scale.shape), quantized.scale)
         self._remember(weight, local, known, source)

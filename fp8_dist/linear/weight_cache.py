@@ -35,8 +35,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.casts import Cast
-from fp8_dist.kernels.quantize import Quantized
-from fp8_dist.kernels.scale import Scaling
+from fp8_dist.kernels import Quantized, Scaling
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.warn import warn_once
 
