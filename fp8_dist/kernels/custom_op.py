@@ -46,7 +46,7 @@ class CustomOp(Generic[P, R]):
         if not can_skip_dispatch(x):
             return self.overload(*args, **kwargs)
         run = self._direct.get(x.device.type, self.portable)
-        if x.requires_grad:
+        if x.requires_grad and torch.is_grad_enabled():
             return run(x.detach(), *args[1:], **kwargs)  # type: ignore[arg-type]
         return run(*args, **kwargs)
 
