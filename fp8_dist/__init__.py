@@ -12,9 +12,15 @@ Convert a model, parallelize and shard it, train::
 
 from fp8_dist.auto_filter import auto_filter
 from fp8_dist.cast import cast_to_float8
-from fp8_dist.casts import CastConfig, Float8GemmConfig, ScalingGranularity, ScalingType
 from fp8_dist.checkpoint_policy import selective_checkpoint_policy
-from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
+from fp8_dist.config import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    ScalingType,
+)
 from fp8_dist.convert import convert_to_float8_training
 from fp8_dist.fsdp import (
     attach_precompute,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_dist.kernels import amax_over, scaled_mm
+from fp8_dist.kernels import amax, scaled_mm
 from fp8_dist.linear.scale_query import KNOWN_SCALING_OP
 from fp8_dist.torch_internals import funcol
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 # (Not the absolute values of a weight, nor float8 copies: an amax is four bytes per scale.)
 _SAVED: frozenset[Any] = frozenset(
     (
-        amax_over.overload,
+        amax.overload,
         KNOWN_SCALING_OP,
         scaled_mm.overload,
         aten.mm.default,

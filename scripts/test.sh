@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates the environment (or reuses it) and runs every check that this machine can run:
 #   bash scripts/test.sh                  linters, type checker, import contracts, all tests
-#   bash scripts/test.sh ARGS...          only pytest, with these arguments: tests/test_debug.py -k mixed
+#   bash scripts/test.sh ARGS...          only pytest, with these arguments: tests/unit -k mixed
 # Every stage runs, also after a failed one; the exit status is 0 when all of them passed. Arguments
 # that select no test at all are a failure (pytest's status 5), so that a misspelt name is noticed.
 set -u

@@ -238,7 +238,7 @@ def _input_cast(model: nn.Module, name: str) -> tuple[Any, bool] | None:
     layer = model.get_submodule(name)
     if not isinstance(layer, Float8Linear):
         return None
-    cast = layer.config.travelling_cast("input")
+    cast = layer.config.gather_cast("input")
     return None if cast is None else (cast, layer.config.round_scales_to_power_of_2)
 
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from fp8_dist.cast import cast_to_float8
-from fp8_dist.casts import Cast, CastConfig, ScalingGranularity
+from fp8_dist.cast import cast_with_gradient
+from fp8_dist.config import CastSpec
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.mesh.layout import local_tensor, reduced
@@ -154,16 +154,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
             module.register_forward_pre_hook(find_history)
         else:
-            granularity = ScalingGranularity.AXISWISE if cast.covers == "row" else None
-            style._cast = partial(
-                cast_to_float8,
-                cast_config=CastConfig(
-                    target_dtype=cast.dtype,
-                    scaling_granularity=granularity or ScalingGranularity.TENSORWISE,
-                ),
-                dim=None if granularity is None else -1,
-                round_scales_to_power_of_2=config.round_scales_to_power_of_2,
-            )
+            style._cast = partial(_cast_dynamic, cast, config.round_scales_to_power_of_2)
         return super(PrepareFloat8ModuleInput, style)._apply(module, device_mesh)
 
     def _followed_layers(self, module: nn.Module) -> dict[str, Float8Linear]:
@@ -184,10 +175,10 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             )
         return layers
 
-    def _check_casts(self, layers: dict[str, Float8Linear]) -> set[Cast]:
+    def _check_casts(self, layers: dict[str, Float8Linear]) -> set[CastSpec]:
         """The one input cast that the layers agree about."""
         for name, layer in layers.items():
-            if layer.config.travelling_cast("input") is None:
+            if layer.config.gather_cast("input") is None:
                 raise ValueError(
                     f"PrepareFloat8ModuleInput: {', '.join(layers)} take their input in two "
                     "different casts, or in high precision in some GEMM, which no single float8 "
@@ -195,7 +186,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                     "PrepareModuleInput"
                 )
         casts = {
-            (layer.config.travelling_cast("input"), layer.config.round_scales_to_power_of_2)
+            (layer.config.gather_cast("input"), layer.config.round_scales_to_power_of_2)
             for layer in layers.values()
         }
         if len(casts) > 1:
@@ -224,6 +215,10 @@ class _CastDelayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         return grad, None, None
+
+
+def _cast_dynamic(cast: CastSpec, power_of_2: bool, input: torch.Tensor) -> torch.Tensor:
+    return cast_with_gradient(reduced(input), cast, power_of_2)
 
 
 def _cast_delayed(history: AmaxHistory, input: torch.Tensor) -> torch.Tensor:

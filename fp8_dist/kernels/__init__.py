@@ -10,33 +10,23 @@ here. Below this room are dtypes and the doors to torch's private names alone.
 from fp8_dist.kernels import cpu
 from fp8_dist.kernels.custom_op import CustomOp, custom_op
 from fp8_dist.kernels.gemm import ALIGNMENT, needs_alignment, scaled_mm
-from fp8_dist.kernels.quantization import Quantized, quantize, quantize_after, quantize_dynamic
+from fp8_dist.kernels.quantization import quantize, quantize_after
 from fp8_dist.kernels.scale import (
     Scaling,
     amax,
-    amax_over,
-    amax_shape,
-    local_scaling,
-    reduced_dims,
     scaling_from_amax,
 )
 
 __all__ = [
     "ALIGNMENT",
     "CustomOp",
-    "Quantized",
     "Scaling",
     "amax",
-    "amax_over",
-    "amax_shape",
     "cpu",
     "custom_op",
-    "local_scaling",
     "needs_alignment",
     "quantize",
     "quantize_after",
-    "quantize_dynamic",
-    "reduced_dims",
     "scaled_mm",
     "scaling_from_amax",
 ]

@@ -1,34 +1,8 @@
 """Casts of local tensors to float8, by the formula of :mod:`fp8_dist.kernels.scale`."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.scale import local_scaling
-
-
-class Quantized(NamedTuple):
-    """A local tensor in float8 (a Float8Tensor costs more, where no tensor is needed)."""
-
-    qdata: torch.Tensor
-    scale: torch.Tensor
-
-
-def quantize_dynamic(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    dims: Sequence[int] | None,
-    round_scales_to_power_of_2: bool = False,
-) -> tuple[Quantized, torch.Tensor]:
-    """:func:`quantize` by the :func:`local_scaling` of the same tensor.
-
-    Returns:
-        The cast, and the multiplier that it was made with, of the scale's shape.
-    """
-    m, scale = local_scaling(x, dtype, dims, round_scales_to_power_of_2)
-    return Quantized(quantize(x, m, dtype, fits=True), scale), m
 
 
 @custom_op("quantize(Tensor x, Tensor multiplier, ScalarType dtype, *, bool fits=False) -> Tensor")

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8_dist.casts import Covers
 from fp8_dist.kernels.custom_op import custom_op
 
 EPS = 1e-12
@@ -26,32 +25,19 @@ EPS = 1e-12
 Scaling = tuple[torch.Tensor, torch.Tensor]
 
 
-def amax(x: torch.Tensor, covers: Covers = "tensor") -> torch.Tensor:
+@custom_op("amax(Tensor x, int[]? dims=None) -> Tensor")
+def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """Maximum of absolute values of a local tensor.
 
     Args:
         x: any shape, floating point; where there are no elements amax is 0.
-        covers: what one scale covers: all of ``x``, or each row or column of ``[..., columns]``.
+        dims: the dims to reduce, which keep size 1; ``None``: all, to a 0-dim tensor.
 
     Returns:
-        fp32: 0-dim, ``[..., 1]`` for rows, ``[1, ..., columns]`` for columns. NaN where ``x``
-        holds one, inf where it holds one and no NaN.
+        fp32. NaN where ``x`` holds one, inf where it holds one and no NaN.
     """
-    return amax_over(x, reduced_dims(covers, x.ndim))
-
-
-def reduced_dims(covers: Covers, ndim: int) -> list[int] | None:
-    """The dims of an N-D tensor that one scale covers; ``None``: all."""
-    if covers == "tensor":
-        return None
-    return [ndim - 1] if covers == "row" else list(range(ndim - 1))
-
-
-@custom_op("amax(Tensor x, int[]? dims=None) -> Tensor")
-def amax_over(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """Maximum of absolute values over some dims, which keep size 1; ``None``: all, to 0-dim."""
     if x.numel() == 0:
-        return torch.zeros(amax_shape(x, dims), dtype=torch.float32, device=x.device)
+        return torch.zeros(_amax_shape(x, dims), dtype=torch.float32, device=x.device)
     if dims is None:
         low, high = torch.aminmax(x)
         # maximum, unlike Python's max, keeps a NaN.
@@ -63,13 +49,12 @@ def amax_over(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tenso
     return largest.to(torch.float32).abs()
 
 
-@amax_over.register_fake
-def _amax_over_fake(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    return x.new_empty(amax_shape(x, dims), dtype=torch.float32)
+@amax.register_fake
+def _amax_fake(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
+    return x.new_empty(_amax_shape(x, dims), dtype=torch.float32)
 
 
-def amax_shape(x: torch.Tensor, dims: Sequence[int] | None) -> list[int]:
-    """The shape of :func:`amax_over`."""
+def _amax_shape(x: torch.Tensor, dims: Sequence[int] | None) -> list[int]:
     return [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
 
 
@@ -101,13 +86,3 @@ def _scaling_from_amax_fake(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
 ) -> Scaling:
     return torch.empty_like(amax), torch.empty_like(amax)
-
-
-def local_scaling(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    dims: Sequence[int] | None,
-    round_scales_to_power_of_2: bool = False,
-) -> Scaling:
-    """:func:`scaling_from_amax` of :func:`amax_over` a tensor that is whole where it is."""
-    return scaling_from_amax(amax_over(x, dims), dtype, round_scales_to_power_of_2)

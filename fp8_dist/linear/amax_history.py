@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.cast import amax_group, as_float8_of
-from fp8_dist.casts import Cast
-from fp8_dist.kernels import Quantized, Scaling, amax, quantize, scaling_from_amax
+from fp8_dist.cast import amax_group, as_float8_of, quantize_local
+from fp8_dist.config import CastSpec
+from fp8_dist.kernels import Scaling, amax, scaling_from_amax
 from fp8_dist.linear.scale_query import known_scalings, name_of
 from fp8_dist.mesh.layout import all_reduce_max, local_tensor, reduce_amax
+from fp8_dist.tensor import Quantized
 
 
 class AmaxHistory:
@@ -38,7 +39,7 @@ class AmaxHistory:
     """
 
     def __init__(
-        self, cast: Cast, length: int, power_of_2: bool, mesh: DeviceMesh | None = None
+        self, cast: CastSpec, length: int, power_of_2: bool, mesh: DeviceMesh | None = None
     ) -> None:
         self.cast_as = cast
         self.length = length
@@ -96,8 +97,8 @@ class AmaxHistory:
     def cast(self, tensor: torch.Tensor, record: bool = True) -> torch.Tensor:
         """A tensor or DTensor as float8, outside of autograd; see :meth:`scaling_of`."""
         m, scale = self.scaling_of(tensor, record)
-        qdata = quantize(local_tensor(tensor), m, self.cast_as.dtype)
-        return as_float8_of(tensor, Quantized(qdata, scale))
+        qdata = quantize_local(local_tensor(tensor), m, self.cast_as)
+        return as_float8_of(tensor, Quantized(qdata, scale, self.cast_as.granularity))
 
     def _record_last(self) -> None:
         value, self._last = self._last, None

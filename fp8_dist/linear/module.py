@@ -7,8 +7,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.casts import Operand
-from fp8_dist.config import Float8LinearConfig
+from fp8_dist.config import Float8LinearConfig, Operand
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory, load_histories
 from fp8_dist.linear.autograd import float8_linear
@@ -147,7 +146,7 @@ class Float8Linear(CastsItsWeight):
         if isinstance(local, Float8Tensor):
             check_prepared(self.config, local, self.fqn)
         else:
-            device = "cpu" if input.is_cpu else input.device.type
+            device = input.device.type
             if torch.is_autocast_enabled(device) and dtype is not torch.float64:
                 input = input.to(torch.get_autocast_dtype(device))
             input = input if plain else reduced(input)
@@ -176,7 +175,8 @@ class Float8Linear(CastsItsWeight):
         others = [
             f"{field.name}={getattr(config, field.name)}"
             for field in dataclasses.fields(config)
-            if not field.name.startswith(("cast_config", "gemm_config"))
+            if field.init
+            and not field.name.startswith(("cast_config", "gemm_config"))
             and getattr(config, field.name) != field.default
         ]
         return ", ".join([super().extra_repr(), f"casts={shown}", *others])
@@ -231,8 +231,9 @@ class Float8Linear(CastsItsWeight):
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Forget every precomputed scale and cached float8 weight in ``module``.
 
-    For changes that can't be noticed: writes to a weight through ``.data`` or ``to_local()``, or
-    in-place foreach ops outside an optimizer. Call it on all ranks; it issues no collectives.
+    For changes that can't be noticed: writes to a weight through ``.data`` or a numpy array,
+    collectives into it (``dist.broadcast``), and for DTensors in-place foreach ops outside an
+    optimizer. Call it on all ranks; it issues no collectives.
     """
     for layer in float8_layers(module).values():
         layer.weight_cache.drop()

@@ -15,14 +15,15 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fp8_dist.casts import Cast, Covers
-from fp8_dist.kernels import Scaling, amax_shape, reduced_dims
+from fp8_dist.config import CastSpec
+from fp8_dist.granularity import Granularity
+from fp8_dist.kernels.scale import Scaling
 from fp8_dist.torch_internals import is_selectively_checkpointed
 
 _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
 for _name in ("known_scaling", "scaling_to_gather"):
     _LIB.define(
-        f"{_name}(Tensor x, Tensor name, str[] covers, str[] details) -> Tensor[]",
+        f"{_name}(Tensor x, Tensor name, str[] granularities, str[] details) -> Tensor[]",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
 
@@ -50,7 +51,7 @@ def known_scalings(
     knows: KnowsScaling,
     name: torch.Tensor,
     x: torch.Tensor,
-    casts: Sequence[Cast],
+    casts: Sequence[CastSpec],
     *details: str,
 ) -> Sequence[Scaling]:
     """What an object says, when this is run, about casting a tensor in some ways.
@@ -70,7 +71,7 @@ def known_scalings(
     if torch.compiler.is_compiling() or is_selectively_checkpointed():
         gathered = details[0] == "gather"
         op = SCALING_TO_GATHER_OP if gathered else KNOWN_SCALING_OP
-        flat = op(x, name, [cast.covers for cast in casts], details)
+        flat = op(x, name, [cast.granularity.name for cast in casts], details)
         return list(zip(flat[::2], flat[1::2], strict=True))
     device = x.device
     return [
@@ -80,7 +81,7 @@ def known_scalings(
 
 
 def ask(
-    x: torch.Tensor, name: torch.Tensor, covers: list[Covers], details: list[str]
+    x: torch.Tensor, name: torch.Tensor, granularities: list[str], details: list[str]
 ) -> list[torch.Tensor]:
     """The operator itself, without the operator."""
     # What is found out in an evaluation under inference_mode, training may save.
@@ -101,7 +102,7 @@ SCALING_TO_GATHER_OP = torch.ops.fp8_dist.scaling_to_gather.default
 @torch.library.register_fake("fp8_dist::scaling_to_gather", lib=_LIB)
 @torch.library.register_fake("fp8_dist::known_scaling", lib=_LIB)
 def _known_scaling_fake(
-    x: torch.Tensor, name: torch.Tensor, covers: list[Covers], details: list[str]
+    x: torch.Tensor, name: torch.Tensor, granularities: list[str], details: list[str]
 ) -> list[torch.Tensor]:
-    shapes = [amax_shape(x, reduced_dims(each, x.ndim)) for each in covers]
+    shapes = [Granularity.named(name).scale_shape(x.shape) for name in granularities]
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]

@@ -13,17 +13,16 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import scaling_over
-from fp8_dist.casts import Cast
-from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels import Quantized, Scaling, quantize, quantize_dynamic, reduced_dims
+from fp8_dist.cast import quantize_local, scaling_over
+from fp8_dist.config import CastSpec, Float8LinearConfig
+from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.scale_query import known_scalings
 from fp8_dist.linear.weight_cache import Source, WeightCache
 from fp8_dist.mesh.layout import Layout, local_tensor
-from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import is_selectively_checkpointed
 from fp8_dist.warn import warn_once
 
@@ -136,11 +135,10 @@ class CastsItsWeight(nn.Linear):
             return self._quantized(shard, found, fits=True)
         known, made = {}, []
         for cast in self.config.casts("weight"):
-            dims = reduced_dims(cast.covers, shard.ndim)
-            power_of_2 = self.config.round_scales_to_power_of_2
-            quantized, m = quantize_dynamic(shard, cast.dtype, dims, power_of_2)
-            made.append(quantized)
-            known[cast] = (m.view(quantized.scale.shape), quantized.scale)
+            m, scale = scaling_over(shard, cast, self.config.round_scales_to_power_of_2)
+            qdata = quantize_local(shard, m, cast, fits=True)
+            made.append(Quantized(qdata, scale, cast.granularity))
+            known[cast] = (m, scale)
         self._remember(weight, local, known, source)
         return tuple(made)
 
@@ -156,7 +154,7 @@ class CastsItsWeight(nn.Linear):
         self,
         weight: torch.Tensor,
         local: torch.Tensor,
-        known: dict[Cast, Scaling],
+        known: dict[CastSpec, Scaling],
         source: Source,
     ) -> None:
         """Keep the scalings of a weight with this local tensor, of which nothing was known."""
@@ -172,7 +170,8 @@ class CastsItsWeight(nn.Linear):
         local = local_tensor(weight)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self.config, local, self.fqn)
-            return WeightCasts(((local.qdata, self._recorded(local.scale)),))
+            scale = self._recorded(local.scale)
+            return WeightCasts((Quantized(local.qdata, scale, local.granularity),))
         compiling = torch.compiler.is_compiling()
         source: Source = "evaluation" if compiling and not torch.is_grad_enabled() else "forward"
         plain = self.fsdp_weight_type.unwrap(local)
@@ -186,7 +185,7 @@ class CastsItsWeight(nn.Linear):
         else:
             float8 = self._cast_of(weight, local, plain, source)
         if "weight" in self.histories:
-            float8 = tuple(Quantized(qdata, self._recorded(scale)) for qdata, scale in float8)
+            float8 = tuple(q._replace(scale=self._recorded(q.scale)) for q in float8)
         return WeightCasts(float8)
 
     def _casts_of_gathered(self, source: Source, gathered: torch.Tensor) -> WeightCasts:
@@ -194,17 +193,23 @@ class CastsItsWeight(nn.Linear):
         of_output, of_grad_input = (
             self.config.cast("weight", gemm) for gemm in ("output", "grad_input")
         )
-        flat: list[tuple[torch.Tensor | None, torch.Tensor]] = []
-        multiplier = None
+        casts: list[Quantized] = []
+        recast = None
         with torch.inference_mode(False), torch.no_grad():
             known = zip(
                 self.config.casts("weight"), self._known_scalings(source, gathered), strict=True
             )
             for cast, (m, scale) in known:
-                qdata = quantize(gathered, m, cast.dtype) if cast == of_output else None
-                flat.append((qdata, scale))
-                multiplier = m if cast == of_grad_input else multiplier
-        return WeightCasts(tuple((q, self._recorded(scale)) for q, scale in flat), multiplier)
+                if cast == of_output:
+                    casts.append(
+                        Quantized(quantize_local(gathered, m, cast), scale, cast.granularity)
+                    )
+                if cast == of_grad_input:
+                    recast = (m, scale)
+        casts = [q._replace(scale=self._recorded(q.scale)) for q in casts]
+        if recast is not None:
+            recast = (recast[0], self._recorded(recast[1]))
+        return WeightCasts(tuple(casts), recast)
 
     def _quantized(
         self, shard: torch.Tensor, scalings: Sequence[Scaling], fits: bool = False
@@ -213,7 +218,11 @@ class CastsItsWeight(nn.Linear):
         casts = zip(self.config.casts("weight"), scalings, strict=True)
         return tuple(
             [
-                Quantized(quantize(shard, m, cast.dtype, fits=fits and not cast.delayed), scale)
+                Quantized(
+                    quantize_local(shard, m, cast, fits=fits and not cast.delayed),
+                    scale,
+                    cast.granularity,
+                )
                 for cast, (m, scale) in casts
             ]
         )
@@ -221,15 +230,16 @@ class CastsItsWeight(nn.Linear):
     def _known_scalings(self, source: Source, shard: torch.Tensor) -> Sequence[Scaling]:
         return known_scalings(self, self._name, shard, self.config.casts("weight"), source)
 
-    def _dynamic_scaling(self, weight: torch.Tensor, shard: torch.Tensor, cast: Cast) -> Scaling:
+    def _dynamic_scaling(
+        self, weight: torch.Tensor, shard: torch.Tensor, cast: CastSpec
+    ) -> Scaling:
         """The scales of the local shard for a cast of the weight, from its values or history."""
         if cast.delayed:
             layout = Layout.of(weight)
             tensor = shard if layout is None else layout.wrap(shard)
             return self.histories["weight"].scaling_of(tensor, record=False)
         power_of_2 = self.config.round_scales_to_power_of_2
-        dims = reduced_dims(cast.covers, weight.ndim)
-        return scaling_over(weight, cast.dtype, dims, power_of_2, local=shard)
+        return scaling_over(weight, cast, power_of_2, local=shard)
 
     def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """The weight's scale as a training step takes it: a delayed one records its amax then.

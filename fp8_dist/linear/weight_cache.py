@@ -15,11 +15,19 @@ What can change a weight, and how it is noticed:
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops it, or the identity
   differs.
 
-Not noticed: writes through ``.data`` (``vector_to_parameters`` makes such) or to what
-``state_dict()`` gave out, in-place foreach ops outside an optimizer, and a write to ``to_local()``
-between precompute and the first use of the scale. For these there is
-:func:`fp8_dist.invalidate_float8_scales`. They cannot make an evaluation wrong: the float8 copy,
-and a scale that was not precomputed, are kept for passes that record gradients alone.
+Not noticed, because nothing that Python can read changes:
+
+* writes through ``.data`` (``vector_to_parameters`` makes such), or through a numpy array;
+* collectives into the weight: ``dist.broadcast(weight, 0)``, ``all_reduce``, ``recv``;
+* on DTensors: in-place foreach ops outside an optimizer, and writes to what ``state_dict()`` gave
+  out;
+* a write to ``to_local()`` between precompute and the first use of the scale;
+* ``swap_tensors`` of two tensors whose version counters coincide.
+
+For these there is :func:`fp8_dist.invalidate_float8_scales`. Without it the next forward uses the
+old scale, and the old float8 copy if there is one, in evaluation too. An evaluation then drops the
+copy, and the scale unless it was precomputed. Every change, noticed or not, must be made on all
+ranks: a rank that drops its scales alone waits alone for the all-reduce of new ones.
 
 All of it depends on the sequence of calls alone, which is the same on all ranks, so ranks agree
 about which of them need a collective. Nothing here runs inside a compiled graph.
@@ -34,8 +42,9 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from fp8_dist.casts import Cast
-from fp8_dist.kernels import Quantized, Scaling
+from fp8_dist.config import CastSpec
+from fp8_dist.kernels import Scaling
+from fp8_dist.tensor import Quantized
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.warn import warn_once
 
@@ -53,7 +62,7 @@ class Promise:
     """
 
     def __init__(
-        self, find: Callable[[], list[tuple["WeightCache", dict[Cast, Scaling], Any]]]
+        self, find: Callable[[], list[tuple["WeightCache", dict[CastSpec, Scaling], Any]]]
     ) -> None:
         self._find: Callable[[], Any] | None = find
 
@@ -100,7 +109,7 @@ class WeightCache:
     def __init__(self) -> None:
         self.float8: tuple[Quantized, ...] | None = None
         self.all_rows: torch.Tensor | None = None
-        self._scaling: dict[Cast, Scaling] | None = None
+        self._scaling: dict[CastSpec, Scaling] | None = None
         self._promise: Promise | None = None
         # A strong reference: tensors with weak ones can't be swapped, as module.to() does.
         self._param: torch.Tensor | None = None
@@ -114,7 +123,7 @@ class WeightCache:
         self._steps_since_sync = 0
 
     @property
-    def scaling(self) -> dict[Cast, Scaling] | None:
+    def scaling(self) -> dict[CastSpec, Scaling] | None:
         """See the class. Waits for a collective that will tell."""
         if self._promise is not None:
             self._promise.keep()
@@ -126,7 +135,7 @@ class WeightCache:
         return self._scaling is not None or self._promise is not None
 
     def fulfil(
-        self, promise: Promise, scaling: dict[Cast, Scaling], all_rows: torch.Tensor | None
+        self, promise: Promise, scaling: dict[CastSpec, Scaling], all_rows: torch.Tensor | None
     ) -> None:
         """Take what was promised, unless it was dropped in the meantime."""
         if self._promise is promise:
@@ -136,7 +145,7 @@ class WeightCache:
     def store(
         self,
         param: torch.Tensor,
-        scaling: dict[Cast, Scaling] | Promise,
+        scaling: dict[CastSpec, Scaling] | Promise,
         source: Source,
         shard: torch.Tensor | None = None,
     ) -> None:

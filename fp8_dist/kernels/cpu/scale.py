@@ -11,7 +11,7 @@ from struct import Struct
 
 import torch
 
-from fp8_dist.kernels.scale import EPS, Scaling, amax_over, scaling_from_amax
+from fp8_dist.kernels.scale import EPS, Scaling, amax, scaling_from_amax
 
 _FP32 = Struct("f")
 
@@ -22,16 +22,16 @@ _INTEGERS = {
 }
 
 
-@amax_over.register("cpu")
-def _amax_over(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
+@amax.register("cpu")
+def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     integer = _INTEGERS.get(x.dtype)
     if x.numel() == 0 or integer is None:
-        return amax_over.portable(x, dims)
+        return amax.portable(x, dims)
     if dims is None:
         low, high = torch.aminmax(x)  # both NaN if x holds one
         return _scalar(abs(max(-low.item(), high.item())))
     if not dims:
-        return amax_over.portable(x, dims)
+        return amax.portable(x, dims)
     # Without their sign, the bits of floats are ordered like their values, NaN above all; and torch
     # finds the maximum of integers along a dim faster than that of floats.
     bits = x.view(integer).bitwise_and(torch.iinfo(integer).max)

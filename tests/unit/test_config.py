@@ -15,7 +15,7 @@ from fp8_dist import (
     ScalingGranularity,
     ScalingType,
 )
-from fp8_dist.casts import GEMM_OPERANDS, Cast
+from fp8_dist.config import GEMM_OPERANDS, CastSpec
 
 AXISWISE = ScalingGranularity.AXISWISE
 OFF = CastConfig(ScalingType.DISABLED)
@@ -27,8 +27,8 @@ def test_none_means_the_operands_default_and_is_not_filled_in() -> None:
     config = Float8LinearConfig(
         cast_config_input=shared, cast_config_weight=shared, cast_config_grad_output=shared
     )
-    assert config.casts("input") == config.casts("weight") == (Cast(E4M3),)
-    assert config.casts("grad_output") == (Cast(E5M2),)
+    assert config.casts("input") == config.casts("weight") == (CastSpec(E4M3),)
+    assert config.casts("grad_output") == (CastSpec(E5M2),)
     assert shared.target_dtype is None
     assert config.cast_config_input_for_grad_weight is None
     assert config.cast_config("input", "grad_weight") is shared
@@ -62,11 +62,15 @@ def casts_of(config: Float8LinearConfig) -> str:
         casts = [config.cast(operand, gemm) for operand in operands]
         shown = [
             f"{operand} "
-            + (f"{c.dtype} per {c.covers}{', delayed' * c.delayed}" if c else "high precision")
+            + (
+                f"{c.dtype} per {c.granularity.name}{', delayed' * c.delayed}"
+                if c
+                else "high precision"
+            )
             for operand, c in zip(operands, casts, strict=True)
         ]
         lines.append(f"  {gemm}: {'; '.join(shown)}")
-    moving = [o for o in ("input", "weight", "grad_output") if config.travelling_cast(o)]  # type: ignore[arg-type]
+    moving = [o for o in ("input", "weight", "grad_output") if config.gather_cast(o)]  # type: ignore[arg-type]
     lines.append(f"  travels in float8: {', '.join(moving) or 'nothing'}")
     return "\n".join(lines).replace("torch.float8_", "")
 

@@ -44,7 +44,7 @@ if installed:
     logging.getLogger("torchao").setLevel(logging.ERROR)
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
-PAGE = Path(__file__).parent.parent / "docs" / "auto_filter.md"
+PAGE = Path(__file__).parents[2] / "docs" / "auto_filter.md"
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "delayed"]
 SIZES = [16, 24, 1000, 1024, 1040, 2048, 2064, 4096, 4104, 4112, 8192]
 

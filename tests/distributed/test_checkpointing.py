@@ -126,7 +126,7 @@ def reductions_of_steps(
     float8 = recipe is not None
     colwise = Float8ColwiseParallel if float8 else ColwiseParallel
     rowwise = Float8RowwiseParallel if float8 else RowwiseParallel
-    takes_one_copy = float8 and net.layers[0].w1.config.travelling_cast("input") is not None
+    takes_one_copy = float8 and net.layers[0].w1.config.gather_cast("input") is not None
     prepare = PrepareFloat8ModuleInput if takes_one_copy else PrepareModuleInput
     plan = {}
     for i in range(len(net.layers)):
