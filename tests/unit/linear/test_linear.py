@@ -19,7 +19,7 @@ from fp8_dist import (
     cast_to_float8,
     convert_to_float8_training,
 )
-from fp8_dist.kernels.scale import amax
+from fp8_dist.kernels import amax
 from fp8_dist.linear.recording import record_gemms
 
 OFF = CastConfig(ScalingType.DISABLED)
