@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.config import CastConfig, CastSpec, ScalingGranularity, ScalingType
 from fp8_dist.granularity import TENSOR, Granularity, covering
 from fp8_dist.kernels import Scaling, amax, quantize, scaling_from_amax
-from fp8_dist.mesh.layout import (
+from fp8_dist.mesh import (
     Layout,
     Placements,
     all_reduce_max,
@@ -72,7 +72,7 @@ def cast_to_float8(
         )
     granularity = TENSOR if dim is None else covering((dim % tensor.ndim,), tensor.ndim)
     cast = CastSpec(cast_config.dtype_for("input"), granularity)
-    return cast_with_gradient(reduced(tensor), cast, round_scales_to_power_of_2)
+    return _CastToFloat8.apply(reduced(tensor), cast, round_scales_to_power_of_2)
 
 
 def _check_dim(tensor: torch.Tensor, cast_config: CastConfig, dim: int | None) -> None:
@@ -197,16 +197,6 @@ def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     float8 = Float8Tensor(qdata, scale, tensor.dtype, granularity.covered_dims(qdata.ndim))
     layout = Layout.of(tensor)
     return float8 if layout is None else layout.wrap(float8)
-
-
-def cast_with_gradient(
-    tensor: torch.Tensor, cast: CastSpec, round_scales_to_power_of_2: bool
-) -> torch.Tensor:
-    """A tensor or DTensor without Partial placements as float8; the gradient passes unchanged.
-
-    Collectives: those of :func:`scaling_over`.
-    """
-    return _CastToFloat8.apply(tensor, cast, round_scales_to_power_of_2)
 
 
 class _CastToFloat8(torch.autograd.Function):

@@ -15,7 +15,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_dist.kernels import amax, scaled_mm
-from fp8_dist.linear.scale_query import KNOWN_SCALING_OP
+from fp8_dist.linear.amax_history import HISTORY_SCALING_OP, RECORD_AMAX_OP
+from fp8_dist.linear.weight_scales import WEIGHT_SCALINGS_OP
 from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten
@@ -24,8 +25,10 @@ aten = torch.ops.aten
 _SAVED: frozenset[Any] = frozenset(
     (
         amax.overload,
-        KNOWN_SCALING_OP,
+        HISTORY_SCALING_OP,
+        RECORD_AMAX_OP,
         scaled_mm.overload,
+        WEIGHT_SCALINGS_OP,
         aten.mm.default,
         aten.addmm.default,
         aten._scaled_dot_product_flash_attention.default,

@@ -214,7 +214,9 @@ class Float8LinearConfig:
         cast_config_grad_output_for_grad_weight: the cast of the operand in its second GEMM;
             ``None`` means the same as in the first.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: the three GEMMs.
-        enable_fsdp_float8_all_gather: FSDP2 gathers the weight as float8.
+        enable_fsdp_float8_all_gather: FSDP2 gathers the weight as float8. ``"auto"``: where one
+            float8 copy of the weight serves both of its GEMMs, in high precision otherwise (see
+            :attr:`fsdp_float8_all_gather`).
         pad_inner_dim: pad operands to the multiples of 16 that a GPU's float8 GEMM needs;
             otherwise misaligned local shapes are an error on such a device.
         emulate: multiply in a wider type also where the device has a float8 GEMM.
@@ -240,7 +242,7 @@ class Float8LinearConfig:
     gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
     gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
     gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
-    enable_fsdp_float8_all_gather: bool = False
+    enable_fsdp_float8_all_gather: bool | Literal["auto"] = False
     pad_inner_dim: bool = False
     emulate: bool = False
     force_recompute_fp8_weight_in_bwd: bool = False
@@ -278,6 +280,13 @@ class Float8LinearConfig:
             ("grad_output", "grad_weight"): self.cast_config_grad_output_for_grad_weight,
         }.get((operand, gemm))
         return second or first
+
+    @property
+    def fsdp_float8_all_gather(self) -> bool:
+        """Whether FSDP2 gathers the weight as float8, with ``"auto"`` resolved."""
+        if self.enable_fsdp_float8_all_gather == "auto":
+            return self.gather_cast("weight") is not None
+        return self.enable_fsdp_float8_all_gather
 
     def gemm_enabled(self, gemm: Gemm) -> bool:
         """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
@@ -346,7 +355,7 @@ class Float8LinearConfig:
                 _check_type(self, each.name, CastConfig, *second)
             elif each.name.startswith("gemm_config"):
                 _check_type(self, each.name, Float8GemmConfig)
-            elif isinstance(each.default, bool):
+            elif isinstance(each.default, bool) and each.name != "enable_fsdp_float8_all_gather":
                 _check_type(self, each.name, bool)
 
     def _check_gemm_pairs(self) -> None:
@@ -392,7 +401,13 @@ class Float8LinearConfig:
             )
 
     def _check_fsdp_gather(self) -> None:
-        if not self.enable_fsdp_float8_all_gather:
+        gather = self.enable_fsdp_float8_all_gather
+        if not isinstance(gather, bool) and gather != "auto":
+            raise ValueError(
+                f"Float8LinearConfig.enable_fsdp_float8_all_gather={gather!r}: use True, False or "
+                "'auto'"
+            )
+        if gather is not True:
             return
         for gemm in ("output", "grad_input"):
             if not self.cast_config("weight", gemm).enabled:

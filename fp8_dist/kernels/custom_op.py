@@ -11,7 +11,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-from fp8_dist.torch_internals import can_skip_dispatch
+from fp8_dist.torch_internals import OpOverload, can_skip_dispatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +36,7 @@ class CustomOp(Generic[P, R]):
         self._direct: dict[str, Callable[P, R]] = {}
         _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIB.impl(self._name, portable, "CompositeExplicitAutograd")
-        self.overload = getattr(torch.ops.fp8_dist, self._name).default
+        self.overload: OpOverload = getattr(torch.ops.fp8_dist, self._name).default
         update_wrapper(self, portable)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -84,8 +84,8 @@ class Distributed:
         convert_to_float8_training(self.twin, config=self.config)
         self.net = Net(**self.net_arguments)
         config = self.config
-        if self.dp > 1 and self.gather and config.gather_cast("weight") is not None:
-            config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
+        if self.dp > 1 and self.gather:
+            config = dataclasses.replace(config, enable_fsdp_float8_all_gather="auto")
         convert_to_float8_training(self.net, config=config)
         if self.tp > 1:
             apply_tp_plan(self.net, self.mesh["tp"], net_plan(self.net, self.sequence_parallel))
