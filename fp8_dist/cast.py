@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.config import CastConfig, CastSpec, ScalingGranularity, ScalingType
 from fp8_dist.granularity import TENSOR, Granularity, covering
-from fp8_dist.kernels.quantize import quantize
-from fp8_dist.kernels.scale import Scaling, amax, local_scaling, scaling_from_amax
+from fp8_dist.kernels import Scaling, amax, quantize, scaling_from_amax
 from fp8_dist.mesh import (
     Layout,
     Placements,
@@ -116,10 +115,9 @@ def scaling_over(
     group = amax_group(tensor, cast.granularity, axes)
     local = local_tensor(tensor) if local is None else local
     grouped = cast.granularity.grouped(local)
-    dims = cast.granularity.covered_dims(grouped.ndim)
-    if group is None:
-        return local_scaling(grouped, cast.dtype, dims, round_scales_to_power_of_2)
-    value = all_reduce_max(amax(grouped, dims), group.group_name)
+    value = amax(grouped, cast.granularity.covered_dims(grouped.ndim))
+    if group is not None:
+        value = all_reduce_max(value, group.group_name)
     return scaling_from_amax(value, cast.dtype, round_scales_to_power_of_2)
 
 

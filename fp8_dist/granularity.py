@@ -2,7 +2,7 @@
 
 An N-D operand ``[..., K]`` is a matrix whose rows are along its last dim. Everything that depends
 on what a scale covers is a method here, and the rest of the library asks. A new granularity is a
-subclass in this file, a recipe in ``config.py``, and a route in ``kernels/scaled_mm.py`` if the
+subclass in this file, a recipe in ``config.py``, and a route in ``kernels/gemm.py`` if the
 GEMM takes its scales in a new way.
 """
 

@@ -56,6 +56,7 @@ __all__ = [
     "OpOverload",
     "StridedShard",
     "TorchDispatchMode",
+    "can_skip_dispatch",
     "compute_local_shape_and_global_offset",
     "disabled_torch_function",
     "dtensor_local",
@@ -70,7 +71,6 @@ __all__ = [
     "make_dtensor",
     "make_wrapper_subclass",
     "native_scaled_mm",
-    "no_one_watches",
     "op_arguments",
     "op_name",
     "resolve_process_group",
@@ -156,13 +156,14 @@ def is_selectively_checkpointed() -> bool:
     )
 
 
-def no_one_watches(tensor: torch.Tensor) -> bool:
-    """True where an operator's implementation may be called in its place, which costs less.
+def can_skip_dispatch(tensor: torch.Tensor) -> bool:
+    """True where an operator's implementation may be called directly, which costs less.
 
-    Nothing makes a graph of the code that runs, no mode sees its operators, and the tensor is real.
+    The tensor is a real one of no subclass, no dispatch mode is active, and dynamo is not tracing.
+    (Other ways of making graphs have a dispatch mode.)
     """
     return (
-        not torch.compiler.is_dynamo_compiling()  # (Who makes graphs otherwise has a mode.)
+        not torch.compiler.is_dynamo_compiling()
         and type(tensor) in _PLAIN
         and not _len_torch_dispatch_stack()
         and not tensor.is_meta

@@ -25,7 +25,7 @@ from fp8_dist.cast import local_amax
 from fp8_dist.config import CastSpec
 from fp8_dist.fsdp.resharding import check_sharded_module
 from fp8_dist.granularity import TENSOR, Granularity
-from fp8_dist.kernels.scale import Scaling, scaling_from_amax
+from fp8_dist.kernels import Scaling, scaling_from_amax
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.optimizer_steps import after_step
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache

@@ -17,7 +17,7 @@ from plan_world import fake_world
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.debug import comm_audit
-from fp8_dist.kernels.scale import amax
+from fp8_dist.kernels import amax
 from fp8_dist.linear import float8_layers
 
 MOST_BYTES = 8 << 30

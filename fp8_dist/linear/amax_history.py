@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.cast import amax_group, as_float8_of, quantize_local
 from fp8_dist.config import CastSpec
-from fp8_dist.kernels.scale import Scaling, amax, scaling_from_amax
+from fp8_dist.kernels import Scaling, amax, scaling_from_amax
 from fp8_dist.linear.scale_query import (
     copies,
     define_query,

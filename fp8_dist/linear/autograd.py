@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.config import CastSpec, Gemm
 from fp8_dist.granularity import Granularity
-from fp8_dist.kernels.quantize import quantize_after
-from fp8_dist.kernels.scaled_mm import scaled_mm_of_data
+from fp8_dist.kernels import quantize_after, scaled_mm
 from fp8_dist.linear.once import Gradients, differentiable_once
 from fp8_dist.linear.operands import (
     LinearSpec,
@@ -91,7 +90,7 @@ def _gemm(
     options = spec.config.gemm_options(gemm)
     if is_recording():
         note_gemm(spec.fqn, gemm, (a, scale_a), (b, scale_b), out_dtype, options)
-    return scaled_mm_of_data(a, b, scale_a, scale_b, out_dtype, *options)
+    return scaled_mm(a, b, scale_a, scale_b, out_dtype, *options)
 
 
 def _as_gemm_operand(operand: Quantized, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -147,7 +147,7 @@ class Float8Linear(nn.Linear):
         if isinstance(local, Float8Tensor):
             check_prepared(self.config, local, self.fqn)
         else:
-            device = "cpu" if input.is_cpu else input.device.type
+            device = input.device.type
             if torch.is_autocast_enabled(device) and dtype is not torch.float64:
                 input = input.to(torch.get_autocast_dtype(device))
             input = input if plain else reduced(input)

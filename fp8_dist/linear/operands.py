@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import as_float8_of, quantize_local, quantize_over
 from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm, Operand
-from fp8_dist.kernels.scale import Scaling
+from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
 from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor, Quantized
-from fp8_dist.torch_internals import dtensor_local, no_one_watches
+from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
 from fp8_dist.warn import warn_once
 
 
@@ -207,7 +207,7 @@ def _quantized(
         m, scale = spec.histories[operand].scaling_of(tensor, record)
         return Quantized(quantize_local(local_tensor(tensor), m, cast), scale, cast.granularity)
     power_of_2 = spec.config.round_scales_to_power_of_2
-    if operand != "input" or isinstance(tensor, DTensor) or not no_one_watches(tensor):
+    if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
         return quantize_over(tensor, cast, power_of_2, axes)
     key = cast_key(tensor, (cast, power_of_2))
     known = last_cast(tensor, key)

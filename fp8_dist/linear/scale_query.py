@@ -18,10 +18,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fp8_dist.kernels.scale import Scaling
+from fp8_dist.kernels import Scaling, custom_op
 from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed
-
-_LIB = torch.library.Library("fp8_dist", "FRAGMENT")
 
 # A graph input is plain data, hence numbers. An entry goes when its owner is freed.
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -68,13 +66,10 @@ def define_query(
         with torch.inference_mode(False), torch.no_grad():
             return answer(*args)
 
-    name = schema.partition("(")[0]
-    _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIB.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8_dist::{name}", answer_shape, lib=_LIB)
-    op: OpOverload = getattr(torch.ops.fp8_dist, name).default
-    QUERIES[op] = implementation
-    return op
+    op = custom_op(schema)(implementation)
+    op.register_fake(answer_shape)
+    QUERIES[op.overload] = implementation
+    return op.overload
 
 
 def copies(scalings: Iterable[Scaling], device: torch.device) -> list[torch.Tensor]:

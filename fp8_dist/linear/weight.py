@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import quantize_local, scaling_over
 from fp8_dist.config import CastSpec, Float8LinearConfig
-from fp8_dist.kernels.scale import Scaling
+from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8_dist.config import CastSpec
-from fp8_dist.kernels.scale import Scaling
+from fp8_dist.kernels import Scaling
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor import Quantized

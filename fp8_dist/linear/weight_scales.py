@@ -12,7 +12,7 @@ import torch.nn as nn
 from fp8_dist.cast import scaling_over
 from fp8_dist.config import CastSpec, Float8LinearConfig
 from fp8_dist.granularity import Granularity
-from fp8_dist.kernels.scale import Scaling
+from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.scale_query import (
     copies,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from fp8_dist import kernels
 from fp8_dist.dtypes import is_float8
 from fp8_dist.granularity import COLUMN, ROW
-from fp8_dist.kernels.scaled_mm import scaled_mm_of_data
 from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, STAND_INS, Float8Tensor, dequantized
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
@@ -385,7 +385,10 @@ def scaled_mm(
             ``FP8_DIST_STRICT_ALIGNMENT=1``) that needs it, and ``pad_inner_dim`` is off.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
-    return scaled_mm_of_data(a.qdata, b.qdata, a.scale, b.scale, *options)
+    # Not the direct call: it may keep what it derives from an operand, whose data the owner of a
+    # Float8Tensor may receive into, unnoticed by autograd.
+    run = kernels.scaled_mm.overload
+    return run(a.qdata, b.qdata, a.scale, b.scale, *options)
 
 
 def _check_both_float8(func: Any, *operands: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ from fp8_dist import (
     convert_to_float8_training,
 )
 from fp8_dist.auto_filter import MULTIPLE, TOO_SMALL, AutoFilter, _matches, _shards
-from fp8_dist.kernels.scaled_mm import ALIGNMENT
+from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, llama_tp_plan
 
 installed = importlib.util.find_spec("torchao") is not None

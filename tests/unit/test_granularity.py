@@ -28,12 +28,15 @@ def test_granularities_as_a_table() -> None:
         f"moves from {[d for d in range(3) if g.can_move([d], 3)]}"
         for g in ALL
     ]
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 tensor                 scales []             offset []            amax over (0, 1, 2) moves from [0, 1, 2]
 row                    scales [4, 6, 1]      offset [2, 4, 0]     amax over (2,)      moves from [0, 1]
 column                 scales [1, 1, 8]      offset [0, 0, 4]     amax over (0, 1)    moves from []
 slice of the dims (1,) scales [4, 1, 8]      offset [2, 0, 4]     amax over (1,)      moves from []
-pair of rows           scales [4, 3, 1, 1]   offset [2, 2, 0, 0]  amax over (2,)      moves from []""")
+pair of rows           scales [4, 3, 1, 1]   offset [2, 2, 0, 0]  amax over (2,)      moves from []""",
+    )
 
 
 @pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
@@ -89,7 +92,9 @@ def test_plans_as_a_table() -> None:
         for scope in ("global", "rank")
         if scope == "global" or kind in ("tensor", "rowwise")
     ]
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 plain                tensor   global cast per tensor                            amax over all
 plain                tensor   rank   cast per tensor                            amax over ()
 plain                folded   global cast per row                               amax over all
@@ -119,7 +124,8 @@ Shard(-1) -> R       gw_hp    global move high, then cast row, high             
 2-D, one axis moves  folded   global cast per row, then move float8             amax over all
 2-D, one axis moves  rowwise  global move high, then cast row, column           amax over all
 2-D, one axis moves  rowwise  rank   move high, then cast row, column           amax over ()
-2-D, one axis moves  gw_hp    global move high, then cast row, high             amax over all""")
+2-D, one axis moves  gw_hp    global move high, then cast row, high             amax over all""",
+    )
 
 
 def expected_operand(

@@ -21,7 +21,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.fsdp import Float8AllGatherWeight
-from fp8_dist.kernels.scale import amax
+from fp8_dist.kernels import amax
 from fp8_dist.linear.recording import record_gemms
 
 OFF = CastConfig(ScalingType.DISABLED)
