@@ -24,6 +24,7 @@ from fp8_dist.config import (
 )
 from fp8_dist.convert import convert_to_float8_training
 from fp8_dist.fsdp import (
+    Float8AllGatherWeight,
     attach_precompute,
     attach_update,
     precompute_float8_dynamic_scale,
@@ -31,7 +32,11 @@ from fp8_dist.fsdp import (
     update_float8_scales,
 )
 from fp8_dist.linear.module import Float8Linear, float8_layers, invalidate_float8_scales
+from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+
+# The layers wrap weights in a type whose hooks are FSDP2's business, above their room.
+Float8Weight.register_gather_type(Float8AllGatherWeight)
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_float8_dynamic_scale
 

@@ -11,7 +11,7 @@ from fp8_dist.config import CastConfig, CastSpec, ScalingGranularity, ScalingTyp
 from fp8_dist.granularity import TENSOR, Granularity, covering
 from fp8_dist.kernels.quantize import quantize
 from fp8_dist.kernels.scale import Scaling, amax, local_scaling, scaling_from_amax
-from fp8_dist.mesh.layout import (
+from fp8_dist.mesh import (
     Layout,
     Placements,
     all_reduce_max,

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_dist.kernels.scale import AMAX_OP
 from fp8_dist.kernels.scaled_mm import SCALED_MM_OP
-from fp8_dist.linear.scale_query import KNOWN_SCALING_OP
+from fp8_dist.linear.amax_history import HISTORY_SCALING_OP, RECORD_AMAX_OP
+from fp8_dist.linear.weight_scales import WEIGHT_SCALINGS_OP
 from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten
@@ -25,8 +26,10 @@ aten = torch.ops.aten
 _SAVED: frozenset[Any] = frozenset(
     (
         AMAX_OP,
-        KNOWN_SCALING_OP,
+        HISTORY_SCALING_OP,
+        RECORD_AMAX_OP,
         SCALED_MM_OP,
+        WEIGHT_SCALINGS_OP,
         aten.mm.default,
         aten.addmm.default,
         aten._scaled_dot_product_flash_attention.default,

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch.distributed.tensor import Placement
 
-from fp8_dist.mesh.layout import is_shard
+from fp8_dist.mesh import is_shard
 
 
 class Granularity:
@@ -173,7 +173,11 @@ class _PerSlice(Granularity):
 TENSOR = _PerTensor()
 ROW = _PerRow()
 COLUMN = _PerColumn()
-_per_slice = cache(_PerSlice)
+
+
+@cache
+def _per_slice(dims: tuple[int, ...]) -> Granularity:
+    return _PerSlice(dims)
 
 
 def covering(dims: tuple[int, ...], ndim: int) -> Granularity:

@@ -27,16 +27,18 @@ from fp8_dist.fsdp.resharding import check_sharded_module
 from fp8_dist.granularity import TENSOR, Granularity
 from fp8_dist.kernels.scale import Scaling, scaling_from_amax
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.weight_cache import Promise, WeightCache, after_step
-from fp8_dist.mesh.axes import axes_of, group_along, union_of
-from fp8_dist.mesh.layout import (
+from fp8_dist.linear.optimizer_steps import after_step
+from fp8_dist.linear.weight_cache import PendingScales, WeightCache
+from fp8_dist.mesh import (
+    AmaxReduction,
     Layout,
+    axes_of,
     global_offset,
+    group_along,
     group_for_amax,
     local_sizes,
     local_tensor,
-    start_all_reduce_max,
-    waited_max,
+    union_of,
 )
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
@@ -83,9 +85,9 @@ class _Amaxes(NamedTuple):
 
 
 class _Reduction(NamedTuple):
-    """The all-reduce under way: its int32 vector, the sizes of its parts, which are this rank's."""
+    """The all-reduce under way, the sizes of the parts of its vector, which are this rank's."""
 
-    bits: torch.Tensor
+    amaxes: AmaxReduction
     sizes: list[int]
     own: slice
 
@@ -144,13 +146,13 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear]) -> Non
         reduced = _reduced(list(amaxes.values()), reduction)
         return _scalings(weights, dict(zip(amaxes, reduced, strict=True)))
 
-    promise = Promise(find)
+    pending = PendingScales(find)
     for layer in weights:
-        layer.weight_cache.store(layer.weight, promise, "precompute")
-    if reduction is None or not reduction.bits.is_cpu:
+        layer.float8_weight.cache.store_pending(layer.weight, pending)
+    if reduction is None or not reduction.amaxes.blocks_host:
         # On a GPU this only queues the wait. Later it would be queued on whichever stream asks
         # first (FSDP2 gathers on one of its own), behind what others don't wait for.
-        promise.keep()
+        pending.wait()
 
 
 def reshard(module: nn.Module) -> None:
@@ -218,7 +220,7 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
 
 
 def _local_amaxes(layer: Float8Linear, granularity: Granularity) -> _Amaxes:
-    local = local_amax(layer.local_shard(), granularity)
+    local = local_amax(layer.float8_weight.shard(), granularity)
     layout = Layout.of(layer.weight)
     if layout is None:
         return _Amaxes(layer, granularity, local, list(local.shape), [0] * local.ndim, ())
@@ -250,7 +252,7 @@ def _reduced(
     """Each with all of its amaxes of the global weight ``[size]``, or None where local ones do."""
     if reduction is None:
         return [(a, None) for a in amaxes]
-    parts = iter(waited_max(reduction.bits).split(reduction.sizes)[reduction.own])
+    parts = iter(reduction.amaxes.wait().split(reduction.sizes)[reduction.own])
     return [(a, next(parts) if a.axes else None) for a in amaxes]
 
 
@@ -267,8 +269,8 @@ def _start_on_one_mesh(amaxes: Sequence[_Amaxes]) -> _Reduction:
     # Axes on which a weight is replicated may be included.
     group = group_for_amax(mesh, sorted(axes), replicated=range(mesh.ndim))
     assert group is not None
-    bits = start_all_reduce_max(vector, group.group_name)
-    return _Reduction(bits, [a.size for a in amaxes], slice(None))
+    reduction = AmaxReduction(vector, group.group_name)
+    return _Reduction(reduction, [a.size for a in amaxes], slice(None))
 
 
 def _start_on_submeshes(amaxes: Sequence[_Amaxes]) -> _Reduction:
@@ -288,8 +290,8 @@ def _start_on_submeshes(amaxes: Sequence[_Amaxes]) -> _Reduction:
         zeros[slot * a.size : (slot + 1) * a.size] = a.at_global_positions()
         parts.append(zeros)
         sizes += [slot * a.size, a.size, (slots - slot - 1) * a.size]
-    bits = start_all_reduce_max(torch.cat(parts), group_along(union, rank).group_name)
-    return _Reduction(bits, sizes, slice(1, None, 3))
+    reduction = AmaxReduction(torch.cat(parts), group_along(union, rank).group_name)
+    return _Reduction(reduction, sizes, slice(1, None, 3))
 
 
 def _scalings(
@@ -322,5 +324,5 @@ def _scalings(
             local[cast] = (amaxes.local_part(m), amaxes.local_part(scale))
             if cast.granularity.scales_move and whole is not None:
                 all_rows = scale.view(amaxes.shape)
-        results.append((layer.weight_cache, local, all_rows))
+        results.append((layer.float8_weight.cache, local, all_rows))
     return results

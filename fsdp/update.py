@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8_dist.fsdp.precompute import precompute_layers
 from fp8_dist.fsdp.sync import sync_float8_amax_and_scale_history
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.weight_cache import after_step
+from fp8_dist.linear.optimizer_steps import after_step
 from fp8_dist.torch_internals import fsdp_parameter_users
 
 

@@ -24,7 +24,7 @@ from fp8_dist.cast import as_float8_of, quantize_over
 from fp8_dist.config import CastSpec
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.mesh.layout import local_tensor, reduced
+from fp8_dist.mesh import local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 _PREPARED_INPUT = "prepared_input"  # the name of its history among those of a layer

@@ -103,7 +103,7 @@ def _amax(x: torch.Tensor, dims: list[int] | None = None) -> torch.Tensor:
     else:
         largest = torch.amax(x.abs(), dims, keepdim=True) if dims else x
     # abs clears the sign of a NaN and of -0.0, so that the bits of an amax, read as an integer,
-    # are ordered like its values (fp8_dist.mesh.layout).
+    # are ordered like its values (fp8_dist.mesh.amax).
     return largest.to(torch.float32).abs()
 
 

@@ -1,7 +1,7 @@
 """The autograd function of a linear layer: three GEMMs on float8 operands.
 
 Where each tensor lives on a tensor-parallel mesh follows from the weight's placement (the table
-in :mod:`fp8_dist.mesh.layout`); operands that must move are moved as float8::
+in :mod:`fp8_dist.mesh.rules`); operands that must move are moved as float8::
 
     forward     input --cast--> float8 --gather--> float8 @ weight^T --reduce--> output
     backward    grad_output --cast--> float8 --gather--> @ weight  --reduce--> grad_input
@@ -33,7 +33,7 @@ from fp8_dist.linear.operands import (
     weight_operand,
 )
 from fp8_dist.linear.recording import is_recording, note_gemm
-from fp8_dist.mesh.layout import (
+from fp8_dist.mesh import (
     Layout,
     LinearLayouts,
     Placements,

@@ -6,7 +6,7 @@ import torch
 
 from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm
 from fp8_dist.kernels.scaled_mm import ALIGNMENT, needs_alignment
-from fp8_dist.mesh.layout import Layout, local_sizes
+from fp8_dist.mesh import Layout, local_sizes
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 

@@ -17,7 +17,7 @@ from fp8_dist.kernels.scale import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
-from fp8_dist.mesh.layout import Layout, Placements, is_shard, local_tensor
+from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import dtensor_local, no_one_watches
 from fp8_dist.warn import warn_once

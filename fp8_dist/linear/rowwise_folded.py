@@ -42,7 +42,7 @@ from fp8_dist.config import CastSpec, Gemm
 from fp8_dist.granularity import COLUMN, ROW
 from fp8_dist.kernels.quantize import quantize
 from fp8_dist.kernels.scale import scaling_from_amax
-from fp8_dist.mesh.layout import Layout, Placements, is_shard, local_tensor
+from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
 

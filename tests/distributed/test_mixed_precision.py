@@ -64,7 +64,7 @@ def a_step(
         for net in (world.net, twin):
             update_float8_scales(net)
     for layer in float8_layers(world.net).values():
-        wrong += [layer.fqn] if layer.local_shard().dtype is not FP32 else []
+        wrong += [layer.fqn] if layer.float8_weight.shard().dtype is not FP32 else []
     return table, wrong, distances
 
 

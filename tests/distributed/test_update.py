@@ -25,7 +25,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.mesh.layout import local_tensor
+from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, apply_tp_plan
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -131,7 +131,7 @@ def layers_of_all_kinds() -> tuple[list[str], str]:
     with comm_audit(mesh) as audit:
         update_float8_scales(net)
     layers = float8_layers(net).items()
-    return [name for name, each in layers if each.weight_cache.scaling], collectives(audit)
+    return [name for name, each in layers if each.float8_weight.cache.scaling], collectives(audit)
 
 
 def test_layers_of_all_kinds_in_one_model(ranks: RankPools) -> None:
