@@ -28,7 +28,7 @@ def cast_to_float8(
     dim: int | None = None,
     round_scales_to_power_of_2: bool = False,
 ) -> torch.Tensor:
-    """CastSpec a tensor to float8 with the scale of the whole, global tensor.
+    """Cast a tensor to float8 with the scale of the whole, global tensor.
 
     Args:
         tensor: floating point, any shape. A DTensor may have any placements: amax is reduced over
