@@ -1,6 +1,6 @@
-"""A *fake world*: one process plays one rank of thousands.
+"""A *fake world*: one process plays rank 0 of thousands.
 
-Its process group's collectives move nothing, and its tensors hold nothing: what is left of a step
+Its process group's collectives move nothing, and its tensors hold nothing. What is left of a step
 is its sequence of collectives and the sizes of its tensors.
 """
 
@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 @contextmanager
 def fake_world(ranks: int) -> Iterator[None]:
-    """This process is rank 0 of so many, of which no other exists.
+    """This process is rank 0 of so many. (Rank 0 has the largest shards where they are uneven.)
 
-    Rank 0 has the largest shards where shards are uneven. DTensor keeps meshes for good: use a
-    process for one world only.
+    DTensor keeps meshes for good: use a process for one world only.
     """
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     # Clipping reduces norms axis by axis, which torch warns about.
@@ -34,7 +33,7 @@ def fake_world(ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake() -> Iterator[None]:
     """Tensors are fake. Make meshes and their slices, and parallelize a meta model, before it."""
     with FakeTensorMode(allow_non_fake_inputs=True), HostValues():
         yield
@@ -43,8 +42,8 @@ def fake_tensors() -> Iterator[None]:
 class HostValues(TorchDispatchMode):
     """Inside a FakeTensorMode: what is computed from tensors with values has values.
 
-    torch and the library look up ranks in small tensors, such as a mesh's; the fake mode would
-    take their values away. Entered after the fake mode; whatever a fake tensor goes into is fake.
+    torch and the library look up ranks in small tensors, such as a mesh's. Whatever a fake tensor
+    goes into is fake.
     """
 
     def __torch_dispatch__(
