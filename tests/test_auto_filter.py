@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from llama import Llama, LlamaConfig
 from reference import raised
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,6 +37,7 @@ from fp8_dist import (
 from fp8_dist.auto_filter import MULTIPLE, TOO_SMALL, AutoFilter, _matches, _shards
 from fp8_dist.matmul import ALIGNMENT
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, llama_tp_plan
+from scripts.common.llama import Llama, LlamaConfig
 
 installed = importlib.util.find_spec("torchao") is not None
 if installed:

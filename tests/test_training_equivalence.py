@@ -19,8 +19,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 import train
-from corpus import VOCAB_SIZE
-from llama import MODELS, Llama
 from nets import full
 from ranks import RankPools, device_mesh
 from reference import same_cast, weights_used
@@ -39,6 +37,8 @@ from fp8_dist import (
 from fp8_dist.linear import float8_layers
 from fp8_dist.sharding import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
+from scripts.common.corpus import VOCAB_SIZE
+from scripts.common.llama import MODELS, Llama
 
 STEPS = 50
 # A quarter of the quickstart's tokens per step, and half its learning rate: with so few tokens

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from llama import MODELS, Attention, Llama, LlamaConfig, apply_rope, rope_tables
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -13,6 +12,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+
+from scripts.common.llama import MODELS, Attention, Llama, LlamaConfig, apply_rope, rope_tables
 
 TINY = LlamaConfig(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=64, max_seq_len=16

@@ -12,9 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from llama import MODELS, LlamaConfig
 from measure_communication import Float8AsBytes, torchao
-from options import RECIPES
 from plan_links import Links, ranks_along, seconds_by_axis, seconds_of
 from plan_memory import MemoryMeter, bytes_of
 from plan_runs import Run
@@ -23,6 +21,9 @@ from plan_tables import collectives_table, growth_table, memory_table, missing, 
 from plan_world import fake_world
 from ranks import RankPool, RankPools, device_mesh
 from torch import nn
+
+from scripts.common.candidates import RECIPES
+from scripts.common.llama import MODELS, LlamaConfig
 
 WORLD = 4
 SMALL = LlamaConfig(64, 2, 8, 4, 96, vocab_size=128, max_seq_len=32)

@@ -9,7 +9,6 @@ import pytest
 import timeline
 import timeline_trace
 from expecttest import assert_expected_inline
-from llama import LlamaConfig
 from ranks import RankPools, device_mesh
 from timeline_picture import lanes
 from timeline_step import Training, trace_step, trimmed
@@ -29,6 +28,7 @@ from timeline_trace import (
 )
 
 from fp8_dist.debug import comm_audit
+from scripts.common.llama import LlamaConfig
 
 LAYERS = 2
 TINY = LlamaConfig(64, LAYERS, 4, 4, 128, vocab_size=256, max_seq_len=16)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import train
-from corpus import Corpus, load_corpus
 from expecttest import assert_expected_inline
 from ranks import RankPools, device_mesh
 from run_writer import RunWriter
 from torch_releases import uneven_sequence_in_torchs_linear
+
+from scripts.common.corpus import Corpus, load_corpus
 
 SCRIPTS = Path(train.__file__).parent
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]

@@ -9,8 +9,9 @@ import compare
 import pytest
 import torch
 import train
-from options import RECIPES
 from ranks import RankPools, device_mesh
+
+from scripts.common.candidates import RECIPES
 
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
 GATHER_FLOAT8 = ("tensorwise", "rowwise_folded", "delayed")

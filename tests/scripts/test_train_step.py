@@ -9,7 +9,6 @@ import torch
 import train
 from compare import unexpected_gathers
 from expecttest import assert_expected_inline
-from llama import MODELS, Block, LlamaConfig
 from ranks import RankPools, device_mesh
 from run_writer import audit_rows, high_precision_gather
 from torch import nn
@@ -20,6 +19,7 @@ from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.dtypes import is_float8
 from fp8_dist.fsdp import clip_grad_norm_
 from fp8_dist.linear import float8_layers
+from scripts.common.llama import MODELS, Block, LlamaConfig
 
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
 

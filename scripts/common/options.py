@@ -1,18 +1,23 @@
-"""The options of scripts/train.py: their parser, and every check that needs no process group."""
+"""The options of a training run: their parser, and every check that needs no process group."""
 
 import argparse
 import math
 import os
 from pathlib import Path
 
-from corpus import load_corpus
-from llama import MODELS
+from scripts.common.candidates import BF16, RECIPES
+from scripts.common.corpus import load_corpus
+from scripts.common.llama import MODELS
 
-from fp8_dist import Float8LinearRecipeName
-
-BF16 = "bf16"
-RECIPES = (BF16, *(name.value for name in Float8LinearRecipeName))
 AT_LEAST_ONE = ("tp", "steps", "batch_size", "seq_len", "log_every")
+
+
+def positive(text: str) -> int:
+    """The type of options that count something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
 
 
 def make_parser(description: str | None, prog: str | None = None) -> argparse.ArgumentParser:

@@ -6,13 +6,23 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from bench_operands import plain_tensors
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 OTHER = "other"
+
+
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a wrapper subclass is made of; or the tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor.detach()]
+    names, _ = tensor.__tensor_flatten__()
+    held = [getattr(tensor, name) for name in names]  # a DTensor's mesh is among them
+    return [
+        plain for each in held if isinstance(each, torch.Tensor) for plain in plain_tensors(each)
+    ]
 
 
 def saved_bytes(
