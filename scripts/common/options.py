@@ -9,7 +9,7 @@ from scripts.common.candidates import BF16, RECIPES
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS
 
-AT_LEAST_ONE = ("tp", "steps", "batch_size", "seq_len", "log_every")
+AT_LEAST_ONE = ("tp", "steps", "batch_size", "seq_len")
 
 
 def positive(text: str) -> int:
@@ -46,8 +46,6 @@ def make_parser(description: str | None, prog: str | None = None) -> argparse.Ar
     add("--seed", type=int, default=0, help="of weights and data")
     add("--out", type=Path, help="folder of metrics and tables; default: runs/RECIPE")
     add("--data", type=Path, help="file or folder; default: Python's standard library source")
-    add("--precompute", action=flag, default=True, help="float8 scales after each step, together")
-    add("--log-every", type=int, default=1, help="steps between reads of the loss")
     return parser
 
 

@@ -12,7 +12,10 @@ Runs = Sequence[tuple[Plan, Step]]
 
 def collectives_table(runs: Runs) -> str:
     """Count and bytes by phase, axis, op and dtype; a column per variant."""
-    by_key = [{(*r[:4], not r.count): r for r in step.collectives} for _, step in runs]
+    by_key = [
+        {(r.phase, r.axis, r.op, r.dtype, not r.count): r for r in step.collectives}
+        for _, step in runs
+    ]
     keys = sorted({key for each in by_key for key in each}, key=lambda k: (PHASES.index(k[0]), *k))
     lines = [[*key[:4], *(_cell([e[key]] if key in e else []) for e in by_key)] for key in keys]
     for phase in PHASES:

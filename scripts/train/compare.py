@@ -1,4 +1,7 @@
-"""Compares a run of scripts/train.py with a baseline: losses, bytes on the wire, a plot."""
+"""Compares a run of scripts.train.train with a bf16 run: losses, bytes on the wire, a plot.
+
+python -m scripts.train.compare runs/bf16 runs/tensorwise --assert
+"""
 
 import argparse
 import json
@@ -10,26 +13,20 @@ import matplotlib as mpl
 
 mpl.use("Agg")  # before pyplot chooses: there may be no display
 import matplotlib.pyplot as plt
-from options import BF16
 
-from fp8_dist import Float8LinearConfig
 from fp8_dist.casts import Operand
+from scripts.common.candidates import BF16, config_of
+from scripts.common.markdown import table
 
 LAST_STEPS = 20
 MAX_DIFFERENCE = 0.01
 MAX_FRACTION_OF_FIRST = 0.7
 SMOOTHING_STEPS = 5
 SHORTEST_ROW = 16  # of a weight; what float8 GEMMs demand
-NUMBERS = ("bytes", "float8_bytes", "all_gather_bytes", "tokens_per_second")
-# The ratios of bytes that are reported, and how.
-RATIOS = {
-    "bytes": "bytes on the wire",
-    "all_gather_bytes": "bytes of all-gathers alone, unconverted layers included",
-}
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Reads what scripts/train.py wrote into `folder`.
+    """Reads what scripts.train.train wrote into `folder`.
 
     Returns:
         name, losses (one per step), tokens_per_second (mean of the last steps), the bytes of one
@@ -44,10 +41,10 @@ def read_run(folder: Path) -> dict[str, Any]:
         steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         rows = json.loads((folder / "comm.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError) as error:
-        sys.exit(f"{folder} is not a finished run of scripts/train.py: {error}")
+        sys.exit(f"{folder} is not a finished run of scripts.train.train: {error}")
     if len(steps) != config["steps"]:
         sys.exit(
-            f"{folder} is not a finished run of scripts/train.py: metrics.jsonl holds "
+            f"{folder} is not a finished run of scripts.train.train: metrics.jsonl holds "
             f"{len(steps)} of {config['steps']} steps"
         )
     # The very last step ran under the audit, which takes time of its own.
@@ -67,20 +64,18 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def gathers_float8(recipe: str) -> bool:
     """Whether all gathers for float8 layers are float8: one copy serves both uses of an operand."""
-    if recipe == BF16:
-        return False
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    operands: tuple[Operand, ...] = get_args(Operand)
-    return all(config.travelling_cast(operand) is not None for operand in operands)
+    return recipe != BF16 and all(
+        config_of(recipe).travelling_cast(operand) is not None for operand in get_args(Operand)
+    )
 
 
 def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> list[str]:
     """Finds all-gathers in high precision that a float8 run should have made in float8.
 
     A module without float8 layers may gather what it likes. Any other one, and the code outside
-    of modules (module "", where FSDP2's prefetches run too), may gather the parameters that lie
-    in it outside of float8 layers, and no more than these: neither a float8 layer's weight nor
-    its input or output gradient fits. Scales that travel with float8 rows are no such elements.
+    of modules (module "", where FSDP2's prefetches run too), may gather the parameters in it that
+    are not of float8 layers, and no more. Neither a float8 layer's weight nor its input or output
+    gradient fits. Scales that travel with float8 rows are not counted.
 
     Args:
         rows: of comm.json, one per op, axis, dtype and module.
@@ -124,74 +119,64 @@ def lies_in(name: str, module: str) -> bool:
 
 
 def mean_of_last(values: list[float]) -> float:
-    """Averages the last `LAST_STEPS` values, or all when there are fewer."""
+    """Averages the last `LAST_STEPS` values, or all if there are fewer."""
     last = values[-LAST_STEPS:]
     return sum(last) / len(last)
 
 
-def summarize(baseline: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of both runs, their difference, and what is wrong with `run`."""
-    summary: dict[str, Any] = {}
-    for each in (baseline, run):
-        summary[each["name"]] = {
-            "steps": len(each["losses"]),
-            "first_loss": each["losses"][0],
-            "last_loss": mean_of_last(each["losses"]),
-            **{key: each[key] for key in NUMBERS},
-        }
-    last, reference = mean_of_last(run["losses"]), mean_of_last(baseline["losses"])
-    difference = last / reference - 1
-    summary["loss_difference"] = difference
-    # None where nothing is communicated: one rank gathers nothing, and may reduce nothing either.
-    for key in RATIOS:
-        summary[f"{key}_ratio"] = run[key] / baseline[key] if baseline[key] else None
-    problems = []
-    # Written so that a NaN is a problem too.
-    if not abs(difference) <= MAX_DIFFERENCE:
-        problems.append(f"the losses differ by more than {MAX_DIFFERENCE:.0%}")
+def problems(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
+    """Returns what is wrong with `run`. (Conditions are such that a NaN is a problem too.)"""
+    found = []
+    if not abs(loss_difference(baseline, run)) <= MAX_DIFFERENCE:
+        found.append(f"the losses differ by more than {MAX_DIFFERENCE:.0%}")
     for each in (baseline, run):
         if not mean_of_last(each["losses"]) < MAX_FRACTION_OF_FIRST * each["losses"][0]:
-            problems.append(
-                f"{each['name']} did not get below {MAX_FRACTION_OF_FIRST:.0%} of its first loss"
-            )
+            below = f"{MAX_FRACTION_OF_FIRST:.0%} of its first loss"
+            found.append(f"{each['name']} did not get below {below}")
     # A run that gathers anything gathers float8, if its recipe can.
     if run["gathers_float8"] and run["all_gather_bytes"] and not run["float8_bytes"]:
-        problems.append(f"{run['name']} communicated nothing in float8")
-    problems += run["unexpected_gathers"]
-    summary["gathers_float8"] = run["gathers_float8"]
-    summary["problems"] = problems
-    return summary
+        found.append(f"{run['name']} communicated nothing in float8")
+    return found + run["unexpected_gathers"]
 
 
-def report(baseline: str, run: str, summary: dict[str, Any]) -> str:
-    """Renders a summary for people."""
-    header = f"mean of last {LAST_STEPS}"
-    width = max(12, len(baseline) + 2, len(run) + 2)
-    lines = [
-        f"{'':<{width}}{'first loss':>12}{header:>17}{'bytes per step':>17}{'of it float8':>15}"
-        f"{'tokens/s':>11}"
+def loss_difference(baseline: dict[str, Any], run: dict[str, Any]) -> float:
+    """The relative difference of the last losses."""
+    return mean_of_last(run["losses"]) / mean_of_last(baseline["losses"]) - 1
+
+
+def report(baseline: dict[str, Any], run: dict[str, Any]) -> str:
+    """Renders the comparison and its verdict for people."""
+    name, against = run["name"], baseline["name"]
+    head = ["", "first loss", f"mean of last {LAST_STEPS}", "bytes per step", "of it float8"]
+    rows = [
+        [
+            each["name"],
+            f"{each['losses'][0]:.4f}",
+            f"{mean_of_last(each['losses']):.4f}",
+            f"{each['bytes']:,}",
+            f"{each['float8_bytes']:,}",
+            f"{each['tokens_per_second']:,.0f}",
+        ]
+        for each in (baseline, run)
     ]
-    for name in (baseline, run):
-        row = summary[name]
-        lines.append(
-            f"{name:<{width}}{row['first_loss']:>12.4f}{row['last_loss']:>17.4f}{row['bytes']:>17,}"
-            f"{row['float8_bytes']:>15,}{row['tokens_per_second']:>11,.0f}"
-        )
-    lines.append(f"loss of {run} against {baseline}: {summary['loss_difference']:+.2%}")
-    for key, what in RATIOS.items():
-        ratio = summary[f"{key}_ratio"]
-        if ratio is not None:
-            lines.append(f"{what}, {run} / {baseline}: {ratio:.3f}")
-    gathers = (
-        "every gather for a float8 layer is float8"
-        if summary["gathers_float8"]
-        else f"{run} gathers in high precision"
-    )
-    verdict = "; ".join(summary["problems"]) or (
-        f"within {MAX_DIFFERENCE:.0%} of {baseline}, and both below "
+    lines = [table([*head, "tokens/s"], rows, "lr")]
+    lines.append(f"loss of {name} against {against}: {loss_difference(baseline, run):+.2%}")
+    for key, what in (
+        ("bytes", "bytes on the wire"),
+        ("all_gather_bytes", "bytes of all-gathers alone, unconverted layers included"),
+    ):
+        if baseline[key]:  # one rank gathers nothing, and may reduce nothing either
+            lines.append(f"{what}, {name} / {against}: {run[key] / baseline[key]:.3f}")
+    gathers = "every gather for a float8 layer is float8"
+    if not run["gathers_float8"]:
+        gathers = f"{name} gathers in high precision"
+    wrong = "; ".join(problems(baseline, run))
+    lines.append(
+        f"verdict: NOT AS EXPECTED: {wrong}"
+        if wrong
+        else f"verdict: within {MAX_DIFFERENCE:.0%} of {against}, and both below "
         f"{MAX_FRACTION_OF_FIRST:.0%} of their first loss; {gathers}"
     )
-    lines.append(f"verdict: {'NOT AS EXPECTED: ' if summary['problems'] else ''}{verdict}")
     return "\n".join(lines)
 
 
@@ -201,26 +186,25 @@ def running_mean(values: list[float], width: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    """Draws the losses of all runs, raw and smoothed, over their distance to the first's."""
+def plot(losses: dict[str, list[float]], path: Path) -> None:
+    """Draws the losses of runs by name, smoothed, over their distances to the first run's."""
     figure, (axes, below) = plt.subplots(
         2, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained"
     )
-    reference = running_mean(runs[0]["losses"], LAST_STEPS)
-    for index, run in enumerate(runs):
-        steps = range(1, len(run["losses"]) + 1)
-        color = f"C{index}"
-        axes.plot(steps, run["losses"], color=color, alpha=0.3, linewidth=1)
-        smooth = running_mean(run["losses"], SMOOTHING_STEPS)
-        axes.plot(steps, smooth, color=color, label=run["name"], linestyle=("-", "--")[index % 2])
-        means = running_mean(run["losses"], LAST_STEPS)
+    first, *_ = losses
+    reference = running_mean(losses[first], LAST_STEPS)
+    for index, (name, values) in enumerate(losses.items()):
+        steps = range(1, len(values) + 1)
+        style = {"color": f"C{index}", "linestyle": ("-", "--")[index % 2]}
+        axes.plot(steps, running_mean(values, SMOOTHING_STEPS), label=name, **style)
+        means = running_mean(values, LAST_STEPS)
         distances = [100 * (a / b - 1) for a, b in zip(means, reference, strict=False)]
-        below.plot(range(1, len(distances) + 1), distances, color=color)
+        below.plot(range(1, len(distances) + 1), distances, **style)
     axes.set_ylabel("loss (nats per byte)")
-    axes.set_title(f"Training loss; bold: mean of the last {SMOOTHING_STEPS} steps")
+    axes.set_title(f"Training loss, mean of the last {SMOOTHING_STEPS} steps")
     axes.legend()
     below.set_xlabel("step")
-    below.set_ylabel(f"% of {runs[0]['name']}\n(mean of {LAST_STEPS})")
+    below.set_ylabel(f"% of {first}\n(mean of {LAST_STEPS})")
     below.set_ylim(-200 * MAX_DIFFERENCE, 200 * MAX_DIFFERENCE)
     for each in (axes, below):
         each.grid(alpha=0.3)
@@ -230,10 +214,10 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.train.compare", description=__doc__)
     parser.add_argument("baseline", type=Path, help="folder of the bf16 run")
     parser.add_argument("run", type=Path, help="folder of the run to judge")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of loss.png, summary.json")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of loss.png")
     parser.add_argument(
         "--assert", dest="strict", action="store_true", help="fail when the verdict is bad"
     )
@@ -241,13 +225,11 @@ def main(argv: list[str] | None = None) -> int:
     baseline, run = read_run(args.baseline), read_run(args.run)
     if baseline["name"] == run["name"]:
         parser.error(f"both runs are {run['name']} runs: compare different recipes")
-    summary = summarize(baseline, run)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot([baseline, run], args.out / "loss.png")
-    print(report(baseline["name"], run["name"], summary))
-    print(f"written: {args.out / 'loss.png'}, {args.out / 'summary.json'}")
-    return 1 if args.strict and summary["problems"] else 0
+    plot({each["name"]: each["losses"] for each in (baseline, run)}, args.out / "loss.png")
+    print(report(baseline, run))
+    print(f"written: {args.out / 'loss.png'}")
+    return 1 if args.strict and problems(baseline, run) else 0
 
 
 if __name__ == "__main__":

@@ -1,28 +1,29 @@
 """Trains a small Llama in bf16 and in float8, from the same seed, and compares the two runs.
 
-Takes the options of scripts/train.py, for both runs, with defaults of its own: four ranks on this
-machine, FSDP2 (--dp 2) x tensor parallelism with sequence parallelism (--tp 2). --recipe is the
-float8 recipe that is compared with bf16. --out (runs/quickstart in the repository) is the folder of
-the comparison; each run has its own folder in it.
+Takes the options of scripts.train.train, for both runs, with defaults of its own: four ranks on
+this machine, FSDP2 (--dp 2) x tensor parallelism with sequence parallelism (--tp 2). --recipe is
+the float8 recipe that is compared with bf16. --out (runs/quickstart in the repository) is the
+folder of the comparison; each run has its own folder in it.
 """
 
 import os
 import signal
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
-from options import BF16, make_parser, parse_options
+from scripts.common.candidates import BF16
+from scripts.common.options import make_parser, parse_options
+from scripts.common.ranks import LOOPBACK
 
-SCRIPTS = Path(__file__).resolve().parent
-DEFAULTS = {"dp": 2, "tp": 2, "recipe": "tensorwise", "out": SCRIPTS.parent / "runs/quickstart"}
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULTS = {"dp": 2, "tp": 2, "recipe": "tensorwise", "out": ROOT / "runs/quickstart"}
 
 
 def parse_args(argv: list[str]) -> Namespace:
     """Checks the options once, before any rank starts; errors end the process with status 2."""
-    parser: ArgumentParser = make_parser(__doc__, prog="quickstart.sh")
+    parser = make_parser(__doc__, prog="quickstart.sh")
     parser.set_defaults(**DEFAULTS)
     asked = parser.parse_args(argv)
     if asked.recipe == BF16:
@@ -33,7 +34,7 @@ def parse_args(argv: list[str]) -> Namespace:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of the ranks; what the user has set stays."""
+    """The environment of the ranks; what the user has set stays."""
     defaults = {
         # The ranks share the machine: more threads each would only get in each other's way.
         "OMP_NUM_THREADS": "1",
@@ -44,14 +45,14 @@ def environment() -> dict[str, str]:
 
 
 def train_command(args: Namespace, argv: list[str], recipe: str) -> list[str]:
-    """Returns the command line that trains with `recipe` into its own folder."""
+    """The command line that trains with `recipe` into its own folder."""
     # -P: what lies in the current folder must not hide a module of the library.
     launch = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     launch += ["--local-addr", "localhost", "--nproc-per-node", str(args.dp * args.tp)]
     mesh = ["--dp", str(args.dp), "--tp", str(args.tp)]
     # The last one of an option given twice counts.
     own = ["--recipe", recipe, "--out", str(args.out / recipe)]
-    return [*launch, str(SCRIPTS / "train.py"), *mesh, *argv, *own]
+    return [*launch, "-m", "scripts.train.train", *mesh, *argv, *own]
 
 
 def run(command: list[str]) -> int:
@@ -76,7 +77,8 @@ def main(argv: list[str]) -> int:
             return status
     print("== comparing", flush=True)
     folders = [str(args.out / recipe) for recipe in (BF16, args.recipe)]
-    command = [sys.executable, str(SCRIPTS / "compare.py"), *folders, "--out", str(args.out)]
+    command = [sys.executable, "-P", "-m", "scripts.train.compare", *folders]
+    command += ["--out", str(args.out)]
     # The verdict decides the exit status only for the run it is made for: other options may train
     # too shortly to learn anything.
     if not argv:

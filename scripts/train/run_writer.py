@@ -1,4 +1,4 @@
-"""What a run of scripts/train.py leaves in its folder, and what it prints about itself."""
+"""What a run of scripts.train.train leaves in its folder, and what it prints about itself."""
 
 import argparse
 import dataclasses
@@ -29,17 +29,17 @@ class RunWriter:
         self.metrics = (self.out / "metrics.jsonl").open("w", buffering=1)
 
     def write_config(self, model: nn.Module, device: torch.device, reason: str) -> None:
-        """Says what is trained, and where.
+        """Says what is trained, and where; reason: why not on a GPU, "" if there is nothing to say.
 
-        reason: why the device is not another one; "": it needs none.
+        config.json has the options, `float8_layers` by name, and `high_precision_gather`: how many
+        elements an FSDP2 gather of each other parameter moves.
         """
         args, corpus = self.args, self.args.corpus
         parameters = sum(p.numel() for p in model.parameters())
-        where = f"{device.type} with {dist.get_backend()}"
+        where = f"{device.type} with {dist.get_backend()}{f' ({reason})' if reason else ''}"
         print(
             f"{args.model} Llama, {parameters:,} parameters, {args.recipe}, dp {args.dp} x tp "
-            f"{args.tp} on {where}{f' ({reason})' if reason else ''}; "
-            f"{corpus.tokens.numel():,} bytes of {corpus.source}",
+            f"{args.tp} on {where}; {corpus.tokens.numel():,} bytes of {corpus.source}",
             flush=True,
         )
         shown = {name: value for name, value in vars(args).items() if name != "corpus"}
@@ -69,7 +69,7 @@ class RunWriter:
 
 
 def audit_rows(audit: CommAudit) -> list[dict[str, Any]]:
-    """Returns the rows of an audit as JSON can hold them, with their `float8_bytes`."""
+    """The rows of an audit as JSON can hold them, with their `float8_bytes`."""
     return [
         dataclasses.asdict(row) | {"dtype": str(row.dtype), "float8_bytes": row.float8_bytes}
         for row in audit.rows
@@ -77,7 +77,7 @@ def audit_rows(audit: CommAudit) -> list[dict[str, Any]]:
 
 
 def high_precision_gather(model: nn.Module, dp: int) -> dict[str, int]:
-    """Returns what an FSDP2 gather of each parameter outside of float8 layers moves, in elements.
+    """What an FSDP2 gather of each parameter outside of float8 layers moves, in elements.
 
     Called on rank 0, whose shard is the largest: FSDP2 pads the others to its size.
     """
