@@ -1,9 +1,9 @@
 """Ways to get two gradients from one float8 copy of input and weight, in plain torch and fp64.
 
 The letters are those of ``fp8_dist/folding.py``, whose choice ("ours") is compared here with others
-without calling the library: x = input, w = weight, g = grad_output; xq and wq the only float8
+without calling the library: x = input, w = weight, g = grad_output; xq and wq are the only float8
 copies of x and w, with a scale for each row, t and s. The gradients are the products of g1 and wq,
-and of g2 and xq; the ways differ in what g1 and g2 are cast from::
+and of g2 and xq. The ways differ in what g1 and g2 are cast from::
 
     direct     g1 = cast_rows(g * s)     g2 = cast_columns(g * t)
     ours       g1 = cast_rows(g0 * s)    g2 = cast_columns(g0 * t)       with g0 = cast_rows(g)
@@ -12,14 +12,13 @@ and of g2 and xq; the ways differ in what g1 and g2 are cast from::
 In "rowwise" nothing is folded: x and w are cast a second time, along their other dim.
 """
 
-import math
-
 import torch
-from sqnr_tensors import Operands
 from torch import Tensor
 
+from scripts.common.metrics import sqnr
+from scripts.measure.operands import Operands, exact
+
 WAYS = ("rowwise", "direct", "ours", "chained")
-Gradients = tuple[Tensor, Tensor]  # grad_input [M, K], grad_weight [N, K], fp64
 FIGURES = (
     "grad_input",
     "worst rows of grad_input",
@@ -27,12 +26,7 @@ FIGURES = (
     "worst rows of grad_weight",
     "worst columns of grad_weight",
 )
-
-
-def exact(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """The output and the two gradients, fp64."""
-    x, w, g = (tensor.double() for tensor in operands)
-    return x @ w.t(), g @ w, g.t() @ x
+ByWay = dict[str, dict[str, float]]  # the `FIGURES` of each way, in dB
 
 
 def cast(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -48,8 +42,8 @@ def cast(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return scaled.to(torch.float8_e4m3fn).double(), 1 / multiplier
 
 
-def gradients(operands: Operands) -> dict[str, Gradients]:
-    """grad_input and grad_weight by each of the `WAYS`."""
+def gradients(operands: Operands) -> dict[str, tuple[Tensor, Tensor]]:
+    """grad_input [M, K] and grad_weight [N, K], fp64, by each of the `WAYS`."""
     x, w, g = (tensor.double() for tensor in operands)
     (xq, t), (wq, s) = cast(x, 1), cast(w, 1)
     s = s.t()
@@ -70,13 +64,6 @@ def gradients(operands: Operands) -> dict[str, Gradients]:
     return by_way
 
 
-def sqnr(expected: Tensor, actual: Tensor) -> float:
-    """Signal to quantization noise in dB, fp64; inf where the two are equal."""
-    expected = expected.double()
-    noise = (expected - actual.double()).norm()
-    return math.inf if noise == 0 else (20 * torch.log10(expected.norm() / noise)).item()
-
-
 def sqnr_of_worst(expected: Tensor, actual: Tensor, dim: int) -> float:
     """The mean SQNR of the worst 1 % (one at least) of rows (dim 1) or columns (dim 0).
 
@@ -88,7 +75,7 @@ def sqnr_of_worst(expected: Tensor, actual: Tensor, dim: int) -> float:
     return values.sort().values[: max(1, len(values) // 100)].mean().item()
 
 
-def fold_figures(operands: Operands) -> dict[str, dict[str, float]]:
+def fold_figures(operands: Operands) -> ByWay:
     """The `FIGURES` of each way, in dB."""
     _, grad_input, grad_weight = exact(operands)
     figures = {}

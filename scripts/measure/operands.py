@@ -1,4 +1,4 @@
-"""Operands of linear layers for scripts/measure_sqnr.py: of a training run, and made to be hard."""
+"""Operands of linear layers to multiply: of a training run, and made to be hard to cast."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from corpus import load_corpus
-from llama import MODELS, Llama
 from torch import Tensor, nn
 from tqdm import tqdm
-from train import MAX_GRAD_NORM, learning_rate_factor
+
+from scripts.common.corpus import load_corpus
+from scripts.common.llama import MODELS, Llama
+from scripts.train.train import MAX_GRAD_NORM, learning_rate_factor
 
 MODEL, BATCH_SIZE, SEQ_LEN, LR, WARMUP = "debug", 8, 64, 1e-3, 40
 LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 LINEARS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 ZERO_ROWS = "10 % of weight rows zero"
-GIANTS = "3 % of input channels x 30,000"
 OUTPUT_CHANNELS = "output channels of lognormal(2.5) size"
 
 
@@ -32,6 +32,15 @@ class Operands(NamedTuple):
     input: Tensor
     weight: Tensor
     grad_output: Tensor
+
+
+Change = Callable[[Operands], object]  # in place
+
+
+def exact(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """The output and the two gradients, fp64."""
+    x, w, g = (tensor.double() for tensor in operands)
+    return x @ w.t(), g @ w, g.t() @ x
 
 
 class Place(NamedTuple):
@@ -50,8 +59,7 @@ def recorded_linears() -> list[str]:
 def record(steps: list[int], seed: int) -> dict[Place, Operands]:
     """Trains the reference model, and keeps what its linear layers multiply at some steps.
 
-    The recipe is that of ``scripts/train.py`` in bf16: parameters and AdamW in fp32, compute in
-    bf16 (by autocast), gradients clipped. Inputs and output gradients are the bf16 values, weights
+    As in ``scripts.train.train``, XX and output gradients are the bf16 values, weights
     the fp32 parameters, which a float8 layer casts.
 
     Args:
@@ -110,44 +118,40 @@ def stress_cases(seed: int, m: int = 1024, k: int = 512, n: int = 768) -> dict[s
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator)
 
-    def tokens(x: Tensor, w: Tensor, g: Tensor) -> None:
-        x *= torch.exp(2 * normal(m, 1))
-        g *= torch.exp(2 * normal(m, 1))
+    def tokens(operands: Operands) -> None:
+        operands.input.mul_(torch.exp(2 * normal(m, 1)))
+        operands.grad_output.mul_(torch.exp(2 * normal(m, 1)))
 
-    def zero_tokens(x: Tensor, w: Tensor, g: Tensor) -> None:
-        x[::50] = 0
-        g[::50] = 0
+    def zero_tokens(operands: Operands) -> None:
+        operands.input[::50] = 0
+        operands.grad_output[::50] = 0
 
-    def outliers(x: Tensor, w: Tensor, g: Tensor) -> None:
-        x[:, ::37] *= 30
+    def channels(factor: float) -> Change:
+        return lambda operands: operands.input[:, ::37].mul_(factor)
 
-    def zero_weight_rows(x: Tensor, w: Tensor, g: Tensor) -> None:
-        w[::10] = 0
+    def zero_weight_rows(operands: Operands) -> None:
+        operands.weight[::10] = 0
 
-    def weight_rows(x: Tensor, w: Tensor, g: Tensor) -> None:
-        w *= torch.exp(2.5 * normal(n, 1))
+    def weight_rows(operands: Operands) -> None:
+        operands.weight.mul_(torch.exp(2.5 * normal(n, 1)))
 
-    def giants(x: Tensor, w: Tensor, g: Tensor) -> None:
-        x[:, ::37] *= 30_000
+    def output_channels(operands: Operands) -> None:
+        operands.grad_output.mul_(torch.exp(2.5 * normal(n)))
 
-    def output_channels(x: Tensor, w: Tensor, g: Tensor) -> None:
-        g *= torch.exp(2.5 * normal(n))
-
-    cases: dict[str, list[Callable[[Tensor, Tensor, Tensor], None]]] = {
+    cases: dict[str, list[Change]] = {
         "normal": [],
         "tokens of lognormal(2) size": [tokens],
         "2 % of tokens zero": [zero_tokens],
-        "3 % of input channels x 30": [outliers],
+        "3 % of input channels x 30": [channels(30)],
         ZERO_ROWS: [zero_weight_rows],
         "weight rows of lognormal(2.5) size": [weight_rows],
-        "all of these": [tokens, zero_tokens, outliers, zero_weight_rows, weight_rows],
-        GIANTS: [giants],
+        "all of these": [tokens, zero_tokens, channels(30), zero_weight_rows, weight_rows],
+        "3 % of input channels x 30,000": [channels(30_000)],
         OUTPUT_CHANNELS: [output_channels],
     }
     made = {}
     for name, changes in cases.items():
-        operands = Operands(normal(m, k), 0.02 * normal(n, k), 1e-3 * normal(m, n))
+        made[name] = Operands(normal(m, k), 0.02 * normal(n, k), 1e-3 * normal(m, n))
         for change in changes:
-            change(*operands)
-        made[name] = operands
+            change(made[name])
     return made
