@@ -59,8 +59,9 @@ def recorded_linears() -> list[str]:
 def record(steps: list[int], seed: int) -> dict[Place, Operands]:
     """Trains the reference model, and keeps what its linear layers multiply at some steps.
 
-    As in ``scripts.train.train``, XX and output gradients are the bf16 values, weights
-    the fp32 parameters, which a float8 layer casts.
+    As in ``scripts.train.train``, parameters and AdamW are fp32, compute is bf16 (by autocast), and
+    gradients are clipped. Inputs and output gradients are the bf16 values, weights the fp32
+    parameters, which a float8 layer casts.
 
     Args:
         steps: which ones, counted from 1; the last one ends the training and its schedule.

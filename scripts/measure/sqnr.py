@@ -1,6 +1,6 @@
 """Measures the SQNR of a linear layer's three GEMMs in each float8 recipe.
 
-    python scripts/measure_sqnr.py --assert --write
+    python -m scripts.measure.sqnr --assert --write
 
 Trains the reference model in bf16, records what its linear layers multiply, multiplies it again in
 float8 and compares with the product in fp64. SQNR is 20 log10(|exact| / |exact - float8|), in dB.
@@ -8,50 +8,40 @@ float8 and compares with the product in fp64. SQNR is 20 log10(|exact| / |exact 
 
 import argparse
 import dataclasses
-import json
-import platform
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from statistics import fmean
 
 import torch
-from sqnr_folds import exact, fold_figures, sqnr
-from sqnr_page import (
-    E5M2_GRADIENTS,
-    EXACT_SCALES,
-    GEMMS,
-    ONE_POWER_OF_2,
-    ONE_SCALE,
-    Figures,
-    differences,
-    folds_table,
-    full_tables,
-    page,
-    recipes_table,
-    summary,
-    variants_table,
-)
-from sqnr_tensors import BATCH_SIZE, MODEL, SEQ_LEN, Operands, record, stress_cases
 from torch import nn
 from tqdm import tqdm
 
-from fp8_dist import (
-    CastConfig,
-    Float8Linear,
-    Float8LinearConfig,
-    Float8LinearRecipeName,
-    ScalingGranularity,
-)
+from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity
 from fp8_dist.casts import Gemm
+from scripts.common.blocks import DOCS, replace_block
+from scripts.common.candidates import OURS
+from scripts.common.markdown import table
+from scripts.common.metrics import sqnr
+from scripts.common.options import positive
+from scripts.measure.folds import FIGURES, WAYS, ByWay, fold_figures
+from scripts.measure.operands import Operands, Place, exact, record, stress_cases
 
-REPORT = Path(__file__).resolve().parent.parent / "docs/sqnr.md"
+PAGE = DOCS / "sqnr.md"
 # A delayed scale is that of earlier steps, which a single record doesn't have.
-RECIPES = [name.value for name in Float8LinearRecipeName if name.value != "delayed"]
+RECIPES = [name for name in OURS if name != "delayed"]
 TOLERANCE = 0.1  # dB that rowwise_folded may be behind rowwise
+GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
+EXACT_SCALES = "rowwise, exact scales"
+E5M2_GRADIENTS = "rowwise, e5m2 gradients"
+ONE_SCALE = "tensorwise, e4m3 gradients"
+ONE_POWER_OF_2 = f"{ONE_SCALE}, power-of-two scale"
+VARIANTS = ("rowwise", EXACT_SCALES, E5M2_GRADIENTS, "tensorwise", ONE_SCALE, ONE_POWER_OF_2)
+
+Figures = dict[Place, dict[str, dict[Gemm, float]]]  # SQNR in dB, by config
 
 
 def configs() -> dict[str, Float8LinearConfig]:
-    """The recipes, and the variants of them that the page compares, by name."""
+    """The recipes, and variants of them, by name."""
     known = {recipe: Float8LinearConfig.from_recipe_name(recipe) for recipe in RECIPES}
     e5m2_rows = CastConfig(
         scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e5m2
@@ -79,8 +69,7 @@ def products(operands: Operands, config: Float8LinearConfig) -> dict[Gemm, torch
     output.backward(operands.grad_output)
     assert x.grad is not None
     assert layer.weight.grad is not None
-    results = (output.detach(), x.grad, layer.weight.grad)
-    return dict(zip(GEMMS, results, strict=True))
+    return dict(zip(GEMMS, (output.detach(), x.grad, layer.weight.grad), strict=True))
 
 
 def measure(operands: Operands) -> dict[str, dict[Gemm, float]]:
@@ -95,70 +84,91 @@ def measure(operands: Operands) -> dict[str, dict[Gemm, float]]:
 
 def broken_promises(figures: Figures) -> Iterator[str]:
     """Where rowwise_folded is behind rowwise, a sentence each."""
-    for gemm, ahead in differences(figures, "rowwise_folded", "rowwise").items():
-        for place, value in zip(figures, ahead, strict=True):
+    for place, by_config in figures.items():
+        for gemm in GEMMS:
+            behind = by_config["rowwise"][gemm] - by_config["rowwise_folded"][gemm]
             # (So that a NaN is a broken promise too.)
-            if not value >= -TOLERANCE:
+            if not behind <= TOLERANCE:
                 yield (
                     f"{place.linear}, step {place.step}, {gemm}: rowwise_folded is "
-                    f"{-value:.2f} dB behind rowwise, more than {TOLERANCE:g}"
+                    f"{behind:.2f} dB behind rowwise, more than {TOLERANCE:g}"
                 )
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options; errors end the process with status 2."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    steps = "steps that are recorded; the last one ends the training (default: 5 300)"
-    add("--at", type=int, nargs="+", default=[5, 300], metavar="STEP", help=steps)
-    add("--seed", type=int, default=0, help="of weights, data and made-up operands")
-    add("--full", action="store_true", help="print the tables of every linear layer too")
-    add("--write", action="store_true", help=f"write {REPORT.name} in docs/")
-    add("--json", type=Path, metavar="FILE", help="write all figures there")
-    failing = f"fail where rowwise_folded is more than {TOLERANCE:g} dB behind rowwise"
-    add("--assert", dest="check", action="store_true", help=failing)
-    args = parser.parse_args(argv)
-    if min(args.at) < 1 or not 0 <= args.seed < 2**31:
-        parser.error("steps count from 1, and --seed lies in [0, 2**31)")
-    return args
+def decibels(value: float) -> str:
+    """One decimal; above 100 dB it is the result's own format that is measured."""
+    return f"{value:.1f}" if value < 100 else "> 100"
+
+
+def recipes_table(figures: Figures) -> str:
+    """Mean and worst of each recipe, GEMM and step."""
+    lines = []
+    for recipe in RECIPES:
+        for step in sorted({place.step for place in figures}):
+            some = {place: row for place, row in figures.items() if place.step == step}
+            lines.append([f"`{recipe}`", str(step), *_cells(some, recipe)])
+    return table(["recipe", "step", *GEMMS], lines)
+
+
+def variants_table(figures: Figures) -> str:
+    """Mean and worst of each of the `VARIANTS` and GEMM."""
+    return table(["config", *GEMMS], [[name, *_cells(figures, name)] for name in VARIANTS])
+
+
+def _cells(figures: Figures, config: str) -> list[str]:
+    values = ([row[config][gemm] for row in figures.values()] for gemm in GEMMS)
+    return [f"{decibels(fmean(each))} ({decibels(min(each))})" for each in values]
+
+
+def folds_table(recorded: list[ByWay], stressed: dict[str, ByWay]) -> str:
+    """Cases by figures, the ways in a cell; of what was recorded, the mean and the worst."""
+    cases = {
+        case: {
+            way: {f: over([by_way[way][f] for by_way in recorded]) for f in FIGURES} for way in WAYS
+        }
+        for case, over in (("recorded: mean", fmean), ("recorded: worst linear layer", min))
+    }
+    lines = [
+        [case, *(" / ".join(decibels(by_way[way][f]) for way in WAYS) for f in FIGURES)]
+        for case, by_way in (cases | stressed).items()
+    ]
+    return table(["operands", *FIGURES], lines)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    args = parse(argv)
-    operands = record(args.at, args.seed)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.measure.sqnr",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    steps = "steps that are recorded; the last one ends the training (default: 5 300)"
+    add("--at", type=positive, nargs="+", default=[5, 300], metavar="STEP", help=steps)
+    add("--write", action="store_true", help="replace the tables of docs/sqnr.md")
+    failing = f"fail where rowwise_folded is more than {TOLERANCE:g} dB behind rowwise"
+    add("--assert", dest="check", action="store_true", help=failing)
+    args = parser.parse_args(argv)
+    operands = record(args.at, seed=0)
     progress = tqdm(operands.items(), desc="multiplying", unit="layer")
-    figures, recorded = {}, {}
-    for place, triple in progress:
-        figures[place], recorded[place] = measure(triple), fold_figures(triple)
-    stressed = {case: fold_figures(each) for case, each in stress_cases(args.seed).items()}
-
-    shown = [recipes_table(figures, RECIPES), variants_table(figures)]
-    shown.append(folds_table({**summary(recorded), **stressed}))
-    print(*shown, *([full_tables(figures, RECIPES)] if args.full else []), sep="\n\n")
-    if args.write:
-        settings = {"model": MODEL, "tokens": f"{BATCH_SIZE} x {SEQ_LEN}", "seed": args.seed}
-        settings |= {"at": " ".join(map(str, args.at)), "tolerance": TOLERANCE}
-        settings |= {"steps": " and ".join(map(str, args.at)), "last": max(args.at)}
-        settings |= {"torch": torch.__version__, "python": platform.python_version()}
-        REPORT.parent.mkdir(exist_ok=True)
-        REPORT.write_text(page(figures, recorded, stressed, RECIPES, settings))
-    if args.json is not None:
-        rows = [
-            {**place._asdict(), "sqnr": figures[place], "gradients": recorded[place]}
-            for place in figures
-        ]
-        args.json.write_text(json.dumps({"recorded": rows, "stressed": stressed}, indent=1) + "\n")
-    if not args.check:
-        return 0
+    figures = {place: measure(each) for place, each in progress}
+    recorded = [fold_figures(each) for each in operands.values()]
+    stressed = {case: fold_figures(each) for case, each in stress_cases(seed=0).items()}
+    blocks = {
+        "recipes": recipes_table(figures),
+        "variants": variants_table(figures),
+        "folds": folds_table(recorded, stressed),
+    }
+    for name, text in blocks.items():
+        print(f"{text}\n")
+        if args.write:
+            replace_block(PAGE, name, text)
     broken = list(broken_promises(figures))
     for sentence in broken:
         print(f"broken: {sentence}", file=sys.stderr)
     if not broken:
         print(f"rowwise_folded is nowhere more than {TOLERANCE:g} dB behind rowwise")
-    return 1 if broken else 0
+    return int(args.check and bool(broken))
 
 
 if __name__ == "__main__":
