@@ -1,9 +1,9 @@
 """Measures what forward keeps for backward, beside bf16 and torchao: a layer, a block, FSDP2.
 
-    python scripts/memory.py --assert --write
+    python -m scripts.measure.memory --assert --write
 
-Bytes of the storages that a forward saves for its backward, and of the float8 copies of weights
-that layers keep: the second forward, with weights that have changed since the first. Counts depend
+Counts bytes of the storages that a forward saves for its backward, and of the float8 copies of
+weights that layers keep, in the second forward, after the weights have changed. The counts depend
 on the sizes, not on the machine. `--assert` fails where a layer that saves its input in float8
 keeps more than 0.55 of what bf16 keeps, or where under FSDP2 a block keeps an unsharded weight, or
 more in a deeper model.
@@ -20,21 +20,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_census import OTHER, Census, saved_bytes
-from bench_models import build
-from bench_peers import BF16, OURS, TORCHAO, linear_of
-from bench_ranks import run_on_ranks
-from benchmarks import DOCS, Check, Report, make_parser, markdown, section, start
-from llama import Block, LlamaConfig, rope_tables
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fp8_dist import Float8Linear, invalidate_float8_scales, selective_checkpoint_policy
+from fp8_dist import invalidate_float8_scales, selective_checkpoint_policy
+from fp8_dist.linear import float8_layers
+from scripts.common.candidates import BF16, OURS, TORCHAO, linear_of
+from scripts.common.llama import Block, LlamaConfig, rope_tables
+from scripts.common.markdown import table
+from scripts.common.models import build
+from scripts.common.ranks import run_on_ranks
+from scripts.common.report import Check, finish, make_parser, start
+from scripts.common.saved_bytes import OTHER, Census, saved_bytes
 
-PAGE = DOCS / "memory.md"
 NAMES = (BF16, *OURS, *TORCHAO)
-# Sizes are such that the number of elements tells activations, weights and their shards apart.
+# With these sizes the number of elements tells activations, weights and their shards apart.
 ROWS, FEATURES = 1024, 512
 BATCH, SEQUENCE, RANKS = 2, 320, 2
 CONFIG = LlamaConfig(256, 1, 8, 8, 768, vocab_size=1024, max_seq_len=SEQUENCE)
@@ -43,24 +44,6 @@ MODES = ("plain", "selective", "full")
 LIMIT = 0.55  # of the bf16 input: half of it, and room for scales
 HIGH_PRECISION_INPUT = "rowwise_with_gw_hp"  # its GEMM of grad_weight is in high precision
 WEIGHT, SHARD = "weight", "shard"
-
-LAYER, BLOCK, DEPTH = "A linear layer", "A transformer block", "FSDP2 x2, by depth"
-ABOUT = {
-    LAYER: f"""\
-One layer of {FEATURES} x {FEATURES} on {ROWS} rows, bf16. "activations" are kept for each forward
-until its backward, "copies of the weight" once, until the weight changes.""",
-    BLOCK: f"""\
-One block of `scripts/llama.py` (dim {CONFIG.dim}, ffn {CONFIG.ffn_dim}) on {BATCH} x {SEQUENCE}
-tokens, bf16. "plain", "selective" and "full" are the activations without checkpointing, with
-`fp8_dist.selective_checkpoint_policy`, which saves the results of GEMMs, attention and collectives,
-and with full checkpointing.""",
-    DEPTH: f"""\
-A Llama of such blocks on {RANKS} ranks, fp32 masters, bf16 compute, float8 gathers where the recipe
-has them, {BATCH} x {SEQUENCE} tokens in all: what one rank keeps between forward and backward.
-"float8 shards" are the rank's shards of the blocks' weights, cast for the gather (they are kept
-until the weights change, unless `cache_float8_shards=False`); "unsharded weights" those of the
-blocks, or copies of them.""",
-}
 Held = Mapping[str, int]  # bytes by kind: OTHER (activations), WEIGHT, SHARD
 
 
@@ -100,15 +83,14 @@ def held_by(forward: Callable[[], torch.Tensor], model: nn.Module) -> Held:
 def change_weights(model: nn.Module) -> None:
     """As after a step of an optimizer: the gradients go, and what was known of the weights."""
     model.zero_grad()
-    if any(isinstance(module, Float8Linear) for module in model.modules()):
+    if float8_layers(model):
         invalidate_float8_scales(model)
 
 
 def float8_copies(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The float8 copies of weights that our layers keep until the weights change."""
-    for layer in model.modules():
-        if isinstance(layer, Float8Linear):
-            yield from (copy.qdata for copy in layer.weight_cache.float8 or ())
+    """The float8 copies of weights that the library's layers keep until the weights change."""
+    for layer in float8_layers(model).values():
+        yield from (copy.qdata for copy in layer.weight_cache.float8 or ())
 
 
 def weight_sizes(module: nn.Module) -> set[int]:
@@ -127,8 +109,8 @@ def of_block(name: str, mode: str) -> Held:
     """A candidate's block; mode: one of `MODES`."""
     block = Block(CONFIG).bfloat16()
     tables = rope_tables(CONFIG)
-    for buffer, table in zip(("cos", "sin"), tables, strict=True):
-        block.register_buffer(buffer, table)  # there anyway
+    for buffer, rotation in zip(("cos", "sin"), tables, strict=True):
+        block.register_buffer(buffer, rotation)  # there anyway
     for parent in (block.attention, block.feed_forward):
         for child, linear in list(parent.named_children()):
             setattr(parent, child, linear_of(name, linear))
@@ -152,46 +134,43 @@ def of_block(name: str, mode: str) -> Held:
 def of_depths(names: Sequence[str], depths: Sequence[int]) -> dict[str, dict[int, Held]]:
     """What a rank keeps of each candidate's model at each depth; called on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
-    rows = BATCH // mesh["dp"].size()
-    tokens = torch.randint(CONFIG.vocab_size, (rows, SEQUENCE))
+    ranks = mesh["dp"].size()
+    tokens = torch.randint(CONFIG.vocab_size, (BATCH // ranks, SEQUENCE))
     found: dict[str, dict[int, Held]] = {name: {} for name in names}
     sizes = weight_sizes(Block(CONFIG))
-    kinds = {n // mesh["dp"].size(): SHARD for n in sizes} | dict.fromkeys(sizes, WEIGHT)
-    for name in names:
-        for depth in depths:
-            config = dataclasses.replace(CONFIG, n_layers=depth)
-            model, _ = build(name, config, mesh, torch.device("cpu"))
-            found[name][depth] = kept_by(partial(model, tokens), model, kinds)
+    kinds = {size // ranks: SHARD for size in sizes} | dict.fromkeys(sizes, WEIGHT)
+    for name, depth in itertools.product(names, depths):
+        model = build(name, dataclasses.replace(CONFIG, n_layers=depth), mesh)
+        found[name][depth] = kept_by(partial(model, tokens), model, kinds)
     return found
 
 
 def layer_table(kept: Mapping[str, Held]) -> str:
-    """Markdown: a row per candidate."""
-    lines = [["layer", "activations, B", "of bf16", "copies of the weight, B"]]
+    """A line per candidate."""
+    lines = []
     for name, held in kept.items():
         share = held[OTHER] / kept[BF16][OTHER]
         lines.append([name, f"{held[OTHER]:,}", f"{share:.3f}", f"{held[WEIGHT]:,}"])
-    return markdown(lines)
+    return table(["layer", "activations, B", "of bf16", "copies of the weight, B"], lines, "lr")
 
 
 def block_table(kept: Mapping[str, Mapping[str, Held]]) -> str:
-    """Markdown: a row per candidate, a column per way to checkpoint."""
+    """A line per candidate, columns per way to checkpoint."""
     heads = [head for mode in MODES for head in (f"{mode}, B", "of bf16")]
-    lines = [["block", *heads, "copies of weights, B"]]
+    lines = []
     for name, by_mode in kept.items():
         cells = []
         for mode in MODES:
             held = by_mode[mode][OTHER]
             cells += [f"{held:,}", f"{held / kept[BF16][mode][OTHER]:.3f}"]
         lines.append([name, *cells, f"{by_mode['plain'][WEIGHT]:,}"])
-    return markdown(lines)
+    return table(["block", *heads, "copies of weights, B"], lines, "lr")
 
 
 def depth_table(kept: Mapping[str, Mapping[int, Held]]) -> str:
-    """Markdown: a row per candidate, a column per depth."""
-    head = ["model", *(f"{depth} layers, B" for depth in kept[BF16])]
-    head += ["each layer, B", "of bf16", "float8 shards of each, B", "unsharded weights, B"]
-    lines = [head]
+    """A line per candidate, a column per depth."""
+    head = ["model", *(f"{depth} layers, B" for depth in kept[BF16]), "each layer, B", "of bf16"]
+    lines = []
     for name, by_depth in kept.items():
         added = per_layer(by_depth, OTHER)[-1]
         lines.append(
@@ -204,7 +183,7 @@ def depth_table(kept: Mapping[str, Mapping[int, Held]]) -> str:
                 " / ".join(f"{held[WEIGHT]:,}" for held in by_depth.values()),
             ]
         )
-    return markdown(lines)
+    return table([*head, "float8 shards of each, B", "unsharded weights, B"], lines, "lr")
 
 
 def per_layer(by_depth: Mapping[int, Held], kind: str) -> list[float]:
@@ -216,14 +195,14 @@ def per_layer(by_depth: Mapping[int, Held], kind: str) -> list[float]:
 
 
 def checks(layers: Mapping[str, Held], depths: Mapping[str, Mapping[int, Held]]) -> list[Check]:
-    """What `--assert` asks of our recipes."""
+    """What `--assert` asks of the library's recipes."""
     found = []
     for name in OURS:
         share = layers[name][OTHER] / layers[BF16][OTHER]
         if name != HIGH_PRECISION_INPUT:
             sentence = f"{name}: a layer keeps {share:.3f} of bf16, at most {LIMIT}"
             found.append(Check(sentence, share <= LIMIT))
-        added = [each for kind in (OTHER, SHARD) for each in [per_layer(depths[name], kind)]]
+        added = [per_layer(depths[name], kind) for kind in (OTHER, SHARD)]
         constant = all(math.isclose(each, kinds[0]) for kinds in added for each in kinds)
         sentence = f"{name}: each layer adds {sum(kinds[0] for kinds in added):,.0f} B at any depth"
         found.append(Check(sentence, constant))
@@ -235,34 +214,22 @@ def checks(layers: Mapping[str, Held], depths: Mapping[str, Mapping[int, Held]])
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser(__doc__, page=PAGE)
-    parser.add_argument(
-        "--assert", dest="asserted", action="store_true", help="fail where more is kept"
-    )
+    parser = make_parser("scripts.measure.memory", __doc__, page="memory.md")
+    asserted = "fail where more is kept"
+    parser.add_argument("--assert", dest="asserted", action="store_true", help=asserted)
     args = start(parser, argv)
-    if args.device.type != "cpu":
+    if args.device != "cpu":
         parser.error("--device cpu: bytes are counted there; they are the same elsewhere")
     layers = {name: of_layer(name) for name in NAMES}
     blocks = {name: {mode: of_block(name, mode) for mode in MODES} for name in NAMES}
-    depths = run_on_ranks(RANKS, args, of_depths, NAMES, DEPTHS)
-    if depths is None:
-        return 0  # rank 0 of a torchrun reports
-    tables = {LAYER: layer_table(layers), BLOCK: block_table(blocks), DEPTH: depth_table(depths)}
-    report = Report(PAGE, {name: section(args, ABOUT[name], tables[name]) for name in tables})
-    report.data = _data(layers, blocks, depths)
-    report.checks = checks(layers, depths)
-    return report.finish(args)
-
-
-def _data(
-    layers: Mapping[str, Held],
-    blocks: Mapping[str, Mapping[str, Held]],
-    depths: Mapping[str, Mapping[int, Held]],
-) -> list[dict[str, Any]]:
-    rows = [("layer", name, held) for name, held in layers.items()]
-    rows += [(f"block, {m}", name, held) for name, by in blocks.items() for m, held in by.items()]
-    rows += [(f"{d} layers", name, held) for name, by in depths.items() for d, held in by.items()]
-    return [{"what": what, "candidate": name, "bytes": held} for what, name, held in rows]
+    depths = run_on_ranks(RANKS, of_depths, NAMES, DEPTHS)[0]
+    tables = {
+        "layer": layer_table(layers),
+        "block": block_table(blocks),
+        "depth": depth_table(depths),
+    }
+    data = [{"layers": layers, "blocks": blocks, "depths": depths}]
+    return finish(args, tables, data, checks(layers, depths), args.asserted)
 
 
 if __name__ == "__main__":
