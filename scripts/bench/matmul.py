@@ -1,6 +1,6 @@
 """Times the scaled GEMM beside torch._scaled_mm, a bf16 GEMM and torchao's, in one run.
 
-    python scripts/bench_matmul.py --assert --write
+    python -m scripts.bench.matmul --assert --write
 
 The three GEMMs of a layer with in_features K and out_features N on M rows, with operands in the
 layouts that a step has: x @ w.t(), g @ w and g.t() @ x, cast already. All candidates multiply the
@@ -12,30 +12,37 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from bench_peers import TORCHAO, torchao_cast
-from benchmarks import (
-    PAGE,
-    TOLERANCE_DB,
-    Check,
-    Report,
-    Timed,
-    make_parser,
-    markdown,
-    medians,
-    milliseconds,
-    ratio,
-    section,
-    shape_text,
-    shape_type,
-    sqnr,
-    start,
-)
+from torch import nn
 
 from fp8_dist import CastConfig, Float8LinearConfig, Float8Tensor, cast_to_float8
 from fp8_dist.casts import GEMM_OPERANDS, Gemm, Operand
-from fp8_dist.matmul import scaled_mm
+from scripts.bench.timing import (
+    TOLERANCE_DB,
+    Timed,
+    make_parser,
+    medians,
+    milliseconds,
+    ratio,
+    shape_text,
+    shape_type,
+    start,
+)
+from scripts.common.candidates import TORCHAO, config_of, linear_of
+from scripts.common.markdown import table
+from scripts.common.metrics import sqnr
+from scripts.common.report import Check, finish
+
+try:
+    from torchao.float8.float8_scaling_utils import (
+        get_maybe_axiswise_dim,
+        hp_tensor_to_float8_dynamic,
+    )
+    from torchao.float8.float8_training_tensor import GemmInputRole
+except ImportError:
+    assert not TORCHAO
 
 Shape = tuple[int, int, int]  # M, K, N
 RECIPES = ("tensorwise", "rowwise")
@@ -57,10 +64,6 @@ SHAPES: dict[str, list[Shape]] = {
         (8192, 28672, 8192),
     ],
 }
-TITLE = "A matrix product"
-ABOUT = """\
-One GEMM on operands that have been cast, bf16 result; medians of {repeat} turns. dB: how close a
-result is to the fp64 product of the same operands."""
 
 
 @dataclasses.dataclass
@@ -79,7 +82,7 @@ class Row:
         return f"{shape_text(self.shape)} {self.recipe} {LAYOUTS[self.gemm]}"
 
 
-def operands_of(shape: Shape, gemm: Gemm, device: torch.device) -> dict[Operand, torch.Tensor]:
+def operands_of(shape: Shape, gemm: Gemm, device: str) -> dict[Operand, torch.Tensor]:
     """The two high-precision matrices of a GEMM as a layer stores them, left one first."""
     m, k, n = shape
     sizes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
@@ -90,34 +93,56 @@ def operands_of(shape: Shape, gemm: Gemm, device: torch.device) -> dict[Operand,
     }
 
 
-def in_layout(gemm: Gemm, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def in_layout(gemm: Gemm, left: Any, right: Any) -> tuple[Any, Any]:
     """The stored matrices as the GEMM takes them."""
     if gemm == "grad_weight":
         return left.t(), right
     return left, right.t() if gemm == "output" else right
 
 
+def dim_of(operand: Operand, gemm: Gemm) -> int:
+    """The dim of a stored matrix that a GEMM sums over, which is what a scale of rowwise covers."""
+    return 0 if gemm == "grad_weight" or (operand, gemm) == ("weight", "grad_input") else -1
+
+
 def our_cast(recipe: str, x: torch.Tensor, operand: Operand, gemm: Gemm) -> Float8Tensor:
     """An operand as a layer of a recipe casts it for one of its GEMMs."""
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config: Float8LinearConfig = config_of(recipe)
     cast = config.cast(operand, gemm)
     assert cast is not None
     granularity = config.cast_config(operand, gemm).scaling_granularity
-    dim = {"tensor": None, "row": -1, "column": 0}[cast.covers]
     result = cast_to_float8(
         x,
         CastConfig(scaling_granularity=granularity, target_dtype=cast.dtype),
-        dim=dim,
+        dim=None if recipe == "tensorwise" else dim_of(operand, gemm),
         round_scales_to_power_of_2=config.round_scales_to_power_of_2,
     )
     assert isinstance(result, Float8Tensor)
     return result
 
 
+def torchao_cast(recipe: str, x: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
+    """The same by torchao's layer."""
+    name = f"{PEER} {recipe}"
+    config = config_of(name)
+    second = {"input": "grad_weight", "weight": "grad_input", "grad_output": "grad_weight"}
+    suffix = f"_for_{gemm}" if gemm == second[operand] else ""
+    cast = getattr(config, f"cast_config_{operand}{suffix}")
+    return hp_tensor_to_float8_dynamic(
+        x,
+        cast.target_dtype,
+        linear_of(name, nn.Linear(16, 16, device="meta")).linear_mm_config,
+        gemm_input_role=GemmInputRole[operand.upper()],
+        scaling_granularity=cast.scaling_granularity,
+        axiswise_dim=get_maybe_axiswise_dim(dim_of(operand, gemm), cast.scaling_granularity),
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )
+
+
 def native_of(a: Float8Tensor, b: Float8Tensor) -> Timed:
     """torch._scaled_mm on contiguous copies made beforehand: row-major by column-major."""
     left, right = a.qdata.contiguous(), b.qdata.t().contiguous().t()
-    # (A scale's dim of size 1 may have any stride, which this operator minds.)
+    # A scale's dim of size 1 may have any stride, but this operator looks at it.
     scales = [s.clone(memory_format=torch.contiguous_format) for s in (a.scale, b.scale)]
     return Timed(lambda: torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16))
 
@@ -127,89 +152,76 @@ def measure(shape: Shape, recipe: str, gemm: Gemm, args: argparse.Namespace) -> 
     stored = operands_of(shape, gemm, args.device)
     high = in_layout(gemm, *stored.values())
     a, b = in_layout(gemm, *(our_cast(recipe, x, name, gemm) for name, x in stored.items()))
-    assert isinstance(a, Float8Tensor)
-    assert isinstance(b, Float8Tensor)
     timed = {
-        OURS: Timed(lambda: scaled_mm(a, b, out_dtype=torch.bfloat16)),
+        OURS: Timed(lambda: torch.mm(a, b)),
         NATIVE: native_of(a, b),
         BF16: Timed(lambda: torch.mm(*high)),
     }
     if f"{PEER} {recipe}" in TORCHAO:
-        casts = (torchao_cast(f"{PEER} {recipe}", x, name, gemm) for name, x in stored.items())
-        theirs = in_layout(gemm, *casts)
+        theirs = in_layout(gemm, *(torchao_cast(recipe, x, o, gemm) for o, x in stored.items()))
         timed[PEER] = Timed(lambda: torch.mm(*theirs))
     exact = (a.qdata.double() * a.scale) @ (b.qdata.double() * b.scale)
     decibels = {name: sqnr(exact, timed[name].run()) for name in timed if name != BF16}
-    label = f"{shape_text(shape)} {recipe} {gemm}"
-    seconds = medians(timed, args, description=label)
+    seconds = medians(timed, args, description=f"{shape_text(shape)} {recipe} {gemm}")
     return Row(shape, recipe, gemm, seconds, decibels)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: a line per GEMM."""
-    head = ["M x K x N", "scales", "GEMM", "ms", "bf16, ms", "x bf16"]
-    head += [f"faster than {NATIVE}", f"faster than {PEER}", "dB"]
-    lines = [[*head, f"{NATIVE}, dB", f"{PEER}, dB"]]
-    for row in rows:
-        ours = row.seconds[OURS]
-        lines.append(
-            [
-                shape_text(row.shape),
-                row.recipe,
-                LAYOUTS[row.gemm],
-                milliseconds(ours),
-                milliseconds(row.seconds[BF16]),
-                ratio(ours, row.seconds[BF16]),
-                ratio(row.seconds[NATIVE], ours),
-                ratio(row.seconds.get(PEER), ours),
-                *(decibel(row.decibels.get(name)) for name in (OURS, NATIVE, PEER)),
-            ]
-        )
-    return markdown(lines)
-
-
-def decibel(value: float | None) -> str:
-    """A cell; empty where there is no value."""
-    return "" if value is None else f"{value:.2f}"
+def matmul_table(rows: Sequence[Row]) -> str:
+    """A line per GEMM."""
+    header = ["M x K x N", "scales", "GEMM", "ms", "bf16, ms", "x bf16"]
+    header += [f"faster than {NATIVE}", f"faster than {PEER}", "dB"]
+    header += [f"{NATIVE}, dB", f"{PEER}, dB"]
+    lines = [
+        [
+            shape_text(row.shape),
+            row.recipe,
+            LAYOUTS[row.gemm],
+            milliseconds(row.seconds[OURS]),
+            milliseconds(row.seconds[BF16]),
+            ratio(row.seconds[OURS], row.seconds[BF16]),
+            *(ratio(row.seconds.get(name), row.seconds[OURS]) for name in (NATIVE, PEER)),
+            *(
+                f"{row.decibels[name]:.2f}" if name in row.decibels else ""
+                for name in (OURS, NATIVE, PEER)
+            ),
+        ]
+        for row in rows
+    ]
+    return table(header, lines, "lllr")
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """What `--assert` asks of all rows, each said of the one that comes last."""
+    """The conditions of `--assert`, each said of the row that is closest to breaking it."""
     found = []
     for name in (NATIVE, PEER):
         if any(name not in row.seconds for row in rows):
             found.append(Check(f"{name} is installed", False))
             continue
-        faster, row = min(
-            ((row.seconds[name] / row.seconds[OURS], row) for row in rows), key=lambda pair: pair[0]
-        )
-        sentence = f"at least as fast as {name}; least ahead, {faster:.2f}x, at {row.label}"
-        found.append(Check(sentence, faster >= 1))
-    ahead, row = min(
-        ((row.decibels[OURS] - row.decibels[NATIVE], row) for row in rows), key=lambda pair: pair[0]
-    )
-    sentence = f"as close to the exact product as {NATIVE}; furthest, {ahead:+.2f} dB, at"
-    return [*found, Check(f"{sentence} {row.label}", ahead >= -TOLERANCE_DB)]
+        faster = [row.seconds[name] / row.seconds[OURS] for row in rows]
+        label = rows[faster.index(min(faster))].label
+        sentence = f"at least as fast as {name}; least ahead, {min(faster):.2f}x, at {label}"
+        found.append(Check(sentence, min(faster) >= 1))
+    ahead = [row.decibels[OURS] - row.decibels[NATIVE] for row in rows]
+    label = rows[ahead.index(min(ahead))].label
+    sentence = f"as close to the exact product as {NATIVE}; furthest, {min(ahead):+.2f} dB, at"
+    return [*found, Check(f"{sentence} {label}", min(ahead) >= -TOLERANCE_DB)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser(__doc__, repeat=11)
+    parser = make_parser("scripts.bench.matmul", __doc__, repeat=11)
     add = parser.add_argument
     add("--shapes", type=shape_type, nargs="+", metavar="MxKxN", help="default: by device")
     add("--assert", dest="asserted", action="store_true", help="fail where ours is not ahead")
     args = start(parser, argv)
-    shapes = args.shapes or SHAPES[args.device.type]
     rows = [
         measure(shape, recipe, gemm, args)
-        for shape in shapes
+        for shape in args.shapes or SHAPES[args.device]
         for recipe in RECIPES
         for gemm in LAYOUTS
     ]
-    report = Report(PAGE, {TITLE: section(args, ABOUT.format(repeat=args.repeat), table(rows))})
-    report.data = [dataclasses.asdict(row) for row in rows]
-    report.checks = checks(rows)
-    return report.finish(args)
+    data = [dataclasses.asdict(row) for row in rows]
+    return finish(args, {"matmul": matmul_table(rows)}, data, checks(rows), args.asserted)
 
 
 if __name__ == "__main__":
