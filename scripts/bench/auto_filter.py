@@ -75,7 +75,7 @@ def speedup_table(rows: Sequence[dict[str, Any]], recipe: str, least: float) -> 
     worst: dict[tuple[int, int], dict[str, Any]] = {}
     for row in rows:
         at = row["k"], row["n"]
-        worst[at] = min(row, worst.get(at, row), key=lambda each: each["speedup"])
+        worst[at] = min(worst.get(at, row), row, key=lambda each: each["speedup"])
     header = ["K (in)", "N (out)", "least at M", "bf16, ms", "float8, ms", "speedup", "auto_filter"]
     lines = []
     for (k, n), row in worst.items():

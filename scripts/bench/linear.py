@@ -52,7 +52,7 @@ class Row:
     Attributes:
         step, micro_batch: seconds.
         dispatched: operators of a step under a dispatch mode.
-        operators: nested ones included.
+        operators: of a step, nested ones included.
         decibels: of each GEMM's result, to the exact product of torchao's operands.
         same_operands: whether these are ours too.
     """
@@ -61,8 +61,8 @@ class Row:
     shape: Shape
     step: float
     micro_batch: float | None = None
-    dispatched: int | None = None
-    operators: int | None = None
+    dispatched: int = 0
+    operators: int = 0
     decibels: dict[str, float] = dataclasses.field(default_factory=dict)
     same_operands: bool | None = None
 
@@ -165,38 +165,35 @@ def checks(rows: Sequence[Row]) -> list[Check]:
         if ours is None or bf16 is None:
             continue
         if theirs is None:
-            conditions = [("torchao is installed", False)]
+            conditions = {"torchao is installed": False}
         else:
             faster = theirs.step / ours.step
             sentence = f"{faster:.2f}x faster than torchao, at least {least:g}"
-            conditions = [(sentence, faster >= least)]
-            conditions += _speed(ours, theirs, bf16) if shape == SPEED else _overhead(ours, theirs)
-        found += [Check(f"{shape_text(shape)}: {text}", holds) for text, holds in conditions]
+            conditions = {sentence: faster >= least}
+            conditions |= _speed(ours, theirs, bf16) if shape == SPEED else _overhead(ours, theirs)
+        found += [Check(f"{shape_text(shape)}: {text}", conditions[text]) for text in conditions]
     return found
 
 
-def _overhead(ours: Row, theirs: Row) -> list[tuple[str, bool]]:
-    assert ours.dispatched is not None
-    assert ours.operators is not None
-    assert theirs.operators is not None
+def _overhead(ours: Row, theirs: Row) -> dict[str, bool]:
     dispatched = f"{ours.dispatched} operators under a dispatch mode (torchao: {theirs.dispatched})"
     nested = f"{ours.operators} with nested ones, at most a third of torchao's {theirs.operators}"
-    return [
-        (f"{dispatched}, at most {MOST_DISPATCHED}", ours.dispatched <= MOST_DISPATCHED),
-        (nested, 3 * ours.operators <= theirs.operators),
-    ]
+    return {
+        f"{dispatched}, at most {MOST_DISPATCHED}": ours.dispatched <= MOST_DISPATCHED,
+        nested: 3 * ours.operators <= theirs.operators,
+    }
 
 
-def _speed(ours: Row, theirs: Row, bf16: Row) -> list[tuple[str, bool]]:
+def _speed(ours: Row, theirs: Row, bf16: Row) -> dict[str, bool]:
     times = ours.step / bf16.step
-    conditions = [
-        (f"{times:.2f}x of bf16, at most {MOST_OF_BF16}", times <= MOST_OF_BF16),
-        ("the operands are torchao's, bit for bit", bool(ours.same_operands)),
-    ]
+    conditions = {
+        f"{times:.2f}x of bf16, at most {MOST_OF_BF16}": times <= MOST_OF_BF16,
+        "the operands are torchao's, bit for bit": bool(ours.same_operands),
+    }
     for gemm in GEMMS:
         mine, other = ours.decibels[gemm], theirs.decibels[gemm]
         sentence = f"{gemm} {mine:.2f} dB from the exact product, torchao's {other:.2f}"
-        conditions.append((sentence, mine >= other - TOLERANCE_DB))
+        conditions[sentence] = mine >= other - TOLERANCE_DB
     return conditions
 
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scripts.bench.timing import Timed, make_parser, medians, milliseconds, ratio, start
 from scripts.common.candidates import BF16, OURS, TORCHAO, peer_of
-from scripts.common.llama import MODELS, Llama, LlamaConfig
+from scripts.common.llama import MODELS, LlamaConfig
 from scripts.common.markdown import table
 from scripts.common.models import after_step, build
 from scripts.common.options import positive
@@ -34,6 +34,7 @@ from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check, finish
 
 Mesh = tuple[int, int]  # ranks of dp, tp
+NAMES = (BF16, *OURS, *TORCHAO)
 # What attention multiplies in on each type of device, if not in bf16: on CPUs, at heads and
 # sequences this short, torch's backward of it in bf16 would be most of a step.
 ATTENTION = {"cpu": torch.float32}
@@ -54,22 +55,20 @@ class Run:
         return f"step {self.model} {mesh_text(self.mesh)}{' compiled' * self.compiled}"
 
 
-def model_of(
-    name: str, sizes: LlamaConfig, mesh: DeviceMesh | None, device: str, compiled: bool
-) -> Llama:
-    """A candidate's model, with the attention that all candidates have."""
-    model = build(name, sizes, mesh, device, compiled=compiled)
-    for block in model.layers:
-        block.attention.dtype = ATTENTION.get(device)
-    return model
-
-
 def step_of(
-    name: str, model: Llama, sharded: bool, tokens: torch.Tensor, targets: torch.Tensor
+    name: str,
+    sizes: LlamaConfig,
+    mesh: DeviceMesh | None,
+    args: argparse.Namespace,
+    batch: tuple[torch.Tensor, torch.Tensor],
 ) -> Callable[[], None]:
-    """A training step; it starts with what follows the step before, so that it ends in a step."""
+    """A candidate's training step; it starts with what follows the step before."""
+    model = build(name, sizes, mesh, args.device, compiled=args.compile)
+    for block in model.layers:
+        block.attention.dtype = ATTENTION.get(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    after = after_step(name, sharded)
+    after = after_step(name, sharded=mesh is not None and mesh["dp"].size() > 1)
+    tokens, targets = batch
 
     def step() -> None:
         after(model)
@@ -82,21 +81,19 @@ def step_of(
 
 
 def measure(
-    mesh_sizes: Mesh, sizes: Sequence[str], names: Sequence[str], args: argparse.Namespace
+    mesh_sizes: Mesh, names: Sequence[str], args: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """Median seconds of a step by model and candidate; called on every rank."""
     mesh = None
     if dist.is_initialized():
         mesh = init_device_mesh(args.device, mesh_sizes, mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(0 if mesh is None else mesh.get_local_rank("dp"))
-    shape = args.batch_size, args.seq_len
-    batch = [torch.randint(256, shape, generator=generator).to(args.device) for _ in range(2)]
+    tokens = torch.randint(256, (2, args.batch_size, args.seq_len), generator=generator)
+    batch = tuple(tokens.to(args.device))
     found = {}
-    for size in sizes:
-        timed = {}
-        for name in names:
-            model = model_of(name, MODELS[size], mesh, args.device, args.compile)
-            timed[name] = Timed(step_of(name, model, mesh_sizes[0] > 1, *batch))
+    for size in args.model:
+        steps = {name: step_of(name, MODELS[size], mesh, args, batch) for name in names}
+        timed = {name: Timed(step) for name, step in steps.items()}
         found[size] = medians(timed, args, warm_up=3, description=size)
     return found
 
@@ -153,7 +150,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=MODELS, nargs="+", default=["debug"], help="default: debug")
     add("--mesh", type=mesh_type, nargs="+", default=[(1, 1)], help="default: none")
-    add("--recipes", choices=OURS, nargs="+", default=OURS, help="ours; default: all")
     add("--batch-size", type=positive, default=64, help="rows per rank of dp; %(default)s")
     add("--seq-len", type=positive, default=128, help="tokens per row; %(default)s")
     add("--compile", action="store_true", help="torch.compile each block")
@@ -162,19 +158,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = start(parser, argv)
     if args.compile and any(math.prod(mesh) > 1 for mesh in args.mesh):
         parser.error("--compile is for --mesh none: torchao's layers don't compile with TP")
-    if args.least is not None and "tensorwise" not in args.recipes:
-        parser.error("--assert is about tensorwise: --recipes must have it")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
-    wanted = {peer_of(name) for name in args.recipes}
-    names = [BF16, *args.recipes, *(name for name in TORCHAO if name in wanted)]
     runs = []
     for mesh in args.mesh:
-        task = partial(measure, mesh, args.model, names, args)
+        task = partial(measure, mesh, NAMES, args)
         ranks, options = math.prod(mesh), {"device": args.device, "threads": args.threads}
         by_model = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
         runs += [Run(model, mesh, args.compile, by_model[model]) for model in args.model]
