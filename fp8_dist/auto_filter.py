@@ -232,8 +232,8 @@ def auto_filter(
     The figures are those of torchao 0.18's own auto filter, for tensorwise and rowwise, measured on
     H100 GPUs without tensor parallelism; other devices differ. That the other three recipes gain
     where the one beside them does is an assumption (same GEMMs, no more casts), not a measurement.
-    ``scripts/bench_auto_filter.py`` measures a device. The number of tokens isn't looked at, nor
-    what float8 communication saves.
+    ``python -m scripts.bench.auto_filter`` measures a device. The number of tokens isn't looked at,
+    nor what float8 communication saves.
 
     Args:
         recipe: a :class:`Float8LinearRecipeName` or its value.

@@ -1,4 +1,4 @@
-"""The single layers that the benchmarks run, and how many operators a run dispatches."""
+"""The single layers that are compared, and how many operators a call dispatches."""
 
 import dataclasses
 import math
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_peers import FP32, linear_of
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,13 +17,14 @@ from fp8_dist import (
     invalidate_float8_scales,
     sync_float8_amax_and_scale_history,
 )
+from scripts.common.candidates import FP32, linear_of
 
 Shape = tuple[int, int, int]  # rows, in_features, out_features
 
 
 @dataclasses.dataclass
 class Layer:
-    """A layer, its input and the gradient of its output; `run` makes a step."""
+    """A layer, its input and the gradient of its output."""
 
     module: nn.Linear
     x: torch.Tensor
@@ -40,7 +41,7 @@ class Layer:
         self.x.grad = self.module.weight.grad = None
 
     def change_weight(self) -> None:
-        """As after a step of an optimizer: the gradients go, and what was known of the weight."""
+        """Drops the gradients and what is known of the weight, as a step of an optimizer does."""
         self.clear()
         if isinstance(self.module, Float8Linear):
             if self.module.histories:
@@ -48,8 +49,8 @@ class Layer:
             invalidate_float8_scales(self.module)
 
 
-def layer_of(name: str, shape: Shape, device: torch.device, mesh: Any = None) -> Layer:
-    """A candidate with the tensors that all have; on DTensors if there is a mesh."""
+def layer_of(name: str, shape: Shape, device: str, mesh: DeviceMesh | None = None) -> Layer:
+    """A candidate's layer with tensors that all candidates share; DTensors if there is a mesh."""
     m, k, n = shape
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if name == FP32 else torch.bfloat16
@@ -82,9 +83,9 @@ class _Count(TorchDispatchMode):
 
 
 def dispatched_by(run: Callable[[], object]) -> int:
-    """How many operators a call dispatches, without those that they call themselves.
+    """How many operators a call dispatches, without those that operators call themselves.
 
-    (Seen by a mode, the library calls its custom operators, and each is one, as it is in a graph.)
+    Under a mode the library calls its custom operators, each of which counts once.
     """
     with _Count() as count:
         run()
@@ -95,5 +96,5 @@ def operators_of(run: Callable[[], object]) -> int:
     """How many operators a call dispatches, nested ones included."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
-    # (Nodes of autograd have names of another form.)
+    # The names of autograd's nodes have another form.
     return sum(re.fullmatch(r"\w+::\w+", event.name) is not None for event in profile.events())
