@@ -1,111 +1,86 @@
-"""scripts/measure_sqnr.py: its tables, its verdict, its page, and its folds against the library."""
+"""scripts/measure/sqnr.py: its tables, its verdict, and the simulated folds against the library."""
 
-import json
-
-import measure_sqnr
 import pytest
 import torch
-from measure_sqnr import RECIPES, REPORT, broken_promises, configs, main, products
-from sqnr_folds import FIGURES, WAYS, exact, fold_figures, gradients, sqnr
-from sqnr_page import GEMMS, VARIANTS
-from sqnr_tensors import OUTPUT_CHANNELS, ZERO_ROWS, Operands, Place, recorded_linears, stress_cases
 
-from fp8_dist import Float8LinearRecipeName
+from scripts.common.blocks import read_block
+from scripts.common.candidates import OURS
+from scripts.common.metrics import sqnr
+from scripts.measure import sqnr as script
+from scripts.measure.folds import FIGURES, WAYS, fold_figures, gradients
+from scripts.measure.operands import (
+    OUTPUT_CHANNELS,
+    ZERO_ROWS,
+    Operands,
+    Place,
+    exact,
+    record,
+    recorded_linears,
+    stress_cases,
+)
+from scripts.measure.sqnr import GEMMS, RECIPES, VARIANTS, configs, products
 
 CASES = stress_cases(1, m=96, k=64, n=80)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict]:
-    """The status and the figures of a run of two steps."""
-    path = tmp_path_factory.mktemp("sqnr") / "figures.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure_sqnr, "stress_cases", lambda seed: CASES)
-        status = main(["--at", "1", "2", "--full", "--assert", "--json", str(path)])
-    return status, json.loads(path.read_text())
+def figures() -> script.Figures:
+    """Of a training run of two steps."""
+    return {place: script.measure(operands) for place, operands in record([1, 2], 0).items()}
 
 
-def figures_of(run: tuple[int, dict]) -> dict[Place, dict[str, dict[str, float]]]:
-    return {Place(row["linear"], row["step"]): row["sqnr"] for row in run[1]["recorded"]}
-
-
-def test_every_linear_layer_step_and_recipe_is_measured(run):
-    figures = figures_of(run)
+def test_every_linear_layer_step_and_recipe_is_measured(figures):
     expected = [Place(linear, step) for step in (1, 2) for linear in recorded_linears()]
     assert list(figures) == expected
     assert len(expected) == 2 * 3 * 7
-    assert set(RECIPES) == {recipe.value for recipe in Float8LinearRecipeName} - {"delayed"}
+    assert set(RECIPES) == set(OURS) - {"delayed"}
     for row in figures.values():
         assert set(row) == {*RECIPES, *VARIANTS}
         for by_gemm in row.values():
             assert list(by_gemm) == list(GEMMS)
             assert all(value > 20 for value in by_gemm.values())
-    for case in (*(row["gradients"] for row in run[1]["recorded"]), *run[1]["stressed"].values()):
-        assert list(case) == list(WAYS)
-        assert all(list(values) == list(FIGURES) for values in case.values())
 
 
-def test_verdict(run):
-    status, _ = run
-    assert status == 0
-    figures = figures_of(run)
-    assert list(broken_promises(figures)) == []
+def test_verdict(figures):
+    assert list(script.broken_promises(figures)) == []
     place = Place("layers.2.attention.wo", 2)
     for gemm in GEMMS:
         for behind, broken in ((0.09, 0), (0.11, 1), (float("nan"), 1)):
             row = figures[place]
             doctored = row["rowwise_folded"] | {gemm: row["rowwise"][gemm] - behind}
-            sentences = list(broken_promises(figures | {place: row | {"rowwise_folded": doctored}}))
+            changed = figures | {place: row | {"rowwise_folded": doctored}}
+            sentences = list(script.broken_promises(changed))
             assert len(sentences) == broken
             assert all(f"{place.linear}, step 2, {gemm}" in sentence for sentence in sentences)
 
 
-def one_layer() -> dict[Place, Operands]:
-    """In the place of a training run."""
-    return {Place("a", 1): CASES["normal"]}
-
-
-def test_status_is_that_of_the_verdict(monkeypatch, capsys):
-    monkeypatch.setattr(measure_sqnr, "record", lambda steps, seed: one_layer())
-    monkeypatch.setattr(measure_sqnr, "stress_cases", lambda seed: {})
-    e5m2 = configs()["rowwise, e5m2 gradients"]
-    worse = configs() | {"rowwise_folded": e5m2}
-    assert main(["--at", "1", "--assert"]) == 0
-    monkeypatch.setattr(measure_sqnr, "configs", lambda: worse)
-    assert main(["--at", "1"]) == 0
-    assert main(["--at", "1", "--assert"]) == 1
-    errors = capsys.readouterr().err.splitlines()
-    assert sum(line.startswith("broken: a, step 1, grad_") for line in errors) == 2
-
-
-@pytest.mark.parametrize("options", ["--at 0", "--seed -1"])
-def test_refused_options(options, capsys):
-    with pytest.raises(SystemExit) as error:
-        main(options.split())
-    assert error.value.code == 2
-    assert "steps count from 1" in capsys.readouterr().err
-
-
-def test_page(monkeypatch, tmp_path):
-    """docs/sqnr.md has the form of a page written now, and its figures of the made-up operands."""
-    page = tmp_path / "docs" / "sqnr.md"
-    monkeypatch.setattr(measure_sqnr, "record", lambda steps, seed: one_layer())
-    monkeypatch.setattr(measure_sqnr, "REPORT", page)
-    main(["--at", "1", "--write"])
-    written, committed = page.read_text(), REPORT.read_text()
-    assert "measure_sqnr.py --at 1 --seed 0 --write" in written
-    assert "measure_sqnr.py --at 5 300 --seed 0 --write" in committed
-    headings = [
-        [line for line in text.splitlines() if line.startswith("#")]
-        for text in (written, committed)
-    ]
-    assert headings[0] == headings[1]
+def test_blocks_and_status(monkeypatch, capsys, documents):
+    """The committed document has the figures of the made-up operands."""
+    committed = read_block(script.PAGE, "folds")
+    page = documents / "sqnr.md"
+    monkeypatch.setattr(script, "PAGE", page)
+    monkeypatch.setattr(script, "record", lambda at, seed: {Place("a", 1): CASES["normal"]})
+    assert script.main(["--at", "1", "--write", "--assert"]) == 0
     made_up = [
-        [line for line in text.splitlines() if line.startswith(tuple(f"| {c} " for c in CASES))]
-        for text in (written, committed)
+        [line for line in text.splitlines() if not line.startswith("| recorded")][2:]
+        for text in (committed, read_block(page, "folds"))
     ]
     assert len(made_up[0]) == len(CASES)
     assert made_up[0] == made_up[1]
+    assert "| `rowwise_folded`     | 1 " in read_block(page, "recipes")
+    worse = configs() | {"rowwise_folded": configs()["rowwise, e5m2 gradients"]}
+    monkeypatch.setattr(script, "configs", lambda: worse)
+    monkeypatch.setattr(script, "stress_cases", lambda seed: {})
+    assert script.main(["--at", "1"]) == 0
+    assert script.main(["--at", "1", "--assert"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert sum(line.startswith("broken: a, step 1, grad_") for line in errors) == 4
+
+
+def test_refused_options(capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        script.main(["--at", "0"])
+    assert "0 is not positive" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -120,10 +95,11 @@ def test_ours_is_what_the_library_does(case):
         assert sqnr(expected, rowwise[gemm]) > 100
 
 
-def test_the_ways_differ_where_the_page_says_so():
+def test_the_ways_differ_where_the_document_says_so():
     figure = "worst rows of grad_weight"
     for case, lost in ((ZERO_ROWS, {"chained"}), (OUTPUT_CHANNELS, {"ours", "chained"})):
         by_way = fold_figures(stress_cases(0)[case])
+        assert all(list(values) == list(FIGURES) for values in by_way.values())
         assert {way for way in WAYS if by_way[way][figure] < 5} == lost
 
 
