@@ -18,7 +18,6 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import train
 from nets import full
 from ranks import RankPools, device_mesh
 from reference import same_cast, weights_used
@@ -39,6 +38,7 @@ from fp8_dist.sharding import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 from scripts.common.corpus import VOCAB_SIZE
 from scripts.common.llama import MODELS, Llama
+from scripts.train import train
 
 STEPS = 50
 # A quarter of the quickstart's tokens per step, and half its learning rate: with so few tokens

@@ -1,18 +1,12 @@
-"""scripts/memory.py: the census that it counts by, its figures, its page and its verdict."""
+"""scripts/measure/memory.py: the census that it counts by, its figures and its verdict."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import memory
 import pytest
 import torch
-from bench_census import OTHER, Census, saved_bytes
-from bench_models import build
-from bench_peers import BF16, OURS, TORCHAO
 from expecttest import assert_expected_inline
-from memory import SHARD, WEIGHT, Held
 from ranks import RankPools, device_mesh
 from torch import nn
 from torch.utils.checkpoint import (
@@ -22,6 +16,12 @@ from torch.utils.checkpoint import (
 )
 
 from fp8_dist import CastConfig, cast_to_float8
+from scripts.common.blocks import read_block
+from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.common.models import build
+from scripts.common.saved_bytes import OTHER, Census, saved_bytes
+from scripts.measure import memory
+from scripts.measure.memory import SHARD, WEIGHT, Held
 
 
 def test_what_autograd_saves() -> None:
@@ -168,7 +168,7 @@ def test_depths(ranks: RankPools) -> None:
 def kept_unsharded() -> Held:
     """What a block keeps that FSDP2 does not reshard after its forward."""
     mesh = device_mesh(dp=2, tp=1)
-    model, _ = build(BF16, memory.CONFIG, mesh, torch.device("cpu"))
+    model = build(BF16, memory.CONFIG, mesh)
     model.layers[0].set_reshard_after_forward(False)
     tokens = torch.randint(256, (1, memory.SEQUENCE))
     kinds = dict.fromkeys(memory.weight_sizes(memory.Block(memory.CONFIG)), WEIGHT)
@@ -242,27 +242,18 @@ tensorwise: 0 B of unsharded weights outlive their layer, at most 0""",
 
 
 @pytest.mark.parametrize(("activations", "status"), [(540, 0), (560, 1)])
-def test_main(
-    activations: int, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_blocks_and_status(
+    activations: int, status: int, monkeypatch: pytest.MonkeyPatch, documents: Path
 ) -> None:
-    def of_layer(name: str) -> Held:
-        return held(1000 if name == BF16 else activations)
-
-    def run_on_ranks(*arguments: Any) -> dict[str, dict[int, Held]]:
-        return dict.fromkeys(memory.NAMES, FLAT)
-
-    page, data = tmp_path / "memory.md", tmp_path / "figures.json"
-    monkeypatch.setattr(memory, "of_layer", of_layer)
+    layers = {name: held(1000 if name == BF16 else activations) for name in memory.NAMES}
+    depths = dict.fromkeys(memory.NAMES, FLAT)
+    monkeypatch.setattr(memory, "of_layer", layers.__getitem__)
     monkeypatch.setattr(memory, "of_block", lambda name, mode: held(2000))
-    monkeypatch.setattr(memory, "run_on_ranks", run_on_ranks)
-    monkeypatch.setattr(memory, "PAGE", page)
-    options = ["--device", "cpu", "--json", str(data), "--write"]
+    monkeypatch.setattr(memory, "run_on_ranks", lambda *task: [depths])
+    options = ["--device", "cpu", "--write"]
     assert memory.main(options) == 0
     assert memory.main([*options, "--assert"]) == status
-    text = page.read_text()
-    assert text.count("\n# Memory\n") == 1
-    for title in (memory.LAYER, memory.BLOCK, memory.DEPTH):
-        assert text.count(f"\n## {title}\n") == 1
-    rows = json.loads(data.read_text())["rows"]
-    assert rows[0] == {"what": "layer", "candidate": BF16, "bytes": held(1000)}
-    assert len(rows) == len(memory.NAMES) * (1 + len(memory.MODES) + len(FLAT))
+    page = documents / "memory.md"
+    assert memory.layer_table(layers) in read_block(page, "layer")
+    assert memory.depth_table(depths) in read_block(page, "depth")
+    assert "| 2,000" in read_block(page, "block")

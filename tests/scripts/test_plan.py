@@ -13,7 +13,7 @@ from ranks import RankPool, RankPools, device_mesh
 from torch import nn
 
 from scripts.common.blocks import read_block
-from scripts.common.candidates import RECIPES, TORCHAO
+from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS, LlamaConfig
 from scripts.plan import __main__ as plan
 from scripts.plan import run

@@ -1,64 +1,52 @@
-"""scripts/train.py with every recipe: what it calls after a step, and every mesh."""
+"""Training with every recipe: what follows the optimizer's step, and meshes."""
 
 import argparse
 import os
 from pathlib import Path
 from unittest import mock
 
-import compare
 import pytest
 import torch
-import train
 from ranks import RankPools, device_mesh
 
-from scripts.common.candidates import RECIPES
+from fp8_dist import precompute_float8_dynamic_scale, sync_float8_amax_and_scale_history
+from scripts.common.candidates import RECIPES, gathers_float8
+from scripts.common.llama import MODELS, LlamaConfig
+from scripts.common.models import after_step
+from scripts.train import compare, train
 
+TINY = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
-GATHER_FLOAT8 = ("tensorwise", "rowwise_folded", "delayed")
+GATHER_FLOAT8 = ["tensorwise", "rowwise_folded", "delayed"]
 
 
-def called(recipe: str, precompute: bool) -> list[str]:
-    """The names of what is called after each step."""
-    calls = train.calls_after_step(train.float8_config(recipe), precompute)
-    return [call.__name__ for call in calls]
-
-
-def test_calls_after_each_step():
-    assert {recipe: called(recipe, precompute=True) for recipe in RECIPES} == {
-        "bf16": [],
-        "tensorwise": ["precompute_float8_dynamic_scale"],
-        "rowwise": [],
-        "rowwise_with_gw_hp": [],
-        "rowwise_folded": ["precompute_float8_dynamic_scale"],
-        "delayed": ["sync_float8_amax_and_scale_history"],
-    }
-
-
-def test_precompute_can_be_left_out_and_the_sync_can_not():
-    assert [recipe for recipe in RECIPES if called(recipe, precompute=False)] == ["delayed"]
+def test_what_follows_the_optimizers_step():
+    calls = {recipe: after_step(recipe, sharded=True) for recipe in RECIPES}
+    assert calls.pop("delayed") is sync_float8_amax_and_scale_history
+    called = [recipe for recipe, c in calls.items() if c is precompute_float8_dynamic_scale]
+    assert called == ["tensorwise", "rowwise_folded"]
 
 
 def test_weights_are_gathered_in_float8_where_the_recipe_allows_it():
-    configs = {recipe: train.float8_config(recipe) for recipe in RECIPES}
-    assert configs.pop("bf16") is None
-    gathered = [name for name, config in configs.items() if config.enable_fsdp_float8_all_gather]
-    assert sorted(gathered) == sorted(GATHER_FLOAT8)
-    assert [recipe for recipe in RECIPES if compare.gathers_float8(recipe)] == gathered
+    assert [recipe for recipe in RECIPES if gathers_float8(recipe)] == GATHER_FLOAT8
+    assert [recipe for recipe in RECIPES if compare.gathers_float8(recipe)] == GATHER_FLOAT8
 
 
 def train_on_ranks(dp: int, tp: int, options: list[str]) -> None:
     """Runs on every rank: all that the script does, but for its process group and its mesh."""
     os.environ["WORLD_SIZE"] = str(dp * tp)
-    args = train.parse_args([*QUICK, *options, "--tp", str(tp)])
-    mesh = device_mesh(dp=dp, tp=tp)
-    with mock.patch.object(train, "init_device_mesh", return_value=mesh):
-        train.train(args, torch.device("cpu"))
+    with mock.patch.dict(MODELS, tiny=TINY):
+        args = train.parse_args([*QUICK, *options, "--model", "tiny", "--tp", str(tp)])
+        mesh = device_mesh(dp=dp, tp=tp)
+        with mock.patch.object(train, "init_device_mesh", return_value=mesh):
+            train.train(args, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_on_every_mesh(ranks: RankPools, tmp_path: Path, recipe: str):
+def test_recipe_on_meshes(ranks: RankPools, tmp_path: Path, recipe: str):
     one_process: list[float] = []
-    for dp, tp in ((1, 1), (2, 1), (1, 2), (2, 2)):
+    meshes = ((1, 1), (2, 1), (1, 2), (2, 2)) if recipe == "tensorwise" else ((1, 1), (2, 2))
+    for dp, tp in meshes:
         out = tmp_path / f"{dp}x{tp}"
         options = ["--data", argparse.__file__, "--recipe", recipe, "--out", str(out)]
         ranks(dp * tp).run(train_on_ranks, dp, tp, options, timeout=180)
@@ -106,7 +94,6 @@ def test_comparison_of_a_run_that_gathers_in_high_precision(recipe: str, problem
         }
         for name in ("bf16", recipe)
     ]
-    summary = compare.summarize(*runs)
-    assert summary["problems"] == problems
+    assert compare.problems(*runs) == problems
     gathers = "rowwise gathers in high precision"
-    assert compare.report("bf16", recipe, summary).endswith(gathers) == (recipe == "rowwise")
+    assert compare.report(*runs).endswith(gathers) == (recipe == "rowwise")

@@ -6,11 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
-import train
-from compare import unexpected_gathers
 from expecttest import assert_expected_inline
 from ranks import RankPools, device_mesh
-from run_writer import audit_rows, high_precision_gather
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -20,6 +17,9 @@ from fp8_dist.dtypes import is_float8
 from fp8_dist.fsdp import clip_grad_norm_
 from fp8_dist.linear import float8_layers
 from scripts.common.llama import MODELS, Block, LlamaConfig
+from scripts.train import train
+from scripts.train.compare import unexpected_gathers
+from scripts.train.run_writer import audit_rows, high_precision_gather
 
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
 
@@ -145,8 +145,8 @@ def compiled_and_eager() -> tuple[list[list[float]], list[str]]:
     torch._dynamo.reset()
     counters.clear()
 
-    def compile_without_inductor(block: nn.Module, fullgraph: bool) -> None:
-        nn.Module.compile(block, fullgraph=fullgraph, backend="aot_eager")
+    def compile_without_inductor(block: nn.Module, **options: bool) -> None:
+        nn.Module.compile(block, **options, backend="aot_eager")
 
     numbers, tables = [], []
     for options in (["--compile"], []):
