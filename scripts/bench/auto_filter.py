@@ -19,12 +19,12 @@ from torch import nn
 from tqdm import tqdm
 
 from fp8_dist import auto_filter
-from scripts.bench.timing import Timed, make_parser, medians, milliseconds, ratio, start
+from scripts.bench import timing
 from scripts.common.candidates import BF16, OURS
 from scripts.common.markdown import table
 from scripts.common.models import convert
 from scripts.common.options import positive
-from scripts.common.report import finish
+from scripts.common.report import finish, make_parser, start
 
 # --rows (M) and --sizes (K and N) by device.
 DEFAULTS = {
@@ -61,8 +61,8 @@ def measure(shape: tuple[int, int, int], args: argparse.Namespace) -> dict[str, 
     torch._dynamo.reset()  # each shape has graphs of its own
     names = {"bf16": BF16, "float8": args.recipe}
     steps = partial(steps_of, shape=shape, compiled=args.compile, device=args.device)
-    timed = {name: Timed(steps(candidate)) for name, candidate in names.items()}
-    seconds = {name: s / STEPS for name, s in medians(timed, args).items()}
+    timed = {name: timing.Timed(steps(candidate)) for name, candidate in names.items()}
+    seconds = {name: s / STEPS for name, s in timing.medians(timed, args).items()}
     row = dict(zip("mkn", shape, strict=True))
     return row | seconds | {"speedup": seconds["bf16"] / seconds["float8"]}
 
@@ -83,15 +83,15 @@ def speedup_table(rows: Sequence[dict[str, Any]], recipe: str, least: float) -> 
         gains = row["speedup"] >= least
         verdict = "converts" if admitted else "skips"
         verdict += "" if admitted == gains else ", but gains" if gains else ", but loses"
-        times = [milliseconds(row["bf16"]), milliseconds(row["float8"])]
-        speedup = ratio(row["bf16"], row["float8"])
+        times = [timing.milliseconds(row["bf16"]), timing.milliseconds(row["float8"])]
+        speedup = timing.ratio(row["bf16"], row["float8"])
         lines.append([str(k), str(n), str(row["m"]), *times, speedup, verdict])
     return table(header, lines, "rrrrrrl")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.auto_filter", __doc__, repeat=15, page=None)
+    parser = make_parser("scripts.bench.auto_filter", __doc__, None, repeat=15)
     rows, sizes = DEFAULTS["cuda" if torch.cuda.is_available() else "cpu"]
     add = parser.add_argument
     add("--recipe", choices=OURS, default="tensorwise")

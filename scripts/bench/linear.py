@@ -21,24 +21,14 @@ from collections.abc import Sequence
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from scripts.bench.layers import Shape, dispatched_by, layer_of, operators_of
-from scripts.bench.timing import (
-    TOLERANCE_DB,
-    Timed,
-    make_parser,
-    medians,
-    milliseconds,
-    ratio,
-    shape_text,
-    shape_type,
-    start,
-)
+from scripts.bench import timing
+from scripts.bench.layers import Layer, Shape, dispatched_by, layer_of, operators_of
 from scripts.common.candidates import BF16, FP32, OURS, TORCHAO, peer_of
 from scripts.common.gemms import GEMMS, float8_gemms
 from scripts.common.markdown import table
 from scripts.common.metrics import sqnr
 from scripts.common.ranks import run_on_ranks
-from scripts.common.report import Check, finish
+from scripts.common.report import Check, finish, make_parser, start
 
 SPEED, OVERHEAD = (512, 1024, 1024), (16, 16, 16)
 MOST_OF_BF16, MOST_DISPATCHED = 2.0, 35
@@ -65,28 +55,45 @@ class Row:
     operators: int = 0
     decibels: dict[str, float] = dataclasses.field(default_factory=dict)
     same_operands: bool | None = None
+    dtensors: bool = False
 
 
 def measure(shape: Shape, args: argparse.Namespace) -> list[Row]:
     """All candidates at one shape."""
     names = [FP32, BF16, *OURS, *TORCHAO]
     layers = {name: layer_of(name, shape, args.device) for name in names}
-    timed = {name: Timed(layer.run, layer.change_weight) for name, layer in layers.items()}
+    timed = {name: timing.Timed(layer.run, layer.change_weight) for name, layer in layers.items()}
     cached = {name: layer_of(name, shape, args.device) for name in OURS}
-    timed |= {f"{name}, cached": Timed(each.run, each.clear) for name, each in cached.items()}
+    timed |= {
+        f"{name}, cached": timing.Timed(each.run, each.clear) for name, each in cached.items()
+    }
     calls = max(1, min(50, 10**7 // math.prod(shape)))  # of what takes microseconds
-    seconds = medians(timed, args, calls=calls, description=shape_text(shape))
-    rows = []
-    for name, layer in layers.items():
-        row = Row(name, shape, seconds[name], seconds.get(f"{name}, cached"))
-        layer.change_weight()
-        row.operators = operators_of(layer.run)
-        layer.change_weight()
-        row.dispatched = dispatched_by(layer.run)
-        rows.append(row)
+    seconds = timing.medians(timed, args, calls=calls, description=timing.shape_text(shape))
+    rows = {name: row_of(name, shape, layer, seconds) for name, layer in layers.items()}
     for theirs in TORCHAO:
-        add_accuracy(theirs, {row.name: row for row in rows}, args.device)
-    return rows
+        add_accuracy(theirs, rows, args.device)
+    return list(rows.values())
+
+
+def measure_dtensors(shape: Shape, args: argparse.Namespace) -> list[Row]:
+    """nn.Linear, ours and torchao's on DTensors; called on one rank."""
+    mesh = init_device_mesh(args.device, (1,), mesh_dim_names=("tp",))
+    names = [BF16, "tensorwise", "rowwise_folded", *TORCHAO[:1]]
+    layers = {name: layer_of(name, shape, args.device, mesh) for name in names}
+    timed = {name: timing.Timed(layer.run, layer.change_weight) for name, layer in layers.items()}
+    seconds = timing.medians(timed, args, calls=20, description="DTensors")
+    rows = [row_of(name, shape, layer, seconds) for name, layer in layers.items()]
+    return [dataclasses.replace(row, dtensors=True) for row in rows]
+
+
+def row_of(name: str, shape: Shape, layer: Layer, seconds: dict[str, float]) -> Row:
+    """The times and the operators of a candidate."""
+    row = Row(name, shape, seconds[name], seconds.get(f"{name}, cached"))
+    layer.change_weight()
+    row.operators = operators_of(layer.run)
+    layer.change_weight()
+    row.dispatched = dispatched_by(layer.run)
+    return row
 
 
 def add_accuracy(theirs: str, rows: dict[str, Row], device: str) -> None:
@@ -106,21 +113,6 @@ def add_accuracy(theirs: str, rows: dict[str, Row], device: str) -> None:
     )
 
 
-def dtensor_rows(shape: Shape, args: argparse.Namespace) -> list[Row]:
-    """nn.Linear, ours and torchao's on DTensors; called on one rank."""
-    mesh = init_device_mesh(args.device, (1,), mesh_dim_names=("tp",))
-    names = [BF16, "tensorwise", "rowwise_folded", *TORCHAO[:1]]
-    layers = {name: layer_of(name, shape, args.device, mesh) for name in names}
-    timed = {name: Timed(layer.run, layer.change_weight) for name, layer in layers.items()}
-    seconds = medians(timed, args, calls=20, description="DTensors")
-    for layer in layers.values():
-        layer.change_weight()
-    return [
-        Row(name, shape, seconds[name], operators=operators_of(layer.run))
-        for name, layer in layers.items()
-    ]
-
-
 def layer_table(rows: Sequence[Row]) -> str:
     """The candidates at one shape."""
     header = ["layer", "step, ms", "x bf16", "faster than torchao", "micro-batch, ms"]
@@ -129,10 +121,10 @@ def layer_table(rows: Sequence[Row]) -> str:
     lines = [
         [
             row.name,
-            milliseconds(row.step),
-            ratio(row.step, steps.get(BF16)),
-            ratio(steps.get(peer_of(row.name) or ""), row.step),
-            milliseconds(row.micro_batch),
+            timing.milliseconds(row.step),
+            timing.ratio(row.step, steps.get(BF16)),
+            timing.ratio(steps.get(peer_of(row.name) or ""), row.step),
+            timing.milliseconds(row.micro_batch),
             str(row.dispatched),
             str(row.operators),
             *(f"{row.decibels[gemm]:.2f}" if gemm in row.decibels else "" for gemm in GEMMS),
@@ -140,18 +132,6 @@ def layer_table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return table(header, lines, "lr")
-
-
-def dtensor_table(rows: Sequence[Row], plain: Sequence[Row]) -> str:
-    """What DTensors add to the plain layers."""
-    header = ["layer", "plain, ms", "on DTensors, ms", "added, ms", "operators", "on DTensors"]
-    without = {row.name: row for row in plain}
-    lines = []
-    for row in rows:
-        base = without[row.name]
-        times = (base.step, row.step, max(row.step - base.step, 0.0))
-        lines.append([row.name, *map(milliseconds, times), str(base.operators), str(row.operators)])
     return table(header, lines, "lr")
 
 
@@ -164,14 +144,11 @@ def checks(rows: Sequence[Row]) -> list[Check]:
         ours, theirs, bf16 = (known.get((shape, name)) for name in names)
         if ours is None or bf16 is None:
             continue
-        if theirs is None:
-            conditions = {"torchao is installed": False}
-        else:
-            faster = theirs.step / ours.step
-            sentence = f"{faster:.2f}x faster than torchao, at least {least:g}"
-            conditions = {sentence: faster >= least}
-            conditions |= _speed(ours, theirs, bf16) if shape == SPEED else _overhead(ours, theirs)
-        found += [Check(f"{shape_text(shape)}: {text}", conditions[text]) for text in conditions]
+        at = timing.shape_text(shape)
+        found.append(timing.check_faster(at, ours.step, theirs and theirs.step, least))
+        if theirs is not None:
+            more = _speed(ours, theirs, bf16) if shape == SPEED else _overhead(ours, theirs)
+            found += [Check(f"{at}: {sentence}", holds) for sentence, holds in more.items()]
     return found
 
 
@@ -193,33 +170,33 @@ def _speed(ours: Row, theirs: Row, bf16: Row) -> dict[str, bool]:
     for gemm in GEMMS:
         mine, other = ours.decibels[gemm], theirs.decibels[gemm]
         sentence = f"{gemm} {mine:.2f} dB from the exact product, torchao's {other:.2f}"
-        conditions[sentence] = mine >= other - TOLERANCE_DB
+        conditions[sentence] = mine >= other - timing.TOLERANCE_DB
     return conditions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.linear", __doc__, repeat=21)
+    parser = make_parser("scripts.bench.linear", __doc__, "benchmarks.md", repeat=21)
     add = parser.add_argument
     shapes = "rows x in_features x out_features; default: 512x1024x1024 16x16x16"
     default = [SPEED, OVERHEAD]
-    add("--shapes", type=shape_type, nargs="+", metavar="MxKxN", default=default, help=shapes)
+    add(
+        "--shapes", type=timing.shape_type, nargs="+", metavar="MxKxN", default=default, help=shapes
+    )
     add("--assert", dest="asserted", action="store_true", help="fail where a target is missed")
     args = start(parser, argv)
     if args.asserted and not set(default) <= set(args.shapes):
         parser.error("--assert is about 512x1024x1024 and 16x16x16: --shapes must have both")
     by_shape = {shape: measure(shape, args) for shape in args.shapes}
+    blocks = {
+        f"linear {timing.shape_text(shape)}": layer_table(rows) for shape, rows in by_shape.items()
+    }
+    rows = [row for rows in by_shape.values() for row in rows]
     smallest = min(args.shapes, key=math.prod)
     options = {"device": args.device, "threads": args.threads}
-    (on_dtensors,) = run_on_ranks(1, dtensor_rows, smallest, args, **options)
-    blocks = {f"linear {shape_text(shape)}": layer_table(rows) for shape, rows in by_shape.items()}
-    blocks[f"linear on DTensors {shape_text(smallest)}"] = dtensor_table(
-        on_dtensors, by_shape[smallest]
-    )
-    rows = [row for rows in by_shape.values() for row in rows]
-    data = [dataclasses.asdict(row) | {"dtensors": False} for row in rows]
-    data += [dataclasses.asdict(row) | {"dtensors": True} for row in on_dtensors]
-    return finish(args, blocks, data, checks(rows), args.asserted)
+    (dtensors,) = run_on_ranks(1, measure_dtensors, smallest, args, **options)
+    blocks[f"linear on DTensors {timing.shape_text(smallest)}"] = layer_table(dtensors)
+    return finish(args, blocks, [*rows, *dtensors], checks(rows), args.asserted)
 
 
 if __name__ == "__main__":

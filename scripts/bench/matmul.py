@@ -15,23 +15,13 @@ from collections.abc import Sequence
 
 import torch
 
+from scripts.bench import timing
 from scripts.bench.layers import Shape, layer_of
-from scripts.bench.timing import (
-    TOLERANCE_DB,
-    Timed,
-    make_parser,
-    medians,
-    milliseconds,
-    ratio,
-    shape_text,
-    shape_type,
-    start,
-)
 from scripts.common.candidates import BF16, TORCHAO
 from scripts.common.gemms import GEMMS, Product, float8_gemms
 from scripts.common.markdown import table
 from scripts.common.metrics import sqnr
-from scripts.common.report import Check, finish
+from scripts.common.report import Check, finish, make_parser, start
 
 RECIPES = ("tensorwise", "rowwise")
 LAYOUTS = dict(zip(GEMMS, ("x @ w.t()", "g @ w", "g.t() @ x"), strict=True))
@@ -63,16 +53,16 @@ class Row:
     @property
     def label(self) -> str:
         """Names it among others."""
-        return f"{shape_text(self.shape)} {self.recipe} {LAYOUTS[self.gemm]}"
+        return f"{timing.shape_text(self.shape)} {self.recipe} {LAYOUTS[self.gemm]}"
 
 
-def native_of(product: Product) -> Timed:
+def native_of(product: Product) -> timing.Timed:
     """torch._scaled_mm on contiguous copies made beforehand: row-major by column-major."""
     left, right = product.a.contiguous(), product.b.t().contiguous().t()
     # A scale's dim of size 1 may have any stride, but this operator looks at it.
     strided = torch.contiguous_format
     scales = [s.clone(memory_format=strided) for s in (product.scale_a, product.scale_b)]
-    return Timed(lambda: torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16))
+    return timing.Timed(lambda: torch._scaled_mm(left, right, *scales, out_dtype=torch.bfloat16))
 
 
 def measure(shape: Shape, recipe: str, args: argparse.Namespace) -> list[Row]:
@@ -86,16 +76,18 @@ def measure(shape: Shape, recipe: str, args: argparse.Namespace) -> list[Row]:
     rows = []
     for gemm, product in ours.items():
         timed = {
-            OURS: Timed(product.run),
+            OURS: timing.Timed(product.run),
             NATIVE: native_of(product),
-            BF16: Timed(lambda pair=high[gemm]: torch.mm(*pair)),
+            BF16: timing.Timed(lambda pair=high[gemm]: torch.mm(*pair)),
         }
         if theirs:
             assert product.same_as(theirs[gemm])
-            timed[PEER] = Timed(theirs[gemm].run)
+            timed[PEER] = timing.Timed(theirs[gemm].run)
         exact = product.exact()
         decibels = {name: sqnr(exact, timed[name].run()) for name in timed if name != BF16}
-        seconds = medians(timed, args, description=f"{shape_text(shape)} {recipe} {gemm}")
+        seconds = timing.medians(
+            timed, args, description=f"{timing.shape_text(shape)} {recipe} {gemm}"
+        )
         rows.append(Row(shape, recipe, gemm, seconds, decibels))
     return rows
 
@@ -108,9 +100,14 @@ def matmul_table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         ours, decibels = row.seconds[OURS], row.decibels
-        line = [shape_text(row.shape), row.recipe, LAYOUTS[row.gemm], milliseconds(ours)]
-        line += [milliseconds(row.seconds[BF16]), ratio(ours, row.seconds[BF16])]
-        line += [ratio(row.seconds.get(name), ours) for name in (NATIVE, PEER)]
+        line = [
+            timing.shape_text(row.shape),
+            row.recipe,
+            LAYOUTS[row.gemm],
+            timing.milliseconds(ours),
+        ]
+        line += [timing.milliseconds(row.seconds[BF16]), timing.ratio(ours, row.seconds[BF16])]
+        line += [timing.ratio(row.seconds.get(name), ours) for name in (NATIVE, PEER)]
         line += [f"{decibels[n]:.2f}" if n in decibels else "" for n in (OURS, NATIVE, PEER)]
         lines.append(line)
     return table(header, lines, "lllr")
@@ -130,20 +127,19 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     ahead = [row.decibels[OURS] - row.decibels[NATIVE] for row in rows]
     label = rows[ahead.index(min(ahead))].label
     sentence = f"as close to the exact product as {NATIVE}; furthest, {min(ahead):+.2f} dB, at"
-    return [*found, Check(f"{sentence} {label}", min(ahead) >= -TOLERANCE_DB)]
+    return [*found, Check(f"{sentence} {label}", min(ahead) >= -timing.TOLERANCE_DB)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.matmul", __doc__, repeat=11)
+    parser = make_parser("scripts.bench.matmul", __doc__, "benchmarks.md", repeat=11)
     add = parser.add_argument
-    add("--shapes", type=shape_type, nargs="+", metavar="MxKxN", help="default: by device")
+    add("--shapes", type=timing.shape_type, nargs="+", metavar="MxKxN", help="default: by device")
     add("--assert", dest="asserted", action="store_true", help="fail where ours is not ahead")
     args = start(parser, argv)
     shapes = args.shapes or SHAPES[args.device]
     rows = [row for shape in shapes for recipe in RECIPES for row in measure(shape, recipe, args)]
-    data = [dataclasses.asdict(row) for row in rows]
-    return finish(args, {"matmul": matmul_table(rows)}, data, checks(rows), args.asserted)
+    return finish(args, {"matmul": matmul_table(rows)}, rows, checks(rows), args.asserted)
 
 
 if __name__ == "__main__":

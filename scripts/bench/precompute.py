@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fp8_dist import Float8Linear, precompute_float8_dynamic_scale
-from scripts.bench.timing import Timed, make_parser, medians, milliseconds, ratio, start
+from scripts.bench import timing
 from scripts.common.candidates import TORCHAO
 from scripts.common.markdown import table
 from scripts.common.models import after_step, convert
 from scripts.common.options import positive
 from scripts.common.ranks import run_on_ranks
-from scripts.common.report import Check, finish
+from scripts.common.report import finish, make_parser, start
 
 OURS, PEER = "fp8_dist", "torchao"
 
@@ -51,23 +51,13 @@ def precomputing(name: str, args: argparse.Namespace) -> Callable[[], None]:
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Median seconds until the scales are known, by library; called on every rank."""
     names = {OURS: "tensorwise"} | ({PEER: TORCHAO[0]} if TORCHAO else {})
-    timed = {library: Timed(precomputing(name, args)) for library, name in names.items()}
-    return medians(timed, args, description="precompute")
-
-
-def checks(seconds: dict[str, float], least: float | None) -> list[Check]:
-    """The condition of `--assert`."""
-    if least is None:
-        return []
-    if PEER not in seconds:
-        return [Check("torchao is installed", False)]
-    faster = seconds[PEER] / seconds[OURS]
-    return [Check(f"{faster:.2f}x faster than torchao, at least {least:g}", faster >= least)]
+    timed = {library: timing.Timed(precomputing(name, args)) for library, name in names.items()}
+    return timing.medians(timed, args, description="precompute")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.precompute", __doc__, repeat=15)
+    parser = make_parser("scripts.bench.precompute", __doc__, "benchmarks.md", repeat=15)
     add = parser.add_argument
     add("--layers", type=positive, default=100, help="default: %(default)s")
     add("--size", type=positive, default=512, help="default: %(default)s")
@@ -77,11 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = start(parser, argv)
     options = {"device": args.device, "threads": args.threads}
     seconds = run_on_ranks(args.ranks, measure, args, **options)[0]
-    lines = [[name, milliseconds(s), ratio(s, seconds[OURS])] for name, s in seconds.items()]
+    lines = [
+        [name, timing.milliseconds(s), timing.ratio(s, seconds[OURS])]
+        for name, s in seconds.items()
+    ]
     blocks = {"precompute": table(["library", "ms", "x fp8_dist"], lines, "lr")}
     shape = {"layers": args.layers, "size": args.size, "ranks": args.ranks}
-    data = [shape | {"seconds": seconds}]
-    return finish(args, blocks, data, checks(seconds, args.least), args.least is not None)
+    data, asserted = [shape | {"seconds": seconds}], args.least is not None
+    faster = partial(timing.check_faster, "precompute", seconds[OURS], seconds.get(PEER))
+    return finish(args, blocks, data, [faster(args.least)] if asserted else [], asserted)
 
 
 if __name__ == "__main__":

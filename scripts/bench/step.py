@@ -24,14 +24,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from scripts.bench.timing import Timed, make_parser, medians, milliseconds, ratio, start
+from scripts.bench import timing
 from scripts.common.candidates import BF16, OURS, TORCHAO, peer_of
 from scripts.common.llama import MODELS, LlamaConfig
 from scripts.common.markdown import table
 from scripts.common.models import after_step, build
 from scripts.common.options import positive
 from scripts.common.ranks import run_on_ranks
-from scripts.common.report import Check, finish
+from scripts.common.report import Check, finish, make_parser, start
 
 Mesh = tuple[int, int]  # ranks of dp, tp
 NAMES = (BF16, *OURS, *TORCHAO)
@@ -93,8 +93,8 @@ def measure(
     found = {}
     for size in args.model:
         steps = {name: step_of(name, MODELS[size], mesh, args, batch) for name in names}
-        timed = {name: Timed(step) for name, step in steps.items()}
-        found[size] = medians(timed, args, warm_up=3, description=size)
+        timed = {name: timing.Timed(step) for name, step in steps.items()}
+        found[size] = timing.medians(timed, args, warm_up=3, description=size)
     return found
 
 
@@ -121,32 +121,28 @@ def step_table(seconds: dict[str, float]) -> str:
     lines = [
         [
             name,
-            milliseconds(median),
-            ratio(median, seconds[BF16]),
-            ratio(seconds.get(peer_of(name) or ""), median),
+            timing.milliseconds(median),
+            timing.ratio(median, seconds[BF16]),
+            timing.ratio(seconds.get(peer_of(name) or ""), median),
         ]
         for name, median in seconds.items()
     ]
     return table(header, lines, "lr")
 
 
-def checks(runs: Sequence[Run], least: float | None) -> list[Check]:
-    """The condition of `--assert` for each run."""
-    found = []
-    for run in runs if least is not None else ():
-        theirs = run.seconds.get("torchao tensorwise")
-        if theirs is None:
-            found.append(Check(f"{run.block}: torchao is installed", False))
-            continue
-        faster = theirs / run.seconds["tensorwise"]
-        sentence = f"tensorwise {faster:.2f}x faster than torchao, at least {least:g}"
-        found.append(Check(f"{run.block}: {sentence}", faster >= least))
-    return found
+def checks(runs: Sequence[Run], least: float) -> list[Check]:
+    """The condition of `--assert`, for tensorwise in each run."""
+    return [
+        timing.check_faster(
+            run.block, run.seconds["tensorwise"], run.seconds.get("torchao tensorwise"), least
+        )
+        for run in runs
+    ]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = make_parser("scripts.bench.step", __doc__, repeat=7)
+    parser = make_parser("scripts.bench.step", __doc__, "benchmarks.md", repeat=7)
     add = parser.add_argument
     add("--model", choices=MODELS, nargs="+", default=["debug"], help="default: debug")
     add("--mesh", type=mesh_type, nargs="+", default=[(1, 1)], help="default: none")
@@ -171,8 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         by_model = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
         runs += [Run(model, mesh, args.compile, by_model[model]) for model in args.model]
     blocks = {run.block: step_table(run.seconds) for run in runs}
-    data = [dataclasses.asdict(run) for run in runs]
-    return finish(args, blocks, data, checks(runs, args.least), args.least is not None)
+    asserted = args.least is not None
+    return finish(args, blocks, runs, checks(runs, args.least) if asserted else [], asserted)
 
 
 if __name__ == "__main__":

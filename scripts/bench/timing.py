@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from scripts.common import report
-from scripts.common.options import positive
+from scripts.common.report import Check
 
 # The second one counts what this process computed, and not what it waited for.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -31,26 +30,6 @@ class Timed:
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
-
-
-def make_parser(
-    module: str, description: str | None, repeat: int, page: str | None = "benchmarks.md"
-) -> argparse.ArgumentParser:
-    """The parser of `report.make_parser`, with `--clock` and `--repeat` (default: `repeat`)."""
-    parser = report.make_parser(module, description, page)
-    add = parser.add_argument
-    add("--repeat", type=positive, default=repeat, help="turns of each candidate; %(default)s")
-    clock = "cpu: CPU time of the process, where others use the machine; default: %(default)s"
-    add("--clock", choices=CLOCKS, default="wall", help=clock)
-    return parser
-
-
-def start(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the options as `report.start` does."""
-    args = report.start(parser, argv)
-    if args.device == "cuda" and args.clock == "cpu":
-        parser.error("--clock cpu does not see what a GPU does: use wall")
-    return args
 
 
 def medians(
@@ -134,6 +113,14 @@ def milliseconds(seconds: float | None) -> str:
 def ratio(numerator: float | None, denominator: float | None) -> str:
     """A cell with a ratio; empty where there is nothing to compare."""
     return "" if numerator is None or denominator is None else f"{numerator / denominator:.2f}x"
+
+
+def check_faster(what: str, ours: float, theirs: float | None, least: float) -> Check:
+    """The condition that ours is faster than torchao's, whose seconds are None without torchao."""
+    if theirs is None:
+        return Check(f"{what}: torchao is installed", False)
+    faster = theirs / ours
+    return Check(f"{what}: {faster:.2f}x faster than torchao, at least {least:g}", faster >= least)
 
 
 def shape_type(text: str) -> tuple[int, int, int]:

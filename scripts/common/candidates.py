@@ -27,7 +27,9 @@ BF16, FP32 = "bf16", "fp32"
 OURS = tuple(recipe.value for recipe in Float8LinearRecipeName)
 RECIPES = (BF16, *OURS)
 # Scales of rows need a kernel that CPUs have since torch 2.12.
-_PEERS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")[: 1 if torch.__version__ < "2.12" else 3]
+_PEERS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+if torch.__version__.startswith("2.11."):
+    _PEERS = ("tensorwise",)
 TORCHAO = () if torchao is None else tuple(f"torchao {recipe}" for recipe in _PEERS)
 
 

@@ -1,6 +1,7 @@
 """What a measurement leaves: blocks of documents, data, and the verdicts of `--assert`."""
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -8,7 +9,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from scripts.common.blocks import DOCS, replace_block
 from scripts.common.options import positive
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Check:
     """A condition of `--assert`: a sentence with its figures, and whether it holds."""
 
@@ -26,13 +26,16 @@ class Check:
     holds: bool
 
 
-def make_parser(module: str, description: str | None, page: str | None) -> argparse.ArgumentParser:
+def make_parser(
+    module: str, description: str | None, page: str | None, repeat: int | None = None
+) -> argparse.ArgumentParser:
     """A parser with the options of all measurements.
 
     Args:
         module: such as "scripts.bench.linear".
         description: the module's docstring.
         page: the document in docs/ whose blocks `--write` replaces; None: there is no `--write`.
+        repeat: the default of `--repeat`; None: nothing is timed.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
@@ -45,6 +48,10 @@ def make_parser(module: str, description: str | None, page: str | None) -> argpa
     add("--threads", type=positive, default=1, help="of each process on a CPU; %(default)s")
     add("--device", choices=["cpu", "cuda"], default=kind, help="default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
+    if repeat is not None:
+        add("--repeat", type=positive, default=repeat, help="turns of each candidate; %(default)s")
+        clock = "cpu: CPU time of the process, where others use the machine; default: wall"
+        add("--clock", choices=["wall", "cpu"], default="wall", help=clock)
     if page is not None:
         add("--write", action="store_true", help=f"replace the blocks in docs/{page}")
     return parser
@@ -54,6 +61,8 @@ def start(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     """Parses the options, sets threads and seed; `command` is what to type to run it again."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
+    if args.device == "cuda" and getattr(args, "clock", "wall") == "cpu":
+        parser.error("--clock cpu does not see what a GPU does: use wall")
     args.command = shlex.join([*parser.prog.split(), *argv])
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -72,7 +81,7 @@ def finish(
     Args:
         args: what `start` returned.
         blocks: text by the name of its block.
-        data: rows for `--json`.
+        data: rows for `--json`, which may be dataclasses.
         checks: the conditions.
         asserted: whether the status is 1 if one does not hold.
     """
@@ -85,9 +94,8 @@ def finish(
     for check in checks:
         print(f"{'holds' if check.holds else 'BROKEN'}: {check.sentence}")
     if args.json is not None:
-        verdicts = [{"sentence": check.sentence, "holds": check.holds} for check in checks]
-        result = {"machine": where, "rows": data, "checks": verdicts}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        result = {"machine": where, "rows": data, "checks": checks}
+        args.json.write_text(json.dumps(result, indent=1, default=dataclasses.asdict) + "\n")
     return 1 if asserted and not all(check.holds for check in checks) else 0
 
 

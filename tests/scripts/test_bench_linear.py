@@ -1,6 +1,5 @@
 """scripts/bench/linear.py: what it measures besides time, its tables, its verdict."""
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -12,7 +11,7 @@ from expecttest import assert_expected_inline
 from scripts.bench import linear
 from scripts.bench.layers import dispatched_by, layer_of, operators_of
 from scripts.bench.linear import OVERHEAD, SPEED, Row
-from scripts.bench.timing import TOLERANCE_DB
+from scripts.bench.timing import TOLERANCE_DB, shape_text
 from scripts.common.blocks import read_block
 from scripts.common.candidates import BF16, FP32, OURS, TORCHAO
 from scripts.common.gemms import GEMMS, float8_gemms
@@ -96,30 +95,26 @@ FAST[SPEED, "tensorwise"].same_operands = True
 
 
 def test_the_blocks_of_the_document(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(shape: tuple[int, int, int], args: argparse.Namespace) -> list[Row]:
+    def measure(shape: tuple[int, int, int], args: object) -> list[Row]:
         return [row for (at, _), row in FAST.items() if at == shape]
 
     monkeypatch.setattr(linear, "measure", measure)
-    on_dtensors = dataclasses.replace(FAST[OVERHEAD, BF16], step=1.5, operators=77)
-    monkeypatch.setattr(linear, "run_on_ranks", lambda *args, **options: [[on_dtensors]])
+    on_dtensors = [Row(BF16, OVERHEAD, 1.5, operators=77, dtensors=True)]
+    monkeypatch.setattr(linear, "run_on_ranks", lambda *args, **options: [on_dtensors])
     assert linear.main(["--write", "--assert"]) == 0
     page = documents / "benchmarks.md"
-    assert linear.layer_table(measure(SPEED, None)) in read_block(page, "linear 512 x 1024 x 1024")
+    for shape in (SPEED, OVERHEAD):
+        block = read_block(page, f"linear {shape_text(shape)}")
+        assert linear.layer_table(measure(shape, None)) in block
+    assert linear.layer_table(on_dtensors) in read_block(page, "linear on DTensors 16 x 16 x 16")
     assert_expected_inline(
-        read_block(page, "linear 16 x 16 x 16").partition("\n\n")[2],
+        linear.layer_table(measure(SPEED, None)),
         """\
-| layer              | step, ms | x bf16 | faster than torchao | dispatched | operators | output, dB | grad_input, dB | grad_weight, dB |
-| ------------------ | -------: | -----: | ------------------: | ---------: | --------: | ---------: | -------------: | --------------: |
-| bf16               |    1,000 |  1.00x |               6.00x |         17 |        50 |      55.00 |          55.00 |           55.00 |
-| tensorwise         |    2,000 |  2.00x |               3.00x |         35 |       100 |      55.00 |          55.00 |           55.00 |
-| torchao tensorwise |    6,000 |  6.00x |                     |        105 |       300 |      55.00 |          55.00 |           55.00 |""",
-    )
-    assert_expected_inline(
-        read_block(page, "linear on DTensors 16 x 16 x 16").partition("\n\n")[2],
-        """\
-| layer | plain, ms | on DTensors, ms | added, ms | operators | on DTensors |
-| ----- | --------: | --------------: | --------: | --------: | ----------: |
-| bf16  |     1,000 |           1,500 |       500 |        50 |          77 |""",
+| layer              | step, ms | x bf16 | faster than torchao | dispatched | operators | output, dB | grad_input, dB | grad_weight, dB | same operands |
+| ------------------ | -------: | -----: | ------------------: | ---------: | --------: | ---------: | -------------: | --------------: | ------------: |
+| bf16               |    1,000 |  1.00x |               6.00x |         17 |        50 |      55.00 |          55.00 |           55.00 |               |
+| tensorwise         |    2,000 |  2.00x |               3.00x |         35 |       100 |      55.00 |          55.00 |           55.00 |           yes |
+| torchao tensorwise |    6,000 |  6.00x |                     |        105 |       300 |      55.00 |          55.00 |           55.00 |               |""",
     )
 
 

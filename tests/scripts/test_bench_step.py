@@ -104,18 +104,10 @@ def test_the_table() -> None:
 
 
 def test_verdicts() -> None:
-    run = Run("small", (2, 1), False, {BF16: 0.01, "tensorwise": 0.02, "torchao tensorwise": 0.05})
-    assert step.checks([run], None) == []
-    alone = Run("debug", (1, 1), True, {BF16: 0.01, "tensorwise": 0.02})
-    asked = [(run, 2.5), (run, 2.6), (alone, 1.0)]
-    found = [step.checks([each], least)[0] for each, least in asked]
-    assert_expected_inline(
-        "\n".join(f"{check.holds}: {check.sentence}" for check in found),
-        """\
-True: step small dp=2: tensorwise 2.50x faster than torchao, at least 2.5
-False: step small dp=2: tensorwise 2.50x faster than torchao, at least 2.6
-False: step debug none compiled: torchao is installed""",
-    )
+    seconds = {"tensorwise": 0.02, "torchao tensorwise": 0.05}
+    runs = [Run("small", (2, 1), False, seconds), Run("debug", (1, 1), True, {"tensorwise": 0.02})]
+    assert [check.holds for check in step.checks(runs, 2.5)] == [True, False]
+    assert [check.holds for check in step.checks(runs, 2.6)] == [False, False]
 
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:

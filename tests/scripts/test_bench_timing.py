@@ -4,14 +4,17 @@ import argparse
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from ranks import RankPools
 
 from scripts.bench import timing
 from scripts.bench.timing import Timed
+from scripts.common import report
 
 
 def options(*words: str) -> argparse.Namespace:
-    return timing.start(timing.make_parser("scripts.bench.some", "A benchmark.", 3), words)
+    parser = report.make_parser("scripts.bench.some", "A benchmark.", "benchmarks.md", repeat=3)
+    return report.start(parser, words)
 
 
 def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +56,17 @@ def median_of_two(args: argparse.Namespace) -> dict[str, float]:
 
 def test_the_slowest_rank_counts(ranks: RankPools) -> None:
     assert ranks(2).run(median_of_two, options()) == [{"a": 4.0}, {"a": 4.0}]
+
+
+def test_verdicts() -> None:
+    found = [timing.check_faster("here", 2.0, theirs, 2.5) for theirs in (5.0, 4.9, None)]
+    assert_expected_inline(
+        "\n".join(f"{check.holds}: {check.sentence}" for check in found),
+        """\
+True: here: 2.50x faster than torchao, at least 2.5
+False: here: 2.45x faster than torchao, at least 2.5
+False: here: torchao is installed""",
+    )
 
 
 def test_cells() -> None:
