@@ -93,11 +93,6 @@ class Float8Tensor(torch.Tensor):
         self.covered = covered if known else _covered_dims(qdata, scale)  # type: ignore[assignment]
         return self
 
-    @property
-    def granularity(self) -> Granularity:
-        """What one scale covers."""
-        return covering(self.covered, self.ndim) if self.scale.ndim else TENSOR
-
     def rewrap(self, **changes: Any) -> "Float8Tensor":
         """A new Float8Tensor with this one's fields, but for those given."""
         fields = {name: getattr(self, name) for name in self.__slots__}
@@ -157,6 +152,11 @@ class Float8Tensor(torch.Tensor):
                 "call .dequantize() and use the high-precision tensor"
             )
         return handler(func, args, kwargs or {})
+
+
+def granularity_of(x: Float8Tensor) -> Granularity:
+    """What one scale of a tensor covers. (Dynamo knows no properties of a tensor subclass.)"""
+    return covering(x.covered, x.ndim) if x.scale.ndim else TENSOR
 
 
 def dequantized(x: Float8Tensor) -> torch.Tensor:
