@@ -68,8 +68,8 @@ def float8_linear(
     multiplier, scale = weight_casts.recast or (None, None)
     if any(scale is tensor for tensor in flat):
         scale = None  # dynamo refuses to pass a tensor twice
-    # In a graph one function does all. Dynamo would trace the backward of the first of two functions
-    # with a gradient at the placements of its output, which are not those that it arrives at.
+    # In a graph one function does all. Dynamo would trace the backward of the first of two with a
+    # gradient at the placements of its output, which are not those that it arrives at.
     in_one = torch.compiler.is_compiling() and isinstance(input, DTensor)
     bias_in_one = bias if in_one else None
     output = _LinearFunction.apply(
