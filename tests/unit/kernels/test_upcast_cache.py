@@ -7,7 +7,7 @@ import pytest
 import torch
 from reference import Watching, same_bits
 
-from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float8
+from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float8, kernels
 from fp8_dist.kernels.cpu import gemm, upcast_cache
 from fp8_dist.kernels.cpu.gemm import left_upcasts
 from fp8_dist.kernels.cpu.upcast import upcast
@@ -136,14 +136,16 @@ def test_few_elements_and_inference_tensors_are_not_kept() -> None:
         assert cache._entry is None
 
 
-def test_a_weight_is_not_kept() -> None:
-    # FSDP2 refills its storage without a new version, as .data here.
-    (layer,) = layers(1)
-    x = an_input()
-    layer(x)
-    layer.weight.data.zero_()
-    layer.weight_cache.drop()
-    assert not layer(x).any()
+def test_a_right_operand_is_not_kept() -> None:
+    # The weight of a layer is one, and FSDP2 refills its storage without a new version.
+    a, b, one = float8_data(), float8_data(64, 64), torch.ones(())
+    for fill in (lambda: None, lambda: b.data.view(torch.uint8).zero_()):
+        version = b._version
+        fill()
+        assert b._version == version
+        product = kernels.scaled_mm(a, b, one, one, BF16, False, False, False)
+        assert left_upcasts._entry is not None
+    assert not product.any()
 
 
 def test_a_float8_tensor_is_upcast_anew() -> None:
