@@ -287,7 +287,8 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
         out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
     dims = [d % x.ndim for d in rest[:2]] if func is shard_dim_alltoall else [0]
-    if not (granularity_of(x).scales_move and granularity_of(x).can_move(dims, x.ndim)):
+    granularity = granularity_of(x)
+    if not (granularity.scales_move and granularity.can_move(dims, x.ndim)):
         raise NotImplementedError(
             f"{func} of a Float8Tensor whose scales cover the dims {x.covered} of {x.ndim}: only "
             "whole rows travel, each with its scale; redistribute the high-precision tensor and "
