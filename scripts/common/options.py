@@ -20,6 +20,16 @@ def positive(text: str) -> int:
     return value
 
 
+def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser for `python -m MODULE`; names of options must be given in full."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
 def make_parser(description: str | None, prog: str | None = None) -> argparse.ArgumentParser:
     """Returns the parser of the training options; names must be given in full.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from scripts.common.blocks import DOCS, replace_block
-from scripts.common.options import positive
+from scripts.common.options import command_parser, positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +37,7 @@ def make_parser(
         page: the document in docs/ whose blocks `--write` replaces; None: there is no `--write`.
         repeat: the default of `--repeat`; None: nothing is timed.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(module, description)
     parser.set_defaults(page=page)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     add = parser.add_argument

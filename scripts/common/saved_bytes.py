@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -27,6 +28,18 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [
         plain for each in held if isinstance(each, torch.Tensor) for plain in plain_tensors(each)
     ]
+
+
+def rewrites_ops(types: Iterable[type]) -> bool:
+    """Whether one of these tensor types replaces an op by others, which a mode sees in its place.
+
+    A mode returns NotImplemented then. Fake tensors, which DTensor asks for shapes, do not count.
+    """
+    return any(
+        kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        and not issubclass(kind, FakeTensor)
+        for kind in types
+    )
 
 
 def saved_bytes(

@@ -10,7 +10,6 @@ An *amax all-reduce* is one of forward or backward: of one number, or of one per
 *blocking* if its result is waited for before any other op but a view is issued: nothing hides it.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,9 @@ from scripts.common.candidates import BF16
 from scripts.common.llama import LlamaConfig
 from scripts.common.markdown import table
 from scripts.common.models import after_step, build
+from scripts.common.options import command_parser
 from scripts.common.ranks import run_on_ranks
+from scripts.common.saved_bytes import rewrites_ops
 
 PAGE = DOCS / "communication.md"
 LAYERS, SEQUENCE, BATCH = 4, 32, 2  # BATCH: sequences per data-parallel rank
@@ -111,7 +112,7 @@ class AmaxReductions(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(map(_rewrites_ops, types)):
+        if rewrites_ops(types):
             return NotImplemented
         if func is torch.ops._c10d_functional.wait_tensor.default:
             _, issued = self._in_flight.pop(args[0].untyped_storage()._cdata, (None, -1))
@@ -132,12 +133,6 @@ class AmaxReductions(TorchDispatchMode):
 def _are_amaxes(tensors: Sequence[torch.Tensor]) -> bool:
     """The library reduces the bits of amaxes; torchao one number."""
     return sum(t.numel() for t in tensors) == 1 or all(t.dtype is torch.int32 for t in tensors)
-
-
-def _rewrites_ops(kind: type) -> bool:
-    """Whether a tensor subclass makes other ops of this one, which a mode sees then."""
-    own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return own and not issubclass(kind, FakeTensor)  # which DTensor asks what an op would return
 
 
 def variants(mesh: str) -> list[Variant]:
@@ -259,11 +254,7 @@ def _above(ours: Row, theirs: Row) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.measure.communication",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("scripts.measure.communication", __doc__)
     add = parser.add_argument
     add("--write", action="store_true", help="replace the table of docs/communication.md")
     add("--assert", dest="check", action="store_true", help="fail where a promise is broken")

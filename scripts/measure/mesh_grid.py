@@ -4,7 +4,6 @@ python -m scripts.measure.mesh_grid            runs the tests, replaces the tabl
 python -m scripts.measure.mesh_grid --check    fails if the table is not that of the results
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from xml.etree import ElementTree
 
 from scripts.common.blocks import DOCS, read_block, replace_block
 from scripts.common.markdown import table
+from scripts.common.options import command_parser
 
 PAGE = DOCS / "mesh_grid.md"
 ROOT = DOCS.parent
@@ -42,11 +42,7 @@ def verdicts_table(rows: Sequence[dict[str, str]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.measure.mesh_grid",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("scripts.measure.mesh_grid", __doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--junit", type=Path, help="results of an earlier run: run nothing")
     args = parser.parse_args(argv)

@@ -6,7 +6,6 @@ Trains the reference model in bf16, records what its linear layers multiply, mul
 float8 and compares with the product in fp64. SQNR is 20 log10(|exact| / |exact - float8|), in dB.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from scripts.common.blocks import DOCS, replace_block
 from scripts.common.candidates import OURS
 from scripts.common.markdown import table
 from scripts.common.metrics import sqnr
-from scripts.common.options import positive
+from scripts.common.options import command_parser, positive
 from scripts.measure.folds import FIGURES, WAYS, ByWay, fold_figures
 from scripts.measure.operands import Operands, Place, exact, record, stress_cases
 
@@ -137,11 +136,7 @@ def folds_table(recorded: list[ByWay], stressed: dict[str, ByWay]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.measure.sqnr",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("scripts.measure.sqnr", __doc__)
     add = parser.add_argument
     steps = "steps that are recorded; the last one ends the training (default: 5 300)"
     add("--at", type=positive, nargs="+", default=[5, 300], metavar="STEP", help=steps)

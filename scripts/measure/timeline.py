@@ -17,7 +17,7 @@ from pathlib import Path
 from scripts.common.blocks import DOCS, replace_block
 from scripts.common.llama import MODELS
 from scripts.common.markdown import table
-from scripts.common.options import positive
+from scripts.common.options import command_parser, positive
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check, machine
 from scripts.measure.trace import FLOAT8_WEIGHTS, KINDS, PRECOMPUTED, Timeline, read
@@ -73,11 +73,7 @@ def checks(timeline: Timeline) -> list[Check]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, with `mesh` as (dp, tp); errors end the process with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.measure.timeline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("scripts.measure.timeline", __doc__)
     add = parser.add_argument
     add("--dp", type=positive, default=2, help="FSDP2 ranks, 2 or more; %(default)s")
     add("--tp", type=positive, default=1, help="tensor-parallel ranks; %(default)s")

@@ -19,7 +19,7 @@ from pathlib import Path
 from scripts.common.blocks import DOCS, replace_block
 from scripts.common.candidates import BF16, RECIPES, TORCHAO
 from scripts.common.llama import MODELS, LlamaConfig
-from scripts.common.options import positive
+from scripts.common.options import command_parser, positive
 from scripts.plan.links import Links
 from scripts.plan.run import run_all
 from scripts.plan.step import PEER, Plan, Step
@@ -40,12 +40,7 @@ MESHES = (("dp", "tp"), ("replicate", "shard", "tp"))
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options, with `config`, `axes` and `links`; errors end the process with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("scripts.plan", __doc__)
     add = parser.add_argument
     models = f"{'|'.join(MODELS)}|FILE"
     add("--model", default="405b", metavar=models, help="FILE: JSON with LlamaConfig's fields")

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from scripts.common.saved_bytes import plain_tensors
+from scripts.common.saved_bytes import plain_tensors, rewrites_ops
 
 FSDP_COPY_IN = "fsdp::all_gather_copy_in"
 FSDP_COPY_OUT = "fsdp::split_with_sizes_copy"
@@ -57,7 +56,7 @@ class MemoryMeter(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(_rewrites_ops(kind) for kind in types):
+        if rewrites_ops(types):
             return NotImplemented
         result = func(*args, **kwargs)
         name = func._schema.name
@@ -122,12 +121,6 @@ class MemoryMeter(TorchDispatchMode):
             elif tensor.numel() > 1:
                 return False
         return found
-
-
-def _rewrites_ops(kind: type) -> bool:
-    """Whether a tensor type makes other ops of one, which the mode sees then."""
-    own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return own and not issubclass(kind, FakeTensor)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -3,7 +3,6 @@
 python -m scripts.train.compare runs/bf16 runs/tensorwise --assert
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import matplotlib.pyplot as plt
 from fp8_dist.config import Operand
 from scripts.common.candidates import BF16, config_of
 from scripts.common.markdown import table
+from scripts.common.options import command_parser
 
 LAST_STEPS = 20
 MAX_DIFFERENCE = 0.01
@@ -214,7 +214,7 @@ def plot(losses: dict[str, list[float]], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.train.compare", description=__doc__)
+    parser = command_parser("scripts.train.compare", __doc__)
     parser.add_argument("baseline", type=Path, help="folder of the bf16 run")
     parser.add_argument("run", type=Path, help="folder of the run to judge")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of loss.png")

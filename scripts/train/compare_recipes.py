@@ -27,7 +27,7 @@ from scripts.common.blocks import DOCS, replace_block
 from scripts.common.candidates import BF16, OURS
 from scripts.common.corpus import load_corpus
 from scripts.common.markdown import table
-from scripts.common.options import positive
+from scripts.common.options import command_parser, positive
 
 PAGE = DOCS / "recipes.md"
 LAST_STEPS = 50
@@ -85,11 +85,7 @@ class Run(NamedTuple):
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options, with the text as `corpus`; errors end the process with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.train.compare_recipes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("scripts.train.compare_recipes", __doc__)
     add = parser.add_argument
     add("--recipes", nargs="+", choices=OURS, default=OURS, help="default: all of float8")
     add("--steps", type=positive, default=300)
