@@ -215,12 +215,6 @@ def test_refusals(ranks: RankPools) -> None:
     )
 
 
-def test_repr_of_a_weight() -> None:
-    assert_expected_inline(
-        repr(Float8AllGatherWeight(torch.ones(2))), """Float8AllGatherWeight(tensor([1., 1.]))"""
-    )
-
-
 def mixed_model() -> list[str]:
     """Layers under TP and FSDP2, under FSDP2 alone, and not distributed at all."""
     world = Distributed(2, 2)
@@ -443,3 +437,16 @@ def moved_shards() -> list[bool]:
 
 def test_float8_moves_between_shards(ranks: RankPools) -> None:
     assert ranks(2).run(moved_shards) == [[True] * 3] * 2
+
+
+def converted_too_late() -> str:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16, bias=False))
+    fully_shard(model, mesh=device_mesh(dp=2))
+    return raised(ValueError, lambda: convert_to_float8_training(model))
+
+
+def test_converting_after_fully_shard_is_refused(ranks: RankPools) -> None:
+    assert_expected_inline(
+        ranks(2).run(converted_too_late)[0],
+        """convert_to_float8_training: these weights are distributed already: 0, 2. Convert the model first, then apply tensor parallelism, then fully_shard""",
+    )

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
+from checkpointed import SELECTIVE
 from nets import Distributed
 from ranks import RankPools
 from reference import same_bits
-from test_checkpointing import SELECTIVE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
