@@ -21,8 +21,14 @@ from fp8_dist import (
 )
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("recipe", [r.value for r in Float8LinearRecipeName])
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [
+        *((recipe.value, "selective") for recipe in Float8LinearRecipeName),
+        ("tensorwise", "full"),
+        ("rowwise_folded", "full"),
+    ],
+)
 def test_compiled(recipe: str, mode: str) -> None:
     compilations = Compilations()
     net = convert_to_float8_training(

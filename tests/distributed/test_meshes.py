@@ -94,9 +94,11 @@ def hybrid(tp: int, precompute: bool) -> tuple[list[str], int, int]:
     return wrong, reduces, audit.count("all_reduce", dtype=torch.int32) - activations
 
 
-def test_hybrid_sharding(ranks: RankPools) -> None:
-    assert ranks(4).run(hybrid, 1, True) == [([], 1, 0)] * 4
-    assert ranks(4).run(hybrid, 1, False) == [([], 0, 6)] * 4
+@pytest.mark.parametrize("precompute", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_hybrid_sharding(ranks: RankPools, tp: int, precompute: bool) -> None:
+    expected = ([], 1, 0) if precompute else ([], 0, 6)
+    assert ranks(4 * tp).run(hybrid, tp, precompute, timeout=120) == [expected] * (4 * tp)
 
 
 def unnamed_axis() -> bool:
@@ -111,12 +113,6 @@ def unnamed_axis() -> bool:
 
 def test_a_mesh_without_names(ranks: RankPools) -> None:
     assert ranks(4).run(unnamed_axis) == [True] * 4
-
-
-@pytest.mark.parametrize("precompute", [False, True])
-def test_hybrid_sharding_and_tp(ranks: RankPools, precompute: bool) -> None:
-    expected = ([], 1, 0) if precompute else ([], 0, 6)
-    assert ranks(8).run(hybrid, 2, precompute, timeout=120) == [expected] * 8
 
 
 def even_columns(precompute: bool) -> list[str]:
@@ -259,21 +255,6 @@ def overlapping() -> str:
 
 def test_overlapping_axes_are_refused(ranks: RankPools) -> None:
     assert "whose axes overlap" in ranks(4).run(overlapping)[0]
-
-
-def autocast_dtypes() -> list[torch.dtype]:
-    world = Distributed(1, 2)
-    dtypes: list[torch.dtype] = []
-    for layer in world.net.modules():
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        world.net(world.mine(torch.randn(2, 8, 64)))
-    return dtypes
-
-
-def test_autocast_reaches_prepared_inputs(ranks: RankPools) -> None:
-    assert ranks(2).run(autocast_dtypes) == [[torch.bfloat16] * 6] * 2
 
 
 def smaller_mesh(gather: bool) -> list[str]:
