@@ -2,27 +2,41 @@
 
 Convert a model, parallelize and shard it, train::
 
-    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
+    convert_to_float8_training(model, config=config)
     apply_tp_plan(model, mesh["tp"], llama_tp_plan(model))  # fp8_dist.tensor_parallel
     fully_shard(model, mesh=mesh["dp"])
     ...
     optimizer.step()
-    precompute_float8_dynamic_scale(model)
+    update_float8_scales(model)
 """
 
 from fp8_dist.auto_filter import auto_filter
 from fp8_dist.cast import cast_to_float8
-from fp8_dist.casts import CastConfig, Float8GemmConfig, ScalingGranularity, ScalingType
 from fp8_dist.checkpoint_policy import selective_checkpoint_policy
-from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
+from fp8_dist.config import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    ScalingType,
+)
 from fp8_dist.convert import convert_to_float8_training
 from fp8_dist.fsdp import (
+    Float8AllGatherWeight,
     attach_precompute,
+    attach_update,
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
+    update_float8_scales,
 )
-from fp8_dist.linear.module import Float8Linear, invalidate_float8_scales
+from fp8_dist.linear.module import Float8Linear, float8_layers, invalidate_float8_scales
+from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+
+# The layers wrap weights in a type whose hooks are FSDP2's business, above their room.
+Float8Weight.register_gather_type(Float8AllGatherWeight)
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_float8_dynamic_scale
 
@@ -36,12 +50,15 @@ __all__ = [
     "ScalingGranularity",
     "ScalingType",
     "attach_precompute",
+    "attach_update",
     "auto_filter",
     "cast_to_float8",
     "convert_to_float8_training",
+    "float8_layers",
     "invalidate_float8_scales",
     "precompute_float8_dynamic_scale",
     "precompute_float8_dynamic_scale_for_fsdp",
     "selective_checkpoint_policy",
     "sync_float8_amax_and_scale_history",
+    "update_float8_scales",
 ]

@@ -1,11 +1,8 @@
 """A filter that leaves linear layers in high precision that are too small to gain from float8.
 
-A float8 GEMM is faster than a bf16 one, but its operands must be cast first. The larger the layer,
-the more multiplications share one cast; below some size the casts cost more than the GEMMs save.
-What counts is the part of the layer that one rank multiplies, so shapes are local ones, after
-tensor parallelism. A report says what was decided about each layer, and why.
-
-A shape is ``(out_features, in_features)`` everywhere in this module, ``out x in`` in texts.
+The operands of a float8 GEMM must be cast first. The larger the layer, the more multiplications
+share one cast; below some size the casts cost more than the GEMM saves. Shapes in this module are
+``(out_features, in_features)``, and a layer is judged by its part on one tensor-parallel rank.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,24 +16,19 @@ from torch.nn.parameter import is_lazy
 from fp8_dist.config import Float8LinearRecipeName
 
 Shape = tuple[int, int]
-# The largest (out, in) that is too small; None: however large.
-Limits = tuple[int | None, int | None]
+Limits = tuple[int | None, int | None]  # the largest (out, in) that is too small; None: any
 
-DIMS = ("out", "in")
-MULTIPLE = 16  # what a GPU's float8 GEMM needs out and in to be multiples of
+MULTIPLE = 16  # out and in of a GPU's float8 GEMM must be multiples of it
 
-# The figures of torchao 0.18's auto filter, from its measurements on H100.
+# The figures of torchao 0.18's auto filter, which were measured on H100.
 _TENSORWISE: tuple[Limits, ...] = ((1024, 4096),)
 _ROWWISE: tuple[Limits, ...] = ((2048, None), (None, 1024), (4096, 2048))
-# Recipes that torchao has no figures for inherit those of the recipe with the same GEMMs.
+# Assumed, not measured: the last three recipes gain where one with the same GEMMs does.
 TOO_SMALL: dict[str, tuple[Limits, ...]] = {
     "tensorwise": _TENSORWISE,
     "rowwise": _ROWWISE,
-    # The same casts for two of the three GEMMs; the third gains nothing and costs no cast.
     "rowwise_with_gw_hp": _ROWWISE,
-    # The same scaled GEMMs; fewer casts, so it gains where rowwise does.
     "rowwise_folded": _ROWWISE,
-    # The same GEMMs; its casts don't wait for an amax, so it gains where tensorwise does.
     "delayed": _TENSORWISE,
 }
 
@@ -66,7 +58,7 @@ class AutoFilterReport:
 
     Attributes:
         recipe: the recipe's name.
-        tp_size: tensor-parallel ranks.
+        tp_size: number of tensor-parallel ranks.
         planned: whether a plan says how layers are divided.
         rows: one decision for each layer, in the order in which they were first asked for.
         unmatched_fqns: entries of ``filter_fqns`` that no layer's name contains.
@@ -85,12 +77,10 @@ class AutoFilterReport:
             f"auto_filter: {converted} of {len(self.rows)} {layers} to float8, recipe "
             f"{self.recipe} (thresholds: H100)"
         ]
-        if self.planned:
-            lines.append(f"local: tp_size {self.tp_size}, divided as the plan says")
-        elif self.tp_size > 1:
-            lines.append(
-                f"local: tp_size {self.tp_size}, out or in divided, whichever gains less (no plan)"
-            )
+        if self.planned or self.tp_size > 1:
+            no_plan = "out or in divided, whichever gains less (no plan)"
+            how = "divided as the plan says" if self.planned else no_plan
+            lines.append(f"local: tp_size {self.tp_size}, {how}")
         table: list[tuple[str, ...]] = [("layer", "out x in", "local", "", "reason")]
         for row in self.rows:
             shape, local = (f"{out} x {in_}" for out, in_ in (row.shape, row.local_shape))
@@ -98,42 +88,35 @@ class AutoFilterReport:
                 local = "not divided"
             verdict = "float8" if row.convert else "skip"
             table.append((row.fqn or "(the module itself)", shape, local, verdict, row.reason))
-        if self.rows:
-            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-            for cells in table:
-                padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-                lines.append("  " + "  ".join(padded).rstrip())
-        else:
-            lines.append("  no layer was asked for yet")
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for cells in table if self.rows else ():
+            lines.append("  " + "  ".join(map(str.ljust, cells, widths)).rstrip())
+        lines += [] if self.rows else ["  no layer was asked for yet"]
         lines += [f"filter_fqns: {entry!r} matched no layer" for entry in self.unmatched_fqns]
         return "\n".join(lines)
 
 
 class AutoFilter:
-    """A ``module_filter_fn`` that decides by size; :func:`auto_filter` makes and describes it.
-
-    Use one for each model: layers are told apart by their names.
-    """
+    """A ``module_filter_fn`` that decides by size, for one model; see :func:`auto_filter`."""
 
     def __init__(
         self,
-        recipe: Float8LinearRecipeName | str,
-        filter_fqns: Iterable[str] = (),
-        tp_size: int = 1,
-        *,
-        plan: Mapping[str, ParallelStyle] | None = None,
+        recipe: str,
+        filter_fqns: tuple[str, ...],
+        tp_size: int,
+        plan: Mapping[str, ParallelStyle] | None,
     ) -> None:
-        self._recipe = _recipe_name(recipe)
-        self._filter_fqns = _checked_fqns(filter_fqns)
-        self._tp_size = _checked_tp_size(tp_size)
-        self._plan = None if plan is None else _checked_plan(plan)
+        self._recipe = recipe
+        self._filter_fqns = filter_fqns
+        self._tp_size = tp_size
+        self._plan = plan
         self._rows: dict[str, FilterDecision] = {}
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
-        """Returns whether the layer is to be converted, and notes it in the report.
+        """Whether a layer is to be converted; the report takes note of it.
 
         Args:
-            module: anything but an nn.Linear is False, and not in the report.
+            module: False for anything but an nn.Linear, which is not in the report either.
             fqn: its name in the model.
 
         Raises:
@@ -143,57 +126,48 @@ class AutoFilter:
         if not isinstance(module, nn.Linear):
             return False
         named = [entry for entry in self._filter_fqns if entry in fqn]
-        weight = module.weight
-        if is_lazy(weight):
-            if not named:
-                raise ValueError(
-                    f"auto_filter: {fqn or 'the module'} is lazy and has no shape yet: run it "
-                    "once before the conversion, or name it in filter_fqns"
-                )
+        if not is_lazy(module.weight):
+            shape = (module.weight.shape[0], module.weight.shape[1])
+            local, reason = self._judge(fqn, shape)
+        elif named:
             shape = local = (module.out_features, module.in_features)
             reason = ""
         else:
-            shape = (weight.shape[0], weight.shape[1])
-            local, reason = self._judge(fqn, shape)
+            raise ValueError(
+                f"auto_filter: {fqn or 'the module'} is lazy and has no shape yet: run it once "
+                "before the conversion, or name it in filter_fqns"
+            )
         if named:
             reason = f"filter_fqns: {', '.join(map(repr, named))}"
-        decision = FilterDecision(fqn, shape, local, not reason, reason or "large enough")
-        self._rows[fqn] = decision
-        return decision.convert
+        self._rows[fqn] = FilterDecision(fqn, shape, local, not reason, reason or "large enough")
+        return not reason
 
     @property
     def report(self) -> AutoFilterReport:
-        """What was decided up to now. A layer that is asked for again keeps one row."""
-        return AutoFilterReport(
-            recipe=self._recipe,
-            tp_size=self._tp_size,
-            planned=self._plan is not None,
-            rows=tuple(self._rows.values()),
-            unmatched_fqns=tuple(
-                entry for entry in self._filter_fqns if not any(entry in fqn for fqn in self._rows)
-            ),
-        )
+        """The decisions up to now. A layer that is asked for again keeps one row."""
+        unmatched = [e for e in self._filter_fqns if not any(e in fqn for fqn in self._rows)]
+        planned, rows = self._plan is not None, tuple(self._rows.values())
+        return AutoFilterReport(self._recipe, self._tp_size, planned, rows, tuple(unmatched))
 
     def _judge(self, fqn: str, shape: Shape) -> tuple[Shape, str]:
-        """The local shape, and why it is skipped (an empty string: it is converted)."""
+        """The local shape, and why the layer is skipped (an empty string: it is converted)."""
         judged = []
         for dim in self._possible_divisions(fqn):
             largest, smallest = _shards(shape, dim, self._tp_size)
             judged.append((smallest, _why_skip(largest, smallest, TOO_SMALL[self._recipe])))
-        # Skipped before converted; where both are alike, the one with the shorter side.
+        # Skipped before converted; if both divisions agree, the one with the shorter side.
         return min(judged, key=lambda each: (not each[1], min(each[0])))
 
     def _possible_divisions(self, fqn: str) -> tuple[int | None, ...]:
-        """Which dim of the shape may be divided over the ranks; None: none of them."""
+        """The dims of the shape that may be divided over the ranks; None: no dim is."""
         if self._tp_size == 1:
             return (None,)
         if self._plan is None:
             return (0, 1)
-        dims = {
-            dim: pattern
-            for pattern, style in self._plan.items()
-            if (dim := _divided_dim(style)) is not None and _matches(pattern, fqn)
-        }
+        dims: dict[int | None, str] = {}
+        for pattern, style in self._plan.items():
+            if isinstance(style, ColwiseParallel | RowwiseParallel) and _matches(pattern, fqn):
+                dims[0 if isinstance(style, ColwiseParallel) else 1] = pattern
         if len(dims) > 1:
             raise ValueError(
                 f"auto_filter: the plan divides {fqn or 'the module'} both ways: {dims[0]!r} is a "
@@ -217,7 +191,7 @@ def auto_filter(
         convert_to_float8_training(model, module_filter_fn=admits)
         print(admits.report)
 
-    A layer is skipped if its name contains an entry of ``filter_fqns``, if a local dim is no
+    A layer is skipped if its name contains an entry of ``filter_fqns``, if a local dim is not a
     multiple of 16 (a GPU's float8 GEMM needs that), if a rank holds nothing of it, or if its
     smallest local part is within one of these limits:
 
@@ -229,101 +203,63 @@ def auto_filter(
     rowwise_folded
     ===================================  =======================================================
 
-    The figures are those of torchao 0.18's own auto filter, for tensorwise and rowwise, measured on
-    H100 GPUs without tensor parallelism; other devices differ. That the other three recipes gain
-    where the one beside them does is an assumption (same GEMMs, no more casts), not a measurement.
-    ``scripts/bench_auto_filter.py`` measures a device. The number of tokens isn't looked at, nor
-    what float8 communication saves.
+    The figures for tensorwise and rowwise are those of torchao 0.18, measured on H100 GPUs without
+    tensor parallelism; those of the other recipes are assumed. ``docs/auto_filter.md`` says how to
+    measure a device. The number of tokens and what communication saves are not considered.
 
     Args:
         recipe: a :class:`Float8LinearRecipeName` or its value.
         filter_fqns: layers whose name contains one of these strings are skipped.
-        tp_size: number of tensor-parallel ranks. A layer is judged by its smallest local part.
-            Without a plan it may be divided by rows or by columns, and the division that gains
-            less decides. Where a dim is no multiple of ``tp_size``, parts are as in torch:
-            ceil(dim / tp_size) on the first ranks, what remains, perhaps nothing, on the last.
-        plan: a tensor-parallel plan (module names, ``*`` for any one part, to styles). Layers with
-            a ColwiseParallel have their out_features divided by ``tp_size``, with a
-            RowwiseParallel their in_features; layers without either are not divided. The styles
-            may be torch's: ``llama_tp_plan`` of a model that is not converted yet will do.
+        tp_size: number of tensor-parallel ranks. A layer is judged by its smallest local part,
+            with uneven parts as torch makes them. Without a plan a layer may be divided by rows or
+            by columns, and the division that gains less decides.
+        plan: a tensor-parallel plan (module names, ``*`` for any one part, to styles). A
+            ColwiseParallel divides out_features by ``tp_size``, a RowwiseParallel in_features;
+            layers without either are not divided. The styles may be torch's:
+            ``llama_tp_plan`` of a model that is not converted yet will do.
 
     Returns:
-        The filter. Its ``report`` has ``rows`` (fqn, shape, local_shape, convert, reason), the
-        entries that matched nothing, and a text that shows it all. ``convert`` means that the
-        filter admitted the layer: :func:`fp8_dist.convert_to_float8_training` warns of those that
-        it can't convert.
+        The filter, to be used for one model. Its ``report`` has ``rows`` (fqn, shape, local_shape,
+        convert, reason), ``unmatched_fqns``, and a text that shows it all. ``convert`` means that
+        the filter admitted the layer; the conversion warns of layers that it can't convert.
 
     Raises:
         ValueError: ``recipe`` is no recipe, ``tp_size`` is below 1, or an entry of
             ``filter_fqns`` is empty. The filter itself raises it for a lazy layer, and for one
             that the plan divides both ways.
-        TypeError: ``filter_fqns`` is a string, or not strings; ``tp_size`` is no int; ``plan`` is
-            no mapping of names to styles.
+        TypeError: an argument has another type.
     """
-    return AutoFilter(recipe, filter_fqns, tp_size, plan=plan)
-
-
-def _recipe_name(recipe: Float8LinearRecipeName | str) -> str:
     name = recipe.value if isinstance(recipe, Float8LinearRecipeName) else recipe
     if name not in list(TOO_SMALL):
         raise ValueError(f"auto_filter: recipe={recipe!r} is not one of {list(TOO_SMALL)}")
-    return name
-
-
-def _checked_fqns(filter_fqns: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(filter_fqns, str):
-        raise TypeError(
-            f"auto_filter: filter_fqns={filter_fqns!r} is one string, and would be read letter by "
-            f"letter: pass a list, filter_fqns=[{filter_fqns!r}]"
-        )
-    if not isinstance(filter_fqns, Iterable):
-        raise TypeError(
-            f"auto_filter: filter_fqns must be a list of strings, got {filter_fqns!r}; () names "
-            "no layer"
-        )
-    entries = tuple(filter_fqns)
-    for entry in entries:
-        if not isinstance(entry, str):
-            raise TypeError(f"auto_filter: filter_fqns holds {entry!r}, which is not a string")
-        if not entry:
-            raise ValueError(
-                "auto_filter: filter_fqns holds an empty string, which every layer's name "
-                "contains: leave it out"
-            )
-    return tuple(dict.fromkeys(entries))
-
-
-def _checked_tp_size(tp_size: int) -> int:
+    fqns = _checked_fqns(filter_fqns)
     if not isinstance(tp_size, int) or isinstance(tp_size, bool):
-        raise TypeError(
-            f"auto_filter: tp_size must be the number of tensor-parallel ranks, an int, got "
-            f"{tp_size!r}"
-        )
+        raise TypeError(f"auto_filter: tp_size={tp_size!r}: pass the number of ranks, an int")
     if tp_size < 1:
-        raise ValueError(
-            f"auto_filter: tp_size={tp_size} must be at least 1 (1: no tensor parallelism)"
-        )
-    return tp_size
-
-
-def _checked_plan(plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    if not isinstance(plan, Mapping):
-        raise TypeError(
-            f"auto_filter: plan must be a dict of module names to parallel styles, got {plan!r}"
-        )
-    for pattern, style in plan.items():
+        raise ValueError(f"auto_filter: tp_size={tp_size} must be at least 1")
+    if plan is not None and not isinstance(plan, Mapping):
+        raise TypeError(f"auto_filter: plan must map module names to styles, got {plan!r}")
+    for pattern, style in (plan or {}).items():
         if not isinstance(pattern, str) or not isinstance(style, ParallelStyle):
             raise TypeError(
                 f"auto_filter: the plan's entry {pattern!r} is {style!r}: give a module name and "
                 "the instance of a parallel style, such as ColwiseParallel()"
             )
-    return dict(plan)
+    return AutoFilter(name, fqns, tp_size, None if plan is None else dict(plan))
 
 
-def _divided_dim(style: ParallelStyle) -> int | None:
-    if isinstance(style, ColwiseParallel):
-        return 0
-    return 1 if isinstance(style, RowwiseParallel) else None
+def _checked_fqns(filter_fqns: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
+        raise TypeError(
+            f"auto_filter: filter_fqns={filter_fqns!r}: pass a list of strings, such as ['output']"
+        )
+    fqns = tuple(filter_fqns)
+    for entry in fqns:
+        if not isinstance(entry, str):
+            raise TypeError(f"auto_filter: filter_fqns holds {entry!r}, which is not a string")
+        if not entry:
+            raise ValueError("auto_filter: filter_fqns holds '', which matches every layer")
+    return tuple(dict.fromkeys(fqns))
 
 
 def _matches(pattern: str, fqn: str) -> bool:
@@ -338,10 +274,11 @@ def _shards(shape: Shape, dim: int | None, ranks: int) -> tuple[Shape, Shape]:
     """The largest and the smallest part when ``dim`` is divided over ranks as torch does it."""
     if dim is None:
         return shape, shape
-    largest, smallest = list(shape), list(shape)
-    largest[dim] = -(-shape[dim] // ranks)
-    smallest[dim] = max(0, shape[dim] - largest[dim] * (ranks - 1))
-    return (largest[0], largest[1]), (smallest[0], smallest[1])
+    largest = -(-shape[dim] // ranks)
+    smallest = max(0, shape[dim] - largest * (ranks - 1))
+    if dim == 0:
+        return (largest, shape[1]), (smallest, shape[1])
+    return (shape[0], largest), (shape[0], smallest)
 
 
 def _why_skip(largest: Shape, smallest: Shape, too_small: tuple[Limits, ...]) -> str:
@@ -349,11 +286,11 @@ def _why_skip(largest: Shape, smallest: Shape, too_small: tuple[Limits, ...]) ->
     if 0 in smallest:
         return "a rank holds nothing of it"
     for shape in (smallest, largest):
-        for name, size in zip(DIMS, shape, strict=True):
+        for name, size in zip(("out", "in"), shape, strict=True):
             if size % MULTIPLE:
                 return f"{name} = {size} is no multiple of {MULTIPLE}"
     for limits in too_small:
-        bounds = list(zip(DIMS, smallest, limits, strict=True))
+        bounds = list(zip(("out", "in"), smallest, limits, strict=True))
         if all(limit is None or size <= limit for _, size, limit in bounds):
             return " and ".join(f"{name} <= {limit}" for name, _, limit in bounds if limit)
     return ""

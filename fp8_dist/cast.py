@@ -1,6 +1,5 @@
 """Casts to float8, differentiable and DTensor-aware."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -8,19 +7,18 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.casts import CastConfig, ScalingGranularity, ScalingType
-from fp8_dist.kernels.quantize import Quantized, quantize
-from fp8_dist.kernels.scale import Scaling, amax_over, local_scaling, scaling_from_amax
-from fp8_dist.mesh.layout import (
+from fp8_dist.config import CastConfig, CastSpec, ScalingGranularity, ScalingType
+from fp8_dist.granularity import TENSOR, Granularity, covering
+from fp8_dist.kernels import Scaling, amax, quantize, scaling_from_amax
+from fp8_dist.mesh import (
     Layout,
     Placements,
     all_reduce_max,
     group_for_amax,
     local_tensor,
     reduced,
-    sharded_axes,
 )
-from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.tensor import Float8Tensor, Quantized
 
 
 def cast_to_float8(
@@ -72,9 +70,9 @@ def cast_to_float8(
             "cast_to_float8: a DELAYED scale comes from the history that a Float8Linear keeps; use "
             "ScalingType.DYNAMIC"
         )
-    dims = None if dim is None else (dim % tensor.ndim,)
-    dtype = cast_config.dtype_for("input")
-    return _CastToFloat8.apply(reduced(tensor), dtype, dims, round_scales_to_power_of_2)
+    granularity = TENSOR if dim is None else covering((dim % tensor.ndim,), tensor.ndim)
+    cast = CastSpec(cast_config.dtype_for("input"), granularity)
+    return _CastToFloat8.apply(reduced(tensor), cast, round_scales_to_power_of_2)
 
 
 def _check_dim(tensor: torch.Tensor, cast_config: CastConfig, dim: int | None) -> None:
@@ -94,106 +92,109 @@ def _check_dim(tensor: torch.Tensor, cast_config: CastConfig, dim: int | None) -
 
 def scaling_over(
     tensor: torch.Tensor,
-    dtype: torch.dtype,
-    dims: Sequence[int] | None,
+    cast: CastSpec,
     round_scales_to_power_of_2: bool,
     axes: tuple[int, ...] | None = None,
     *,
     local: torch.Tensor | None = None,
 ) -> Scaling:
-    """The quantization multiplier and the scale of a tensor for a float8 dtype.
+    """The quantization multiplier and the scale of a tensor for a cast.
 
     Args:
         tensor: a tensor or DTensor without Partial placements.
-        dtype: the float8 dtype.
-        dims: what one scale covers (``None``: all), as :func:`fp8_dist.kernels.scale.reduced_dims`.
+        cast: the float8 dtype, and what one scale covers.
         round_scales_to_power_of_2: see :mod:`fp8_dist.kernels.scale`.
         axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
         local: its local tensor, where that is stored in another form.
 
     Returns:
-        Two fp32 tensors, of the shape of :func:`fp8_dist.kernels.scale.amax_over` of the local
-        tensor. At most one all-reduce of 4 bytes per scale.
+        Two fp32 tensors of the shape of ``cast.granularity.scale_shape(local.shape)``.
+
+    Collectives: at most one all-reduce of 4 bytes per scale.
     """
-    group = amax_group(tensor, dims, axes)
+    group = amax_group(tensor, cast.granularity, axes)
     local = local_tensor(tensor) if local is None else local
-    if group is None:
-        return local_scaling(local, dtype, dims, round_scales_to_power_of_2)
-    value = all_reduce_max(amax_over(local, dims), group.group_name)
-    return scaling_from_amax(value, dtype, round_scales_to_power_of_2)
+    grouped = cast.granularity.grouped(local)
+    value = amax(grouped, cast.granularity.covered_dims(grouped.ndim))
+    if group is not None:
+        value = all_reduce_max(value, group.group_name)
+    return scaling_from_amax(value, cast.dtype, round_scales_to_power_of_2)
+
+
+def local_amax(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    """The amax of what each scale covers of a local tensor: fp32, of the shape of the scales."""
+    grouped = granularity.grouped(x)
+    return amax(grouped, granularity.covered_dims(grouped.ndim))
 
 
 def global_amax(
     value: torch.Tensor,
     tensor: torch.Tensor,
-    dims: Sequence[int] | None,
+    granularity: Granularity,
     axes: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """Local amaxes over ``dims`` of a tensor, reduced over the axes on which ``dims`` are sharded.
+    """The :func:`local_amax` of a tensor, reduced over the axes that shard what a scale covers.
 
     At most one all-reduce of 4 bytes per element of ``value``; ``axes`` as in :func:`scaling_over`.
     """
-    group = amax_group(tensor, dims, axes)
+    group = amax_group(tensor, granularity, axes)
     return value if group is None else all_reduce_max(value, group.group_name)
 
 
 def amax_group(
-    tensor: torch.Tensor, dims: Sequence[int] | None = None, axes: tuple[int, ...] | None = None
+    tensor: torch.Tensor, granularity: Granularity = TENSOR, axes: tuple[int, ...] | None = None
 ) -> ProcessGroup | None:
     """The group over which amaxes of a tensor are reduced; arguments as in :func:`global_amax`."""
     if not isinstance(tensor, DTensor):
         return None
-    covered = None if dims is None else tuple(dims)
     # (Dynamo warns of caches, and looks behind them.)
     find = _amax_axes.__wrapped__ if torch.compiler.is_compiling() else _amax_axes
-    over, same = find(tuple(tensor.placements), tensor.ndim, covered, axes)
+    over, same = find(tuple(tensor.placements), tensor.ndim, granularity, axes)
     return group_for_amax(tensor.device_mesh, over, same) if over else None
 
 
 @lru_cache(maxsize=1024)
 def _amax_axes(
-    placements: Placements,
-    ndim: int,
-    dims: tuple[int, ...] | None,
-    axes: tuple[int, ...] | None,
+    placements: Placements, ndim: int, granularity: Granularity, axes: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes to reduce over, and those along which the tensor is the same."""
-    over = sharded_axes(placements, ndim, dims)
+    over = granularity.amax_axes(placements, ndim)
     if axes is not None:
         over = tuple(axis for axis in over if axis in axes)
     return over, tuple(i for i, p in enumerate(placements) if p.is_replicate())
 
 
+def quantize_local(
+    x: torch.Tensor, multiplier: torch.Tensor, cast: CastSpec, *, fits: bool = False
+) -> torch.Tensor:
+    """A local tensor as float8 data of its shape, by known multipliers.
+
+    Args:
+        x: any shape, floating point.
+        multiplier: of the shape of the scales.
+        cast: the float8 dtype, and what one scale covers.
+        fits: the multiplier is that of an amax which no value of ``x`` exceeds.
+    """
+    qdata = quantize(cast.granularity.grouped(x), multiplier, cast.dtype, fits=fits)
+    return qdata if qdata.shape == x.shape else qdata.view(x.shape)
+
+
 def quantize_over(
     tensor: torch.Tensor,
-    dtype: torch.dtype,
-    dims: Sequence[int] | None,
+    cast: CastSpec,
     round_scales_to_power_of_2: bool,
     axes: tuple[int, ...] | None = None,
 ) -> Quantized:
-    """The local tensor in float8, by the :func:`scaling_over` of ``tensor``; outside autograd."""
-    m, scale = scaling_over(tensor, dtype, dims, round_scales_to_power_of_2, axes)
-    return Quantized(quantize(local_tensor(tensor), m, dtype, fits=True), scale)
+    """The local part of a tensor in float8, by :func:`scaling_over`; outside of autograd."""
+    m, scale = scaling_over(tensor, cast, round_scales_to_power_of_2, axes)
+    qdata = quantize_local(local_tensor(tensor), m, cast, fits=True)
+    return Quantized(qdata, scale, cast.granularity)
 
 
-def cast_over(
-    tensor: torch.Tensor,
-    dtype: torch.dtype,
-    dims: Sequence[int] | None,
-    round_scales_to_power_of_2: bool,
-    axes: tuple[int, ...] | None = None,
-) -> torch.Tensor:
-    """:func:`quantize_over` as a Float8Tensor, or a DTensor of one where ``tensor`` is."""
-    cast = quantize_over(tensor, dtype, dims, round_scales_to_power_of_2, axes)
-    return as_float8_of(tensor, cast, dims)
-
-
-def as_float8_of(
-    tensor: torch.Tensor, cast: Quantized, dims: Sequence[int] | None = None
-) -> torch.Tensor:
-    """The cast of a tensor's local part, whose scales cover ``dims``, in the tensor's place."""
-    covered = None if dims is None else tuple(dims)
-    float8 = Float8Tensor(cast.qdata, cast.scale, tensor.dtype, covered)
+def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:
+    """The cast of a tensor's local part as a Float8Tensor; a DTensor of one where ``tensor`` is."""
+    qdata, scale, granularity = quantized
+    float8 = Float8Tensor(qdata, scale, tensor.dtype, granularity.covered_dims(qdata.ndim))
     layout = Layout.of(tensor)
     return float8 if layout is None else layout.wrap(float8)
 
@@ -201,14 +202,10 @@ def as_float8_of(
 class _CastToFloat8(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        dtype: torch.dtype,
-        dims: tuple[int, ...] | None,
-        round_scales_to_power_of_2: bool,
+        ctx: Any, tensor: torch.Tensor, cast: CastSpec, round_scales_to_power_of_2: bool
     ) -> torch.Tensor:
-        return cast_over(tensor, dtype, dims, round_scales_to_power_of_2)
+        return as_float8_of(tensor, quantize_over(tensor, cast, round_scales_to_power_of_2))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        return grad, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return grad, None, None

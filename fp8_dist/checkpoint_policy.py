@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_dist.kernels.scale import AMAX_OP
-from fp8_dist.kernels.scaled_mm import SCALED_MM_OP
-from fp8_dist.linear.scale_query import KNOWN_SCALING_OP
+from fp8_dist.kernels import amax, scaled_mm
+from fp8_dist.linear.amax_history import HISTORY_SCALING_OP, RECORD_AMAX_OP
+from fp8_dist.linear.weight_scales import WEIGHT_SCALINGS_OP
 from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten
@@ -24,9 +24,11 @@ aten = torch.ops.aten
 # (Not the absolute values of a weight, nor float8 copies: an amax is four bytes per scale.)
 _SAVED: frozenset[Any] = frozenset(
     (
-        AMAX_OP,
-        KNOWN_SCALING_OP,
-        SCALED_MM_OP,
+        amax.overload,
+        HISTORY_SCALING_OP,
+        RECORD_AMAX_OP,
+        scaled_mm.overload,
+        WEIGHT_SCALINGS_OP,
         aten.mm.default,
         aten.addmm.default,
         aten._scaled_dot_product_flash_attention.default,

@@ -1,29 +1,153 @@
 """What to cast, how, and to which dtype: frozen configs, recipes, and every error of theirs.
 
 The field names are those of ``torchao.float8`` 0.18, so that a config carries over. A config is
-never changed after construction: ``None`` stays ``None`` in the fields, and the two methods
+never changed after construction: ``None`` stays ``None`` in the fields, and the methods
 :meth:`Float8LinearConfig.cast_config` and :meth:`CastConfig.dtype_for` say what it means.
 """
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from fp8_dist.casts import (
-    GEMM_OPERANDS,
-    Cast,
-    CastConfig,
-    Covers,
-    Float8GemmConfig,
-    Gemm,
-    Operand,
-    ScalingGranularity,
-    ScalingType,
-    check_type,
-)
-from fp8_dist.dtypes import e4m3
+import torch
+
+from fp8_dist.dtypes import FLOAT8_DTYPES, e4m3, e5m2, short_name
+from fp8_dist.granularity import ROW, TENSOR, Granularity
+
+Operand = Literal["input", "weight", "grad_output"]
+Gemm = Literal["output", "grad_input", "grad_weight"]
+
+# The left and the right operand of each GEMM, and the operand whose second use it is.
+GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+
+
+class CastSpec(NamedTuple):
+    """A cast of an operand as its GEMM takes it.
+
+    Attributes:
+        dtype: the float8 dtype.
+        granularity: what one scale covers.
+        delayed: the scale comes from the amax history.
+    """
+
+    dtype: torch.dtype
+    granularity: Granularity = TENSOR
+    delayed: bool = False
+
+
+class ScalingType(enum.Enum):
+    """Where the scale of a cast comes from."""
+
+    DYNAMIC = "dynamic"
+    """From the amax of the tensor itself, now."""
+    DELAYED = "delayed"
+    """From the tensor's amax history."""
+    DISABLED = "disabled"
+    """No cast: the operand stays in high precision."""
+
+    def short_str(self) -> str:
+        return {"dynamic": "dyn", "delayed": "del", "disabled": "dis"}[self.value]
+
+
+class ScalingGranularity(enum.Enum):
+    """What one scale covers."""
+
+    TENSORWISE = "tensorwise"
+    """The whole (global) tensor."""
+    AXISWISE = "axiswise"
+    """One row or column: size 1 along the reduced dim."""
+
+    def short_str(self) -> str:
+        return {"tensorwise": "ten", "axiswise": "axs"}[self.value]
+
+
+def _check_type(owner: object, field: str, *expected: type) -> None:
+    """Raise TypeError unless a field of a config is an instance of one of the types."""
+    value = getattr(owner, field)
+    if not isinstance(value, expected):
+        names = " or ".join(kind.__name__ for kind in expected)
+        raise TypeError(f"{type(owner).__name__}.{field} must be a {names}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class CastConfig:
+    """How one operand is cast to float8.
+
+    Attributes:
+        scaling_type: where the scale comes from.
+        scaling_granularity: what one scale covers. (A :class:`fp8_dist.granularity.Granularity` is
+            taken too.)
+        target_dtype: a float8 dtype; ``None`` means the operand's default (e4m3 for input and
+            weight, e5m2 for grad_output).
+    """
+
+    scaling_type: ScalingType = ScalingType.DYNAMIC
+    scaling_granularity: ScalingGranularity | Granularity = ScalingGranularity.TENSORWISE
+    target_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check_type(self, "scaling_type", ScalingType)
+        _check_type(self, "scaling_granularity", ScalingGranularity, Granularity)
+        if self.target_dtype is not None and self.target_dtype not in FLOAT8_DTYPES:
+            raise ValueError(
+                f"CastConfig.target_dtype={self.target_dtype} is not a float8 dtype; use one of "
+                f"{', '.join(map(str, FLOAT8_DTYPES))}, or None for the operand's default"
+            )
+        if self.scaling_type is ScalingType.DELAYED and self.granularity is not TENSOR:
+            raise ValueError(
+                "CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor, rows "
+                "come and go; use TENSORWISE, or ScalingType.DYNAMIC"
+            )
+
+    @property
+    def granularity(self) -> Granularity:
+        """What one scale covers in the operand's first GEMM."""
+        if isinstance(self.scaling_granularity, Granularity):
+            return self.scaling_granularity
+        return TENSOR if self.scaling_granularity is ScalingGranularity.TENSORWISE else ROW
+
+    @property
+    def enabled(self) -> bool:
+        """False where the operand stays in high precision."""
+        return self.scaling_type is not ScalingType.DISABLED
+
+    def dtype_for(self, operand: Operand) -> torch.dtype:
+        """The float8 dtype of this cast when it is applied to ``operand``."""
+        if self.target_dtype is not None:
+            return self.target_dtype
+        return e5m2() if operand == "grad_output" else e4m3()
+
+    def short_str(self, operand: Operand) -> str:
+        """For example ``dyn_ten_e4m3fn``, or ``dis`` where nothing is cast."""
+        if not self.enabled:
+            return self.scaling_type.short_str()
+        dtype = short_name(self.dtype_for(operand))
+        granularity = self.scaling_granularity
+        shown = (
+            granularity.name if isinstance(granularity, Granularity) else granularity.short_str()
+        )
+        return f"{self.scaling_type.short_str()}_{shown}_{dtype}"
+
+
+@dataclass(frozen=True)
+class Float8GemmConfig:
+    """How one float8 GEMM accumulates.
+
+    Attributes:
+        use_fast_accum: accumulate in the reduced precision of the tensor cores (Hopper). It
+            allows a faster kernel and never demands one: the emulation stays exact.
+    """
+
+    use_fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        _check_type(self, "use_fast_accum", bool)
 
 
 class Float8LinearRecipeName(enum.Enum):
@@ -46,6 +170,40 @@ class Float8LinearRecipeName(enum.Enum):
     all-reduce per step in ``sync_float8_amax_and_scale_history``."""
 
 
+class _Resolved(NamedTuple):
+    """What follows from the fields of a config; each forward and backward asks for it."""
+
+    by_use: dict[tuple[Operand, Gemm], CastSpec | None]
+    casts: dict[Operand, tuple[CastSpec, ...]]
+    gather_casts: dict[Operand, CastSpec | None]
+    gemm_options: dict[Gemm, tuple[bool, bool, bool]]
+
+    @staticmethod
+    def of(config: "Float8LinearConfig") -> "_Resolved":
+        by_use = {
+            (operand, gemm): config._cast_spec(operand, gemm)
+            for gemm, pair in GEMM_OPERANDS.items()
+            for operand in pair
+        }
+        uses = {
+            operand: list(dict.fromkeys(cast for (o, _), cast in by_use.items() if o == operand))
+            for operand in get_args(Operand)
+        }
+        return _Resolved(
+            by_use,
+            casts={o: tuple(cast for cast in casts if cast) for o, casts in uses.items()},
+            gather_casts={o: casts[0] if len(casts) == 1 else None for o, casts in uses.items()},
+            gemm_options={
+                gemm: (
+                    getattr(config, f"gemm_config_{gemm}").use_fast_accum,
+                    config.pad_inner_dim or gemm == "grad_weight",
+                    config.emulate,
+                )
+                for gemm in GEMM_OPERANDS
+            },
+        )
+
+
 @dataclass(frozen=True)
 class Float8LinearConfig:
     """Configuration of a :class:`fp8_dist.Float8Linear`.
@@ -56,7 +214,9 @@ class Float8LinearConfig:
         cast_config_grad_output_for_grad_weight: the cast of the operand in its second GEMM;
             ``None`` means the same as in the first.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: the three GEMMs.
-        enable_fsdp_float8_all_gather: FSDP2 gathers the weight as float8.
+        enable_fsdp_float8_all_gather: FSDP2 gathers the weight as float8. ``"auto"``: where one
+            float8 copy of the weight serves both of its GEMMs, in high precision otherwise (see
+            :attr:`fsdp_float8_all_gather`).
         pad_inner_dim: pad operands to the multiples of 16 that a GPU's float8 GEMM needs;
             otherwise misaligned local shapes are an error on such a device.
         emulate: multiply in a wider type also where the device has a float8 GEMM.
@@ -82,7 +242,7 @@ class Float8LinearConfig:
     gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
     gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
     gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
-    enable_fsdp_float8_all_gather: bool = False
+    enable_fsdp_float8_all_gather: bool | Literal["auto"] = False
     pad_inner_dim: bool = False
     emulate: bool = False
     force_recompute_fp8_weight_in_bwd: bool = False
@@ -91,34 +251,11 @@ class Float8LinearConfig:
     amax_history_len: int = 16
     cache_float8_shards: bool = True
     fold_row_scales: bool = False
+    _resolved: _Resolved = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_types()
-        # Worked out once: they are asked for in each forward and backward.
-        casts = {
-            (operand, gemm): self._cast(operand, gemm)
-            for gemm, pair in GEMM_OPERANDS.items()
-            for operand in pair
-        }
-        different = {
-            operand: dict.fromkeys(cast for (name, _), cast in casts.items() if name == operand)
-            for operand in get_args(Operand)
-        }
-        made = {operand: tuple(filter(None, found)) for operand, found in different.items()}
-        only = {o: next(iter(found)) if len(found) == 1 else None for o, found in different.items()}
-        options = {
-            gemm: (
-                getattr(self, f"gemm_config_{gemm}").use_fast_accum,
-                self.pad_inner_dim or gemm == "grad_weight",
-                self.emulate,
-            )
-            for gemm in GEMM_OPERANDS
-        }
-        object.__setattr__(self, "_is_tensorwise", all(map(_is_plain, only.values())))
-        object.__setattr__(self, "_gemm_options", options)
-        object.__setattr__(self, "_casts", casts)
-        object.__setattr__(self, "_casts_of", made)
-        object.__setattr__(self, "_travelling", only)
+        object.__setattr__(self, "_resolved", _Resolved.of(self))  # as dataclasses do, once frozen
         self._check_gemm_pairs()
         self._check_operands()
         self._check_folding()
@@ -145,9 +282,34 @@ class Float8LinearConfig:
         return second or first
 
     @property
-    def is_tensorwise(self) -> bool:
-        """True if every operand has one cast, with one scale that is not delayed."""
-        return self._is_tensorwise  # type: ignore[attr-defined]
+    def fsdp_float8_all_gather(self) -> bool:
+        """Whether FSDP2 gathers the weight as float8, with ``"auto"`` resolved."""
+        if self.enable_fsdp_float8_all_gather == "auto":
+            return self.gather_cast("weight") is not None
+        return self.enable_fsdp_float8_all_gather
+
+    def gemm_enabled(self, gemm: Gemm) -> bool:
+        """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
+        return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
+
+    def cast(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
+        """How ``operand`` is cast for ``gemm``; ``None``: it stays in high precision there.
+
+        Rows and columns are those of the operand as it is stored: a GEMM's operands are scaled
+        along the dims that its result keeps.
+        """
+        return self._resolved.by_use[operand, gemm]
+
+    def casts(self, operand: Operand) -> tuple[CastSpec, ...]:
+        """The different casts of ``operand`` in its two GEMMs, in their order."""
+        return self._resolved.casts[operand]
+
+    def gather_cast(self, operand: Operand) -> CastSpec | None:
+        """The cast in which ``operand`` is gathered; ``None``: in high precision.
+
+        One copy must serve both of its GEMMs.
+        """
+        return self._resolved.gather_casts[operand]
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """How one of the three GEMMs is run: (use_fast_accum, pad_inner_dim, emulate).
@@ -156,41 +318,18 @@ class Float8LinearConfig:
         misaligned on one data-parallel rank alone, where refusing would hang the others: it is
         padded in any case.
         """
-        return self._gemm_options[gemm]  # type: ignore[attr-defined]
+        return self._resolved.gemm_options[gemm]
 
-    def gemm_enabled(self, gemm: Gemm) -> bool:
-        """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
-        return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
-
-    def cast(self, operand: Operand, gemm: Gemm) -> Cast | None:
-        """How ``operand`` is cast for ``gemm``; ``None``: it stays in high precision there.
-
-        Rows and columns are those of the operand as it is stored: a GEMM's operands are scaled
-        along the dims that its result keeps.
-        """
-        return self._casts[operand, gemm]  # type: ignore[attr-defined]
-
-    def _cast(self, operand: Operand, gemm: Gemm) -> Cast | None:
+    def _cast_spec(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
         config = self.cast_config(operand, gemm)
         if not config.enabled:
             return None
-        covers: Covers = "tensor"
-        if config.scaling_granularity is ScalingGranularity.AXISWISE:
-            contracts_rows = gemm == "grad_weight" or (operand, gemm) == ("weight", "grad_input")
-            covers = "column" if contracts_rows and not self.fold_row_scales else "row"
+        granularity = config.granularity
+        is_second = gemm == "grad_weight" or (operand, gemm) == ("weight", "grad_input")
+        if is_second and not self.fold_row_scales:
+            granularity = granularity.second_use
         delayed = config.scaling_type is ScalingType.DELAYED
-        return Cast(config.dtype_for(operand), covers, delayed)
-
-    def casts(self, operand: Operand) -> tuple[Cast, ...]:
-        """The different casts of ``operand`` in its two GEMMs, in their order."""
-        return self._casts_of[operand]  # type: ignore[attr-defined]
-
-    def travelling_cast(self, operand: Operand) -> Cast | None:
-        """The cast in which ``operand`` is gathered; ``None``: in high precision.
-
-        One copy must serve both of its GEMMs.
-        """
-        return self._travelling[operand]  # type: ignore[attr-defined]
+        return CastSpec(config.dtype_for(operand), granularity, delayed)
 
     @staticmethod
     def from_recipe_name(recipe_name: "Float8LinearRecipeName | str") -> "Float8LinearConfig":
@@ -210,14 +349,14 @@ class Float8LinearConfig:
         return _RECIPES[recipe_name]()
 
     def _check_types(self) -> None:
-        for field in fields(self):
-            if field.name.startswith("cast_config"):
-                second = (type(None),) if "_for_grad_" in field.name else ()
-                check_type(self, field.name, CastConfig, *second)
-            elif field.name.startswith("gemm_config"):
-                check_type(self, field.name, Float8GemmConfig)
-            elif isinstance(field.default, bool):
-                check_type(self, field.name, bool)
+        for each in fields(self):
+            if each.name.startswith("cast_config"):
+                second = (type(None),) if "_for_grad_" in each.name else ()
+                _check_type(self, each.name, CastConfig, *second)
+            elif each.name.startswith("gemm_config"):
+                _check_type(self, each.name, Float8GemmConfig)
+            elif isinstance(each.default, bool) and each.name != "enable_fsdp_float8_all_gather":
+                _check_type(self, each.name, bool)
 
     def _check_gemm_pairs(self) -> None:
         for gemm, (left, right) in GEMM_OPERANDS.items():
@@ -248,7 +387,7 @@ class Float8LinearConfig:
         if not self.fold_row_scales:
             return
         for operand in get_args(Operand):
-            if any(cast.covers != "row" or cast.delayed for cast in self.casts(operand)):
+            if any(cast.granularity is not ROW or cast.delayed for cast in self.casts(operand)):
                 raise ValueError(
                     f"Float8LinearConfig: fold_row_scales=True needs one scale per row, and "
                     f"{operand} has another cast; use ScalingGranularity.AXISWISE, "
@@ -262,7 +401,13 @@ class Float8LinearConfig:
             )
 
     def _check_fsdp_gather(self) -> None:
-        if not self.enable_fsdp_float8_all_gather:
+        gather = self.enable_fsdp_float8_all_gather
+        if not isinstance(gather, bool) and gather != "auto":
+            raise ValueError(
+                f"Float8LinearConfig.enable_fsdp_float8_all_gather={gather!r}: use True, False or "
+                "'auto'"
+            )
+        if gather is not True:
             return
         for gemm in ("output", "grad_input"):
             if not self.cast_config("weight", gemm).enabled:
@@ -270,8 +415,8 @@ class Float8LinearConfig:
                     "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers the weight "
                     f"in float8 only, but the GEMM of {gemm} has its weight cast DISABLED"
                 )
-        if self.travelling_cast("weight") is None:
-            covers = " and one per ".join(cast.covers for cast in self.casts("weight"))
+        if self.gather_cast("weight") is None:
+            covers = " and one per ".join(cast.granularity.name for cast in self.casts("weight"))
             raise ValueError(
                 "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy "
                 f"of the weight, but its GEMMs take two, with one scale per {covers}; leave it "
@@ -300,10 +445,6 @@ class Float8LinearConfig:
                 "DELAYED, it costs no all-reduce in the step and is that of the global tensor; "
                 "use 'global'"
             )
-
-
-def _is_plain(cast: Cast | None) -> bool:
-    return cast is not None and cast.covers == "tensor" and not cast.delayed
 
 
 def _rowwise(**changes: Any) -> Float8LinearConfig:

@@ -1,4 +1,4 @@
-"""Swapping ``nn.Linear`` for ``Float8Linear`` in a model."""
+"""Conversion of a model: ``nn.Linear`` layers become ``Float8Linear``."""
 
 import warnings
 from collections.abc import Callable
@@ -22,27 +22,30 @@ def convert_to_float8_training(
     module_filter_fn: FilterFn | None = None,
     config: Float8LinearConfig | None = None,
 ) -> nn.Module:
-    """Swap the linear layers of a model for float8 ones, in place.
+    """Replace the linear layers of a model by float8 ones, in place.
 
     Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied.
-    Parameters, hooks and attributes of the layers carry over. Subclasses of nn.Linear are
-    converted if they don't override ``forward``. The others are left alone, with a warning, as
-    are layers whose weight is computed (``weight_norm``) or read by nn.MultiheadAttention.
+    Parameters, hooks and attributes of the layers carry over. These layers stay as they are, with
+    a warning: subclasses of nn.Linear that override ``forward``, layers whose weight is computed
+    (``weight_norm``), and layers whose weight nn.MultiheadAttention reads.
 
     Args:
-        module: the model. A model that is itself an nn.Linear is not changed: its conversion is
-            returned.
-        module_filter_fn: ``(module, fqn) -> bool``, asked for each linear layer; False leaves it
-            unconverted. ``None`` converts all.
+        module: the model. If it is itself an nn.Linear it is not changed, and the converted layer
+            is returned.
+        module_filter_fn: ``(module, fqn) -> bool``, called for each linear layer; False leaves the
+            layer unconverted. ``None`` converts all.
         config: defaults to the ``tensorwise`` recipe.
 
     Returns:
-        ``module`` (or the converted layer, see above).
+        ``module``, or the converted layer if ``module`` is an nn.Linear.
+
+    Collectives: none.
 
     Raises:
-        ValueError: no layer was converted (it says why each was skipped), or a layer can't be
-            converted or was with another config (it says which, and what to do).
-        TypeError: ``config`` is no Float8LinearConfig.
+        ValueError: no layer was converted (the message has the reason for each), a layer was
+            converted before with another config, a weight is distributed already, or a module that
+            is not converted shares a weight that is to be gathered in float8.
+        TypeError: ``config`` is not a Float8LinearConfig.
     """
     if config is not None and not isinstance(config, Float8LinearConfig):
         raise TypeError(
@@ -66,7 +69,7 @@ def convert_to_float8_training(
 def _choose(
     module: nn.Module, module_filter_fn: FilterFn | None, config: Float8LinearConfig | None
 ) -> dict[str, nn.Linear]:
-    """The layers to convert, by name; says why others are skipped if none or some can't be."""
+    """The layers to convert, by name; warns of those that can't be converted."""
     chosen: dict[str, nn.Linear] = {}
     reasons: dict[str, str] = {}
     left: list[str] = []
@@ -111,7 +114,7 @@ def _convert_each(
     weights: dict[int, nn.Parameter] = {}
     for fqn, layer in chosen.items():
         new = Float8Linear.from_float(layer, config, fqn=fqn)
-        # Layers that shared a weight go on sharing one.
+        # Layers that share a weight share the new parameter, too.
         new.weight = weights.setdefault(id(layer.weight), cast(nn.Parameter, new.weight))
         converted[layer] = new
     return converted
@@ -145,7 +148,7 @@ def _nothing_converted(module: nn.Module, skipped: dict[str, str]) -> str:
 
 
 def _check_not_distributed(chosen: dict[str, nn.Linear]) -> None:
-    """Refuse layers that tensor parallelism or FSDP2 were applied to before."""
+    """Refuse layers to which tensor parallelism or FSDP2 was applied."""
     late = [fqn or "the module" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)]
     if late:
         raise ValueError(
@@ -158,8 +161,8 @@ def _check_not_distributed(chosen: dict[str, nn.Linear]) -> None:
 def _check_shared_weights(
     module: nn.Module, chosen: dict[str, nn.Linear], config: Float8LinearConfig
 ) -> None:
-    """Refuse a float8 gather of a weight that a module outside of ``chosen`` also reads."""
-    if not config.enable_fsdp_float8_all_gather:
+    """Refuse a float8 gather of a weight that is shared with an unconverted module."""
+    if not config.fsdp_float8_all_gather:
         return
     float8_weights = {id(layer.weight): fqn for fqn, layer in chosen.items()}
     layers = set(chosen.values())
@@ -172,7 +175,8 @@ def _check_shared_weights(
     ]
     if shared:
         raise ValueError(
-            "convert_to_float8_training: enable_fsdp_float8_all_gather=True gathers a weight in "
-            f"float8 for all of its users, but {'; '.join(shared)}. Leave these layers "
+            "convert_to_float8_training: enable_fsdp_float8_all_gather="
+            f"{config.enable_fsdp_float8_all_gather!r} gathers a weight in float8 for all of its "
+            f"users, but {'; '.join(shared)}. Leave these layers "
             "unconverted (module_filter_fn), or untie them"
         )

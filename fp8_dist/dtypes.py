@@ -62,7 +62,7 @@ def device_has_float8_gemm(device: torch.device) -> bool:
     """True where ``torch._scaled_mm`` runs on float8 matrix cores.
 
     NVIDIA from compute capability 8.9 (Ada, Hopper), AMD from gfx94x. On a CPU the operator
-    exists but is slower than the exact emulation of :mod:`fp8_dist.kernels.scaled_mm`, so it is
+    exists but is slower than the exact emulation of :mod:`fp8_dist.kernels.cpu.gemm`, so it is
     not used.
     """
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -5,9 +5,8 @@ missing is an ImportError that says so when the library is imported, not an Attr
 middle of a step; ``scripts/test_releases.sh`` runs the tests with other releases of torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from inspect import getclosurevars
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -24,14 +23,20 @@ try:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.distributed_c10d import _resolve_process_group
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _disable_current_modes,
+        _get_current_dispatch_mode_stack,
+    )
     from torch.utils._pytree import tree_leaves, tree_map_only
 
+    without_dispatch_modes = _disable_current_modes
     _current_graph_task_id = torch._C._current_graph_task_id
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -51,11 +56,14 @@ __all__ = [
     "OpOverload",
     "StridedShard",
     "TorchDispatchMode",
+    "can_skip_dispatch",
     "compute_local_shape_and_global_offset",
     "disabled_torch_function",
     "dtensor_local",
-    "fsdp_groups_of_layer",
+    "fsdp_groups",
     "fsdp_groups_of_module",
+    "fsdp_modules_with_extensions",
+    "fsdp_parameter_users",
     "fsdp_reshards_to_smaller_mesh",
     "funcol",
     "in_backward",
@@ -63,7 +71,6 @@ __all__ = [
     "make_dtensor",
     "make_wrapper_subclass",
     "native_scaled_mm",
-    "no_one_watches",
     "op_arguments",
     "op_name",
     "resolve_process_group",
@@ -71,6 +78,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "when_backward_ends",
+    "without_dispatch_modes",
     "wrapped_in_flight",
 ]
 
@@ -148,38 +156,53 @@ def is_selectively_checkpointed() -> bool:
     )
 
 
-def no_one_watches(tensor: torch.Tensor) -> bool:
-    """True where an operator's implementation may be called in its place, which costs less.
+def can_skip_dispatch(tensor: torch.Tensor) -> bool:
+    """True where an operator's implementation may be called directly, which costs less.
 
-    Nothing makes a graph of the code that runs, no mode sees its operators, and the tensor is real.
+    The tensor is a real one of no subclass, no dispatch mode is active, and dynamo is not tracing.
+    (Other ways of making graphs have a dispatch mode.)
     """
     return (
-        not torch.compiler.is_dynamo_compiling()  # (Who makes graphs otherwise has a mode.)
+        not torch.compiler.is_dynamo_compiling()
         and type(tensor) in _PLAIN
         and not _len_torch_dispatch_stack()
         and not tensor.is_meta
     )
 
 
-def fsdp_groups_of_module(module: FSDPModule) -> Sequence[Any]:
+def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
     """The parameter groups of a module that ``fully_shard`` was called on."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return _groups_of_state(module._get_fsdp_state())
+
+
+def fsdp_groups() -> list[Any]:
+    """The parameter groups of all modules that ``fully_shard`` was called on."""
+    states = [reference() for reference in list(_module_state_mapping.values())]
+    return [group for state in states for group in _groups_of_state(state)]
+
+
+def _groups_of_state(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None) or [
+        getattr(state, "_fsdp_param_group", None)
+    ]
     return [group for group in groups if group is not None]
 
 
-def fsdp_groups_of_layer(layer: nn.Module) -> Iterator[Any]:
-    """The parameter groups that hold a layer's parameters, once FSDP2 has been initialized.
+def fsdp_modules_with_extensions(group: Any) -> list[nn.Module]:
+    """The modules of a parameter group whose parameters have hooks for FSDP2's all-gather."""
+    infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
+    return [module for info in infos for module in (info.module, *info.shared_modules)]
 
-    A layer inside of a sharded module doesn't know about it, but each group leaves a hook on the
-    modules that own its parameters, which makes a ``state_dict`` hold shards.
-    """
-    for hook in layer._state_dict_pre_hooks.values():
-        if hook.__qualname__.startswith("FSDPParamGroup."):
-            yield getclosurevars(hook).nonlocals["self"]
+
+def fsdp_parameter_users(module: FSDPModule) -> Iterator[tuple[nn.Module, str]]:
+    """(module, parameter name) of all users of each parameter that an FSDP module shards."""
+    for group in fsdp_groups_of_module(module):
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            yield info.module, info.param_name
+            yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
 def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:
-    """True for a parameter group of ``reshard_after_forward=<int>`` with a weight like ours."""
-    resharded = group.post_forward_mesh_info not in (None, group.mesh_info)
-    return resharded and any(hasattr(p, "_extensions_data") for p in group.fsdp_params)
+    """True for a parameter group of ``reshard_after_forward=<int>``."""
+    return group.post_forward_mesh_info not in (None, group.mesh_info)

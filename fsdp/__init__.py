@@ -7,17 +7,17 @@ if __name__ != "fp8_dist.fsdp":
     )
 
 from fp8_dist.fsdp.clip import clip_grad_norm_
-from fp8_dist.fsdp.precompute import (
-    attach_precompute,
-    precompute_float8_dynamic_scale,
-)
+from fp8_dist.fsdp.precompute import attach_precompute, precompute_float8_dynamic_scale
 from fp8_dist.fsdp.sync import sync_float8_amax_and_scale_history
+from fp8_dist.fsdp.update import attach_update, update_float8_scales
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
 
 __all__ = [
     "Float8AllGatherWeight",
     "attach_precompute",
+    "attach_update",
     "clip_grad_norm_",
     "precompute_float8_dynamic_scale",
     "sync_float8_amax_and_scale_history",
+    "update_float8_scales",
 ]

@@ -8,6 +8,7 @@ stay 0. Rows (and columns) with scales of their own stand at their global positi
 of all rows of a weight become known to all ranks.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,49 +21,73 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fp8_dist.casts import Cast, Covers
+from fp8_dist.cast import local_amax
+from fp8_dist.config import CastSpec
 from fp8_dist.fsdp.resharding import check_sharded_module
-from fp8_dist.kernels.scale import Scaling, amax, reduced_dims, scaling_from_amax
+from fp8_dist.granularity import TENSOR, Granularity
+from fp8_dist.kernels import Scaling, scaling_from_amax
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.weight_cache import Promise, WeightCache, after_step
-from fp8_dist.mesh.axes import axes_of, group_along, union_of
-from fp8_dist.mesh.layout import (
+from fp8_dist.linear.optimizer_steps import after_step
+from fp8_dist.linear.weight_cache import PendingScales, WeightCache
+from fp8_dist.mesh import (
+    AmaxReduction,
     Layout,
+    axes_of,
     global_offset,
+    group_along,
     group_for_amax,
     local_sizes,
     local_tensor,
-    sharded_axes,
-    start_all_reduce_max,
-    waited_max,
+    union_of,
 )
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 
 class _Amaxes(NamedTuple):
-    """The amaxes of one weight, in one of its casts.
+    """The amaxes of one weight, in one granularity.
 
     Attributes:
         layer: a layer that has the weight.
-        covers: what one scale covers.
-        local: of the local shard: 0-dim, ``[rows, 1]`` or ``[1, columns]``.
-        size: how many there are of the global weight.
-        offset: which of them is the first local one.
+        granularity: what one scale covers.
+        local: of the local shard, in the shape of its scales.
+        shape: of the scales of the global weight.
+        offset: where the local ones begin among them, per dim.
         axes: mesh axes of the weight that decide about them; empty if the local ones are global.
     """
 
     layer: Float8Linear
-    covers: Covers
+    granularity: Granularity
     local: torch.Tensor
-    size: int
-    offset: int
+    shape: list[int]
+    offset: list[int]
     axes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of scales of the global weight."""
+        return math.prod(self.shape)
+
+    def at_global_positions(self) -> torch.Tensor:
+        """All amaxes of the global weight, flat: zeros but for the local ones."""
+        pad: list[int] = []
+        for n, start, size in zip(self.local.shape, self.offset, self.shape, strict=True):
+            pad = [start, size - start - n, *pad]  # from the last dim on
+        whole = torch.nn.functional.pad(self.local, pad) if any(pad) else self.local
+        return whole.reshape(-1)
+
+    def local_part(self, values: torch.Tensor) -> torch.Tensor:
+        """Of one value for each amax, flat, those of the local shard in the shape of its scales."""
+        if values.numel() != self.local.numel():
+            values = values.view(self.shape)
+            for dim, (n, start) in enumerate(zip(self.local.shape, self.offset, strict=True)):
+                values = values.narrow(dim, start, n)
+        return values.reshape(self.local.shape)
 
 
 class _Reduction(NamedTuple):
-    """The all-reduce under way: its int32 vector, the sizes of its parts, which are this rank's."""
+    """The all-reduce under way, the sizes of the parts of its vector, which are this rank's."""
 
-    bits: torch.Tensor
+    amaxes: AmaxReduction
     sizes: list[int]
     own: slice
 
@@ -93,7 +118,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
         torch._dynamo.exc.Unsupported: in compiled code with ``fullgraph=True``.
     """
-    _precompute(module)
+    precompute_layers(module, _float8_layers(module, "precompute_float8_dynamic_scale"))
 
 
 # A graph writes to parameters when it ends: within one that updates weights, their amaxes would be
@@ -103,31 +128,31 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     "call it outside of code that is compiled with fullgraph=True"
 )
 @torch.no_grad()
-def _precompute(module: nn.Module) -> None:
-    layers = _float8_layers(module, "precompute_float8_dynamic_scale")
+def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear]) -> None:
+    """:func:`precompute_float8_dynamic_scale` for some layers of ``module``, by name."""
     reshard(module)  # unsharded weights are those of before the optimizer step
     _check_weights(layers)
     # Layers that share a weight share its amaxes.
-    amaxes: dict[tuple[int, Covers], _Amaxes] = {}
+    amaxes: dict[tuple[int, Granularity], _Amaxes] = {}
     for layer in layers.values():
         for cast in layer.config.casts("weight"):
-            if (id(layer.weight), cast.covers) not in amaxes:
-                amaxes[id(layer.weight), cast.covers] = _local_amaxes(layer, cast.covers)
+            if (id(layer.weight), cast.granularity) not in amaxes:
+                amaxes[id(layer.weight), cast.granularity] = _local_amaxes(layer, cast.granularity)
     reduction = _start(list(amaxes.values()))
     # By the parameter that each layer has now: FSDP2 will put another in its place.
     weights = {layer: id(layer.weight) for layer in layers.values()}
 
-    def find() -> list[tuple[WeightCache, dict[Cast, Scaling], torch.Tensor | None]]:
+    def find() -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
         reduced = _reduced(list(amaxes.values()), reduction)
         return _scalings(weights, dict(zip(amaxes, reduced, strict=True)))
 
-    promise = Promise(find)
+    pending = PendingScales(find)
     for layer in weights:
-        layer.weight_cache.store(layer.weight, promise, "precompute")
-    if reduction is None or not reduction.bits.is_cpu:
+        layer.float8_weight.cache.store_pending(layer.weight, pending)
+    if reduction is None or not reduction.amaxes.blocks_host:
         # On a GPU this only queues the wait. Later it would be queued on whichever stream asks
         # first (FSDP2 gathers on one of its own), behind what others don't wait for.
-        promise.keep()
+        pending.wait()
 
 
 def reshard(module: nn.Module) -> None:
@@ -194,21 +219,20 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
         )
 
 
-def _local_amaxes(layer: Float8Linear, covers: Covers) -> _Amaxes:
-    local = amax(layer.local_shard(), covers)
+def _local_amaxes(layer: Float8Linear, granularity: Granularity) -> _Amaxes:
+    local = local_amax(layer.float8_weight.shard(), granularity)
     layout = Layout.of(layer.weight)
     if layout is None:
-        return _Amaxes(layer, covers, local, local.numel(), 0, ())
-    dim = {"tensor": None, "row": 0, "column": 1}[covers]
-    over = sharded_axes(layout.placements, 2, reduced_dims(covers, 2))
-    gathered = covers == "row" and layer.config.enable_fsdp_float8_all_gather
+        return _Amaxes(layer, granularity, local, list(local.shape), [0] * local.ndim, ())
+    over = granularity.amax_axes(layout.placements, 2)
+    gathered = granularity.scales_move and layer.config.fsdp_float8_all_gather
     if gathered and len(local_sizes(layout, 0)) > 1:
         # Scales of unequal parts don't fit into FSDP2's gather: all ranks are told all of them.
-        over = sharded_axes(layout.placements, 2)
+        over = TENSOR.amax_axes(layout.placements, 2)
     axes = tuple(axis for axis in over if layout.mesh.size(axis) > 1)
-    if dim is None:
-        return _Amaxes(layer, covers, local, 1, 0, axes)
-    return _Amaxes(layer, covers, local, layout.shape[dim], global_offset(layout, dim), axes)
+    shape = granularity.scale_shape(layout.shape)
+    offset = granularity.offset([global_offset(layout, dim) for dim in range(2)])
+    return _Amaxes(layer, granularity, local, shape, offset, axes)
 
 
 def _start(amaxes: Sequence[_Amaxes]) -> _Reduction | None:
@@ -228,7 +252,7 @@ def _reduced(
     """Each with all of its amaxes of the global weight ``[size]``, or None where local ones do."""
     if reduction is None:
         return [(a, None) for a in amaxes]
-    parts = iter(waited_max(reduction.bits).split(reduction.sizes)[reduction.own])
+    parts = iter(reduction.amaxes.wait().split(reduction.sizes)[reduction.own])
     return [(a, next(parts) if a.axes else None) for a in amaxes]
 
 
@@ -238,21 +262,15 @@ def _mesh(amaxes: _Amaxes) -> DeviceMesh:
     return weight.device_mesh
 
 
-def _at_global_positions(amaxes: _Amaxes) -> torch.Tensor:
-    flat = amaxes.local.reshape(-1)
-    after = amaxes.size - amaxes.offset - len(flat)
-    return torch.nn.functional.pad(flat, (amaxes.offset, after)) if after or amaxes.offset else flat
-
-
 def _start_on_one_mesh(amaxes: Sequence[_Amaxes]) -> _Reduction:
     mesh = _mesh(amaxes[0])
-    vector = torch.cat([_at_global_positions(a) for a in amaxes])
+    vector = torch.cat([a.at_global_positions() for a in amaxes])
     axes = {axis for a in amaxes for axis in a.axes}
     # Axes on which a weight is replicated may be included.
     group = group_for_amax(mesh, sorted(axes), replicated=range(mesh.ndim))
     assert group is not None
-    bits = start_all_reduce_max(vector, group.group_name)
-    return _Reduction(bits, [a.size for a in amaxes], slice(None))
+    reduction = AmaxReduction(vector, group.group_name)
+    return _Reduction(reduction, [a.size for a in amaxes], slice(None))
 
 
 def _start_on_submeshes(amaxes: Sequence[_Amaxes]) -> _Reduction:
@@ -269,29 +287,29 @@ def _start_on_submeshes(amaxes: Sequence[_Amaxes]) -> _Reduction:
             if axis not in own[_mesh(a)]:
                 slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
         zeros = a.local.new_zeros(slots * a.size)
-        zeros[slot * a.size : (slot + 1) * a.size] = _at_global_positions(a)
+        zeros[slot * a.size : (slot + 1) * a.size] = a.at_global_positions()
         parts.append(zeros)
         sizes += [slot * a.size, a.size, (slots - slot - 1) * a.size]
-    bits = start_all_reduce_max(torch.cat(parts), group_along(union, rank).group_name)
-    return _Reduction(bits, sizes, slice(1, None, 3))
+    reduction = AmaxReduction(torch.cat(parts), group_along(union, rank).group_name)
+    return _Reduction(reduction, sizes, slice(1, None, 3))
 
 
 def _scalings(
     weights: dict[Float8Linear, int],
-    reduced: dict[tuple[int, Covers], tuple[_Amaxes, torch.Tensor | None]],
-) -> list[tuple[WeightCache, dict[Cast, Scaling], torch.Tensor | None]]:
+    reduced: dict[tuple[int, Granularity], tuple[_Amaxes, torch.Tensor | None]],
+) -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
     """Amaxes turned into scales, all of a kind at once: for each layer its scaling by cast.
 
     And the scales of all rows, where they were reduced.
     """
-    wanted: dict[tuple[torch.dtype, bool], list[tuple[Float8Linear, Cast]]] = {}
+    wanted: dict[tuple[torch.dtype, bool], list[tuple[Float8Linear, CastSpec]]] = {}
     for layer in weights:
         for cast in layer.config.casts("weight"):
             kind = (cast.dtype, layer.config.round_scales_to_power_of_2)
             wanted.setdefault(kind, []).append((layer, cast))
-    scalings: dict[tuple[Float8Linear, Cast], Scaling] = {}
+    scalings: dict[tuple[Float8Linear, CastSpec], Scaling] = {}
     for (dtype, power_of_2), same in wanted.items():
-        found = [reduced[weights[layer], cast.covers] for layer, cast in same]
+        found = [reduced[weights[layer], cast.granularity] for layer, cast in same]
         values = [a.local.reshape(-1) if whole is None else whole for a, whole in found]
         sizes = [len(value) for value in values]
         multipliers, scales = scaling_from_amax(torch.cat(values), dtype, power_of_2)
@@ -299,18 +317,12 @@ def _scalings(
         scalings |= {key: (m, scale) for key, m, scale in each}
     results = []
     for layer, weight in weights.items():
-        local, all_rows = dict[Cast, Scaling](), None
+        local, all_rows = dict[CastSpec, Scaling](), None
         for cast in layer.config.casts("weight"):
-            amaxes, whole = reduced[weight, cast.covers]
-            local[cast] = _local_part(amaxes, scalings[layer, cast])
-            if cast.covers == "row" and whole is not None:
-                all_rows = scalings[layer, cast][1].reshape(-1, 1)
-        results.append((layer.weight_cache, local, all_rows))
+            amaxes, whole = reduced[weight, cast.granularity]
+            m, scale = scalings[layer, cast]
+            local[cast] = (amaxes.local_part(m), amaxes.local_part(scale))
+            if cast.granularity.scales_move and whole is not None:
+                all_rows = scale.view(amaxes.shape)
+        results.append((layer.float8_weight.cache, local, all_rows))
     return results
-
-
-def _local_part(amaxes: _Amaxes, scaling: Scaling) -> Scaling:
-    m, scale = scaling
-    if len(m) != amaxes.local.numel():
-        m, scale = (t.narrow(0, amaxes.offset, amaxes.local.numel()) for t in scaling)
-    return m.reshape(amaxes.local.shape), scale.reshape(amaxes.local.shape)

@@ -4,31 +4,51 @@ FSDP2 would reshard its all-gather output, which is float8 bytes here, as a para
 smaller mesh, and fail at that with an error about dtypes that require gradients.
 """
 
-from collections.abc import Iterable
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8_dist.torch_internals import (
-    fsdp_groups_of_layer,
+    fsdp_groups,
     fsdp_groups_of_module,
+    fsdp_modules_with_extensions,
     fsdp_reshards_to_smaller_mesh,
 )
+
+# FSDP2's parameter group of each layer whose weight it gathers in float8. The layer itself, a child
+# of the sharded module, has no reference to it.
+_groups: "WeakKeyDictionary[nn.Module, ReferenceType[Any]]" = WeakKeyDictionary()
 
 
 def check_sharded_module(module: FSDPModule, name: str) -> None:
     """Refuse a module that ``fully_shard`` was called on, before FSDP2 first runs it."""
-    _check(fsdp_groups_of_module(module), name)
+    for group in fsdp_groups_of_module(module):
+        if fsdp_modules_with_extensions(group):
+            _check(group, name)
 
 
 def check_layer(layer: nn.Module, name: str) -> None:
     """Refuse a layer whose weight FSDP2 is about to gather."""
-    _check(fsdp_groups_of_layer(layer), name)
+    group = _group_of(layer)
+    if group is not None:
+        _check(group, name)
 
 
-def _check(groups: Iterable[Any], name: str) -> None:
-    if any(fsdp_reshards_to_smaller_mesh(group) for group in groups):
+def _group_of(layer: nn.Module) -> Any:
+    known = _groups.get(layer)
+    group = None if known is None else known()
+    if group is None:  # its first gather: look up all layers at once
+        for each in fsdp_groups():
+            for module in fsdp_modules_with_extensions(each):
+                _groups[module] = ref(each)
+                group = each if module is layer else group
+    return group
+
+
+def _check(group: Any, name: str) -> None:
+    if fsdp_reshards_to_smaller_mesh(group):
         raise ValueError(
             f"{name}: fully_shard(..., reshard_after_forward=<int>) can't reshard weights "
             "that it gathers in float8 to a smaller mesh; use True or False there, or leave "

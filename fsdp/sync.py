@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp8_dist.fsdp.precompute import reshard
 from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.mesh.axes import group_along, union_of
-from fp8_dist.mesh.layout import all_reduce_max, reduce_amax
+from fp8_dist.mesh import all_reduce_max, group_along, reduce_amax, union_of
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -45,15 +44,15 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     histories = [history for layer in layers for history in layer.histories.values()]
     meshes = {mesh for layer in layers for mesh in layer.meshes()}
     # (Where the mesh is; offloaded weights are elsewhere.)
-    device = next((mesh.device_type for mesh in meshes), layers[0].local_shard().device)
+    device = next((mesh.device_type for mesh in meshes), layers[0].float8_weight.shard().device)
     zero = torch.zeros((), device=device)
     values = torch.stack([zero if h.current is None else h.current.to(device) for h in histories])
     values = _reduce(values, meshes)
     advance(histories, values)
     for layer in layers:
         if "weight" in layer.histories:
-            layer.weight_cache.drop()
-        layer.weight_cache.synced()
+            layer.float8_weight.cache.drop()
+        layer.float8_weight.cache.synced()
 
 
 def _reduce(values: torch.Tensor, meshes: set[DeviceMesh]) -> torch.Tensor:

@@ -27,10 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 
-from fp8_dist.debug.audit import note_float8_payload
 from fp8_dist.fsdp.resharding import check_layer
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.mesh.layout import Layout, all_reduce_max, global_offset, local_sizes, local_tensor
+from fp8_dist.mesh import Layout, all_reduce_max, global_offset, local_sizes, local_tensor
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import disabled_torch_function, make_wrapper_subclass, tree_map_only
 
@@ -162,9 +161,8 @@ class Float8AllGatherWeight(torch.Tensor):
             )
         check_layer(module, module.fqn)
         _check_other_shards(module, mesh)
-        (cast,) = module.cast_weight("gather", self._tensor)
+        (cast,) = module.float8_weight.gather_casts(self._tensor)
         padded = _padded(cast.qdata, _padded_size(self.size(), outer_size, mesh.size()))
-        note_float8_payload(padded.numel(), padded.dtype)
         inputs: tuple[torch.Tensor, ...] = (padded.view(torch.uint8),)
         if cast.scale.ndim == 0 or mesh.size() == 1 or self.size()[1:] != outer_size[1:]:
             scale: torch.Tensor | None = cast.scale  # the same on all ranks
@@ -204,7 +202,7 @@ def _all_row_scales(
     module: Float8Linear, scale: torch.Tensor, rows: int, mesh: DeviceMesh
 ) -> torch.Tensor:
     """Scales ``[rows, 1]`` of all rows of which FSDP2 gives the ranks of ``mesh`` unequal parts."""
-    layout, cache = Layout.of(module.weight), module.weight_cache
+    layout, cache = Layout.of(module.weight), module.float8_weight.cache
     assert layout is not None
     if cache.all_rows is None:
         all_rows = scale.new_zeros(layout.shape[0], 1)
@@ -270,4 +268,3 @@ def _padded(qdata: torch.Tensor, size: torch.Size) -> torch.Tensor:
 Float8AllGatherWeight.fsdp_pre_all_gather.__signature__ = signature(  # type: ignore[attr-defined]
     Float8AllGatherWeight.fsdp_pre_all_gather
 )
-Float8Linear.fsdp_weight_type = Float8AllGatherWeight

@@ -34,7 +34,7 @@ from benchmarks import (
 )
 
 from fp8_dist import CastConfig, Float8LinearConfig, Float8Tensor, cast_to_float8
-from fp8_dist.casts import GEMM_OPERANDS, Gemm, Operand
+from fp8_dist.config import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor import scaled_mm
 
 Shape = tuple[int, int, int]  # M, K, N
@@ -103,7 +103,7 @@ def our_cast(recipe: str, x: torch.Tensor, operand: Operand, gemm: Gemm) -> Floa
     cast = config.cast(operand, gemm)
     assert cast is not None
     granularity = config.cast_config(operand, gemm).scaling_granularity
-    dim = {"tensor": None, "row": -1, "column": 0}[cast.covers]
+    dim = {"tensor": None, "row": -1, "column": 0}[cast.granularity.name]
     result = cast_to_float8(
         x,
         CastConfig(scaling_granularity=granularity, target_dtype=cast.dtype),

@@ -98,7 +98,7 @@ def _convert(name: str, model: nn.Module, sharded: bool) -> AfterStep:
         precompute = bench_peers.torchao.precompute_float8_dynamic_scale_for_fsdp
         return precompute if gather else _nothing
     ours = Float8LinearConfig.from_recipe_name(name)
-    travels = ours.travelling_cast("weight") is not None
+    travels = ours.gather_cast("weight") is not None
     ours = dataclasses.replace(ours, enable_fsdp_float8_all_gather=sharded and travels)
     convert_to_float8_training(model, module_filter_fn=not_output, config=ours)
     if name == Float8LinearRecipeName.DELAYED.value:

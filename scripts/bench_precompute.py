@@ -64,7 +64,7 @@ def known(model: nn.Module) -> None:
     """Precompute, and the wait of who first needs one of the scales."""
     precompute_float8_dynamic_scale(model)
     first = next(layer for layer in model.modules() if isinstance(layer, Float8Linear))
-    assert first.weight_cache.scaling is not None
+    assert first.float8_weight.cache.scaling is not None
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from options import BF16
 
 from fp8_dist import Float8LinearConfig
-from fp8_dist.casts import Operand
+from fp8_dist.config import Operand
 
 LAST_STEPS = 20
 MAX_DIFFERENCE = 0.01
@@ -71,7 +71,7 @@ def gathers_float8(recipe: str) -> bool:
         return False
     config = Float8LinearConfig.from_recipe_name(recipe)
     operands: tuple[Operand, ...] = get_args(Operand)
-    return all(config.travelling_cast(operand) is not None for operand in operands)
+    return all(config.gather_cast(operand) is not None for operand in operands)
 
 
 def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> list[str]:

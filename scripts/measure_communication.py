@@ -201,7 +201,7 @@ def distributed_model(variant: Variant, mesh: DeviceMesh) -> Llama:
     converted: dict[str, Any] = {"module_filter_fn": lambda _, name: name != "output"}
     if variant.library == "fp8_dist":
         config = Float8LinearConfig.from_recipe_name(variant.recipe)
-        gather = sharded and config.travelling_cast("weight") is not None
+        gather = sharded and config.gather_cast("weight") is not None
         config = dataclasses.replace(
             config, enable_fsdp_float8_all_gather=gather, amax_scope=variant.amax_scope
         )

@@ -42,7 +42,7 @@ from fp8_dist import (
     Float8LinearRecipeName,
     ScalingGranularity,
 )
-from fp8_dist.casts import Gemm
+from fp8_dist.config import Gemm
 
 REPORT = Path(__file__).resolve().parent.parent / "docs/sqnr.md"
 # A delayed scale is that of earlier steps, which a single record doesn't have.

@@ -108,7 +108,7 @@ def float8_copies(model: nn.Module) -> Iterator[torch.Tensor]:
     """The float8 copies of weights that our layers keep until the weights change."""
     for layer in model.modules():
         if isinstance(layer, Float8Linear):
-            yield from (copy.qdata for copy in layer.weight_cache.float8 or ())
+            yield from (copy.qdata for copy in layer.float8_weight.cache.float8 or ())
 
 
 def weight_sizes(module: nn.Module) -> set[int]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8_dist.linear import float8_layers
-from fp8_dist.mesh.layout import local_tensor
+from fp8_dist.mesh import local_tensor
 
 FSDP_COPY_IN = "fsdp::all_gather_copy_in"
 FSDP_COPY_OUT = "fsdp::split_with_sizes_copy"
@@ -49,7 +49,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def kept_float8_shards(model: nn.Module) -> int:
     """Bytes of the float8 copies of weights that layers of this library keep beside them."""
-    casts = [layer.weight_cache.float8 or () for layer in float8_layers(model).values()]
+    casts = [layer.float8_weight.cache.float8 or () for layer in float8_layers(model).values()]
     return bytes_of([tensor for kept in casts for cast in kept for tensor in cast])
 
 

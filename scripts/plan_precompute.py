@@ -17,7 +17,7 @@ from plan_world import fake_world
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.debug import comm_audit
-from fp8_dist.kernels.scale import amax
+from fp8_dist.kernels import amax
 from fp8_dist.linear import float8_layers
 
 MOST_BYTES = 8 << 30
@@ -70,7 +70,7 @@ def timed(plan: Plan) -> Timed | str:
                 parameter.to_local().normal_(std=0.02, generator=generator)
         start_histories(model)
         layers = float8_layers(model).values()
-        shards = [layer.local_shard() for layer in layers]
+        shards = [layer.float8_weight.shard() for layer in layers]
         with comm_audit(mesh) as audit:
             for call in calls:
                 call(model)

@@ -9,7 +9,7 @@ from compare import plt, running_mean
 from options import BF16
 
 from fp8_dist import Float8LinearConfig
-from fp8_dist.casts import GEMM_OPERANDS, Cast, Operand
+from fp8_dist.config import GEMM_OPERANDS, CastSpec, Operand
 from fp8_dist.dtypes import short_name
 
 LAST_STEPS = 50
@@ -139,8 +139,12 @@ def recipe_table(recipes: list[str]) -> str:
         config = Float8LinearConfig.from_recipe_name(recipe)
         cells = [_casts(config, operand) for operand in get_args(Operand)]
         for operand in gathered:
-            travels = config.travelling_cast(operand)
-            rows = ", scales travel with their rows" if travels and travels.covers == "row" else ""
+            travels = config.gather_cast(operand)
+            rows = (
+                ", scales travel with their rows"
+                if travels and travels.granularity.name == "row"
+                else ""
+            )
             cells.append(short_name(travels.dtype) + rows if travels else "high precision")
         lines.append(f"| `{recipe}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -152,10 +156,12 @@ def _casts(config: Float8LinearConfig, operand: Operand) -> str:
     return ", then ".join(dict.fromkeys(_cast(config.cast(operand, gemm)) for gemm in gemms))
 
 
-def _cast(cast: Cast | None) -> str:
+def _cast(cast: CastSpec | None) -> str:
     if cast is None:
         return "high precision"
-    return f"{short_name(cast.dtype)} per {cast.covers}{', delayed' if cast.delayed else ''}"
+    return (
+        f"{short_name(cast.dtype)} per {cast.granularity.name}{', delayed' if cast.delayed else ''}"
+    )
 
 
 def page(losses: Losses, **setting: Any) -> str:

@@ -5,7 +5,7 @@ from statistics import fmean
 from sqnr_folds import FIGURES, WAYS
 from sqnr_tensors import GIANTS, OUTPUT_CHANNELS, ZERO_ROWS, Place
 
-from fp8_dist.casts import Gemm
+from fp8_dist.config import Gemm
 
 GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 EXACT_SCALES = "rowwise, exact scales"

@@ -35,7 +35,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
-from fp8_dist.casts import Operand
+from fp8_dist.config import Operand
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import clip_grad_norm_
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
@@ -87,7 +87,7 @@ def float8_config(recipe: str) -> Float8LinearConfig | None:
     if recipe == BF16:
         return None
     config = Float8LinearConfig.from_recipe_name(recipe)
-    one_copy = config.travelling_cast("weight") is not None
+    one_copy = config.gather_cast("weight") is not None
     return dataclasses.replace(config, enable_fsdp_float8_all_gather=one_copy)
 
 
@@ -106,7 +106,7 @@ def calls_after_step(
     operands: tuple[Operand, ...] = get_args(Operand)
     if any(cast.delayed for operand in operands for cast in config.casts(operand)):
         calls.append(sync_float8_amax_and_scale_history)
-    weight = config.travelling_cast("weight")
+    weight = config.gather_cast("weight")
     if precompute and weight is not None and not weight.delayed:
         calls.append(precompute_float8_dynamic_scale)
     return calls

@@ -6,7 +6,8 @@ if __name__ != "fp8_dist.tensor_parallel":
         "fp8_dist.tensor_parallel (from the root of a checkout, or after pip install)"
     )
 
-from fp8_dist.tensor_parallel.plan import apply_tp_plan, llama_tp_plan
+from fp8_dist.tensor_parallel.models import llama_tp_plan
+from fp8_dist.tensor_parallel.plan import apply_tp_plan
 from fp8_dist.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,

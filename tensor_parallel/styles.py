@@ -1,12 +1,11 @@
 """Float8 counterparts of torch's tensor-parallel styles.
 
-The parameters are partitioned as torch's styles do it. What differs is who moves activations: a
-torch style redistributes them in hooks around the layer, in high precision; here the hooks only
-say where tensors are, and the layer's own function casts, moves and multiplies them
-(:mod:`fp8_dist.linear.autograd`), so that what is gathered, forward or backward, is float8.
+Parameters are partitioned as by torch's styles. Activations are moved elsewhere: torch's styles
+redistribute them in hooks around the layer, in high precision. Here the hooks only annotate
+tensors with their placements, and the layer's autograd function casts, moves and multiplies them
+(:mod:`fp8_dist.linear.autograd`), so that all gathers, forward and backward, are float8.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,20 +20,22 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from fp8_dist.cast import cast_to_float8
-from fp8_dist.casts import Cast, CastConfig, ScalingGranularity
+from fp8_dist.cast import as_float8_of, quantize_over
+from fp8_dist.config import CastSpec
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.mesh.layout import local_tensor, reduced
+from fp8_dist.mesh import local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+
+_PREPARED_INPUT = "prepared_input"  # the name of its history among those of a layer
 
 
 class Float8ColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` of a Float8Linear: weight and bias are ``Shard(0)``.
 
     Args:
-        input_layouts: placement of a plain-tensor input; default Replicate. One that is
-            sharded is gathered as float8.
+        input_layouts: placement of a plain-tensor input; default Replicate. A sharded input is
+            gathered as float8.
         output_layouts: placement of the output; default ``Shard(-1)``.
         use_local_output: return a plain tensor instead of a DTensor.
 
@@ -74,21 +75,23 @@ class Float8RowwiseParallel(RowwiseParallel):
 class PrepareFloat8ModuleInput(PrepareModuleInput):
     """``PrepareModuleInput`` that casts floating-point inputs to float8 before it moves them.
 
-    Several layers that use one input (q, k, v; w1, w3) then share one cast and one gather.
+    Layers that read the same input (q, k, v; w1, w3) then share one cast and one gather. With
+    DELAYED scaling the amax history of the input belongs to the first layer that is followed, as
+    ``histories["prepared_input"]``, and is synced and saved with that layer.
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
         use_local_output: as in torch's ``PrepareModuleInput``.
-        float8_dtype: the dtype to cast to; ``None`` means that of the layers in the module.
+        float8_dtype: the dtype to cast to; ``None``: the input dtype of the followed layers.
         fwd_config_submodule_fqn: the Float8Linear in the module whose config is followed;
-            ``None`` means all of them, and they must agree.
+            ``None``: all of them are, and they must agree.
 
     Collectives: per input, one all-gather of 1 byte per element, and one all-reduce of 4 bytes for
     a dynamic scale per tensor; scales of rows travel in the gather, 4 bytes each.
 
     Raises:
         ValueError: when applied to a module without Float8Linear, with layers that disagree, or
-            that don't take their input in one float8 copy (``rowwise`` takes two).
+            with layers that can't use one float8 copy of their input (``rowwise`` needs two).
     """
 
     def __init__(
@@ -111,60 +114,36 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         )
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
-        self._cast: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def _prepare_input_arg(
-        self,
-        input: Any,
-        mesh: DeviceMesh,
-        input_layout: Placement | None,
-        desired_layout: Placement | None,
-    ) -> Any:
-        if (
-            input_layout is not None
-            and isinstance(input, torch.Tensor)
-            and input.dtype.is_floating_point
-            and not isinstance(local_tensor(input), Float8Tensor)
-        ):
-            assert self._cast is not None
-            if torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64:
-                input = input.to(torch.get_autocast_dtype(input.device.type))
-            if not isinstance(input, DTensor):
-                input = DTensor.from_local(input, mesh, (input_layout,), run_check=False)
-            input = self._cast(input)
-        return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # One style may be applied to several modules whose layers cast differently.
-        style = copy.copy(self)
         layers = self._followed_layers(module)
-        (cast,) = self._check_casts(layers)
-        config = next(iter(layers.values())).config
+        cast, power_of_2 = self._agreed_cast(layers)
+        name, first = next(iter(layers.items()))
         if cast.delayed:
-            # Its history is kept with a layer's, of which it need not be the input.
-            history = AmaxHistory(
-                cast, config.amax_history_len, config.round_scales_to_power_of_2, device_mesh
+            # Among a layer's histories, since those are what sync reduces and a state_dict holds.
+            first.histories[_PREPARED_INPUT] = AmaxHistory(
+                cast, first.config.amax_history_len, power_of_2, device_mesh
             )
-            next(iter(layers.values())).histories["prepared_input"] = history
-            module.float8_prepared_input = history  # type: ignore[assignment]
 
-            def find_history(module: Any, inputs: Any) -> None:
-                # That of a copy, if the module is one: copies share their hooks.
-                style._cast = partial(_cast_delayed, module.float8_prepared_input)
+        def cast_inputs(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            history = None
+            if cast.delayed:
+                # Looked up by name, because a copy of the module has the same hooks.
+                layer: Any = module.get_submodule(name)
+                history = layer.histories[_PREPARED_INPUT]
+            into = (device_mesh, cast, power_of_2, history)
+            layouts = self.input_layouts or ()
+            cast_args = [_cast_input(x, at, *into) for x, at in zip(args, layouts, strict=False)]
+            cast_kwargs = {
+                key: _cast_input(x, self.input_kwarg_layouts.get(key), *into)
+                for key, x in kwargs.items()
+            }
+            return (*cast_args, *args[len(layouts) :]), cast_kwargs
 
-            module.register_forward_pre_hook(find_history)
-        else:
-            granularity = ScalingGranularity.AXISWISE if cast.covers == "row" else None
-            style._cast = partial(
-                cast_to_float8,
-                cast_config=CastConfig(
-                    target_dtype=cast.dtype,
-                    scaling_granularity=granularity or ScalingGranularity.TENSORWISE,
-                ),
-                dim=None if granularity is None else -1,
-                round_scales_to_power_of_2=config.round_scales_to_power_of_2,
-            )
-        return super(PrepareFloat8ModuleInput, style)._apply(module, device_mesh)
+        module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+        return super()._apply(module, device_mesh)
 
     def _followed_layers(self, module: nn.Module) -> dict[str, Float8Linear]:
         layers = float8_layers(module)
@@ -184,50 +163,81 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             )
         return layers
 
-    def _check_casts(self, layers: dict[str, Float8Linear]) -> set[Cast]:
-        """The one input cast that the layers agree about."""
-        for name, layer in layers.items():
-            if layer.config.travelling_cast("input") is None:
+    def _agreed_cast(self, layers: dict[str, Float8Linear]) -> tuple[CastSpec, bool]:
+        """The :func:`shared_input_cast` of the layers, or a ValueError if they have not one."""
+        casts = {name: shared_input_cast(layer) for name, layer in layers.items()}
+        for name, found in casts.items():
+            if found is None:
                 raise ValueError(
                     f"PrepareFloat8ModuleInput: {', '.join(layers)} take their input in two "
                     "different casts, or in high precision in some GEMM, which no single float8 "
-                    f"copy can serve ({name}: {layer.extra_repr()}); use torch's "
+                    f"copy can serve ({name}: {layers[name].extra_repr()}); use torch's "
                     "PrepareModuleInput"
                 )
-        casts = {
-            (layer.config.travelling_cast("input"), layer.config.round_scales_to_power_of_2)
-            for layer in layers.values()
-        }
-        if len(casts) > 1:
+        agreed, *others = {found for found in casts.values() if found is not None}
+        if others:
             raise ValueError(
                 "PrepareFloat8ModuleInput: the layers that share this input cast it differently: "
                 f"{ {n: layer.extra_repr() for n, layer in layers.items()} }; give them one "
                 "config, or name the one to follow in fwd_config_submodule_fqn"
             )
-        found = {cast for cast, _ in casts if cast is not None}
-        for cast in found:
-            if self.float8_dtype not in (None, cast.dtype):
-                raise ValueError(
-                    f"PrepareFloat8ModuleInput: float8_dtype={self.float8_dtype}, but the layers "
-                    f"({', '.join(layers)}) cast their input to {cast.dtype}; drop the argument"
-                )
-        return found
+        if self.float8_dtype not in (None, agreed[0].dtype):
+            raise ValueError(
+                f"PrepareFloat8ModuleInput: float8_dtype={self.float8_dtype}, but the layers "
+                f"({', '.join(layers)}) cast their input to {agreed[0].dtype}; drop the argument"
+            )
+        return agreed
 
 
-class _CastDelayed(torch.autograd.Function):
-    """A cast with a delayed scale; the gradient passes unchanged."""
+def shared_input_cast(layer: Float8Linear) -> tuple[CastSpec, bool] | None:
+    """The cast of a layer's input, if one float8 copy serves both of its GEMMs; None otherwise.
+
+    Returns:
+        The cast, and whether its scales are rounded to powers of two.
+    """
+    cast = layer.config.gather_cast("input")
+    return None if cast is None else (cast, layer.config.round_scales_to_power_of_2)
+
+
+def _cast_input(
+    x: Any,
+    layout: Placement | None,
+    mesh: DeviceMesh,
+    cast: CastSpec,
+    power_of_2: bool,
+    history: AmaxHistory | None,
+) -> Any:
+    """A floating-point input as a DTensor of float8; anything else as it is."""
+    if layout is None or not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
+        return x
+    if isinstance(local_tensor(x), Float8Tensor):
+        return x
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, (layout,), run_check=False)
+    return _CastInput.apply(reduced(x), cast, power_of_2, history, torch.is_grad_enabled())
+
+
+class _CastInput(torch.autograd.Function):
+    """A cast whose gradient passes unchanged; ``record``: it belongs to a training step."""
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, history: AmaxHistory, record: bool) -> torch.Tensor:
-        return history.cast(input, record)
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        cast: CastSpec,
+        power_of_2: bool,
+        history: AmaxHistory | None,
+        record: bool,
+    ) -> torch.Tensor:
+        if history is not None:
+            return history.cast(input, record)
+        return as_float8_of(input, quantize_over(input, cast, power_of_2))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return grad, None, None
-
-
-def _cast_delayed(history: AmaxHistory, input: torch.Tensor) -> torch.Tensor:
-    return _CastDelayed.apply(reduced(input), history, torch.is_grad_enabled())
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+        return grad, None, None, None, None
 
 
 def _distribute(

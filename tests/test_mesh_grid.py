@@ -78,7 +78,7 @@ def build(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(shape[1], shape[0]))
     shard = mesh["shard"].size() > 1 or mesh["replicate"].size() > 1
-    gather = shard and config.travelling_cast("weight") is not None
+    gather = shard and config.gather_cast("weight") is not None
     config = replace(config, enable_fsdp_float8_all_gather=gather)
     convert_to_float8_training(model, config=config)
     if style:

@@ -61,6 +61,10 @@ def test_the_example_is_short() -> None:
     assert len(lines) <= 20
 
 
+def test_the_readme_is_a_page() -> None:
+    assert len(README.splitlines()) <= 100
+
+
 def test_the_alias_of_torchao() -> None:
     ours = fp8_dist.precompute_float8_dynamic_scale
     assert fp8_dist.precompute_float8_dynamic_scale_for_fsdp is ours

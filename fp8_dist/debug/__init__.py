@@ -3,6 +3,6 @@
 Above the layers, below FSDP2 and tensor parallelism. Nothing in the library depends on it.
 """
 
-from fp8_dist.debug.audit import CommAudit, CommRow, comm_audit, note_float8_payload
+from fp8_dist.debug.audit import CommAudit, CommRow, comm_audit
 
-__all__ = ["CommAudit", "CommRow", "comm_audit", "note_float8_payload"]
+__all__ = ["CommAudit", "CommRow", "comm_audit"]

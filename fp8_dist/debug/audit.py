@@ -18,7 +18,7 @@ from fp8_dist.debug.collectives import Collective, read_collective
 from fp8_dist.debug.module_path import ModulePath
 from fp8_dist.debug.table import CommRow, CommTable
 from fp8_dist.dtypes import is_float8
-from fp8_dist.linear.scale_query import KNOWN_SCALING_OP, SCALING_TO_GATHER_OP, ask
+from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import (
     FakeTensor,
@@ -28,16 +28,13 @@ from fp8_dist.torch_internals import (
     op_name,
 )
 
-__all__ = ["CommAudit", "CommRow", "comm_audit", "note_float8_payload"]
+__all__ = ["CommAudit", "CommRow", "comm_audit"]
 
 # FSDP2's copy of all its inputs into the buffer that the next all-gather moves.
 FSDP_COPY_IN = "fsdp::all_gather_copy_in"
 # torch's own descriptions of groups: a mesh axis, and the default group.
 AXIS_PREFIX = "mesh_"
 DEFAULT_GROUP = "default_pg"
-
-# The audits that record now, outermost first.
-_active: list["CommAudit"] = []
 
 
 class CommAudit:
@@ -48,10 +45,9 @@ class CommAudit:
         self._path = ModulePath()
         self._recorder = _Recorder(self)
         self._table = CommTable()
+        self._is_recording = False
         # Payload dtypes of the storages that were viewed as uint8, by the storage's address.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
-        # (bytes, payload dtype) that FSDP2's hooks told about the group that is being collected.
-        self._payloads: list[tuple[int, torch.dtype]] = []
         # Bytes by payload dtype of the all-gather inputs that FSDP2 has filled, by the address of
         # their storage.
         self._copied_in: dict[int, dict[torch.dtype, int]] = {}
@@ -90,13 +86,13 @@ class CommAudit:
         return table.text(with_modules=by_module)
 
     def __enter__(self) -> Self:
-        if self in _active:
+        if self._is_recording:
             raise RuntimeError(
                 "this comm_audit is already recording; use a new one for a nested block"
             )
         self._path.__enter__()
         self._recorder.__enter__()
-        _active.append(self)
+        self._is_recording = True
         return self
 
     def __exit__(
@@ -105,11 +101,10 @@ class CommAudit:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _active.remove(self)
+        self._is_recording = False
         self._recorder.__exit__(kind, value, trace)
         self._path.__exit__(kind, value, trace)
         self._payload_dtypes.clear()
-        self._payloads.clear()
         self._copied_in.clear()
 
     def __repr__(self) -> str:
@@ -123,16 +118,7 @@ class CommAudit:
 
     def _note_copy_in(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         """Remember what FSDP2 puts into the buffer that it gathers next."""
-        sizes = self._bytes_by_dtype(inputs)
-        for nbytes, dtype in reversed(self._payloads):
-            # Newest first: hooks whose gather never happened (a group of one rank) may have
-            # left notes before those of this group; they find no bytes and are dropped. So
-            # are notes on bytes that are known for float8 already.
-            if sizes.get(torch.uint8, 0) >= nbytes:
-                sizes[torch.uint8] -= nbytes
-                sizes[dtype] = sizes.get(dtype, 0) + nbytes
-        self._payloads.clear()
-        self._copied_in[_storage(output)] = sizes
+        self._copied_in[_storage(output)] = self._bytes_by_dtype(inputs)
 
     def _note_collective(self, collective: Collective) -> None:
         sizes = self._copied_in_sizes(collective) or self._bytes_by_dtype(collective.tensors)
@@ -224,19 +210,6 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
     return CommAudit(mesh)
 
 
-def note_float8_payload(nbytes: int, dtype: torch.dtype) -> None:
-    """Tell the active audits that ``nbytes`` of what a pre-all-gather hook returns are float8.
-
-    Args:
-        nbytes: bytes of this rank's all-gather input, which travel as uint8.
-        dtype: their float8 dtype.
-
-    It does nothing while no audit is active.
-    """
-    for audit in _active:
-        audit._payloads.append((nbytes, dtype))
-
-
 class _Recorder(TorchDispatchMode):
     """Sees every op, tells its audit about those that communicate."""
 
@@ -266,9 +239,9 @@ class _Recorder(TorchDispatchMode):
             self._audit._note_view(args[0])
         elif _is_fsdp_copy_in(func):
             self._audit._note_copy_in(inputs=args[0], output=args[1])
-        elif func in (KNOWN_SCALING_OP, SCALING_TO_GATHER_OP):
-            with self:  # the ops of ours that communicate inside
-                return ask(*args, **kwargs)
+        elif func in QUERIES:
+            with self:  # it may communicate
+                return QUERIES[func](*args, **kwargs)
         return func(*args, **kwargs)
 
 

@@ -1,5 +1,32 @@
 """Local computation on float8 data: amax, scale, cast, scaled GEMM.
 
-Plain tensors in, plain tensors out. A kernel knows no mesh, no config and no layer. Below this room
-are dtypes and the doors to torch's private names alone.
+Plain tensors in, plain tensors out. A kernel knows no mesh, no config and no layer. Each is an
+operator with a portable implementation and others for some devices: what is particular to a device
+(the emulation on CPUs: :mod:`fp8_dist.kernels.cpu`) is known nowhere else. Other rooms import from
+here. Below this room are dtypes and the doors to torch's private names alone.
 """
+
+# The import of cpu registers its implementations.
+from fp8_dist.kernels import cpu
+from fp8_dist.kernels.custom_op import CustomOp, custom_op
+from fp8_dist.kernels.gemm import ALIGNMENT, needs_alignment, scaled_mm
+from fp8_dist.kernels.quantization import quantize, quantize_after
+from fp8_dist.kernels.scale import (
+    Scaling,
+    amax,
+    scaling_from_amax,
+)
+
+__all__ = [
+    "ALIGNMENT",
+    "CustomOp",
+    "Scaling",
+    "amax",
+    "cpu",
+    "custom_op",
+    "needs_alignment",
+    "quantize",
+    "quantize_after",
+    "scaled_mm",
+    "scaling_from_amax",
+]

@@ -17,12 +17,18 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.cast import amax_group, as_float8_of
-from fp8_dist.casts import Cast
-from fp8_dist.kernels.quantize import Quantized, quantize
-from fp8_dist.kernels.scale import Scaling, amax, scaling_from_amax
-from fp8_dist.linear.scale_query import known_scalings, name_of
-from fp8_dist.mesh.layout import all_reduce_max, local_tensor, reduce_amax
+from fp8_dist.cast import amax_group, as_float8_of, quantize_local
+from fp8_dist.config import CastSpec
+from fp8_dist.kernels import Scaling, amax, scaling_from_amax
+from fp8_dist.linear.scale_query import (
+    copies,
+    define_query,
+    must_query,
+    owner_of,
+    register_handle,
+)
+from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
+from fp8_dist.tensor import Quantized
 
 
 class AmaxHistory:
@@ -39,7 +45,7 @@ class AmaxHistory:
     """
 
     def __init__(
-        self, cast: Cast, length: int, power_of_2: bool, mesh: DeviceMesh | None = None
+        self, cast: CastSpec, length: int, power_of_2: bool, mesh: DeviceMesh | None = None
     ) -> None:
         self.cast_as = cast
         self.length = length
@@ -49,11 +55,11 @@ class AmaxHistory:
         self.scaling: Scaling | None = None
         self.mesh = mesh
         self._last: torch.Tensor | None = None
-        self._name = name_of(self)
+        self._handle = register_handle(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._name = name_of(self)  # a copy is another history
+        self._handle = register_handle(self)  # a copy is another history
 
     def scaling_of(self, tensor: torch.Tensor, record: bool = True) -> Scaling:
         """The (multiplier, scale) to cast a tensor with; records its amax (or leaves that to
@@ -64,24 +70,21 @@ class AmaxHistory:
         Collectives: none, but while there is no history those of a dynamic cast.
         """
         group = amax_group(tensor)
-        details = ("cast", "record" if record else "", group.group_name if group else "")
-        return known_scalings(self, self._name, local_tensor(tensor), [self.cast_as], *details)[0]
+        group_name = group.group_name if group else ""
+        local = local_tensor(tensor)
+        if must_query():
+            multiplier, scale = HISTORY_SCALING_OP(local, self._handle, record, group_name)
+            return multiplier, scale
+        return self._scaling_of_local(local, record, group_name)
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
-        """Record the amax of the last cast, which had this scale, if it was not recorded yet."""
-        details = ("record last", "", "")
-        return known_scalings(self, self._name, scale, [self.cast_as], *details)[0][1]
+        """Record the amax of the last cast, if it was not recorded yet; returns its scale."""
+        if must_query():
+            return RECORD_AMAX_OP(scale, self._handle)
+        self._record_last()
+        return scale
 
-    def scalings_at_run_time(
-        self, x: torch.Tensor, what: str, record: str, group: str
-    ) -> list[Scaling]:
-        """See :meth:`scaling_of`, of the local tensor, and :meth:`recorded`."""
-        if what == "record last":
-            self._record_last()
-            return [(x, x)]
-        return [self._scaling_at_run_time(x, record, group)]
-
-    def _scaling_at_run_time(self, x: torch.Tensor, record: str, group: str) -> Scaling:
+    def _scaling_of_local(self, x: torch.Tensor, record: bool, group: str) -> Scaling:
         value = amax(x)
         if self.scaling is None and group:
             value = all_reduce_max(value, group)
@@ -97,8 +100,8 @@ class AmaxHistory:
     def cast(self, tensor: torch.Tensor, record: bool = True) -> torch.Tensor:
         """A tensor or DTensor as float8, outside of autograd; see :meth:`scaling_of`."""
         m, scale = self.scaling_of(tensor, record)
-        qdata = quantize(local_tensor(tensor), m, self.cast_as.dtype)
-        return as_float8_of(tensor, Quantized(qdata, scale))
+        qdata = quantize_local(local_tensor(tensor), m, self.cast_as)
+        return as_float8_of(tensor, Quantized(qdata, scale, self.cast_as.granularity))
 
     def _record_last(self) -> None:
         value, self._last = self._last, None
@@ -122,6 +125,31 @@ class AmaxHistory:
         history = history.detach()[: self.length]
         if len(history):
             advance_to([self], history.to(torch.float32).clone().unsqueeze(0))
+
+
+def _answer_scaling(
+    x: torch.Tensor, handle: torch.Tensor, record: bool, group: str
+) -> tuple[torch.Tensor, ...]:
+    return tuple(copies([owner_of(handle)._scaling_of_local(x, record, group)], x.device))
+
+
+def _answer_record(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    owner_of(handle)._record_last()
+    return scale.clone()
+
+
+# The (multiplier, scale) of a local tensor by its history (AmaxHistory.scaling_of).
+HISTORY_SCALING_OP = define_query(
+    "history_scaling(Tensor x, Tensor handle, bool record, str group) -> (Tensor, Tensor)",
+    _answer_scaling,
+    lambda x, handle, record, group: tuple(x.new_empty((), dtype=torch.float32) for _ in range(2)),
+)
+# AmaxHistory.recorded.
+RECORD_AMAX_OP = define_query(
+    "record_amax(Tensor scale, Tensor handle) -> Tensor",
+    _answer_record,
+    lambda scale, handle: torch.empty_like(scale),
+)
 
 
 def load_histories(

@@ -1,7 +1,7 @@
 """The autograd function of a linear layer: three GEMMs on float8 operands.
 
 Where each tensor lives on a tensor-parallel mesh follows from the weight's placement (the table
-in :mod:`fp8_dist.mesh.layout`); operands that must move are moved as float8::
+in :mod:`fp8_dist.mesh.rules`); operands that must move are moved as float8::
 
     forward     input --cast--> float8 --gather--> float8 @ weight^T --reduce--> output
     backward    grad_output --cast--> float8 --gather--> @ weight  --reduce--> grad_input
@@ -11,34 +11,28 @@ Gradients are plain tensors wherever autograd sees them: the cast and the gather
 happen inside this function, so that no float8 subclass is ever a backward tangent.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.casts import Gemm
-from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels.quantize import quantize_after
+from fp8_dist.config import CastSpec, Gemm
+from fp8_dist.granularity import Granularity
+from fp8_dist.kernels import quantize_after, scaled_mm
 from fp8_dist.linear.once import Gradients, differentiable_once
 from fp8_dist.linear.operands import (
     LinearSpec,
     Local,
     WeightCasts,
-    landed,
-    prepare_gradient,
+    prepare_gradients,
     prepare_operand,
     redistributed,
+    wait_local,
     weight_operand,
 )
-from fp8_dist.linear.tensorwise import (
-    TensorwiseFunction,
-    as_matrix,
-    multiply,
-    summed_rows,
-    unflatten_rows,
-)
-from fp8_dist.linear.wide import shared_by_gemms, shared_by_layers
-from fp8_dist.mesh.layout import (
+from fp8_dist.linear.recording import is_recording, note_gemm
+from fp8_dist.mesh import (
     Layout,
     LinearLayouts,
     Placements,
@@ -46,39 +40,7 @@ from fp8_dist.mesh.layout import (
     local_tensor,
     reduced,
 )
-from fp8_dist.torch_internals import no_one_watches
-
-
-def _gemm(
-    left: Local, right: Local, gemm: Gemm, spec: LinearSpec, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """One of the three GEMMs on local operands ``[..., K]``: in float8 if they have scales."""
-    a, scale_a, _ = left if left.data.ndim == 2 else _matrix(left)
-    b, scale_b, _ = right if right.data.ndim == 2 else _matrix(right)
-    if gemm == "grad_weight":
-        a, scale_a = a.t(), scale_a.t() if scale_a is not None and scale_a.ndim else scale_a
-    elif gemm == "output":
-        b, scale_b = b.t(), scale_b.t() if scale_b is not None and scale_b.ndim else scale_b
-    if scale_a is None or scale_b is None:
-        return torch.mm(a, b.to(a.dtype)).to(out_dtype)
-    if spec.config.fold_row_scales and gemm != "output":
-        scale_b = scale_b.new_ones(())  # it was folded into the gradient
-    return multiply(gemm, a, b, scale_a, scale_b, out_dtype, spec)
-
-
-def _matrix(operand: Local) -> Local:
-    """``[..., K]`` as a matrix ``[M, K]``."""
-    data, scale, has_row_scales = operand
-    if scale is not None and scale.ndim:
-        scale = scale.reshape((-1, 1) if has_row_scales else (1, -1))
-    return Local(as_matrix(data), scale, has_row_scales)
-
-
-def _save(ctx: Any, operand: Local | None, *tensors: torch.Tensor | None) -> None:
-    """Save an operand, and others, as plain tensors: hooks on saved tensors see the real bytes."""
-    ctx.has_row_scales = operand is not None and operand.has_row_scales
-    data, scale = (None, None) if operand is None else operand[:2]
-    ctx.save_for_backward(data, scale, *tensors)
+from fp8_dist.tensor import Quantized
 
 
 def float8_linear(
@@ -95,28 +57,64 @@ def float8_linear(
         weight: ``[N, K]``, what gradients flow to; a DTensor exactly if ``input`` is one, on the
             same mesh.
         bias: ``[N]`` or None.
-        weight_casts: the local weight in each of ``config.casts("weight")``.
+        weight_casts: the local weight in float8.
         spec: config, where a DTensor output goes, and the amax histories of DELAYED operands.
 
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    config = spec.config
-    casts, multiplier = weight_casts
-    if config.is_tensorwise and multiplier is None and no_one_watches(input):
-        ((qdata, scale),) = casts
-        return TensorwiseFunction.apply(input, weight, bias, spec, qdata, scale)
-    first, second = (*casts, *_NO_CASTS)[:2]
-    if not isinstance(input, DTensor):
-        return _LinearFunction.apply(input, weight, bias, spec, *first, *second, multiplier)
-    output = _LinearFunction.apply(input, weight, None, spec, *first, *second, multiplier)
+    flat = [tensor for cast in weight_casts.casts for tensor in cast[:2]]
+    flat += [None] * (4 - len(flat))  # type: ignore[list-item]
+    recast = weight_casts.recast or (None, None)
+    output = _LinearFunction.apply(input, weight, spec, *flat, *recast)
+    if not isinstance(output, DTensor):
+        return output if bias is None else output + bias.to(output.dtype)
     placements = spec.output_placements
     if bias is None and placements in (None, tuple(output.placements)):
         return output
     return _FinishOutput.apply(output, bias, placements)
 
 
-_NO_CASTS = ((None, None), (None, None))
+def _gemm(
+    left: Local, right: Local, gemm: Gemm, spec: LinearSpec, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """One of the three GEMMs on local operands ``[..., K]``: the one place that starts them."""
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        assert isinstance(left, torch.Tensor)
+        assert isinstance(right, torch.Tensor)
+        a, b = _as_matrix(left), _as_matrix(right)
+        a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
+        return torch.mm(a, b.to(a.dtype)).to(out_dtype)
+    a, scale_a = _as_gemm_operand(left, transpose=gemm == "grad_weight")
+    b, scale_b = _as_gemm_operand(right, transpose=gemm == "output")
+    options = spec.config.gemm_options(gemm)
+    if is_recording():
+        note_gemm(spec.fqn, gemm, (a, scale_a), (b, scale_b), out_dtype, options)
+    return scaled_mm(a, b, scale_a, scale_b, out_dtype, *options)
+
+
+def _as_gemm_operand(operand: Quantized, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data and scale of ``[..., K]`` as a matrix."""
+    data, scale = _as_matrix(operand.qdata), operand.granularity.gemm_scale(operand.scale)
+    if not transpose:
+        return data, scale
+    return data.t(), scale.t() if scale.ndim else scale
+
+
+def _as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` as ``[M, K]``."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
+    """``[M, N]`` as ``[..., N]`` with the leading dims of an operand.
+
+    Not a view for autograd: a function's output that is one can't be modified in place.
+    """
+    shape = (like if isinstance(like, torch.Tensor) else like.qdata).shape
+    if len(shape) == 2:
+        return matrix
+    return torch.ops.aten._unsafe_view(matrix, (*shape[:-1], matrix.shape[-1]))
 
 
 class _Where(NamedTuple):
@@ -145,86 +143,123 @@ _GRADIENT_GEMMS: dict[tuple[bool, bool], tuple[Gemm, ...]] = {
 
 
 class _LinearFunction(torch.autograd.Function):
-    """The function of :func:`float8_linear`."""
+    """The GEMMs of :func:`float8_linear`; a DTensor output is where the GEMM leaves it."""
 
     @staticmethod
     def forward(
         ctx: Any,
         input: torch.Tensor,
         weight: torch.Tensor,
-        bias: torch.Tensor | None,
         spec: LinearSpec,
         # (Not *args: dynamo (2.13) tells by their number whether a forward takes a ctx.)
-        weight_qdata: torch.Tensor | None,
-        weight_scale: torch.Tensor | None,
+        first_qdata: torch.Tensor | None,
+        first_scale: torch.Tensor | None,
         second_qdata: torch.Tensor | None,
         second_scale: torch.Tensor | None,
-        multiplier: torch.Tensor | None,
+        recast_multiplier: torch.Tensor | None,
+        recast_scale: torch.Tensor | None,
     ) -> torch.Tensor:
         config = spec.config
         where = _Where.of(input, weight, spec.fqn) if isinstance(input, DTensor) else None
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         x = prepare_operand(input, "input", gemms, where and where.layouts.input, spec)
-        casts = ((weight_qdata, weight_scale), (second_qdata, second_scale))
+        pairs = ((first_qdata, first_scale), (second_qdata, second_scale))
+        casts = [
+            Quantized(qdata, scale, cast.granularity)
+            for (qdata, scale), cast in zip(pairs, config.casts("weight"), strict=False)
+            if qdata is not None and scale is not None
+        ]
         w = weight_operand(weight, casts, "output", config)
         # The gather of the input is waited for here, after the weight's cast was issued.
-        left = landed(x["output"])
-        shared = left._replace(data=shared_by_layers(left.data, input))
-        output = _gemm(shared, w, "output", spec, input.dtype)
-        output = unflatten_rows(output, left.data)
+        left = wait_local(x["output"])
+        output = _unflattened(_gemm(left, w, "output", spec, input.dtype), left)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.where = spec, where
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
-        ctx.recast = needs_input and multiplier is not None
-        saved: tuple[torch.Tensor | None, ...] = (None, None)
-        if ctx.recast:
-            one_cast = len(config.casts("weight")) == 1
-            saved = (weight, weight_scale if one_cast else second_scale, multiplier)
+        ctx.recasts = needs_input and recast_multiplier is not None
+        ctx.input_cast = ctx.weight_cast = None
+        saved: list[torch.Tensor | None] = [None, None]
+        if needs_weight:
+            saved, ctx.input_cast = _flat(wait_local(x["grad_weight"]))
+        if ctx.recasts:
+            saved += [weight, recast_scale, recast_multiplier]
         elif needs_input:
-            saved = weight_operand(weight, casts, "grad_input", config)[:2]
-        _save(ctx, landed(x["grad_weight"]) if needs_weight else None, *saved)
-
+            tensors, ctx.weight_cast = _flat(weight_operand(weight, casts, "grad_input", config))
+            saved += tensors
+        # Plain tensors: hooks on saved tensors see the real bytes.
+        ctx.save_for_backward(*saved)
         if where is None:
-            return output if bias is None else output + bias.to(output.dtype)
+            return output
         shape = torch.Size((*input.shape[:-1], weight.shape[0]))
         return Layout(where.weight.mesh, where.layouts.output, shape).wrap(output)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
-        unused = (None,) * 6
-        if grad is None:
-            return None, None, None, *unused
-        config, where = ctx.spec.config, ctx.where
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad = reduced(grad)
-        grad_bias = summed_rows(grad) if needs_bias else None
+        unused = (None,) * 7
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
         gemms = _GRADIENT_GEMMS[needs_input, needs_weight]
-        if not gemms:
-            return None, None, grad_bias, *unused
+        if grad is None or not gemms:
+            return None, None, *unused
+        spec, where = ctx.spec, ctx.where
         data, scale, *of_the_weight = ctx.saved_tensors
-        x = Local(data, scale, ctx.has_row_scales)
-        w = _cast_again(config, grad, *of_the_weight) if ctx.recast else Local(*of_the_weight)
-        g = prepare_gradient(grad, gemms, where and where.layouts.grad_output, x, w, ctx.spec)
-        if len(gemms) == 2 and g["grad_input"] is g["grad_weight"]:
-            data, scale, has_row_scales = landed(g["grad_input"])
-            g = dict.fromkeys(gemms, Local(shared_by_gemms(data), scale, has_row_scales))
+        grad = reduced(grad)
+        x = w = data
+        if needs_weight:
+            x = _unflat(data, scale, ctx.input_cast)
+        if ctx.recasts:
+            w = _cast_again(spec.config.cast("weight", "grad_input"), grad, *of_the_weight)
+        elif needs_input:
+            w_data, w_scale = of_the_weight
+            w = _unflat(w_data, w_scale, ctx.weight_cast)
+        needed = where and where.layouts.grad_output
+        operands = prepare_gradients(grad, gemms, needed, x, w, spec)
         grad_input = grad_weight = None
         if needs_input:
-            left = landed(g["grad_input"])
-            grad_input = _gemm(left, w, "grad_input", ctx.spec, ctx.input_dtype)
-            grad_input = unflatten_rows(grad_input, left.data)
+            left, right = operands["grad_input"]
+            left = wait_local(left)
+            product = _gemm(left, right, "grad_input", spec, ctx.input_dtype)
+            grad_input = _unflattened(product, left)
             if where is not None:
                 grad_input = _redistribute_grad_input(grad_input, where.layouts, where.input)
         if needs_weight:
-            left = landed(g["grad_weight"])
-            x = x._replace(data=shared_by_layers(x.data))
-            grad_weight = _gemm(left, x, "grad_weight", ctx.spec, ctx.weight_dtype)
+            left, right = operands["grad_weight"]
+            grad_weight = _gemm(wait_local(left), right, "grad_weight", spec, ctx.weight_dtype)
             if where is not None:
                 layout = where.weight._replace(placements=where.layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
-        return grad_input, grad_weight, grad_bias, *unused
+        return grad_input, grad_weight, *unused
+
+
+def _flat(operand: Local) -> tuple[list[torch.Tensor | None], Granularity | None]:
+    """The tensors of an operand, and the rest of it."""
+    if isinstance(operand, torch.Tensor):
+        return [operand, None], None
+    return [operand.qdata, operand.scale], operand.granularity
+
+
+def _unflat(
+    data: torch.Tensor, scale: torch.Tensor | None, granularity: Granularity | None
+) -> Local:
+    if scale is None or granularity is None:
+        return data
+    return Quantized(data, scale, granularity)
+
+
+def _cast_again(
+    cast: CastSpec,
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    multiplier: torch.Tensor,
+) -> Quantized:
+    """The weight for the GEMM of grad_input, from the values that it has again.
+
+    In the backward: a graph would keep the copy of the forward instead.
+    """
+    data = quantize_after(local_tensor(weight), multiplier, cast.dtype, local_tensor(grad))
+    return Quantized(data, scale, cast.granularity)
 
 
 class _FinishOutput(torch.autograd.Function):
@@ -253,23 +288,6 @@ class _FinishOutput(torch.autograd.Function):
         grad = reduced(grad)
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if ctx.needs_input_grad[1] else None
         return grad, grad_bias, None
-
-
-def _cast_again(
-    config: Float8LinearConfig,
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    multiplier: torch.Tensor,
-) -> Local:
-    """The weight for the GEMM of grad_input, from the values that it has again.
-
-    In the backward: a graph would keep the copy of the forward instead.
-    """
-    cast = config.cast("weight", "grad_input")
-    assert cast is not None
-    data = quantize_after(local_tensor(weight), multiplier, cast.dtype, local_tensor(grad))
-    return Local(data, scale)
 
 
 def _add_bias(
@@ -309,7 +327,7 @@ def _redistribute_grad_input(
 
 def _bias_gradient(grad: torch.Tensor, bias_layout: Layout | None) -> torch.Tensor:
     """The sum of the high-precision gradient over its rows, at the placements of the bias."""
-    summed = summed_rows(grad)
+    summed = grad.sum(dim=tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad
     if not isinstance(summed, DTensor) or bias_layout is None:
         return summed
     return summed.redistribute(placements=bias_layout.placements)

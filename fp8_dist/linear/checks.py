@@ -4,10 +4,9 @@ from typing import get_args
 
 import torch
 
-from fp8_dist.casts import Cast, Covers, Gemm
-from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels.scaled_mm import ALIGNMENT, needs_alignment
-from fp8_dist.mesh.layout import Layout, local_sizes
+from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm
+from fp8_dist.kernels import ALIGNMENT, needs_alignment
+from fp8_dist.mesh import Layout, local_sizes
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 
@@ -27,11 +26,11 @@ def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
 
 def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) -> None:
     """Refuse an input that was cast in another way than the layer takes it."""
-    cast = config.travelling_cast("input")
+    cast = config.gather_cast("input")
     if cast is None or not _is_cast_as(cast, input):
         wanted = "two different casts of it, or high precision"
         if cast is not None:
-            wanted = f"{cast.dtype} with one scale per {cast.covers}"
+            wanted = f"{cast.dtype} with one scale per {cast.granularity.name}"
         raise ValueError(
             f"{fqn}: the input is float8 already, {_description(input)}, but the layer takes "
             f"{wanted}; pass it in high precision (PrepareModuleInput instead of "
@@ -41,7 +40,7 @@ def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) ->
 
 def check_gathered(config: Float8LinearConfig, weight: Float8Tensor, fqn: str) -> None:
     """Refuse a weight that FSDP2 gathered as another layer, which shares it, takes it."""
-    cast = config.travelling_cast("weight")
+    cast = config.gather_cast("weight")
     if cast is None or not _is_cast_as(cast, weight):
         raise ValueError(
             f"{fqn}: FSDP2 gathered the weight as {_description(weight)}, as another layer that "
@@ -49,18 +48,12 @@ def check_gathered(config: Float8LinearConfig, weight: Float8Tensor, fqn: str) -
         )
 
 
-def _is_cast_as(cast: Cast, tensor: Float8Tensor) -> bool:
-    return (cast.dtype, cast.covers) == (tensor.qdata.dtype, _covers(tensor))
-
-
-def _covers(tensor: Float8Tensor) -> Covers:
-    if tensor.scale.ndim == 0:
-        return "tensor"
-    return "row" if tensor.covered == (tensor.ndim - 1,) else "column"
+def _is_cast_as(cast: CastSpec, tensor: Float8Tensor) -> bool:
+    return (cast.dtype, cast.granularity) == (tensor.qdata.dtype, tensor.granularity)
 
 
 def _description(tensor: Float8Tensor) -> str:
-    return f"{tensor.qdata.dtype} with one scale per {_covers(tensor)}"
+    return f"{tensor.qdata.dtype} with one scale per {tensor.granularity.name}"
 
 
 def check_alignment(

@@ -5,25 +5,23 @@ from typing import Any, get_args
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.casts import Operand
-from fp8_dist.config import Float8LinearConfig
+from fp8_dist.config import Float8LinearConfig, Operand
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory, load_histories
 from fp8_dist.linear.autograd import float8_linear
 from fp8_dist.linear.checks import check_alignment, check_mesh, check_prepared
 from fp8_dist.linear.operands import LinearSpec
-from fp8_dist.linear.scale_query import name_of
-from fp8_dist.linear.weight import CastsItsWeight
-from fp8_dist.linear.weight_cache import WeightCache
-from fp8_dist.mesh.layout import Layout, Placements, local_tensor, reduced
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.mesh import Layout, Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 _HISTORIES = "float8_amax_histories"
 
 
-class Float8Linear(CastsItsWeight):
+class Float8Linear(nn.Linear):
     """A linear layer that computes in float8; a drop-in for nn.Linear.
 
     Shapes: input ``[..., in_features]``, output ``[..., out_features]`` in the input's dtype (the
@@ -32,7 +30,7 @@ class Float8Linear(CastsItsWeight):
     :meth:`from_float`, or the constructor, which takes nn.Linear's arguments and ``config``.
 
     Collectives: none on one device. On DTensors those of the table in
-    :mod:`fp8_dist.mesh.layout`, plus an all-reduce of 4 bytes per scale for each operand of which
+    :mod:`fp8_dist.mesh.rules`, plus an all-reduce of 4 bytes per scale for each operand of which
     what a scale covers is sharded, if the scale is not known yet.
 
     Attributes:
@@ -40,12 +38,16 @@ class Float8Linear(CastsItsWeight):
         fqn: the layer's name in the model that was converted, for messages.
         output_placements: where a DTensor output goes; ``None`` leaves it where the GEMM left it.
             The tensor-parallel styles set it.
-        weight_cache: scales and float8 shard of the weight, while they are known to be fresh.
+        float8_weight: what the layer knows of its weight, and how it casts it.
         histories: the amax history of each operand whose scaling is DELAYED (and of the input that
             ``PrepareFloat8ModuleInput`` casts in the layer's way).
     """
 
+    config: Float8LinearConfig
+    fqn: str
     output_placements: Placements | None
+    float8_weight: Float8Weight
+    histories: dict[str, AmaxHistory]
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Float8Linear(CastsItsWeight):
     ) -> "Float8Linear":
         """A float8 layer with the parameters, hooks and attributes of ``mod`` (shared, not copied).
 
-        With ``enable_fsdp_float8_all_gather`` the weight is a new parameter on the same storage, of
+        With ``config.fsdp_float8_all_gather`` the weight is a new parameter on the same storage, of
         the type that FSDP2 gathers in float8: make the optimizer afterwards.
 
         Args:
@@ -93,9 +95,6 @@ class Float8Linear(CastsItsWeight):
         self.config = Float8LinearConfig() if config is None else config
         self.fqn = fqn or type(self).__name__
         self.output_placements = None
-        self._weight_is_fsdps = False  # sharded between its uses: nothing made of it may stay
-        self._name = name_of(self)
-        self.weight_cache = WeightCache()
         self.histories = {
             str(operand): AmaxHistory(
                 cast, self.config.amax_history_len, self.config.round_scales_to_power_of_2
@@ -104,15 +103,16 @@ class Float8Linear(CastsItsWeight):
             for cast in self.config.casts(operand)
             if cast.delayed
         }
-        if self.config.enable_fsdp_float8_all_gather:
-            self.weight = self._wrapped(self.weight)
+        self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
+        if self.config.fsdp_float8_all_gather:
+            self.weight = self.float8_weight.wrapped(self.weight)
 
     def to_linear(self) -> nn.Linear:
         """A new nn.Linear with this layer's parameters (shared, plain tensors) and mode alone."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
         linear.weight = nn.Parameter(
-            self._plain(self.weight), requires_grad=self.weight.requires_grad
+            self.float8_weight.plain(self.weight), requires_grad=self.weight.requires_grad
         )
         linear.bias = self.bias
         return linear.train(self.training)
@@ -141,19 +141,19 @@ class Float8Linear(CastsItsWeight):
         if not compiling:
             check_alignment(self.config, weight, input.device, self.fqn)
             if self.histories:
-                self.weight_cache.warn_if_not_synced(self.fqn)
-        weight_casts = self._weight_casts(weight)
+                self.float8_weight.cache.warn_if_not_synced(self.fqn)
+        weight_casts = self.float8_weight.forward_casts(weight)
         local = local_tensor(input)
         if isinstance(local, Float8Tensor):
             check_prepared(self.config, local, self.fqn)
         else:
-            device = "cpu" if input.is_cpu else input.device.type
+            device = input.device.type
             if torch.is_autocast_enabled(device) and dtype is not torch.float64:
                 input = input.to(torch.get_autocast_dtype(device))
             input = input if plain else reduced(input)
         training = torch.is_grad_enabled()
         if not training and not compiling:
-            self.weight_cache.end_of_evaluation()
+            self.float8_weight.cache.end_of_evaluation()
         # In a graph the name would be guarded (torch 2.11): no two layers could share one.
         fqn = "" if compiling else self.fqn
         spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, training)
@@ -176,39 +176,40 @@ class Float8Linear(CastsItsWeight):
         others = [
             f"{field.name}={getattr(config, field.name)}"
             for field in dataclasses.fields(config)
-            if not field.name.startswith(("cast_config", "gemm_config"))
+            if field.init
+            and not field.name.startswith(("cast_config", "gemm_config"))
             and getattr(config, field.name) != field.default
         ]
         return ", ".join([super().extra_repr(), f"casts={shown}", *others])
 
+    def meshes(self) -> list[DeviceMesh]:
+        """The meshes that the layer's operands are distributed over."""
+        layout = Layout.of(self.weight)
+        own = [] if layout is None else [layout.mesh]
+        return own + [h.mesh for h in self.histories.values() if h.mesh is not None]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
+        if name == "weight" and "float8_weight" in self.__dict__:
+            self.float8_weight.parameter_replaced(self._parameters.get("weight"), value)
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "float8_weight"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._name = name_of(self)  # a copy is another layer
+        self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         # module.to(), .cuda(), to_empty() and their like change the weight unnoticed.
-        self.weight_cache.reset()
+        self.float8_weight.cache.reset()
         return super()._apply(fn, recurse)
-
-    def _plain(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight on the same storage as a plain tensor or DTensor, detached."""
-        return self._converted(weight.detach(), self.fsdp_weight_type.unwrap)
-
-    def _wrapped(self, weight: torch.Tensor) -> nn.Parameter:
-        """The weight on the same storage as a parameter that FSDP2 gathers in float8."""
-        wrapped = self._converted(weight.detach(), self.fsdp_weight_type.wrap)
-        return nn.Parameter(wrapped, requires_grad=weight.requires_grad)
-
-    @staticmethod
-    def _converted(weight: torch.Tensor, convert: Any) -> torch.Tensor:
-        layout = Layout.of(weight)
-        local = convert(local_tensor(weight))
-        return local if layout is None else layout.wrap(local)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
-            destination[prefix + "weight"] = self._plain(self.weight)
+            destination[prefix + "weight"] = self.float8_weight.plain(self.weight)
         # Not among the keys, which are nn.Linear's: torch hands the metadata to whoever loads.
         saved = {name: history.state() for name, history in self.histories.items()}
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
@@ -220,10 +221,10 @@ class Float8Linear(CastsItsWeight):
     ) -> None:
         key = prefix + "weight"
         assign = local_metadata.get("assign_to_params_buffers", False)
-        if assign and key in state_dict and self.config.enable_fsdp_float8_all_gather:
-            state_dict[key] = self._wrapped(state_dict[key])
+        if assign and key in state_dict and self.config.fsdp_float8_all_gather:
+            state_dict[key] = self.float8_weight.wrapped(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        self.weight_cache.drop()
+        self.float8_weight.cache.drop()
         if self.histories:
             load_histories(self.histories, local_metadata.get(_HISTORIES, {}), self.meshes())
 
@@ -231,13 +232,23 @@ class Float8Linear(CastsItsWeight):
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Forget every precomputed scale and cached float8 weight in ``module``.
 
-    For changes that can't be noticed: writes to a weight through ``.data`` or ``to_local()``, or
-    in-place foreach ops outside an optimizer. Call it on all ranks; it issues no collectives.
+    For changes that can't be noticed: writes to a weight through ``.data`` or a numpy array,
+    collectives into it (``dist.broadcast``), and for DTensors in-place foreach ops outside an
+    optimizer. Call it on all ranks; it issues no collectives.
     """
     for layer in float8_layers(module).values():
-        layer.weight_cache.drop()
+        layer.float8_weight.cache.drop()
 
 
 def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
-    """The converted layers in ``module`` by their names in it."""
+    """The converted layers of a model.
+
+    Args:
+        module: the model, or a part of it, or a converted layer itself.
+
+    Returns:
+        The layers by their names in ``module``, in the order of ``named_modules()``: a layer with
+        several names has its first one, and ``module`` itself the empty one. Empty if no layer was
+        converted.
+    """
     return {n: m for n, m in module.named_modules() if isinstance(m, Float8Linear)}

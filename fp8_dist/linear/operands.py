@@ -1,26 +1,25 @@
-"""The operands of a linear layer's GEMMs: what is cast, where it moves, and in which order.
+"""The operands of a linear layer's GEMMs: first the plan, then the casts and moves.
 
-One float8 copy that serves both GEMMs of an operand is made where the operand is, and moves as
-float8. Otherwise the operand moves in high precision and is cast where it lands.
+One float8 copy that serves all GEMMs of an operand is made where the operand is, and moves as
+float8. Otherwise the operand moves in high precision and is cast where it arrives.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import cast_over, quantize_over
-from fp8_dist.casts import Cast, Gemm, Operand
-from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels.quantize import Quantized, quantize_whole
-from fp8_dist.kernels.scale import reduced_dims
+from fp8_dist.cast import as_float8_of, quantize_local, quantize_over
+from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm, Operand
+from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
-from fp8_dist.linear.last_cast import cast_key, last_cast, note_cast
 from fp8_dist.linear.rowwise_folded import folded_gradients
-from fp8_dist.mesh.layout import Layout, Placements, is_shard, local_tensor
-from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import dtensor_local, no_one_watches
+from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
+from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
+from fp8_dist.tensor import Float8Tensor, Quantized
+from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
 from fp8_dist.warn import warn_once
 
 
@@ -35,48 +34,84 @@ class LinearSpec(NamedTuple):
 
 
 class WeightCasts(NamedTuple):
-    """The local weight in each of its casts (``config.casts("weight")``), as a forward takes it.
+    """The local weight in float8, as a forward takes it.
 
     Attributes:
-        casts: (qdata, scale) of each, perhaps without the data of those that only the backward
-            takes.
-        multiplier: the quantization multiplier of the one that the backward takes, where it must
-            be cast again there: the weight is FSDP2's, which frees it in between, and a float8
-            copy would outlive it.
+        casts: one for each of ``config.casts("weight")``; without those of the backward alone where
+            there is a ``recast``.
+        recast: (multiplier, scale) of the cast that the backward makes again from the weight, which
+            is FSDP2's high-precision copy: FSDP2 frees it in between, and a float8 copy would
+            outlive it.
     """
 
-    casts: tuple[tuple[torch.Tensor | None, torch.Tensor], ...] = ()
-    multiplier: torch.Tensor | None = None
+    casts: tuple[Quantized, ...] = ()
+    recast: Scaling | None = None
 
 
-class Local(NamedTuple):
-    """An operand on this rank.
+# An operand on this rank, [..., K]: in float8, or a plain tensor in high precision.
+Local = Quantized | torch.Tensor
+# An operand as each GEMM takes it. A tensor may be in flight: see wait_local().
+Operands = dict[Gemm, Local]
 
-    (Tuples cost less than Float8Tensors, which need be no tensors here.)
+
+class OperandPlan(NamedTuple):
+    """How an operand reaches the GEMMs that take it.
 
     Attributes:
-        data: ``[..., K]``, float8 or high precision.
-        scale: fp32, of float8 data.
-        has_row_scales: there is one per row. (Else one per column, or one.)
+        first_cast: the one cast for all GEMMs, made before the operand moves; ``None``: it moves in
+            high precision.
+        later_casts: without a ``first_cast``, the cast for each GEMM, made where the operand
+            arrives; ``None``: that GEMM takes it in high precision.
+        moves: the operand is redistributed.
+        amax_axes: the mesh axes over which amaxes may be reduced; ``None``: all.
     """
 
-    data: torch.Tensor
-    scale: torch.Tensor | None = None
-    has_row_scales: bool = False
+    first_cast: CastSpec | None
+    later_casts: tuple[CastSpec | None, ...]
+    moves: bool
+    amax_axes: tuple[int, ...] | None
 
 
-# An operand as each GEMM takes it, perhaps in flight: see landed().
-Operands = dict[Gemm, torch.Tensor | Local]
+@lru_cache(maxsize=4096)
+def plan_operand(
+    casts: tuple[CastSpec | None, ...],
+    now: Placements | None,
+    then: Placements | None,
+    ndim: int,
+    amax_scope: str = "global",
+) -> OperandPlan:
+    """Decide how an operand is cast and moved. By facts that all ranks share.
+
+    Args:
+        casts: the cast that each GEMM takes; ``None``: high precision.
+        now: the placements of a DTensor operand; ``None`` for a plain tensor.
+        then: the placements that the GEMMs need.
+        ndim: number of dims of the operand.
+        amax_scope: with ``"rank"`` amaxes are reduced only over axes on which float8 data moves.
+    """
+    axes: tuple[int, ...] = ()
+    dims: list[int] = []
+    for axis, (p, needed) in enumerate(zip(now or (), then or (), strict=True)):
+        if is_shard(p) and p != needed:
+            axes += (axis,)
+            dims.append(p.dim % ndim)  # type: ignore[attr-defined]
+    first = casts[0]
+    one_copy = first is not None and all(cast == first for cast in casts)
+    if first is not None and one_copy and first.granularity.can_move(dims, ndim):
+        return OperandPlan(first, (), now != then, None if amax_scope == "global" else axes)
+    return OperandPlan(None, casts, now != then, None if amax_scope == "global" else ())
 
 
-def landed(operand: torch.Tensor | Local) -> Local:
-    """An operand once it has arrived: waits for it if it is in flight."""
-    if isinstance(operand, Local):
-        return operand
-    local = local_tensor(operand)
-    if not isinstance(local, Float8Tensor):
-        return Local(local)
-    return Local(local.qdata, local.scale, local.covered == (local.ndim - 1,))
+def _plan_of(
+    tensor: torch.Tensor,
+    casts: tuple[CastSpec | None, ...],
+    placements: Placements | None,
+    spec: LinearSpec,
+) -> OperandPlan:
+    now = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
+    # (Dynamo warns of caches, and looks behind them.)
+    plan = plan_operand.__wrapped__ if torch.compiler.is_compiling() else plan_operand
+    return plan(casts, now, placements, tensor.ndim, spec.config.amax_scope)
 
 
 def prepare_operand(
@@ -86,149 +121,114 @@ def prepare_operand(
     placements: Placements | None,
     spec: LinearSpec,
 ) -> Operands:
-    """Cast an operand for the given GEMMs, and bring it to ``placements``.
+    """Cast an operand for the given GEMMs, and bring it to ``placements``, by its plan.
 
-    One cast that serves all of them is made first and moves as float8. Otherwise the operand moves
-    in high precision, once, and is cast where it lands. With ``amax_scope="rank"`` amax is reduced
-    only over axes on which the operand moves after its cast.
+    Args:
+        tensor: ``[..., K]``, in high precision or cast already; no Partial placements.
+        operand: which operand it is.
+        gemms: the GEMMs that take it.
+        placements: where they need a DTensor.
+        spec: the call's config, name and histories.
     """
-    config = spec.config
-    if not isinstance(tensor, DTensor) and no_one_watches(tensor):
-        only = config.travelling_cast(operand)
-        if only is not None and only.covers != "column" and not only.delayed:
-            qdata, scale = quantize_operand(tensor, operand, config)
-            return dict.fromkeys(gemms, Local(qdata, scale, only.covers == "row"))
-    casts = {gemm: config.cast(operand, gemm) for gemm in gemms}
     if isinstance(local_tensor(tensor), Float8Tensor):
-        return dict.fromkeys(gemms, _move(tensor, placements))
-    first = casts[gemms[0]]
-    if (
-        first is not None
-        and set(casts.values()) == {first}
-        and _can_travel(first, tensor, placements)
-    ):
-        axes = _moving_axes(tensor, placements) if config.amax_scope == "rank" else None
-        stays = not isinstance(tensor, DTensor) or tuple(tensor.placements) == placements
-        if stays and not first.delayed:
-            dims = reduced_dims(first.covers, tensor.ndim)
-            power_of_2 = config.round_scales_to_power_of_2
-            qdata, scale = quantize_over(tensor, first.dtype, dims, power_of_2, axes)
-            return dict.fromkeys(gemms, Local(qdata, scale, first.covers == "row"))
-        cast = _cast_operand(tensor, operand, first, spec, axes)
-        return dict.fromkeys(gemms, _move(cast, placements))
-    _warn_of_rows_in_parts(operand, tensor, placements, spec)
-    high = local_tensor(_move(tensor, placements))
-    layout = Layout.of(tensor)
-    if layout is not None:
-        assert placements is not None
-        tensor = layout._replace(placements=placements).wrap(high)
-    made: dict[Cast | None, torch.Tensor] = {None: high}
-    for kind in casts.values():
-        if kind is not None and kind not in made:
-            axes = () if config.amax_scope == "rank" else None
-            made[kind] = local_tensor(_cast_operand(tensor, operand, kind, spec, axes))
-    return {gemm: made[kind] for gemm, kind in casts.items()}
+        return dict.fromkeys(gemms, _moved(tensor, placements))
+    casts = tuple(spec.config.cast(operand, gemm) for gemm in gemms)
+    plan = _plan_of(tensor, casts, placements, spec)
+    if plan.first_cast is not None:
+        quantized = _quantized(tensor, operand, plan.first_cast, spec, plan.amax_axes)
+        if not plan.moves:
+            return dict.fromkeys(gemms, quantized)
+        return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
+    if spec.config.gather_cast(operand) is not None:
+        _warn_of_rows_in_parts(operand, spec)
+    high, tensor = _moved_in_high_precision(tensor, placements)
+    made: dict[CastSpec | None, Local] = {None: high}
+    for cast in plan.later_casts:
+        if cast is not None and cast not in made:
+            made[cast] = _quantized(tensor, operand, cast, spec, plan.amax_axes)
+    return {gemm: made[cast] for gemm, cast in zip(gemms, plan.later_casts, strict=True)}
 
 
-def quantize_operand(
-    tensor: torch.Tensor, operand: Operand, config: Float8LinearConfig
-) -> Quantized:
-    """The one cast of an operand of one device, by the amaxes that it has now."""
-    cast, power_of_2 = config.travelling_cast(operand), config.round_scales_to_power_of_2
-    assert cast is not None
-    dims = reduced_dims(cast.covers, tensor.ndim)
-    if operand != "input":
-        return quantize_whole(tensor, cast.dtype, dims, power_of_2)[0]
-    key = cast_key(tensor, (cast, power_of_2))
-    known = last_cast(tensor, key)
-    if known is None:
-        known, _ = quantize_whole(tensor, cast.dtype, dims, power_of_2)
-        note_cast(tensor, key, known)
-    return known
-
-
-def _can_travel(cast: Cast, tensor: torch.Tensor, placements: Placements | None) -> bool:
-    """Whether an operand may move after its cast: rows with scales of their own move whole."""
-    if cast.covers != "row" or not isinstance(tensor, DTensor):
-        return cast.covers != "column"
-    moving = _moving_axes(tensor, placements) or ()
-    return not any(tensor.placements[axis].dim % tensor.ndim == tensor.ndim - 1 for axis in moving)  # type: ignore[attr-defined]
-
-
-def _warn_of_rows_in_parts(
-    operand: Operand,
-    tensor: torch.Tensor,
-    placements: Placements | None,
-    spec: LinearSpec,
-) -> None:
-    """Say it if an operand that float8 was promised for moves in high precision."""
-    cast = spec.config.travelling_cast(operand)
-    if cast is None or torch.compiler.is_compiling() or _can_travel(cast, tensor, placements):
-        return
-    warn_once(
-        f"rows in parts: {operand}",
-        f"{spec.fqn}: {operand} is gathered in high precision, because its rows, which have a "
-        "scale each, are sharded themselves (Shard(-1)); shard the sequence or the batch instead "
-        "(Shard(0), Shard(1)), or use a recipe with one scale per tensor",
-    )
-
-
-def _moving_axes(tensor: torch.Tensor, placements: Placements | None) -> tuple[int, ...] | None:
-    if not isinstance(tensor, DTensor):
-        return None
-    assert placements is not None
-    pairs = enumerate(zip(tensor.placements, placements, strict=True))
-    return tuple(axis for axis, (now, then) in pairs if is_shard(now) and now != then)
-
-
-def _cast_operand(
-    tensor: torch.Tensor,
-    operand: Operand,
-    cast: Cast,
-    spec: LinearSpec,
-    axes: tuple[int, ...] | None,
-) -> torch.Tensor:
-    if cast.delayed:
-        record = spec.record or operand == "grad_output"
-        return spec.histories[operand].cast(tensor, record)
-    power_of_2 = spec.config.round_scales_to_power_of_2
-    return cast_over(tensor, cast.dtype, reduced_dims(cast.covers, tensor.ndim), power_of_2, axes)
-
-
-def prepare_gradient(
+def prepare_gradients(
     grad: torch.Tensor,
     gemms: tuple[Gemm, ...],
     placements: Placements | None,
     input: Local,
     weight: Local,
     spec: LinearSpec,
-) -> Operands:
-    """grad_output for the GEMMs; ``input`` and ``weight`` are what it is multiplied by."""
-    config = spec.config
-    if not config.fold_row_scales:
-        return prepare_operand(grad, "grad_output", gemms, placements, spec)
-    folds = [gemm for gemm in gemms if config.cast("grad_output", gemm) is not None]
-    if not folds:
-        return prepare_operand(grad, "grad_output", gemms, placements, spec)
-    _warn_of_rows_in_parts("grad_output", grad, placements, spec)
-    operands: Operands = {}
-    if len(folds) < len(gemms):
-        # One GEMM is in high precision: so it moves, once.
-        high = local_tensor(_move(grad, placements))
-        operands = dict.fromkeys(gemms, high)
-        layout = Layout.of(grad)
-        if layout is not None:
-            assert placements is not None
-            grad = layout._replace(placements=placements).wrap(high)
-    cast = config.cast("grad_output", folds[0])
+) -> dict[Gemm, tuple[Local, Local]]:
+    """The left and the right operand of each gradient GEMM.
+
+    Args:
+        grad: grad_output ``[..., N]``, no Partial placements.
+        gemms: the GEMMs to prepare for.
+        placements: where they need a DTensor.
+        input: the right operand of grad_weight.
+        weight: the right operand of grad_input.
+        spec: the call's config, name and histories.
+    """
+    right: dict[Gemm, Local] = {"grad_input": weight, "grad_weight": input}
+    folds = tuple(gemm for gemm in gemms if isinstance(right[gemm], Quantized))
+    if not (spec.config.fold_row_scales and folds):
+        left = prepare_operand(grad, "grad_output", gemms, placements, spec)
+        return {gemm: (left[gemm], right[gemm]) for gemm in gemms}
+    cast = spec.config.cast("grad_output", folds[0])
     assert cast is not None
-    of_weight = weight.scale if "grad_input" in folds else None
-    of_input = input.scale if "grad_weight" in folds else None
-    axes = () if config.amax_scope == "rank" else None
-    return operands | folded_gradients(grad, cast, placements, of_weight, of_input, axes)
+    plan = _plan_of(grad, (cast,), placements, spec)
+    if plan.first_cast is None and spec.config.gather_cast("grad_output") is not None:
+        _warn_of_rows_in_parts("grad_output", spec)
+    operands: dict[Gemm, tuple[Local, Local]] = {}
+    if len(folds) < len(gemms):
+        # One GEMM is in high precision: grad_output moves so, once.
+        high, grad = _moved_in_high_precision(grad, placements)
+        operands = {gemm: (high, right[gemm]) for gemm in gemms}
+    axes = () if spec.config.amax_scope == "rank" else None
+    folded = folded_gradients(
+        grad,
+        cast,
+        placements,
+        weight if "grad_input" in folds and isinstance(weight, Quantized) else None,
+        input if "grad_weight" in folds and isinstance(input, Quantized) else None,
+        axes,
+    )
+    return operands | folded
 
 
-def _move(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
+def _quantized(
+    tensor: torch.Tensor,
+    operand: Operand,
+    cast: CastSpec,
+    spec: LinearSpec,
+    axes: tuple[int, ...] | None,
+) -> Quantized:
+    """The local part of an operand in float8, where the operand is."""
+    if cast.delayed:
+        record = spec.record or operand == "grad_output"
+        m, scale = spec.histories[operand].scaling_of(tensor, record)
+        return Quantized(quantize_local(local_tensor(tensor), m, cast), scale, cast.granularity)
+    power_of_2 = spec.config.round_scales_to_power_of_2
+    if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
+        return quantize_over(tensor, cast, power_of_2, axes)
+    key = cast_key(tensor, (cast, power_of_2))
+    known = last_cast(tensor, key)
+    if known is None:
+        known = quantize_over(tensor, cast, power_of_2, axes)
+        note_cast(tensor, key, known)
+    return known
+
+
+def _warn_of_rows_in_parts(operand: Operand, spec: LinearSpec) -> None:
+    """Say that an operand that float8 was promised for moves in high precision."""
+    if not torch.compiler.is_compiling():
+        warn_once(
+            f"rows in parts: {operand}",
+            f"{spec.fqn}: {operand} is gathered in high precision, because its rows, which have a "
+            "scale each, are sharded themselves (Shard(-1)); shard the sequence or the batch "
+            "instead (Shard(0), Shard(1)), or use a recipe with one scale per tensor",
+        )
+
+
+def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
     """Local tensor of ``tensor`` at ``placements``; may be in flight until it is first used."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -236,19 +236,35 @@ def _move(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
     return dtensor_local(redistributed(tensor, placements))
 
 
+def _moved_in_high_precision(
+    tensor: torch.Tensor, placements: Placements | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local tensor at ``placements``, and the tensor or DTensor that it is part of there."""
+    high, layout = local_tensor(_moved(tensor, placements)), Layout.of(tensor)
+    if layout is None:
+        return high, high
+    assert placements is not None
+    return high, layout._replace(placements=placements).wrap(high)
+
+
+def wait_local(operand: Local) -> Local:
+    """An operand once it has arrived: waits for it if it is in flight."""
+    if isinstance(operand, Quantized):
+        return operand
+    local = local_tensor(operand)
+    if not isinstance(local, Float8Tensor):
+        return local
+    return Quantized(local.qdata, local.scale, local.granularity)
+
+
 def weight_operand(
-    weight: torch.Tensor,
-    casts: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
-    gemm: Gemm,
-    config: Float8LinearConfig,
+    weight: torch.Tensor, casts: Sequence[Quantized], gemm: Gemm, config: Float8LinearConfig
 ) -> Local:
-    """The weight for a GEMM; ``casts`` are (qdata, scale) of its casts, in their order."""
+    """The weight for a GEMM; ``casts``: the local weight in each of ``config.casts("weight")``."""
     cast = config.cast("weight", gemm)
     if cast is None:
-        return Local(local_tensor(weight))
-    qdata, scale = casts[config.casts("weight").index(cast)]
-    assert qdata is not None
-    return Local(qdata, scale)
+        return local_tensor(weight)
+    return casts[config.casts("weight").index(cast)]
 
 
 def redistributed(tensor: DTensor, placements: Placements) -> DTensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8_dist.casts import Gemm
+from fp8_dist.config import Gemm
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 

@@ -37,12 +37,12 @@ their row are lost to grad_weight, whose columns might have kept them.
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import global_amax
-from fp8_dist.casts import Cast, Gemm
-from fp8_dist.kernels.quantize import quantize
-from fp8_dist.kernels.scale import amax, scaling_from_amax
-from fp8_dist.mesh.layout import Layout, Placements, is_shard, local_tensor
-from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.cast import global_amax, local_amax
+from fp8_dist.config import CastSpec, Gemm
+from fp8_dist.granularity import COLUMN, ROW
+from fp8_dist.kernels import quantize, scaling_from_amax
+from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
+from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
 
 UNIT = 512.0
@@ -50,41 +50,40 @@ UNIT = 512.0
 
 def folded_gradients(
     grad: torch.Tensor,
-    cast: Cast,
+    cast: CastSpec,
     placements: Placements | None,
-    weight_scale: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
+    weight: Quantized | None,
+    input: Quantized | None,
     axes: tuple[int, ...] | None,
-) -> dict[Gemm, Float8Tensor]:
-    """The operands g1 and g2 that the two gradient GEMMs take in the place of grad_output.
+) -> dict[Gemm, tuple[Quantized, Quantized]]:
+    """The operands of the two gradient GEMMs: g1 and wq, g2 and xq.
 
     Args:
         grad: grad_output ``[..., N]``, local or a DTensor without Partial placements.
         cast: its cast (rows).
         placements: where the GEMMs need a DTensor.
-        weight_scale: s, ``[N, 1]``, of the local weight; ``None`` where g1 is not needed.
-        input_scale: t, ``[..., 1]``, of the local input where the GEMM of grad_weight takes it;
+        weight: the local weight ``[N, K]`` with scales s; ``None`` where g1 is not needed.
+        input: the local input ``[..., K]`` with scales t, as the GEMM of grad_weight takes it;
             ``None`` where g2 is not needed.
         axes: as in :func:`fp8_dist.cast.scaling_over`.
 
     Returns:
-        Local tensors to be multiplied by wq and xq with a scale of 1.
+        Local operands; the scale of the right one is 1, since it was folded into the left one.
 
     Collectives: an all-gather of 1 byte per element and 8 per row for a grad that is gathered; an
     all-reduce of 8 bytes per row where N is sharded; one of 4 bytes per column where rows are.
     """
-    last = [grad.ndim - 1]
     grad = _with_whole_rows(grad, placements)
     local = local_tensor(grad)
-    rows = [amax(local, "row")]
-    if weight_scale is not None:
-        weight_fold = weight_scale.reshape(-1) * UNIT
-        rows.append(amax(local.to(torch.float32) * weight_fold, "row"))
-    value = global_amax(torch.cat(rows, dim=-1), grad, last, axes)
+    rows = [local_amax(local, ROW)]
+    if weight is not None:
+        weight_fold = weight.scale.reshape(-1) * UNIT
+        rows.append(local_amax(local.to(torch.float32) * weight_fold, ROW))
+    value = global_amax(torch.cat(rows, dim=-1), grad, ROW, axes)
     multipliers, scales = scaling_from_amax(value, cast.dtype, True)
     qdata = quantize(local, multipliers[..., :1], cast.dtype, fits=True)
     columns = [scales[..., :1]]
-    if weight_scale is not None:
+    if weight is not None:
         columns.append(multipliers[..., 1:])
 
     layout = Layout.of(grad)
@@ -95,18 +94,24 @@ def folded_gradients(
         layout = layout._replace(placements=placements)
 
     g0 = qdata.to(torch.float32) * columns[0]
-    gradients: dict[Gemm, Float8Tensor] = {}
-    if weight_scale is not None:
+    operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
+    if weight is not None:
         g1 = quantize(g0 * weight_fold, columns[1], cast.dtype)
-        gradients["grad_input"] = Float8Tensor(g1, 1 / (columns[1] * UNIT), local.dtype)
-    if input_scale is not None:
-        folded = g0 * (input_scale * UNIT)
+        left = Quantized(g1, 1 / (columns[1] * UNIT), ROW)
+        operands["grad_input"] = (left, _with_unit_scale(weight))
+    if input is not None:
+        folded = g0 * (input.scale * UNIT)
         whole = folded if layout is None else layout.wrap(folded)
-        value = global_amax(amax(folded, "column"), whole, list(range(grad.ndim - 1)), axes)
+        value = global_amax(local_amax(folded, COLUMN), whole, COLUMN, axes)
         multiplier, scale = scaling_from_amax(value, cast.dtype, True)
         g2 = quantize(folded, multiplier, cast.dtype, fits=True)
-        gradients["grad_weight"] = Float8Tensor(g2, scale / UNIT, local.dtype)
-    return gradients
+        left = Quantized(g2, scale / UNIT, COLUMN)
+        operands["grad_weight"] = (left, _with_unit_scale(input))
+    return operands
+
+
+def _with_unit_scale(operand: Quantized) -> Quantized:
+    return Quantized(operand.qdata, operand.scale.new_ones(()))
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:

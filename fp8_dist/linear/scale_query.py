@@ -1,107 +1,77 @@
-"""Decisions that compiled graphs and selective activation checkpointing must not see.
+"""Queries: operators whose answer depends on what happened before, not on their arguments alone.
 
-Whether a weight's scale is still known depends on what happened since the last step. No graph can
-see that, and guards on it would recompile; and where a recomputation finds it known and the forward
-did not, selective checkpointing would give the results of ops that are missing to the ones that
-follow. So in both cases one opaque operator is called, and it asks the object that knows. The
-object is named by a tensor, an input of a graph like any other: layers that share a graph go on
-sharing it.
+Whether a weight's scale is known depends on what happened since the last step. A compiled graph
+must not decide that when it is traced, and guards on it would recompile. Selective activation
+checkpointing must not see it either: where a recomputation finds a scale known that the forward had
+to compute, the saved results of operators would go to the wrong ones. In both cases one opaque
+operator is called, which asks the object that knows.
+
+That object is named by a handle: a tensor, which is an input of a graph like any other, so that
+layers which share a graph go on sharing it. Each question has an operator of its own, defined next
+to the class that answers it (``weight``, ``amax_history``).
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from fp8_dist.casts import Cast, Covers
-from fp8_dist.kernels.scale import Scaling, amax_shape, reduced_dims
-from fp8_dist.torch_internals import is_selectively_checkpointed
+from fp8_dist.kernels import Scaling, custom_op
+from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed
 
-_LIB = torch.library.Library("fp8_dist", "FRAGMENT")
-for _name in ("known_scaling", "scaling_to_gather"):
-    _LIB.define(
-        f"{_name}(Tensor x, Tensor name, str[] covers, str[] details) -> Tensor[]",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
+# A graph input is plain data, hence numbers. An entry goes when its owner is freed.
+_owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers = itertools.count()
 
-
-class KnowsScaling(Protocol):
-    """What :func:`known_scalings` asks."""
-
-    def scalings_at_run_time(self, x: torch.Tensor, *details: Any) -> Sequence[Scaling]:
-        """The (multiplier, scale) for each way of casting a local tensor; details: strings."""
+# The implementation of each query, for modes that want to see the operators inside.
+QUERIES: dict[OpOverload, Callable[..., Any]] = {}
 
 
-_known: WeakValueDictionary[int, KnowsScaling] = WeakValueDictionary()
-_names = itertools.count()
-
-
-def name_of(knows: KnowsScaling) -> torch.Tensor:
-    """A new name for an object that is asked at run time: a 0-dim int64 CPU tensor."""
-    name = next(_names)
-    _known[name] = knows
+def register_handle(owner: object) -> torch.Tensor:
+    """A new handle of an object that is queried at run time: a 0-dim int64 CPU tensor."""
+    number = next(_numbers)
+    _owners[number] = owner
     with torch.device("cpu"):
-        return torch.tensor(name)
+        return torch.tensor(number)
 
 
-def known_scalings(
-    knows: KnowsScaling,
-    name: torch.Tensor,
-    x: torch.Tensor,
-    casts: Sequence[Cast],
-    *details: str,
-) -> Sequence[Scaling]:
-    """What an object says, when this is run, about casting a tensor in some ways.
+def owner_of(handle: torch.Tensor) -> Any:
+    """The object of a handle."""
+    return _owners[int(handle.item())]
 
-    (All at once: a graph would put what only its backward needs there, where FSDP2 has gathered the
-    weight anew and nothing is known of it.)
+
+def must_query() -> bool:
+    """Whether a question must be asked by its operator, not by calling the object that knows."""
+    return torch.compiler.is_compiling() or is_selectively_checkpointed()
+
+
+def define_query(
+    schema: str, answer: Callable[..., Any], answer_shape: Callable[..., Any]
+) -> OpOverload:
+    """Define the operator of one question.
 
     Args:
-        knows: the object.
-        name: its name, from :func:`name_of`.
-        x: a local tensor.
-        casts: the ways.
-        details: what else the object is told.
+        schema: of the operator; a ``Tensor handle`` among its arguments names who is asked.
+        answer: the implementation. It runs without gradients, outside of inference mode: what an
+            evaluation finds out, training may save.
+        answer_shape: the implementation for fake tensors.
 
-    Collectives: those of the object's answer.
+    Returns:
+        The operator.
     """
-    if torch.compiler.is_compiling() or is_selectively_checkpointed():
-        gathered = details[0] == "gather"
-        op = SCALING_TO_GATHER_OP if gathered else KNOWN_SCALING_OP
-        flat = op(x, name, [cast.covers for cast in casts], details)
-        return list(zip(flat[::2], flat[1::2], strict=True))
-    device = x.device
-    return [
-        scaling if scaling[1].device == device else (scaling[0].to(device), scaling[1].to(device))
-        for scaling in knows.scalings_at_run_time(x, *details)
-    ]
+
+    def implementation(*args: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return answer(*args)
+
+    op = custom_op(schema)(implementation)
+    op.register_fake(answer_shape)
+    QUERIES[op.overload] = implementation
+    return op.overload
 
 
-def ask(
-    x: torch.Tensor, name: torch.Tensor, covers: list[Covers], details: list[str]
-) -> list[torch.Tensor]:
-    """The operator itself, without the operator."""
-    # What is found out in an evaluation under inference_mode, training may save.
-    with torch.inference_mode(False), torch.no_grad():
-        found = _known[int(name.item())].scalings_at_run_time(x, *details)
-    # Not the tensors that are kept: a graph may write into what an operator returned.
-    return [tensor.to(x.device, copy=True) for scaling in found for tensor in scaling]
-
-
-_LIB.impl("known_scaling", ask, "CompositeExplicitAutograd")
-_LIB.impl("scaling_to_gather", ask, "CompositeExplicitAutograd")
-KNOWN_SCALING_OP = torch.ops.fp8_dist.known_scaling.default
-# The same, where FSDP2 asks: it may gather in a checkpointed forward and not in its recomputation,
-# which therefore mustn't count on the results of one.
-SCALING_TO_GATHER_OP = torch.ops.fp8_dist.scaling_to_gather.default
-
-
-@torch.library.register_fake("fp8_dist::scaling_to_gather", lib=_LIB)
-@torch.library.register_fake("fp8_dist::known_scaling", lib=_LIB)
-def _known_scaling_fake(
-    x: torch.Tensor, name: torch.Tensor, covers: list[Covers], details: list[str]
-) -> list[torch.Tensor]:
-    shapes = [amax_shape(x, reduced_dims(each, x.ndim)) for each in covers]
-    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]
+def copies(scalings: Iterable[Scaling], device: torch.device) -> list[torch.Tensor]:
+    """Scalings as a query returns them: copies, as a graph may write into them."""
+    return [tensor.to(device, copy=True) for scaling in scalings for tensor in scaling]

@@ -1,35 +1,49 @@
-"""The weight of a ``Float8Linear``: what it is cast to, with which scales, and what is kept.
+"""The weight of a ``Float8Linear``, from what is stored to what its GEMMs multiply.
 
-A weight is cast from what is stored, with the scales of the global weight: those that precompute
-left, those of an earlier use, or new ones. Where FSDP2 gathers it in float8 the layer is asked for
-the cast of its shard; elsewhere the forward casts what it finds.
+Terms:
+
+* *parameter*: what is registered as ``layer.weight`` now. FSDP2 exchanges it: it is the *sharded
+  parameter* between uses and the *unsharded parameter* while the layer runs.
+* *shard*: the parameter's local tensor, plain and in high precision.
+* *scaling*: (quantization multiplier, scale) of the shard for one cast. The amax is that of the
+  global weight, or of its global rows or columns.
+* *casts*: the shard in float8, one for each of ``config.casts("weight")``.
+
+What becomes of it depends on who owns the parameter:
+
+* nobody, or tensor parallelism: the forward casts the shard; the GEMMs of the forward and of the
+  backward take these casts (:meth:`Float8Weight.forward_casts`);
+* FSDP2 with float8 gathers: FSDP2 asks for the cast of the shard and gathers that
+  (:meth:`Float8Weight.gather_casts`). The forward finds a ``Float8Tensor`` as the parameter;
+* FSDP2 without: it gathers in high precision. The forward casts what it finds for its own GEMM;
+  the backward casts again, because FSDP2 frees the unsharded parameter in between.
+
+Scalings come from ``cache`` where it knows those of the values that the parameter has now: from
+precompute, or from an earlier use. Otherwise they are computed, and the cache is told.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import scaling_over
-from fp8_dist.casts import Cast
-from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels.quantize import Quantized, quantize, quantize_whole
-from fp8_dist.kernels.scale import Scaling, reduced_dims
+from fp8_dist.cast import quantize_local, scaling_over
+from fp8_dist.config import CastSpec, Float8LinearConfig
+from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
-from fp8_dist.linear.scale_query import known_scalings
-from fp8_dist.linear.weight_cache import Source, WeightCache
-from fp8_dist.mesh.layout import Layout, local_tensor
-from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.linear.weight_cache import ScaleState
+from fp8_dist.linear.weight_scales import WeightScales, is_parameter
+from fp8_dist.mesh import Layout, local_tensor
+from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import is_selectively_checkpointed
 from fp8_dist.warn import warn_once
 
 
-class FSDPWeightType(Protocol):
+class GatherType(Protocol):
     """A tensor type whose all-gather FSDP2 runs in float8 (``fp8_dist.fsdp`` has the one)."""
 
     def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -39,226 +53,214 @@ class FSDPWeightType(Protocol):
         """The plain local tensor; any other tensor is returned as it is."""
 
 
-class CastsItsWeight(nn.Linear):
-    """The part of :class:`fp8_dist.Float8Linear` that casts its weight."""
+class Float8Weight:
+    """The weight of one layer, which owns this object.
 
-    config: Float8LinearConfig
-    fqn: str
-    weight_cache: WeightCache
-    histories: dict[str, AmaxHistory]
-    _name: torch.Tensor
-    _weight_is_fsdps: bool
+    A copy of the layer gets a new one, which knows nothing yet.
 
-    # Set by fp8_dist.fsdp: this package knows that there is such a type, not what it does.
-    fsdp_weight_type: ClassVar[FSDPWeightType]
+    Args:
+        layer: the layer, referred to weakly.
+        config: the layer's.
+        fqn: the layer's name, for messages.
+        histories: the layer's amax histories, by operand.
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
-        if name == "weight" and "weight_cache" in self.__dict__:
-            old = self._parameters.get("weight")
-            now, then = Layout.of(old), Layout.of(value)
-            gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
-            self._weight_is_fsdps |= gathered
-            self.weight_cache.parameter_replaced(value, old if gathered else None)
-        super().__setattr__(name, value)
+    Attributes:
+        cache: scalings and float8 casts, while they are known to be fresh.
+    """
 
-    def local_shard(self) -> torch.Tensor:
-        """The plain local tensor of the weight, as it is now (no copy, no collectives)."""
-        return self.fsdp_weight_type.unwrap(local_tensor(self.weight))
+    # The type of weights that FSDP2 gathers in float8, see fp8_dist/__init__.py.
+    gather_type: ClassVar[GatherType]
 
-    def meshes(self) -> list[DeviceMesh]:
-        """The meshes that the layer's operands are distributed over."""
-        layout = Layout.of(self.weight)
-        own = [] if layout is None else [layout.mesh]
-        return own + [h.mesh for h in self.histories.values() if h.mesh is not None]
+    def __init__(
+        self,
+        layer: nn.Linear,
+        config: Float8LinearConfig,
+        fqn: str,
+        histories: dict[str, AmaxHistory],
+    ) -> None:
+        self._scales = WeightScales(layer, config, fqn, histories)
+        self.cache = self._scales.cache
+        self._config = config
+        self._fqn = fqn
+        self._histories = histories
+        # FSDP2 exchanges the parameter: nothing made of an unsharded one may outlive it.
+        self._is_exchanged = False
 
-    def cast_weight(
-        self, source: Source, shard: torch.Tensor | None = None
-    ) -> tuple[Quantized, ...]:
-        """The local shard of the weight in each of its casts, with the scales of the global weight.
+    @classmethod
+    def register_gather_type(cls, gather_type: GatherType) -> None:
+        """Set the type that weights get which FSDP2 gathers in float8."""
+        cls.gather_type = gather_type
 
-        What ``precompute_float8_dynamic_scale`` or an earlier call left in ``weight_cache`` is
-        used if it is fresh.
+    def shard(self) -> torch.Tensor:
+        """The shard, as it is now (no copy, no collectives)."""
+        return self.gather_type.unwrap(local_tensor(self._scales.parameter()))
 
-        Args:
-            source: who asks. (What is computed here is remembered for a parameter only: a tensor
-                in its place, such as FSDP1's view of what it gathered, changes unnoticed.)
-            shard: the local shard, if it is at hand; perhaps moved off the parameter's device (CPU
-                offload).
-
-        Returns:
-            One for each of ``config.casts("weight")``.
+    def forward_casts(self, parameter: torch.Tensor) -> WeightCasts:
+        """The casts of the parameter that a forward takes.
 
         Collectives: for each cast one all-reduce of 4 bytes per scale, if what a scale covers is
         sharded and the scales are not known.
         """
-        weight = self.weight
-        shard = self.local_shard() if shard is None else shard
-        return self._cast_of(weight, local_tensor(weight), shard, source)
-
-    def _cast_of(
-        self, weight: torch.Tensor, local: torch.Tensor, shard: torch.Tensor, source: Source
-    ) -> tuple[Quantized, ...]:
-        """:meth:`cast_weight` of a weight with this local tensor."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # training may save what is kept
-                return self._cast_of(weight, local, shard, source)
-        cache, shard = self.weight_cache, shard.detach()
-        fresh, asked = cache.is_fresh(weight, local), is_selectively_checkpointed()
-        if fresh and cache.float8 is not None and cache.float8[0].qdata.device == shard.device:
-            if asked:
-                # A recomputation takes what was saved in turn: so it asks as the forward did.
-                self._known_scalings(source, shard)
-            return cache.float8
-        if fresh or asked:
-            # What was known before may be stale unnoticed, and too large.
-            float8 = self._quantized(shard, self._known_scalings(source, shard))
-        else:
-            float8 = self._newly_cast(weight, local, shard, source)
-        kept = _is_parameter(weight) and self.config.cache_float8_shards
-        cache.float8 = float8 if kept and shard.device == weight.device else None
-        return float8
-
-    def scalings_at_run_time(self, x: torch.Tensor, source: Source) -> Sequence[Scaling]:
-        """The scales of the weight's shard ``x`` for its casts, as its values are now."""
-        cache, weight = self.weight_cache, self.weight
-        local = local_tensor(weight)
-        if not cache.is_fresh(weight, local):
-            return self._new_scalings(weight, local, x, source)
-        assert cache.scaling is not None
-        return [cache.scaling[cast] for cast in self.config.casts("weight")]
-
-    def _newly_cast(
-        self, weight: torch.Tensor, local: torch.Tensor, shard: torch.Tensor, source: Source
-    ) -> tuple[Quantized, ...]:
-        """The shard in each of its casts, with scales that are found out now."""
-        if isinstance(weight, DTensor) or self.histories:
-            found = self._new_scalings(weight, local, shard, source)
-            return self._quantized(shard, found, fits=True)
-        known, made = {}, []
-        for cast in self.config.casts("weight"):
-            dims = reduced_dims(cast.covers, shard.ndim)
-            power_of_2 = self.config.round_scales_to_power_of_2
-            quantized, m = quantize_whole(shard, cast.dtype, dims, power_of_2)
-            made.append(quantized)
-            known[cast] = (m.view(quantized.scale.shape), quantized.scale)
-        self._remember(weight, local, known, source)
-        return tuple(made)
-
-    def _new_scalings(
-        self, weight: torch.Tensor, local: torch.Tensor, shard: torch.Tensor, source: Source
-    ) -> Sequence[Scaling]:
-        casts = self.config.casts("weight")
-        known = {cast: self._dynamic_scaling(weight, shard, cast) for cast in casts}
-        self._remember(weight, local, known, source)
-        return list(known.values())
-
-    def _remember(
-        self,
-        weight: torch.Tensor,
-        local: torch.Tensor,
-        known: dict[Cast, Scaling],
-        source: Source,
-    ) -> None:
-        """Keep the scalings of a weight with this local tensor, of which nothing was known."""
-        self.weight_cache.warn_if_stale(weight, self.fqn)
-        if source != "evaluation" and _is_parameter(weight):
-            self.weight_cache.store(weight, known, source, local)
-
-    def _weight_casts(self, weight: torch.Tensor) -> WeightCasts:
-        """The local weight in each of its casts, for this forward."""
-        casts = self.config.casts("weight")
+        casts = self._config.casts("weight")
         if not casts:
             return WeightCasts()
-        local = local_tensor(weight)
+        local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
-            check_gathered(self.config, local, self.fqn)
-            return WeightCasts(((local.qdata, self._recorded(local.scale)),))
+            check_gathered(self._config, local, self._fqn)
+            scale = self._recorded(local.scale)
+            return WeightCasts((Quantized(local.qdata, scale, local.granularity),))
         compiling = torch.compiler.is_compiling()
-        source: Source = "evaluation" if compiling and not torch.is_grad_enabled() else "forward"
-        plain = self.fsdp_weight_type.unwrap(local)
+        # No end_of_evaluation follows in a graph: what it finds without gradients is not kept.
+        keeps = torch.is_grad_enabled() or not compiling
+        source = ScaleState.FROM_FORWARD if keeps else None
+        shard = self.gather_type.unwrap(local)
         if not compiling:
-            self._warn_if_flags_have_no_effect(weight, plain is not local)
-        if self._weight_is_fsdps:
-            return self._casts_of_gathered(source, plain)
+            self._warn_if_flags_have_no_effect(parameter, shard is not local)
+        if self._is_exchanged:
+            return self._casts_of_unsharded(shard, source)
         if compiling:
             with torch.no_grad():
-                float8 = self._quantized(plain, self._known_scalings(source, plain))
+                float8 = self._quantized(shard, self._scales.find(shard, source))
         else:
-            float8 = self._cast_of(weight, local, plain, source)
-        if "weight" in self.histories:
-            float8 = tuple(Quantized(qdata, self._recorded(scale)) for qdata, scale in float8)
+            float8 = self._casts(parameter, shard, ScaleState.FROM_FORWARD)
+        if "weight" in self._histories:
+            float8 = tuple(q._replace(scale=self._recorded(q.scale)) for q in float8)
         return WeightCasts(float8)
 
-    def _casts_of_gathered(self, source: Source, gathered: torch.Tensor) -> WeightCasts:
-        """Casts of a weight that FSDP2 gathered in high precision: the output's; scales of all."""
-        of_output, of_grad_input = (
-            self.config.cast("weight", gemm) for gemm in ("output", "grad_input")
-        )
-        flat: list[tuple[torch.Tensor | None, torch.Tensor]] = []
-        multiplier = None
+    def gather_casts(self, shard: torch.Tensor) -> tuple[Quantized, ...]:
+        """The casts of the sharded parameter, for FSDP2 to gather.
+
+        Args:
+            shard: its shard, perhaps moved off the parameter's device (CPU offload).
+
+        Collectives: as :meth:`forward_casts`.
+        """
+        return self._casts(self._scales.parameter(), shard, ScaleState.FROM_GATHER)
+
+    def parameter_replaced(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
+        """The layer's parameter is about to be replaced: by FSDP2, or by anyone."""
+        now, then = Layout.of(old), Layout.of(new)
+        gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
+        self._is_exchanged |= gathered
+        self.cache.parameter_replaced(new, old if gathered else None)
+
+    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter on the same storage as a plain tensor or DTensor, detached."""
+        layout = Layout.of(parameter)
+        local = self.gather_type.unwrap(local_tensor(parameter.detach()))
+        return local if layout is None else layout.wrap(local)
+
+    def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
+        """A parameter on the same storage as one that FSDP2 gathers in float8."""
+        layout = Layout.of(parameter)
+        local = self.gather_type.wrap(local_tensor(parameter.detach()))
+        wrapped = local if layout is None else layout.wrap(local)
+        return nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
+
+    def _casts(
+        self, parameter: torch.Tensor, shard: torch.Tensor, source: ScaleState
+    ) -> tuple[Quantized, ...]:
+        """The casts of a parameter's shard, outside of graphs; kept where they may be."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # training may save what is kept
+                return self._casts(parameter, shard, source)
+        cache, shard = self.cache, shard.detach()
+        fresh, asked = cache.is_fresh(parameter), is_selectively_checkpointed()
+        float8 = cache.float8 if fresh else None
+        if float8 is not None and float8[0].qdata.device == shard.device:
+            if asked:
+                # A recomputation takes what was saved in turn: so it asks as the forward did.
+                self._scales.find(shard, source)
+            return float8
+        if fresh or asked:
+            # What was known before may be stale unnoticed, and too large.
+            float8 = self._quantized(shard, self._scales.find(shard, source))
+        else:
+            float8 = self._newly_cast(parameter, shard, source)
+        keeps = is_parameter(parameter) and self._config.cache_float8_shards
+        cache.float8 = float8 if keeps and shard.device == parameter.device else None
+        return float8
+
+    def _newly_cast(
+        self, parameter: torch.Tensor, shard: torch.Tensor, source: ScaleState
+    ) -> tuple[Quantized, ...]:
+        """The casts, with scalings that are computed now."""
+        if isinstance(parameter, DTensor) or self._histories:
+            scalings = self._scales.compute(parameter, shard, source)
+            return self._quantized(shard, scalings, fits=True)
+        known, made = dict[CastSpec, Scaling](), []
+        for cast in self._config.casts("weight"):
+            m, scale = scaling_over(shard, cast, self._config.round_scales_to_power_of_2)
+            made.append(_quantized(shard, (m, scale), cast, fits=True))
+            known[cast] = (m, scale)
+        self._scales.remember(parameter, known, source)
+        return tuple(made)
+
+    def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
+        """Of a parameter that FSDP2 gathered in high precision: the output's cast.
+
+        And the scaling of the cast that the backward makes.
+        """
+        of_output = self._config.cast("weight", "output")
+        of_grad_input = self._config.cast("weight", "grad_input")
+        casts: list[Quantized] = []
+        recast = None
         with torch.inference_mode(False), torch.no_grad():
-            known = zip(
-                self.config.casts("weight"), self._known_scalings(source, gathered), strict=True
-            )
-            for cast, (m, scale) in known:
-                qdata = quantize(gathered, m, cast.dtype) if cast == of_output else None
-                flat.append((qdata, scale))
-                multiplier = m if cast == of_grad_input else multiplier
-        return WeightCasts(tuple((q, self._recorded(scale)) for q, scale in flat), multiplier)
+            scalings = self._scales.find(shard, source)
+            for cast, scaling in zip(self._config.casts("weight"), scalings, strict=True):
+                if cast == of_output:
+                    casts.append(_quantized(shard, scaling, cast))
+                if cast == of_grad_input:
+                    recast = scaling
+        casts = [q._replace(scale=self._recorded(q.scale)) for q in casts]
+        if recast is not None:
+            recast = (recast[0], self._recorded(recast[1]))
+        return WeightCasts(tuple(casts), recast)
 
     def _quantized(
         self, shard: torch.Tensor, scalings: Sequence[Scaling], fits: bool = False
     ) -> tuple[Quantized, ...]:
         """The shard in each of its casts; ``fits``: the scalings are those of its own amaxes."""
-        casts = zip(self.config.casts("weight"), scalings, strict=True)
+        casts = zip(self._config.casts("weight"), scalings, strict=True)
         return tuple(
             [
-                Quantized(quantize(shard, m, cast.dtype, fits=fits and not cast.delayed), scale)
-                for cast, (m, scale) in casts
+                _quantized(shard, scaling, cast, fits=fits and not cast.delayed)
+                for cast, scaling in casts
             ]
         )
-
-    def _known_scalings(self, source: Source, shard: torch.Tensor) -> Sequence[Scaling]:
-        return known_scalings(self, self._name, shard, self.config.casts("weight"), source)
-
-    def _dynamic_scaling(self, weight: torch.Tensor, shard: torch.Tensor, cast: Cast) -> Scaling:
-        """The scales of the local shard for a cast of the weight, from its values or history."""
-        if cast.delayed:
-            layout = Layout.of(weight)
-            tensor = shard if layout is None else layout.wrap(shard)
-            return self.histories["weight"].scaling_of(tensor, record=False)
-        power_of_2 = self.config.round_scales_to_power_of_2
-        dims = reduced_dims(cast.covers, weight.ndim)
-        return scaling_over(weight, cast.dtype, dims, power_of_2, local=shard)
 
     def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """The weight's scale as a training step takes it: a delayed one records its amax then.
 
         (Not when the weight is cast: FSDP2 gathers without gradients in training too.)
         """
-        if "weight" not in self.histories or not torch.is_grad_enabled():
+        if "weight" not in self._histories or not torch.is_grad_enabled():
             return scale
-        return self.histories["weight"].recorded(scale)
+        return self._histories["weight"].recorded(scale)
 
-    def _warn_if_flags_have_no_effect(self, weight: torch.Tensor, wrapped: bool) -> None:
+    def _warn_if_flags_have_no_effect(self, parameter: torch.Tensor, wrapped: bool) -> None:
+        if wrapped and self._config.enable_fsdp_float8_all_gather == "auto":
+            return  # "auto" also stands for models that FSDP2 does not shard
         if wrapped:
             warn_once(
                 "float8 gather without FSDP2",
-                f"{self.fqn}: enable_fsdp_float8_all_gather=True has no effect on this layer: "
+                f"{self._fqn}: enable_fsdp_float8_all_gather=True has no effect on this layer: "
                 "FSDP2 does not manage its weight. Call fully_shard on the model (after "
                 "convert_to_float8_training), or leave the flag off",
             )
-        elif self.weight_cache.precomputed_for_another(weight):
+        elif self.cache.precomputed_for_another(parameter):
             warn_once(
                 "precompute without float8 gather",
-                f"{self.fqn}: the precomputed scale is not used, because the weight of this "
+                f"{self._fqn}: the precomputed scale is not used, because the weight of this "
                 "forward is not the parameter that it was computed from: FSDP2 gathered it in "
                 "high precision (set enable_fsdp_float8_all_gather=True), or functional_call "
                 "replaced it",
             )
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    # (Parameter's own isinstance is slow.)
-    return type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
+def _quantized(
+    shard: torch.Tensor, scaling: Scaling, cast: CastSpec, fits: bool = False
+) -> Quantized:
+    multiplier, scale = scaling
+    qdata = quantize_local(shard, multiplier, cast, fits=fits)
+    return Quantized(qdata, scale, cast.granularity)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fp8_dist.dtypes import is_float8, short_name
+from fp8_dist.granularity import TENSOR, Granularity, covering
 from fp8_dist.torch_internals import (
     FakeTensor,
     FunctionalTensor,
@@ -91,6 +92,11 @@ class Float8Tensor(torch.Tensor):
         known = covered is not None and scale.ndim > 0
         self.covered = covered if known else _covered_dims(qdata, scale)  # type: ignore[assignment]
         return self
+
+    @property
+    def granularity(self) -> Granularity:
+        """What one scale covers."""
+        return covering(self.covered, self.ndim) if self.scale.ndim else TENSOR
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
         """A new Float8Tensor with this one's fields, but for those given."""

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from fp8_dist import kernels
 from fp8_dist.dtypes import is_float8
-from fp8_dist.kernels.scaled_mm import scaled_mm_of_data
+from fp8_dist.granularity import COLUMN, ROW
 from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, STAND_INS, Float8Tensor, dequantized
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
@@ -96,14 +97,11 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     qdata = func(x.qdata, size, **kwargs)
     if x.scale.ndim == 0 or qdata.shape == x.shape:
         return x.rewrap(qdata=qdata)
-    if qdata.ndim and qdata.shape[-1] == x.shape[-1]:
-        dims = tuple(range(qdata.ndim))
-        if x.covered == (x.ndim - 1,):
-            rows = x.scale.reshape(*qdata.shape[:-1], 1)
-            return x.rewrap(qdata=qdata, scale=rows, covered=dims[-1:])
-        if x.covered == tuple(range(x.ndim - 1)):
-            columns = x.scale.reshape(*[1] * (qdata.ndim - 1), -1)
-            return x.rewrap(qdata=qdata, scale=columns, covered=dims[:-1])
+    granularity = x.granularity
+    if granularity in (ROW, COLUMN) and qdata.ndim and qdata.shape[-1] == x.shape[-1]:
+        scale = x.scale.reshape(granularity.scale_shape(qdata.shape))
+        covered = granularity.covered_dims(qdata.ndim)
+        return x.rewrap(qdata=qdata, scale=scale, covered=covered)
     raise _no_scale_for(func, x)
 
 
@@ -282,9 +280,8 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
         # Every rank cast with the scale of the global tensor: the bytes are all there is to send.
         out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
-    if x.covered != (x.ndim - 1,) or (
-        func is shard_dim_alltoall and x.ndim - 1 in (d % x.ndim for d in rest[:2])
-    ):
+    dims = [d % x.ndim for d in rest[:2]] if func is shard_dim_alltoall else [0]
+    if not (x.granularity.scales_move and x.granularity.can_move(dims, x.ndim)):
         raise NotImplementedError(
             f"{func} of a Float8Tensor whose scales cover the dims {x.covered} of {x.ndim}: only "
             "whole rows travel, each with its scale; redistribute the high-precision tensor and "
@@ -388,7 +385,10 @@ def scaled_mm(
             ``FP8_DIST_STRICT_ALIGNMENT=1``) that needs it, and ``pad_inner_dim`` is off.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
-    return scaled_mm_of_data(a.qdata, b.qdata, a.scale, b.scale, *options)
+    # Not the direct call: it may keep what it derives from an operand, whose data the owner of a
+    # Float8Tensor may receive into, unnoticed by autograd.
+    run = kernels.scaled_mm.overload
+    return run(a.qdata, b.qdata, a.scale, b.scale, *options)
 
 
 def _check_both_float8(func: Any, *operands: torch.Tensor) -> None:

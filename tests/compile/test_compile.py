@@ -22,7 +22,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
-from fp8_dist.kernels.scaled_mm import SCALED_MM_OP
+from fp8_dist.kernels import scaled_mm
 
 
 class GemmWeights(TorchDispatchMode):
@@ -37,7 +37,7 @@ class GemmWeights(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is SCALED_MM_OP:
+        if func is scaled_mm.overload:
             qdata, scale = args[1].t().contiguous(), args[3]
             self.found.add((bytes(qdata.view(torch.uint8).flatten().tolist()), scale.sum().item()))
         return func(*args, **(kwargs or {}))

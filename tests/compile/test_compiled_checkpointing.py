@@ -82,7 +82,7 @@ def test_counts_in_graphs(ranks: RankPools) -> None:
         op_columns(columns),
         """\
                   none, fw  none, bw selective, fw selective, bw
-known_scaling            3         0             3             0
+scale_query              3         0             3             0
 amax                     2         3             2             3
 quantize                 5         3             5             7
 scaled_mm                3         6             3             6
@@ -102,7 +102,7 @@ def test_what_full_checkpointing_repeats_in_graphs(ranks: RankPools) -> None:
             op_columns(ops),
             """\
                    forward  backward
-known_scaling            3         3
+scale_query              3         3
 amax                     2         3
 quantize                 5         6
 scaled_mm                3         6
@@ -116,7 +116,7 @@ all_reduce               2         4""",
         op_columns(ops),
         """\
                    forward  backward
-known_scaling            3         3
+scale_query              3         3
 amax                     2         5
 quantize                 5         8
 scaled_mm                3         8

@@ -128,7 +128,7 @@ def bytes_on(axis: str, table: str) -> int:
     return sum(int(row[-1].replace(",", "")) for row in rows if axis in row)
 
 
-# In a graph, known_scaling asks for the scales of weights that precompute left. (A graph casts the
+# In a graph, a scale_query asks for the scales of weights that precompute left. (A graph casts the
 # input that w1 and w3 share once; eager code does too, but not while it is watched.)
 def test_tensor_and_sequence_parallel_blocks(ranks: RankPools) -> None:
     eager, compiled = same_on_all(
@@ -139,7 +139,7 @@ def test_tensor_and_sequence_parallel_blocks(ranks: RankPools) -> None:
         """\
 0 graph breaks, 1 captured; made and run in a step: 1 and 2 forward, 1 and 2 backward
                    forward  backward    beside     eager
-known_scaling            6         0         0         0
+scale_query              6         0         0         0
 amax                     4         6         0        10
 quantize                10         6         0        16
 scaled_mm                6        12         0        18
@@ -314,21 +314,21 @@ def test_a_layer_in_every_recipe() -> None:
 -- tensorwise
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-known_scaling            1         0         0         0
+scale_query              1         0         0         0
 amax                     1         1         0         2
 quantize                 2         1         0         3
 scaled_mm                1         2         0         3
 -- rowwise
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-known_scaling            1         0         0         0
+scale_query              1         0         0         0
 amax                     2         2         0         4
 quantize                 3         3         0         6
 scaled_mm                1         2         0         3
 -- rowwise_with_gw_hp
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-known_scaling            1         0         0         0
+scale_query              1         0         0         0
 amax                     1         1         0         2
 quantize                 2         2         0         4
 scaled_mm                1         1         0         2
@@ -336,14 +336,14 @@ mm                       0         1         0         1
 -- rowwise_folded
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-known_scaling            1         0         0         0
+scale_query              1         0         0         0
 amax                     1         3         0         4
 quantize                 2         3         0         5
 scaled_mm                1         2         0         3
 -- delayed
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-known_scaling            3         1         0         0
+scale_query              3         1         0         0
 amax                     0         0         0         3
 quantize                 2         1         0         3
 scaled_mm                1         2         0         3""",
@@ -370,7 +370,7 @@ def test_a_module_inside_ddp(ranks: RankPools) -> None:
         """\
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-known_scaling            3         0         0         0
+scale_query              3         0         0         0
 amax                     2         3         0         6
 quantize                 5         3         0         9
 scaled_mm                3         6         0         9""",

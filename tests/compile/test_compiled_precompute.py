@@ -26,7 +26,7 @@ RECIPES = [r.value for r in Float8LinearRecipeName if r is not Float8LinearRecip
 
 def scales(net: nn.Module) -> list[torch.Tensor]:
     """All that is known about scales of weights: multipliers and scales, by layer and cast."""
-    known = [layer.weight_cache.scaling for layer in float8_layers(net).values()]
+    known = [layer.float8_weight.cache.scaling for layer in float8_layers(net).values()]
     assert all(each is not None for each in known)
     return [tensor for each in known if each for scaling in each.values() for tensor in scaling]
 
@@ -64,9 +64,9 @@ def test_what_a_graph_wrote_is_what_it_sees() -> None:
     net = convert_to_float8_training(Net(layers=1))
     torch.compile(update, backend="inductor")(net)
     for layer in float8_layers(net).values():
-        assert layer.weight_cache.is_fresh(layer.weight, layer.weight)
-        (cast,) = layer.cast_weight("forward")
-        assert same_bits(cast.scale, cast_to_float8(layer.weight, CastConfig()).scale)
+        assert layer.float8_weight.cache.is_fresh(layer.weight)
+        ((_, scale),) = layer.float8_weight.forward_casts(layer.weight).casts
+        assert same_bits(scale, cast_to_float8(layer.weight, CastConfig()).scale)
 
 
 def test_a_full_graph_is_refused() -> None:

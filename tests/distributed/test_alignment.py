@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
-from fp8_dist.mesh.layout import Layout, local_sizes
+from fp8_dist.mesh import Layout, local_sizes
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,

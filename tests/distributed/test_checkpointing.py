@@ -29,7 +29,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
-from fp8_dist.linear.weight import CastsItsWeight
+from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -76,7 +76,7 @@ def test_same_bits_and_nothing_twice(ranks: RankPools, dp: int, tp: int, recipe:
             assert all(same_bits(a, b) for a, b in zip(expected[2], found[2], strict=True))
     plain, selective = (by_mode[mode][0][0] for mode in ("none", "selective"))
     for op in OPS:
-        if op not in ("quantize", "known_scaling"):
+        if op not in ("quantize", "scale_query"):
             # (Those of a weight that was not precomputed are not seen in the selective run.)
             assert selective[op] <= plain[op], op
     assert by_mode["selective"][0][1] == by_mode["none"][0][1]
@@ -110,7 +110,7 @@ def reductions_of_steps(
     float8 = recipe is not None
     colwise = Float8ColwiseParallel if float8 else ColwiseParallel
     rowwise = Float8RowwiseParallel if float8 else RowwiseParallel
-    takes_one_copy = float8 and net.layers[0].w1.config.travelling_cast("input") is not None
+    takes_one_copy = float8 and net.layers[0].w1.config.gather_cast("input") is not None
     prepare = PrepareFloat8ModuleInput if takes_one_copy else PrepareModuleInput
     plan = {}
     for i in range(len(net.layers)):
@@ -163,7 +163,7 @@ def test_counts_of_a_step(ranks: RankPools) -> None:
         op_columns(counts),
         """\
                       none      full selective
-known_scaling            0         0         6
+scale_query              0         0         6
 amax                    10        14        10
 quantize                10        14        14
 scaled_mm               18        24        18
@@ -231,16 +231,19 @@ def stale_scales(change: str) -> list[str]:
 
         model[0].register_forward_pre_hook(write)
     stale: list[str] = []
-    original = CastsItsWeight._casts_of_gathered
+    original = Float8Weight._casts_of_unsharded
 
-    def checking(self: Any, source: Any, gathered: torch.Tensor) -> Any:
-        found = original(self, source, gathered)
-        for cast, (_, scale) in zip(self.config.casts("weight"), found.casts, strict=True):
-            if not same_bits(scale, self._dynamic_scaling(self.weight, gathered.detach(), cast)[1]):
-                stale.append(self.fqn)
+    def checking(self: Any, shard: torch.Tensor, source: Any) -> Any:
+        found, scales = original(self, shard, source), self._scales
+        kept = [found.casts[0].scale, found.recast[1]]
+        casts = [self._config.cast("weight", gemm) for gemm in ("output", "grad_input")]
+        for cast, scale in zip(casts, kept, strict=True):
+            expected = scales._scaling_of(scales.parameter(), shard.detach(), cast)[1]
+            if not same_bits(scale, expected):
+                stale.append(self._fqn)
         return found
 
-    CastsItsWeight._casts_of_gathered = checking  # type: ignore[method-assign]
+    Float8Weight._casts_of_unsharded = checking  # type: ignore[method-assign]
     try:
         for _ in range(2):
             loss = model(world.mine(torch.randn(4, 8, 64)).requires_grad_()).square().sum()
@@ -249,7 +252,7 @@ def stale_scales(change: str) -> list[str]:
             for weight in model.parameters():
                 weight.data.mul_(1.5)  # unseen: what a forward knows mustn't reach the next one
     finally:
-        CastsItsWeight._casts_of_gathered = original  # type: ignore[method-assign]
+        Float8Weight._casts_of_unsharded = original  # type: ignore[method-assign]
     return stale
 
 

@@ -22,7 +22,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import CommAudit, CommRow, comm_audit
 from fp8_dist.linear import float8_layers
-from fp8_dist.mesh.layout import local_tensor
+from fp8_dist.mesh import local_tensor
 
 INT32 = torch.int32  # amax travels as the bits of a non-negative float
 
@@ -454,7 +454,7 @@ def mixed_meshes() -> list[str]:
     for name, layer in float8_layers(net).items():
         cast = cast_to_float8(masters[name], CastConfig())
         if not same_bits(
-            layer.weight_cache.scaling[layer.config.casts("weight")[0]][1], cast.scale
+            layer.float8_weight.cache.scaling[layer.config.casts("weight")[0]][1], cast.scale
         ):
             wrong.append(name)
     return wrong

@@ -32,7 +32,7 @@ from fp8_dist import (
     cast_to_float8,
     convert_to_float8_training,
 )
-from fp8_dist.debug import CommAudit, CommRow, comm_audit, note_float8_payload
+from fp8_dist.debug import CommAudit, CommRow, comm_audit
 from fp8_dist.debug.collectives import IGNORED_OPS, NAMESPACES, SCHEMAS, read_collective
 from fp8_dist.tensor import Float8Tensor
 
@@ -99,7 +99,7 @@ def fsdp_tp_step() -> str:
 
 
 class SentAsFloat8(torch.Tensor):
-    """A parameter that FSDP2 gathers as float8 bytes, cast before the audit sees anything."""
+    """A parameter that FSDP2 gathers as float8 bytes."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "SentAsFloat8":
@@ -107,7 +107,7 @@ class SentAsFloat8(torch.Tensor):
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
-        self.sent = inner.to(torch.float8_e4m3fn).view(torch.uint8)
+        self.sent = inner.to(torch.float8_e4m3fn)
 
     @classmethod
     def __torch_dispatch__(
@@ -119,8 +119,7 @@ class SentAsFloat8(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], None]:
-        note_float8_payload(self.sent.numel(), torch.float8_e4m3fn)
-        return (self.sent,), None
+        return (self.sent.view(torch.uint8),), None
 
     def fsdp_post_all_gather(
         self, gathered: Any, metadata: None, param_dtype: torch.dtype, *, out: Any = None
@@ -136,9 +135,7 @@ def mixed_gathers() -> tuple[str, str, list[int]]:
         layer.weight = nn.Parameter(SentAsFloat8(layer.weight.detach()))
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    note_float8_payload(10, torch.float8_e5m2)  # before the audit: nobody's
     with comm_audit(mesh) as audit:
-        note_float8_payload(10_000, torch.float8_e5m2)  # of a group that was never gathered
         model(torch.ones(2, 4))
     counts = [audit.count(dtype=d) for d in (torch.float8_e4m3fn, torch.bfloat16, torch.uint8)]
     return audit.table(), audit.table(by_module=True), counts

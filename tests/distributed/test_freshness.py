@@ -25,7 +25,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.linear import float8_layers
-from fp8_dist.mesh.layout import local_tensor
+from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor import Float8Tensor
 
 
@@ -246,8 +246,8 @@ def test_copies_know_nothing() -> None:
     net = convert_to_float8_training(Net())
     precompute_float8_dynamic_scale(net)
     twin = copy.deepcopy(net)
-    assert all(m.weight_cache.scaling is None for m in float8_layers(twin).values())
-    assert all(m.weight_cache.scaling is not None for m in float8_layers(net).values())
+    assert all(m.float8_weight.cache.scaling is None for m in float8_layers(twin).values())
+    assert all(m.float8_weight.cache.scaling is not None for m in float8_layers(net).values())
 
 
 def test_optimizers_of_other_models_change_nothing() -> None:
@@ -255,7 +255,7 @@ def test_optimizers_of_other_models_change_nothing() -> None:
     precompute_float8_dynamic_scale(net)
     other(torch.randn(2, 4)).sum().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert all(m.weight_cache.is_fresh(m.weight, m.weight) for m in float8_layers(net).values())
+    assert all(m.float8_weight.cache.is_fresh(m.weight) for m in float8_layers(net).values())
 
 
 def test_masters_of_an_optimizer_may_be_copied_back_through_data() -> None:
@@ -284,7 +284,7 @@ def test_optimizers_of_other_models_leave_a_known_parameter_alone() -> None:
         net(torch.randn(2, 4, 64)).sum().backward()
         other(torch.randn(2, 4)).sum().backward()
         foreign.step()
-        kept.append([m.weight_cache.float8 is not None for m in float8_layers(net).values()])
+        kept.append([m.float8_weight.cache.float8 is not None for m in float8_layers(net).values()])
         own.step()
     assert kept == [[False] * 6, [True] * 6]  # it is known from its first step on
 
@@ -354,7 +354,7 @@ def test_config_without_cache_keeps_no_float8_copy() -> None:
         )
         precompute_float8_dynamic_scale(net)
         net(torch.randn(2, 4, 64))
-        kept = [m.weight_cache.float8 is not None for m in float8_layers(net).values()]
+        kept = [m.float8_weight.cache.float8 is not None for m in float8_layers(net).values()]
         assert kept == [cache] * 6
 
 
@@ -446,4 +446,4 @@ def test_a_moved_module_is_cast_anew_on_one_device(gather: bool) -> None:
     with weights_used(net) as used:
         net(torch.randn(2, 4, 64, dtype=torch.bfloat16))
     for name, layer in float8_layers(net).items():
-        assert same_cast(used[name], cast_to_float8(layer.local_shard(), CastConfig()))
+        assert same_cast(used[name], cast_to_float8(layer.float8_weight.shard(), CastConfig()))

@@ -11,8 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
-    precompute_float8_dynamic_scale,
-    sync_float8_amax_and_scale_history,
+    update_float8_scales,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
@@ -62,13 +61,10 @@ def a_step(
             wrong += [name] if parameter.grad.dtype is not FP32 else []
             # FSDP2 has autograd compute it for a parameter of that dtype.
             distances[name] = sqnr(other.grad.to(param_dtype), full(parameter.grad))
-        if recipe == "delayed":
-            for net in (world.net, twin):
-                sync_float8_amax_and_scale_history(net)
-        elif recipe in GATHERED_IN_FLOAT8:
-            precompute_float8_dynamic_scale(world.net)
+        for net in (world.net, twin):
+            update_float8_scales(net)
     for layer in float8_layers(world.net).values():
-        wrong += [layer.fqn] if layer.local_shard().dtype is not FP32 else []
+        wrong += [layer.fqn] if layer.float8_weight.shard().dtype is not FP32 else []
     return table, wrong, distances
 
 

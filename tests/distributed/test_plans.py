@@ -36,7 +36,7 @@ from fp8_dist.tensor_parallel import (
     apply_tp_plan,
     llama_tp_plan,
 )
-from fp8_dist.tensor_parallel.plan import (
+from fp8_dist.tensor_parallel.residual import (
     Float8ResidualRowwiseParallel,
     ResidualRowwiseParallel,
 )

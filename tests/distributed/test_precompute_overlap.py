@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpointed import SELECTIVE
 from nets import Distributed
 from ranks import RankPools
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8_dist import invalidate_float8_scales, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
-from fp8_dist.mesh import layout as sharding
+from fp8_dist.mesh import AmaxReduction
 
 
 class Waits(TorchDispatchMode):
@@ -37,18 +38,12 @@ def counts_of_a_step(dp: int, tp: int) -> list[dict[str, int]]:
     found = []
     for call in (
         lambda: precompute_float8_dynamic_scale(world.net),
-        lambda: [layer.weight_cache.scaling for layer in float8_layers(world.net).values()],
+        lambda: [layer.float8_weight.cache.scaling for layer in float8_layers(world.net).values()],
         lambda: invalidate_float8_scales(world.net),
     ):
         with Waits() as waits:
             call()
         found.append(dict(waits.counts))
-    # What is never used is waited for at the end of the process, or torch would complain.
-    sharding._wait_for_the_rest()  # of earlier tests on these ranks
-    precompute_float8_dynamic_scale(world.net)
-    assert len(sharding._under_way) == 1
-    sharding._wait_for_the_rest()
-    assert not sharding._under_way
     precompute_float8_dynamic_scale(world.net)
     with comm_audit(world.mesh) as audit:
         world.net(x)
@@ -65,6 +60,23 @@ def test_the_first_use_waits(ranks: RankPools, dp: int, tp: int) -> None:
         assert forward == {"all_reduce": 0 if tp == 1 else forward["all_reduce"]}
 
 
+def unwaited() -> tuple[int, int, bool]:
+    """Collectives nobody waited for: before, once a reduction was dropped; and its exit handler."""
+    in_flight = torch._C._distributed_c10d._get_work_registry_size
+    before = in_flight()
+    assert dist.group.WORLD is not None
+    reduction = AmaxReduction(torch.ones(2), dist.group.WORLD.group_name)
+    begun = in_flight() - before
+    waits_at_exit = reduction._finalizer.atexit
+    del reduction
+    return begun, in_flight() - before, waits_at_exit
+
+
+def test_what_nobody_waits_for_is_waited_for_in_the_end(ranks: RankPools) -> None:
+    # torch would complain of it when the process exits.
+    assert ranks(2).run(unwaited) == [(1, 0, True)] * 2
+
+
 def scales_after(what: str) -> bool:
     """Whether what is used after something came in between equals the scales waited for at once."""
     results = []
@@ -74,7 +86,7 @@ def scales_after(what: str) -> bool:
         precompute_float8_dynamic_scale(net)
         if waits:
             for layer in float8_layers(net).values():
-                assert layer.weight_cache.scaling is not None
+                assert layer.float8_weight.cache.scaling is not None
         elif what == "twice":
             precompute_float8_dynamic_scale(net)
         elif what == "evaluation":

@@ -204,9 +204,8 @@ def known_scales(dp: int, tp: int, recipe: str) -> list[bool]:
     layers = [float8_layers(world.net) for world in worlds]
     same = []
     for name, layer in layers[0].items():
-        for mine, found in zip(
-            layer.cast_weight("gather"), layers[1][name].cast_weight("gather"), strict=True
-        ):
+        weights = (layer.float8_weight, layers[1][name].float8_weight)
+        for mine, found in zip(*(w.gather_casts(w.shard()) for w in weights), strict=True):
             same += [same_bits(mine.qdata, found.qdata), same_bits(mine.scale, found.scale)]
     return same
 

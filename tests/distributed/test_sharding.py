@@ -15,13 +15,13 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from fp8_dist.mesh.layout import (
+from fp8_dist.mesh import (
     Layout,
     all_reduce_max,
-    group_over,
     linear_layouts,
     reduce_amax,
 )
+from fp8_dist.mesh.groups import group_over
 
 
 def wrong_rules(input_shape: tuple[int, ...]) -> list[str]:

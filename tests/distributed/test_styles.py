@@ -331,3 +331,29 @@ def named() -> bool:
     mlp.forward = lambda x: seen.append(x.to_local())
     mlp(torch.randn(2, 4, 32))
     return torch.frexp(seen[0].scale).mantissa.item() == 0.5
+
+
+def two_recipes() -> list[bool]:
+    """One style on two modules: each casts its input as its own layers do."""
+    recipes = ("tensorwise", "rowwise_folded")
+    net = nn.Sequential(*(MLP(32, 32) for _ in recipes))
+    for mlp, recipe in zip(net, recipes, strict=True):
+        convert_to_float8_training(mlp, config=Float8LinearConfig.from_recipe_name(recipe))
+    attributes = [set(vars(mlp)) for mlp in net]
+    style = PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    apply_tp_plan(net, device_mesh(tp=2), {"*": style})
+    shapes = []
+    for mlp in net:
+        mlp.register_forward_pre_hook(
+            lambda _, inputs: shapes.append(inputs[0].to_local().scale.shape)
+        )
+        mlp.forward = lambda x: None
+        mlp(torch.randn(2, 4, 32))
+    kept = [
+        set(vars(mlp)) - {"forward"} == before for mlp, before in zip(net, attributes, strict=True)
+    ]
+    return [*kept, shapes == [(), (2, 8, 1)]]
+
+
+def test_one_style_on_modules_that_cast_differently(ranks: RankPools) -> None:
+    assert ranks(2).run(two_recipes) == [[True] * 3] * 2

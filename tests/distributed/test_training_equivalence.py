@@ -37,7 +37,6 @@ from fp8_dist import (
     convert_to_float8_training,
 )
 from fp8_dist.linear import float8_layers
-from fp8_dist.mesh.layout import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 
 STEPS = 50
@@ -174,7 +173,7 @@ def unscaled(trainer: train.Trainer) -> list[str]:
     return [
         name
         for name, layer in float8_layers(trainer.model).items()
-        if not layer.weight_cache.is_fresh(layer.weight, local_tensor(layer.weight))
+        if not layer.float8_weight.cache.is_fresh(layer.weight)
     ]
 
 

@@ -10,7 +10,14 @@ import torch.nn as nn
 from reference import FORMATS, float8_gemms, same_bits
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, ScalingType
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8Tensor,
+    ScalingType,
+    update_float8_scales,
+)
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
@@ -96,7 +103,7 @@ def train(
     forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[float]:
-    """Losses of a few steps of a Net, each ended by a sync (where there is a history)."""
+    """Losses of a few steps of a Net, its scales updated after each."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=1e-2)
     losses = []
@@ -108,8 +115,7 @@ def train(
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-        if amaxes(net):
-            sync(net)
+        update_float8_scales(net)
     return losses
 
 

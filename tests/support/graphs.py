@@ -20,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8_dist.debug import audit as debug
 from fp8_dist.debug.collectives import read_collective
 from fp8_dist.debug.table import CommRow, CommTable
+from fp8_dist.linear.scale_query import QUERIES
+from fp8_dist.linear.weight_scales import SHARD_SCALINGS_OP
 
-# Passes over tensors, GEMMs, collectives; and the question whether a weight's scale is known.
+# Passes over tensors, GEMMs, collectives; and the queries of scales.
 OPS = (
-    "known_scaling",
+    "scale_query",
     "amax",
     "quantize",
     "scaled_mm",
@@ -38,6 +40,8 @@ def counted(func: Any) -> str | None:
     """The name in ``OPS`` of an operator, whatever its variant; None for all others."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
+    if func in QUERIES:
+        return None if func is SHARD_SCALINGS_OP else "scale_query"
     name = func._schema.name.partition("::")[2]
     for op in OPS:
         if name in (op, f"{op}_into_tensor", f"{op}_tensor"):

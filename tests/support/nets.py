@@ -56,7 +56,7 @@ def net_plan(net: Net, sequence_parallel: bool) -> dict[str, Any]:
     layout: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, Any] = {}
     for i, mlp in enumerate(net.layers):
-        travels = mlp.w1.config.travelling_cast("input") is not None  # type: ignore[union-attr]
+        travels = mlp.w1.config.gather_cast("input") is not None  # type: ignore[union-attr]
         prepare: Any = PrepareFloat8ModuleInput if travels else PrepareModuleInput
         plan[f"layers.{i}"] = prepare(input_layouts=(layout,), desired_input_layouts=(Replicate(),))
         plan[f"layers.{i}.w1"] = Float8ColwiseParallel()
@@ -84,8 +84,8 @@ class Distributed:
         convert_to_float8_training(self.twin, config=self.config)
         self.net = Net(**self.net_arguments)
         config = self.config
-        if self.dp > 1 and self.gather and config.travelling_cast("weight") is not None:
-            config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
+        if self.dp > 1 and self.gather:
+            config = dataclasses.replace(config, enable_fsdp_float8_all_gather="auto")
         convert_to_float8_training(self.net, config=config)
         if self.tp > 1:
             apply_tp_plan(self.net, self.mesh["tp"], net_plan(self.net, self.sequence_parallel))

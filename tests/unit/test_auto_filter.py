@@ -8,6 +8,7 @@ import logging
 import re
 import warnings
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from fp8_dist import (
     convert_to_float8_training,
 )
 from fp8_dist.auto_filter import MULTIPLE, TOO_SMALL, AutoFilter, _matches, _shards
-from fp8_dist.kernels.scaled_mm import ALIGNMENT
+from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, llama_tp_plan
 
 installed = importlib.util.find_spec("torchao") is not None
@@ -73,6 +74,13 @@ class Model(nn.Module):
         self.head = layer(32000, 4096)
 
 
+def report_on(filter_fn: AutoFilter, *shapes: tuple[int, int]) -> str:
+    """What a filter says about layers of these shapes, which are named layer.0, layer.1, ..."""
+    for i, shape in enumerate(shapes):
+        filter_fn(layer(*shape), f"layer.{i}")
+    return str(filter_fn.report)
+
+
 def asked(model: nn.Module, filter_fn: AutoFilter) -> dict[str, bool]:
     """Asks about each linear layer, as the conversion does."""
     modules = model.named_modules()
@@ -90,31 +98,17 @@ def test_one_rank_decides_as_torchao(recipe: str) -> None:
         assert ours(layer(out, in_), fqn) == theirs(layer(out, in_), fqn), (fqn, out, in_)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "as_recipe"),
-    [
-        ("delayed", "tensorwise"),
-        ("rowwise_with_gw_hp", "rowwise"),
-        ("rowwise_folded", "rowwise"),
-    ],
-)
-def test_other_recipes_inherit(recipe: str, as_recipe: str) -> None:
-    for shape, tp_size in product(product(SIZES, SIZES), (1, 2)):
-        assert admits(*shape, recipe, tp_size=tp_size) == admits(*shape, as_recipe, tp_size=tp_size)
-
-
 def test_every_recipe_has_thresholds_and_stands_on_the_page() -> None:
     assert {recipe.value for recipe in Float8LinearRecipeName} <= set(TOO_SMALL)
     assert list(TOO_SMALL) == RECIPES
+    assert TOO_SMALL["delayed"] == TOO_SMALL["tensorwise"]
+    assert TOO_SMALL["rowwise_with_gw_hp"] == TOO_SMALL["rowwise_folded"] == TOO_SMALL["rowwise"]
     for recipe in TOO_SMALL:
         assert f"| `{recipe}` |" in PAGE.read_text()
         assert auto_filter(recipe).report.recipe == recipe
     for member in Float8LinearRecipeName:
         assert auto_filter(member).report.recipe == member.value
-
-
-def test_the_multiple_is_that_of_the_gemm() -> None:
-    assert MULTIPLE == ALIGNMENT
+    assert MULTIPLE == ALIGNMENT  # that of the GEMM
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -130,13 +124,25 @@ def test_a_larger_layer_is_never_skipped_for_its_size(recipe: str) -> None:
 
 
 def test_without_a_plan_the_division_that_gains_less_decides() -> None:
-    # 2048 x 4096 by rows is 1024 x 4096 (too small), by columns 2048 x 2048 (large enough).
-    assert admits(2048, 4096)
-    assert not admits(2048, 4096, tp_size=2)
-    assert admits(2048, 4096, tp_size=2, plan={"layer": RowwiseParallel()})
-    # 1024 x 8192 by columns is 1024 x 4096 (too small), by rows 512 x 8192 (large enough).
-    assert not admits(1024, 8192, tp_size=2)
-    assert admits(1024, 8192, tp_size=2, plan={"layer": ColwiseParallel()})
+    # Halves by rows and by columns: too small and large enough, the other way round, both large
+    # enough (twice: the shorter side is shown), and one of the two misaligned (twice).
+    shapes = [(2048, 4096), (1024, 8192), (8192, 4096), (4096, 8192), (2064, 8192), (8192, 4112)]
+    assert_expected_inline(
+        report_on(auto_filter("tensorwise", tp_size=2), *shapes),
+        """\
+auto_filter: 2 of 6 linear layers to float8, recipe tensorwise (thresholds: H100)
+local: tp_size 2, out or in divided, whichever gains less (no plan)
+  layer    out x in     local                reason
+  layer.0  2048 x 4096  1024 x 4096  skip    out <= 1024 and in <= 4096
+  layer.1  1024 x 8192  1024 x 4096  skip    out <= 1024 and in <= 4096
+  layer.2  8192 x 4096  8192 x 2048  float8  large enough
+  layer.3  4096 x 8192  2048 x 8192  float8  large enough
+  layer.4  2064 x 8192  1032 x 8192  skip    out = 1032 is no multiple of 16
+  layer.5  8192 x 4112  8192 x 2056  skip    in = 2056 is no multiple of 16""",
+    )
+    for shape, style in (((2048, 4096), RowwiseParallel()), ((1024, 8192), ColwiseParallel())):
+        assert admits(*shape)
+        assert admits(*shape, tp_size=2, plan={"layer": style})
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -150,41 +156,21 @@ def test_no_plan_admits_what_both_plans_admit(recipe: str, tp_size: int) -> None
         assert admits(out, in_, recipe, tp_size=tp_size) == all(by_plan)
 
 
-def test_the_local_shape_is_that_of_the_decisive_division() -> None:
-    def local(out: int, in_: int, **arguments: Any) -> tuple[tuple[int, int], str]:
-        filter_fn = auto_filter("tensorwise", **arguments)
-        filter_fn(layer(out, in_), "layer")
-        (row,) = filter_fn.report.rows
-        assert row.shape == (out, in_)
-        return row.local_shape, row.reason
-
-    assert local(2048, 4096, tp_size=2) == ((1024, 4096), "out <= 1024 and in <= 4096")
-    assert local(1024, 8192, tp_size=2) == ((1024, 4096), "out <= 1024 and in <= 4096")
-    # Both are large enough: the one with the shorter side.
-    assert local(8192, 4096, tp_size=2) == ((8192, 2048), "large enough")
-    assert local(4096, 8192, tp_size=2) == ((2048, 8192), "large enough")
-    # Rows of 2064 are 1032 each; columns of 4112 would be 2056.
-    assert local(2064, 8192, tp_size=2) == ((1032, 8192), "out = 1032 is no multiple of 16")
-    assert local(8192, 4112, tp_size=2) == ((8192, 2056), "in = 2056 is no multiple of 16")
-
-
 def test_of_an_uneven_division_the_smallest_part_decides() -> None:
-    filter_fn = auto_filter("tensorwise", tp_size=32, plan={"*": RowwiseParallel()})
+    filter_fn = auto_filter("tensorwise", tp_size=32, plan={"*.*": RowwiseParallel()})
     # 1008 is 31 parts of 32 and one of 16; 528 is 31 of 17 and one of 1; 32 x 17 is 544.
-    for in_ in (1024, 1008, 528, 544, 1040, 48):
-        filter_fn(layer(2048, in_), str(in_))
     assert_expected_inline(
-        str(filter_fn.report),
+        report_on(filter_fn, *((2048, in_) for in_ in (1024, 1008, 528, 544, 1040, 48))),
         """\
 auto_filter: 2 of 6 linear layers to float8, recipe tensorwise (thresholds: H100)
 local: tp_size 32, divided as the plan says
-  layer  out x in     local              reason
-  1024   2048 x 1024  2048 x 32  float8  large enough
-  1008   2048 x 1008  2048 x 16  float8  large enough
-  528    2048 x 528   2048 x 1   skip    in = 1 is no multiple of 16
-  544    2048 x 544   2048 x 17  skip    in = 17 is no multiple of 16
-  1040   2048 x 1040  2048 x 17  skip    in = 17 is no multiple of 16
-  48     2048 x 48    2048 x 0   skip    a rank holds nothing of it""",
+  layer    out x in     local              reason
+  layer.0  2048 x 1024  2048 x 32  float8  large enough
+  layer.1  2048 x 1008  2048 x 16  float8  large enough
+  layer.2  2048 x 528   2048 x 1   skip    in = 1 is no multiple of 16
+  layer.3  2048 x 544   2048 x 17  skip    in = 17 is no multiple of 16
+  layer.4  2048 x 1040  2048 x 17  skip    in = 17 is no multiple of 16
+  layer.5  2048 x 48    2048 x 0   skip    a rank holds nothing of it""",
     )
 
 
@@ -311,17 +297,20 @@ filter_fqns: 'lm_head' matched no layer""",
     }
 
 
-def test_a_report_is_of_the_moment() -> None:
-    filter_fn = auto_filter("rowwise", ["b"])
+def test_a_report_is_of_the_moment_and_of_linear_layers() -> None:
+    filter_fn = auto_filter("rowwise", (fqn for fqn in ("b", "b")))
     filter_fn(layer(8192, 8192), "a")
+    assert not filter_fn(nn.Embedding(8192, 8192, device="meta"), "embedding")
     before = filter_fn.report
     filter_fn(layer(16, 16), "a")
     filter_fn(layer(16, 16), "b")
-    assert before.unmatched_fqns == ("b",)
-    assert [(row.fqn, row.convert) for row in before.rows] == [("a", True)]
     after = filter_fn.report
-    assert after.unmatched_fqns == ()
-    assert [(row.fqn, row.convert) for row in after.rows] == [("a", False), ("b", False)]
+    for report, unmatched, rows in (
+        (before, ("b",), [("a", "large enough")]),
+        (after, (), [("a", "out <= 2048"), ("b", "filter_fqns: 'b'")]),
+    ):
+        assert report.unmatched_fqns == unmatched
+        assert [(row.fqn, row.reason) for row in report.rows] == rows
 
 
 def test_nothing_large_enough_is_an_error_and_the_report_says_why() -> None:
@@ -362,12 +351,6 @@ local: tp_size 2, divided as the plan says
     )
 
 
-def test_other_modules_are_not_asked_for() -> None:
-    filter_fn = auto_filter("tensorwise")
-    assert not filter_fn(nn.Embedding(8192, 8192, device="meta"), "embedding")
-    assert filter_fn.report.rows == ()
-
-
 def test_lazy_layers() -> None:
     model = nn.Sequential(layer(8192, 8192), nn.LazyLinear(64))
     filter_fn = auto_filter("tensorwise")
@@ -401,33 +384,26 @@ def test_arguments_are_checked() -> None:
         (TypeError, {"plan": {"layers.*.wq": "colwise"}}),
         (TypeError, {"plan": {"layers.*.wq": ColwiseParallel}}),
     ]
-    lines = []
-    for kind, arguments in mistakes:
-        asked_for = {"recipe": "tensorwise"} | arguments
-        lines.append(raised(kind, lambda asked_for=asked_for: auto_filter(**asked_for)))
-    shown = "\n".join(lines)
+    lines = [
+        raised(kind, partial(auto_filter, **{"recipe": "tensorwise"} | arguments))
+        for kind, arguments in mistakes
+    ]
     assert_expected_inline(
-        shown,
+        "\n".join(lines),
         """\
 auto_filter: recipe='rowwize' is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed']
 auto_filter: recipe=['tensorwise'] is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed']
-auto_filter: filter_fqns='output' is one string, and would be read letter by letter: pass a list, filter_fqns=['output']
-auto_filter: filter_fqns must be a list of strings, got None; () names no layer
+auto_filter: filter_fqns='output': pass a list of strings, such as ['output']
+auto_filter: filter_fqns=None: pass a list of strings, such as ['output']
 auto_filter: filter_fqns holds ['head'], which is not a string
-auto_filter: filter_fqns holds an empty string, which every layer's name contains: leave it out
-auto_filter: tp_size must be the number of tensor-parallel ranks, an int, got 2.0
-auto_filter: tp_size must be the number of tensor-parallel ranks, an int, got True
-auto_filter: tp_size=0 must be at least 1 (1: no tensor parallelism)
-auto_filter: plan must be a dict of module names to parallel styles, got ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=True)
+auto_filter: filter_fqns holds '', which matches every layer
+auto_filter: tp_size=2.0: pass the number of ranks, an int
+auto_filter: tp_size=True: pass the number of ranks, an int
+auto_filter: tp_size=0 must be at least 1
+auto_filter: plan must map module names to styles, got ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=True)
 auto_filter: the plan's entry 'layers.*.wq' is 'colwise': give a module name and the instance of a parallel style, such as ColwiseParallel()
 auto_filter: the plan's entry 'layers.*.wq' is <class 'torch.distributed.tensor.parallel.style.ColwiseParallel'>: give a module name and the instance of a parallel style, such as ColwiseParallel()""",
     )
-
-
-def test_filter_fqns_may_be_any_iterable() -> None:
-    filter_fn = auto_filter("tensorwise", (fqn for fqn in ("head", "head")))
-    assert asked(Model(), filter_fn)["head"] is False
-    assert filter_fn.report.rows[-1].reason == "filter_fqns: 'head'"
 
 
 # The page and the benchmark

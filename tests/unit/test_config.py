@@ -15,7 +15,7 @@ from fp8_dist import (
     ScalingGranularity,
     ScalingType,
 )
-from fp8_dist.casts import GEMM_OPERANDS, Cast
+from fp8_dist.config import GEMM_OPERANDS, CastSpec
 
 AXISWISE = ScalingGranularity.AXISWISE
 OFF = CastConfig(ScalingType.DISABLED)
@@ -27,8 +27,8 @@ def test_none_means_the_operands_default_and_is_not_filled_in() -> None:
     config = Float8LinearConfig(
         cast_config_input=shared, cast_config_weight=shared, cast_config_grad_output=shared
     )
-    assert config.casts("input") == config.casts("weight") == (Cast(E4M3),)
-    assert config.casts("grad_output") == (Cast(E5M2),)
+    assert config.casts("input") == config.casts("weight") == (CastSpec(E4M3),)
+    assert config.casts("grad_output") == (CastSpec(E5M2),)
     assert shared.target_dtype is None
     assert config.cast_config_input_for_grad_weight is None
     assert config.cast_config("input", "grad_weight") is shared
@@ -62,11 +62,15 @@ def casts_of(config: Float8LinearConfig) -> str:
         casts = [config.cast(operand, gemm) for operand in operands]
         shown = [
             f"{operand} "
-            + (f"{c.dtype} per {c.covers}{', delayed' * c.delayed}" if c else "high precision")
+            + (
+                f"{c.dtype} per {c.granularity.name}{', delayed' * c.delayed}"
+                if c
+                else "high precision"
+            )
             for operand, c in zip(operands, casts, strict=True)
         ]
         lines.append(f"  {gemm}: {'; '.join(shown)}")
-    moving = [o for o in ("input", "weight", "grad_output") if config.travelling_cast(o)]  # type: ignore[arg-type]
+    moving = [o for o in ("input", "weight", "grad_output") if config.gather_cast(o)]  # type: ignore[arg-type]
     lines.append(f"  travels in float8: {', '.join(moving) or 'nothing'}")
     return "\n".join(lines).replace("torch.float8_", "")
 
@@ -118,6 +122,27 @@ def test_configs_are_frozen_and_hashable() -> None:
     assert len({config, Float8LinearConfig()}) == 1
 
 
+def test_auto_gathers_in_float8_where_one_copy_serves_both_gemms() -> None:
+    gathered = set()
+    for name in Float8LinearRecipeName:
+        config = replace(
+            Float8LinearConfig.from_recipe_name(name), enable_fsdp_float8_all_gather="auto"
+        )
+        assert config.enable_fsdp_float8_all_gather == "auto"
+        gathered |= {name.value} if config.fsdp_float8_all_gather else set()
+        off = replace(config, enable_fsdp_float8_all_gather=False)
+        assert off.fsdp_float8_all_gather is False
+    assert gathered == {"tensorwise", "rowwise_folded", "delayed"}
+    assert Float8LinearConfig(enable_fsdp_float8_all_gather=True).fsdp_float8_all_gather is True
+    disabled = Float8LinearConfig(
+        enable_fsdp_float8_all_gather="auto",
+        cast_config_weight_for_grad_input=OFF,
+        cast_config_grad_output=OFF,
+        cast_config_grad_output_for_grad_weight=CastConfig(),
+    )
+    assert disabled.fsdp_float8_all_gather is False
+
+
 def recipe(name: str, **changes: Any) -> Float8LinearConfig:
     return replace(Float8LinearConfig.from_recipe_name(name), **changes)
 
@@ -152,6 +177,8 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         lambda: recipe("delayed", cast_config_input_for_grad_weight=CastConfig()),
     ),
     "delayed on one rank": (ValueError, lambda: recipe("delayed", amax_scope="rank")),
+    "gather": (ValueError, lambda: Float8LinearConfig(enable_fsdp_float8_all_gather="on")),  # type: ignore[arg-type]
+    "gather type": (ValueError, lambda: Float8LinearConfig(enable_fsdp_float8_all_gather=1)),  # type: ignore[arg-type]
     "gather of two casts": (
         ValueError,
         lambda: recipe("rowwise", enable_fsdp_float8_all_gather=True),
@@ -201,6 +228,8 @@ history: Float8LinearConfig.amax_history_len=4 has no effect: it belongs to Scal
 no history: Float8LinearConfig.amax_history_len=0: use an integer of at least 1
 delayed once: Float8LinearConfig: input has a DELAYED scale in one GEMM and a DYNAMIC one in the other; use one scaling_type for both, or DISABLED
 delayed on one rank: Float8LinearConfig.amax_scope='rank': the scale of input, weight, grad_output is DELAYED, it costs no all-reduce in the step and is that of the global tensor; use 'global'
+gather: Float8LinearConfig.enable_fsdp_float8_all_gather='on': use True, False or 'auto'
+gather type: Float8LinearConfig.enable_fsdp_float8_all_gather=1: use True, False or 'auto'
 gather of two casts: Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy of the weight, but its GEMMs take two, with one scale per row and one per column; leave it off (FSDP2 then gathers in high precision), or use the recipe rowwise_folded
 gather of two granularities: Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy of the weight, but its GEMMs take two, with one scale per row and one per tensor; leave it off (FSDP2 then gathers in high precision), or use the recipe rowwise_folded
 fold of tensors: Float8LinearConfig: fold_row_scales=True needs one scale per row, and input has another cast; use ScalingGranularity.AXISWISE, ScalingType.DYNAMIC (or DISABLED) in all of its GEMMs

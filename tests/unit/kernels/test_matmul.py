@@ -14,7 +14,7 @@ from fp8_dist import (
     ScalingGranularity,
     cast_to_float8,
 )
-from fp8_dist.kernels import scaled_mm as matmul
+from fp8_dist.kernels import gemm
 from fp8_dist.tensor import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -137,7 +137,7 @@ def test_rows_beside_a_non_finite_one_keep_their_bits(bad: float) -> None:
 
 def test_the_native_path(monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU has the operator too: what differs on a GPU is the kernel behind it.
-    monkeypatch.setattr(matmul, "device_has_float8_gemm", lambda device: True)
+    monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
     calls: list[bool] = []
     original = torch._scaled_mm
 
@@ -147,7 +147,7 @@ def test_the_native_path(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(use_fast_accum)
         return original(a, b, *args, **kwargs)
 
-    monkeypatch.setattr(matmul, "native_scaled_mm", recording)
+    monkeypatch.setattr(gemm, "native_scaled_mm", recording)
     for fast in (False, True):
         a, b = operands(33, 20, 17)
         out = scaled_mm(a, b, out_dtype=torch.float32, pad_inner_dim=True, use_fast_accum=fast)

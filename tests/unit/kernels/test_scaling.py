@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from reference import reference_cast, same_bits, same_cast
 
 from fp8_dist import CastConfig, ScalingType, cast_to_float8
-from fp8_dist.kernels.quantize import quantize
-from fp8_dist.kernels.scale import amax, scaling_from_amax
+from fp8_dist.kernels import amax, quantize, scaling_from_amax
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -142,9 +141,40 @@ def test_the_operators_are_what_compilers_expect(power_of_2: bool) -> None:
     torch.library.opcheck(ops.scaling_from_amax.default, (amax(x), E4M3, power_of_2))
     multiplier, _ = scaling_from_amax(amax(x), E4M3, power_of_2)
     torch.library.opcheck(ops.quantize.default, (x.t(), multiplier, E5M2))
-    rows, _ = scaling_from_amax(amax(x, "row"), E4M3, power_of_2)
+    rows, _ = scaling_from_amax(amax(x, [x.ndim - 1]), E4M3, power_of_2)
     torch.library.opcheck(ops.quantize.default, (x, rows, E4M3))
     a, b = (cast_to_float8(torch.randn(*s), CastConfig()) for s in ((5, 16), (16, 7)))
     arguments = (a.qdata, b.qdata, a.scale, b.scale, torch.bfloat16, False, False, False)
     # (The schema test of opcheck multiplies its arguments, which float8 tensors can't be.)
     torch.library.opcheck(ops.scaled_mm.default, arguments, test_utils="test_faketensor")
+
+
+def test_one_scale_on_a_cpu_has_the_bits_of_the_portable_formula() -> None:
+    bits = torch.randint(0, 0x7F800001, (20000,), dtype=torch.int32)  # inf included
+    edges = [0.0, 1e-45, 9.9e-13, 1e-12, 1.1e-12, 448.0, 57344.0, 3.4028235e38, math.inf, math.nan]
+    amaxes = torch.cat([bits.view(torch.float32), torch.tensor(edges)])
+    for target in (E4M3, E5M2):
+        expected = scaling_from_amax.portable(amaxes, target)
+        found = [scaling_from_amax(each, target) for each in amaxes]
+        for numbers, tensors in zip(zip(*found, strict=True), expected, strict=True):
+            assert same_bits(torch.stack(numbers), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has", [1.0, -0.0, math.inf, -math.inf, math.nan, -math.nan])
+def test_amax_and_cast_on_a_cpu_have_the_bits_of_the_portable_ones(
+    dtype: torch.dtype, has: float
+) -> None:
+    for shape in ((7, 5), (40, 4000), (3, 200, 300), (1,)):
+        x = torch.randn(shape).to(dtype)
+        x.view(-1)[0] = has
+        every = list(range(len(shape)))
+        for dims in (None, [], every[-1:], every[:-1], every[:1], every):
+            found, expected = amax(x, dims), amax.portable(x, dims)
+            assert same_bits(found.nan_to_num(), expected.nan_to_num())
+            assert torch.equal(found.isnan(), expected.isnan())
+            m, _ = scaling_from_amax(found, E4M3)
+            for fits in (False, True):
+                cast = quantize(x, m, E4M3, fits=fits)
+                assert same_bits(cast, quantize.portable(x, m, E4M3, fits=fits))
+                assert same_bits(cast, quantize(x, m, E4M3))

@@ -133,4 +133,4 @@ def test_a_synced_model_keeps_the_precomputed_scales_of_other_operands() -> None
         net(torch.randn(2, 4, 64)).sum().backward()
         precompute_float8_dynamic_scale(net)
         sync(net)
-        assert all(m.weight_cache.is_fresh(m.weight, m.weight) for m in float8_layers(net).values())
+        assert all(m.float8_weight.cache.is_fresh(m.weight) for m in float8_layers(net).values())

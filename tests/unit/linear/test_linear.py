@@ -15,7 +15,9 @@ from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
     convert_to_float8_training,
+    update_float8_scales,
 )
+from fp8_dist.fsdp import Float8AllGatherWeight
 from fp8_dist.linear.recording import record_gemms
 
 
@@ -73,6 +75,17 @@ def test_a_gather_that_cannot_happen_is_said(monkeypatch: pytest.MonkeyPatch) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.randn(2, 16))
+
+
+def test_auto_says_nothing_of_a_model_without_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_dist.warn, "_warned", set())
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
+    assert isinstance(model[0].weight, Float8AllGatherWeight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        update_float8_scales(model)
+        model(torch.randn(2, 16)).sum().backward()
     assert model[0].weight.grad is not None
 
 

@@ -7,7 +7,7 @@ from torch.distributed.tensor import (
     Shard,
 )
 
-from fp8_dist.mesh.layout import (
+from fp8_dist.mesh import (
     linear_layouts,
     sharded_axes,
 )

@@ -1,21 +1,29 @@
-"""The last cast of an input, for the next layer that takes the same input in the same way.
+"""The float8 copy of an input that several layers take: one slot, for the last input cast.
 
 ``wq``, ``wk`` and ``wv`` of an attention, ``w1`` and ``w3`` of a feed-forward take one tensor each.
-Its float8 copy then serves all of them: one cast, and one copy saved for backward, as nn.Linear
-layers save the one tensor. Nothing is kept for it: only a weak reference to what autograd saves.
+Its float8 copy serves all of them: one cast, and one copy saved for backward, as nn.Linear layers
+save the one tensor. The slot owns nothing: it refers weakly to what autograd saves.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from fp8_dist.kernels.quantize import Quantized
+from fp8_dist.granularity import Granularity
+from fp8_dist.tensor import Quantized
 
-# Its source (compared, never used), its key, its data, its scale.
-_last: tuple[ReferenceType[torch.Tensor], Any, ReferenceType[torch.Tensor], torch.Tensor] | None
-_last = None
+
+class _LastCast(NamedTuple):
+    source: ReferenceType[torch.Tensor]  # compared, never used
+    key: Any
+    qdata: ReferenceType[torch.Tensor]
+    scale: torch.Tensor
+    granularity: Granularity
+
+
+_last: _LastCast | None = None
 
 
 def cast_key(x: torch.Tensor, kind: Any) -> Any:
@@ -37,17 +45,18 @@ def cast_key(x: torch.Tensor, kind: Any) -> Any:
 def last_cast(x: torch.Tensor, key: Any) -> Quantized | None:
     """The last cast that was noted, if it still exists and is that of ``x`` by the same key."""
     last = _last  # another thread may note its own
-    if last is None:
+    if last is None or last.source() is not x or last.key != key:
         return None
-    source, noted, kept, scale = last
-    if source() is not x or noted != key:
+    qdata = last.qdata()
+    if qdata is None:
         return None
-    data = kept()
-    # (A tensor that autograd alone kept alive must be told of its new owner.)
-    return None if data is None else Quantized(TensorWeakRef(data)(), scale)
+    # A tensor that autograd alone kept alive must be told of its new owner.
+    return Quantized(TensorWeakRef(qdata)(), last.scale, last.granularity)
 
 
 def note_cast(x: torch.Tensor, key: Any, cast: Quantized) -> None:
     """Note that ``x`` was cast, and how."""
     global _last
-    _last = None if key is None else (ref(x), key, ref(cast.qdata), cast.scale)
+    _last = None
+    if key is not None:
+        _last = _LastCast(ref(x), key, ref(cast.qdata), cast.scale, cast.granularity)

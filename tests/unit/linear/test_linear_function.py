@@ -1,4 +1,4 @@
-"""The short way through a layer gives the bits of the general one."""
+"""The linear function: any shape, dtype and gradient, with and without the dispatcher."""
 
 import math
 from itertools import product
@@ -14,16 +14,16 @@ from fp8_dist import (
     ScalingType,
     sync_float8_amax_and_scale_history,
 )
-from fp8_dist.kernels.quantize import Quantized
-from fp8_dist.linear import autograd as function
-from fp8_dist.linear.last_cast import last_cast, note_cast
+from fp8_dist.granularity import TENSOR
+from fp8_dist.linear.shared_input import last_cast, note_cast
+from fp8_dist.tensor import Quantized
 
 SHAPES = [(48,), (1, 48), (5, 48), (2, 3, 48), (0, 48), (2, 0, 48), (2, 2, 3, 48), (400, 48)]
 
 
 def results(layer: Float8Linear, x: torch.Tensor) -> list[torch.Tensor | None]:
     """Output and gradients of a step."""
-    layer.weight_cache.drop()
+    layer.float8_weight.cache.drop()
     layer.zero_grad()
     x.grad = None
     output = layer(x)
@@ -41,14 +41,9 @@ def gradient(output: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_both_ways_give_the_same_bits(
-    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_direct_calls_give_the_bits_of_the_operators(
+    shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    short: list[int] = []
-    apply = function.TensorwiseFunction.apply
-    monkeypatch.setattr(
-        function.TensorwiseFunction, "apply", lambda *args: short.append(1) or apply(*args)
-    )
     e5m2 = CastConfig(target_dtype=torch.float8_e5m2)
     for bias, x_learns, weight_learns in product((False, True), repeat=3):
         config = Float8LinearConfig(cast_config_weight=e5m2 if bias else CastConfig())
@@ -58,15 +53,14 @@ def test_both_ways_give_the_same_bits(
         if x_learns and not bias:
             x.view(-1)[:1] = math.inf
         x.requires_grad_(x_learns)
-        short.clear()
         found = results(layer, x)
-        assert short == [1]
-        with Watching():
+        with Watching() as watching:
             expected = results(layer, x)
-        assert short == [1]
-        for mine, general in zip(found, expected, strict=True):
-            assert (mine is None) == (general is None)
-            assert mine is None or general is None or same_bits(mine, general)
+        gemms = 1 + x_learns + weight_learns
+        assert watching.seen.count("fp8_dist.scaled_mm.default") == gemms
+        for direct, dispatched in zip(found, expected, strict=True):
+            assert (direct is None) == (dispatched is None)
+            assert direct is None or dispatched is None or same_bits(direct, dispatched)
 
 
 @pytest.mark.parametrize("scaling_type", [ScalingType.DYNAMIC, ScalingType.DELAYED])
@@ -86,7 +80,7 @@ def test_what_has_outgrown_a_known_scale_saturates(scaling_type: ScalingType) ->
 
 def test_the_last_cast_is_read_at_once() -> None:
     ones, sevens = torch.ones(4), torch.full((4,), 7.0)
-    casts = [Quantized(x.to(torch.float8_e4m3fn), torch.ones(())) for x in (ones, sevens)]
+    casts = [Quantized(x.to(torch.float8_e4m3fn), torch.ones(()), TENSOR) for x in (ones, sevens)]
 
     class Interrupted:
         """While it is compared another thread takes over."""
@@ -101,8 +95,3 @@ def test_the_last_cast_is_read_at_once() -> None:
     found = last_cast(ones, Interrupted())
     assert found is not None
     assert found.qdata is casts[0].qdata
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_folded", "rowwise_with_gw_hp", "delayed"])
-def test_it_is_not_taken_with_other_recipes(recipe: str) -> None:
-    assert not Float8LinearConfig.from_recipe_name(recipe).is_tensorwise

@@ -1,13 +1,58 @@
-"""Axes of several meshes that are slices of one root mesh, as digits of the global rank."""
+"""Process groups over the axes of one mesh, or of several meshes sliced from one root mesh.
 
+Axes of several meshes are compared as digits of the global rank.
+"""
+
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.mesh.layout import group_of
+# Groups that had to be made, by their ranks, for each default group: they die with it.
+_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = (
+    WeakKeyDictionary()
+)
+
+
+def group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of this rank over some axes of a mesh.
+
+    A single axis has one already; so does the whole world. For other products, such as all axes
+    of a pipeline stage, a group of exactly those ranks is made on first use, and kept. No other
+    rank takes part in making it; the ranks that do must have made the same number of groups
+    before, as torch names groups by that number.
+    """
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    world = dist.group.WORLD
+    assert world is not None, "no default process group"
+    if math.prod(mesh.size(axis) for axis in axes) == world.size():
+        # Without reading the mesh's ranks: under FakeTensorMode they have no values.
+        return world
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not part of the mesh"
+    index = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(mesh.ndim))
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    return group_of(mesh.mesh[index].flatten().tolist(), "+".join(names[axis] for axis in axes))
+
+
+def group_of(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
+    """The (cached) process group of exactly these global ranks, of which this one must be one."""
+    world = dist.group.WORLD
+    assert world is not None, "no default process group"
+    if len(ranks) == world.size():
+        return world
+    groups = _made.setdefault(world, {})
+    key = tuple(sorted(ranks))
+    if key not in groups:
+        groups[key] = dist.new_group(
+            list(key), use_local_synchronization=True, group_desc=f"mesh_{description}"
+        )
+    return groups[key]
 
 
 class Axis(NamedTuple):

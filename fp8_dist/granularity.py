@@ -1,0 +1,188 @@
+"""What one scale of an operand covers: one small class per granularity.
+
+An N-D operand ``[..., K]`` is a matrix whose rows are along its last dim. Everything that depends
+on what a scale covers is a method here, and the rest of the library asks. A new granularity is a
+subclass in this file, a recipe in ``config.py``, and a route in ``kernels/gemm.py`` if the
+GEMM takes its scales in a new way.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch.distributed.tensor import Placement
+
+from fp8_dist.mesh import is_shard
+
+
+class Granularity:
+    """What one scale covers. Stateless: a subclass has one instance, and is compared by it.
+
+    Attributes:
+        name: for messages ("one scale per row"), and in graphs.
+        scales_move: scales are gathered with the data. (Otherwise they are the same on all ranks.)
+    """
+
+    name: str
+    scales_move: bool = True
+
+    def __init__(self) -> None:
+        assert self.name not in _BY_NAME, f"two granularities are called {self.name!r}"
+        _BY_NAME[self.name] = self
+
+    @staticmethod
+    def named(name: str) -> "Granularity":
+        """The granularity of this name."""
+        return _BY_NAME[name]
+
+    @property
+    def second_use(self) -> "Granularity":
+        """What a scale covers in the operand's second GEMM, which contracts another dim.
+
+        The granularity itself if one float8 copy serves both GEMMs.
+        """
+        return self
+
+    def grouped(self, x: torch.Tensor) -> torch.Tensor:
+        """A view of a tensor in which a scale covers whole dims: those of :meth:`covered_dims`."""
+        return x
+
+    def covered_dims(self, ndim: int) -> tuple[int, ...] | None:
+        """The dims of the grouped view, of ``ndim`` dims, that one scale covers; ``None``: all.
+
+        A scale has size 1 along these dims; it is 0-dim where it covers all.
+        """
+        raise NotImplementedError
+
+    def scale_shape(self, shape: Sequence[int]) -> list[int]:
+        """The shape of the scales of a tensor, which is that of its amaxes."""
+        grouped = self.grouped(torch.empty(tuple(shape), device="meta")).shape
+        covered = self.covered_dims(len(grouped))
+        if covered is None:
+            return []
+        return [1 if dim in covered else n for dim, n in enumerate(grouped)]
+
+    def offset(self, offset: Sequence[int]) -> list[int]:
+        """Where the scales of a shard begin among those of the tensor.
+
+        Args:
+            offset: where the shard begins in the tensor, per dim.
+        """
+        covered = self.covered_dims(len(offset))
+        if covered is None:
+            return []
+        return [0 if dim in covered else start for dim, start in enumerate(offset)]
+
+    def amax_axes(self, placements: Sequence[Placement], ndim: int) -> tuple[int, ...]:
+        """The mesh axes over which local amaxes are reduced: those that shard a covered dim.
+
+        Args:
+            placements: of a tensor of ``ndim`` dims, one per mesh axis.
+        """
+        covered = self.covered_dims(ndim)
+        return tuple(
+            axis
+            for axis, p in enumerate(placements)
+            if is_shard(p) and (covered is None or p.dim % ndim in covered)  # type: ignore[attr-defined]
+        )
+
+    def can_move(self, dims: Sequence[int], ndim: int) -> bool:
+        """Whether float8 data can be redistributed, after its cast, from shards of these dims."""
+        raise NotImplementedError
+
+    def gemm_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """The scale of an operand, as the matrix ``[M, K]``, in the shape that a GEMM takes.
+
+        0-dim, ``[M, 1]`` or ``[1, K]``: a GEMM applies scales along the dims that its result keeps.
+        """
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<one scale per {self.name}>"
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Granularity.named, (self.name,)  # also a copy is the one instance
+
+
+_BY_NAME: dict[str, Granularity] = {}
+
+
+class _PerTensor(Granularity):
+    name = "tensor"
+    scales_move = False
+
+    def covered_dims(self, ndim: int) -> None:
+        return None
+
+    def can_move(self, dims: Sequence[int], ndim: int) -> bool:
+        return True
+
+    def gemm_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale
+
+
+class _PerRow(Granularity):
+    name = "row"
+
+    @property
+    def second_use(self) -> Granularity:
+        return COLUMN
+
+    def covered_dims(self, ndim: int) -> tuple[int, ...]:
+        return (ndim - 1,)
+
+    def can_move(self, dims: Sequence[int], ndim: int) -> bool:
+        return ndim - 1 not in dims  # rows move whole
+
+    def gemm_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale.reshape(-1, 1)
+
+
+class _PerColumn(Granularity):
+    name = "column"
+    scales_move = False  # nothing moves
+
+    def covered_dims(self, ndim: int) -> tuple[int, ...]:
+        return tuple(range(ndim - 1))
+
+    def can_move(self, dims: Sequence[int], ndim: int) -> bool:
+        return not dims
+
+    def gemm_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale.reshape(1, -1)
+
+
+class _PerSlice(Granularity):
+    """Given dims, as ``cast_to_float8`` takes them, or as moving dims leaves those of a row."""
+
+    def __init__(self, dims: tuple[int, ...]) -> None:
+        self.name = f"slice of the dims {dims}"
+        self._dims = dims
+        super().__init__()
+
+    def covered_dims(self, ndim: int) -> tuple[int, ...]:
+        return self._dims
+
+    def can_move(self, dims: Sequence[int], ndim: int) -> bool:
+        return not dims
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return _per_slice, (self._dims,)
+
+
+TENSOR = _PerTensor()
+ROW = _PerRow()
+COLUMN = _PerColumn()
+
+
+@cache
+def _per_slice(dims: tuple[int, ...]) -> Granularity:
+    return _PerSlice(dims)
+
+
+def covering(dims: tuple[int, ...], ndim: int) -> Granularity:
+    """The granularity whose scales cover the given dims of a tensor of ``ndim`` dims."""
+    for known in (ROW, COLUMN):
+        if known.covered_dims(ndim) == dims:
+            return known
+    return _per_slice(dims)

@@ -1,0 +1,62 @@
+"""The scaled GEMM on CPUs, emulated exactly: the product of two float8 values fits in bf16 x bf16.
+
+* bf16 output, one scale for each operand: a bf16 GEMM of the upcast data, which accumulates in
+  fp32, with the scales as its alpha. It rounds once, at the end.
+* bf16 output, scales of rows and columns that are powers of two: a bf16 GEMM, whose result is
+  scaled. That is as exact, because such scales round nothing.
+* fp32 and fp16 output, and other scales: an fp64 GEMM. Sums of e4m3 products are exact there, so
+  that the result depends neither on the order of accumulation nor on how a weight is sharded.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from fp8_dist.kernels.cpu.upcast import upcast
+from fp8_dist.kernels.cpu.upcast_cache import UpcastCache
+from fp8_dist.kernels.gemm import apply_scales, scaled_mm, scaled_mm_with
+
+_LARGEST = torch.finfo(torch.float32).max
+_UNUSED = torch.zeros((), dtype=torch.bfloat16, device="cpu")
+
+Upcast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+
+
+def _emulated(
+    upcast_left: Upcast,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    if out_dtype is torch.bfloat16:
+        wide = torch.bfloat16
+        if scale_a.ndim == scale_b.ndim == 0:
+            alpha = scale_a.item() * scale_b.item()
+            # The scale of an enormous product may exceed fp32, in which addmm keeps its alpha.
+            if not _LARGEST < alpha < math.inf:
+                # At beta=0 the first argument is ignored. Alpha scales the fp32 accumulator.
+                left, right = upcast_left(a, wide), upcast(b, wide)
+                return torch.addmm(_UNUSED, left, right, beta=0, alpha=alpha)
+        elif _are_powers_of_2(scale_a) and _are_powers_of_2(scale_b):
+            product = torch.mm(upcast_left(a, wide), upcast(b, wide)).to(torch.float32)
+            return apply_scales(product, scale_a, scale_b).to(torch.bfloat16)
+    product = torch.mm(upcast_left(a, torch.float64), upcast(b, torch.float64))
+    return apply_scales(product, scale_a, scale_b).to(out_dtype)
+
+
+def _are_powers_of_2(scale: torch.Tensor) -> bool:
+    """True if all finite values of a scale are powers of two."""
+    bits = torch.nan_to_num(scale, 1.0, 1.0).view(torch.int32)
+    return not bits.bitwise_and(0x7FFFFF).any()  # of the mantissa (subnormal ones count as others)
+
+
+# Of left operands alone. The right operand of output and grad_input is the weight, whose storage
+# FSDP2 refills without a new version: a copy that is kept of it would be wrong.
+left_upcasts = UpcastCache()
+
+scaled_mm.register("cpu")(partial(scaled_mm_with, partial(_emulated, upcast)))
+scaled_mm.register_direct("cpu")(partial(scaled_mm_with, partial(_emulated, left_upcasts.upcast)))

@@ -1,0 +1,68 @@
+"""The bf16 copy of the last left operand, for GEMMs in a row that have the same one.
+
+Layers that share an input (``wq``, ``wk`` and ``wv`` of an attention) multiply it in turn, and each
+output gradient is multiplied twice: as it is for grad_input, transposed for grad_weight. Its float8
+data is then upcast once.
+"""
+
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+
+from fp8_dist.dtypes import is_float8
+from fp8_dist.kernels.cpu.upcast import FEW, upcast
+
+
+class _Entry(NamedTuple):
+    """A matrix, known by the tensor that it is a view of, with its bf16 copy.
+
+    (Autograd may be the only owner of what ``root`` refers to: it is compared, never used.)
+    """
+
+    root: ReferenceType[torch.Tensor]
+    version: int
+    address: int
+    shape: torch.Size
+    copy: torch.Tensor
+
+
+class UpcastCache:
+    """One slot. It is emptied when the matrix dies, and before another takes its place."""
+
+    def __init__(self) -> None:
+        self._entry: _Entry | None = None
+
+    def upcast(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """:func:`fp8_dist.kernels.cpu.upcast.upcast` of a matrix, by way of the bf16 copy.
+
+        The result may be shared and must not be written to.
+        """
+        # A matrix and its transpose are stored as one contiguous matrix.
+        transposed = not data.is_contiguous()
+        stored = data.t() if transposed else data
+        if (
+            data.numel() < FEW
+            or not is_float8(data.dtype)
+            or data.is_inference()  # has no version
+            or not stored.is_contiguous()
+        ):
+            return upcast(data, dtype)
+        copy = self._copy(stored)
+        return (copy.t() if transposed else copy).to(dtype)
+
+    def _copy(self, stored: torch.Tensor) -> torch.Tensor:
+        root = stored if stored._base is None else stored._base
+        key = (stored._version, stored.data_ptr(), stored.shape)
+        entry = self._entry  # another thread may put its own there
+        if entry is not None and entry.root() is root and entry[1:4] == key:
+            return entry.copy
+        entry = self._entry = None  # before there is another copy
+        copy = upcast(stored, torch.bfloat16)
+        self._entry = _Entry(ref(root, self._forget), *key, copy)
+        return copy
+
+    def _forget(self, gone: ReferenceType[torch.Tensor]) -> None:
+        entry = self._entry
+        if entry is not None and entry.root is gone:
+            self._entry = None

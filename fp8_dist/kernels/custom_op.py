@@ -1,0 +1,86 @@
+"""The library's operators: ``torch.ops.fp8_dist.NAME``, opaque to compilers.
+
+A compiled graph calls the operator, so that eager code and every backend run the same
+implementation and produce the same bits. Eager code that nothing observes calls the implementation
+directly, because the dispatcher costs more than the implementation on small tensors.
+"""
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Generic, ParamSpec, TypeVar
+
+import torch
+
+from fp8_dist.torch_internals import OpOverload, can_skip_dispatch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LIB = torch.library.Library("fp8_dist", "FRAGMENT")
+
+
+class CustomOp(Generic[P, R]):
+    """An operator with an implementation for all devices, and others for some of them.
+
+    Calling it runs the implementation of the device of the first argument, a tensor: directly where
+    :func:`can_skip_dispatch` allows that, through the dispatcher otherwise. It has no gradient.
+
+    Attributes:
+        portable: the implementation for all devices.
+        overload: the operator itself, as graphs and dispatch modes see it.
+    """
+
+    def __init__(self, schema: str, portable: Callable[P, R]) -> None:
+        self.portable = portable
+        self._name = schema.partition("(")[0]
+        self._direct: dict[str, Callable[P, R]] = {}
+        _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIB.impl(self._name, portable, "CompositeExplicitAutograd")
+        self.overload: OpOverload = getattr(torch.ops.fp8_dist, self._name).default
+        update_wrapper(self, portable)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The operator's result; the first argument must be positional."""
+        x = args[0]
+        assert isinstance(x, torch.Tensor)
+        if not can_skip_dispatch(x):
+            return self.overload(*args, **kwargs)
+        run = self._direct.get(x.device.type, self.portable)
+        if x.requires_grad and torch.is_grad_enabled():
+            return run(x.detach(), *args[1:], **kwargs)  # type: ignore[arg-type]
+        return run(*args, **kwargs)
+
+    def register(self, device_type: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """A decorator: the implementation for one type of device ("cpu", "cuda")."""
+
+        def add(implementation: Callable[P, R]) -> Callable[P, R]:
+            _LIB.impl(self._name, implementation, device_type.upper())
+            return self.register_direct(device_type)(implementation)
+
+        return add
+
+    def register_direct(self, device_type: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """A decorator: the implementation for calls that skip the dispatcher.
+
+        It may keep state between calls. The one that graphs call may not: a graph reuses the memory
+        of its tensors without a new version or a new object.
+        """
+
+        def add(implementation: Callable[P, R]) -> Callable[P, R]:
+            self._direct[device_type] = implementation
+            return implementation
+
+        return add
+
+    def register_fake(self, fake: Callable[P, R]) -> Callable[P, R]:
+        """A decorator: shapes and dtypes of the result, for tensors without data."""
+        return torch.library.register_fake(f"fp8_dist::{self._name}", fake, lib=_LIB)
+
+
+def custom_op(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
+    """A decorator: defines ``fp8_dist::NAME`` with the implementation for all devices.
+
+    Args:
+        schema: ``"NAME(Tensor x, ...) -> Tensor"``, with the defaults that the function has.
+    """
+    return lambda portable: CustomOp(schema, portable)

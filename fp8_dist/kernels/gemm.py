@@ -1,0 +1,199 @@
+"""The scaled GEMM: ``out = (a * scale_a) @ (b * scale_b)`` on float8 ``a`` and ``b``.
+
+Devices with float8 matrix cores run ``torch._scaled_mm``. Elsewhere, and with ``emulate=True``,
+the same product is computed in a wider type: here in fp32, on CPUs as
+:mod:`fp8_dist.kernels.cpu.gemm` says.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from fp8_dist.dtypes import device_has_float8_gemm, e4m3, e5m2
+from fp8_dist.env import strict_alignment
+from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.torch_internals import native_scaled_mm
+
+ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
+
+
+def needs_alignment(device: torch.device, emulate: bool) -> bool:
+    """True where the float8 GEMM takes only dims that are multiples of ``ALIGNMENT``."""
+    return not emulate and (device_has_float8_gemm(device) or strict_alignment())
+
+
+def apply_scales(
+    product: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
+) -> torch.Tensor:
+    """Multiply the product of the float8 data by both scales, in place and in its dtype."""
+    scale_a, scale_b = scale_a.to(product.dtype), scale_b.to(product.dtype)
+    if scale_a.ndim or scale_b.ndim:
+        return product.mul_(scale_a).mul_(scale_b)
+    return product.mul_(scale_a * scale_b)
+
+
+def _emulated(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    product = torch.mm(a.to(torch.float32), b.to(torch.float32))
+    return apply_scales(product, scale_a, scale_b).to(out_dtype)
+
+
+def scaled_mm_with(
+    emulated: Callable[..., torch.Tensor],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    pad_inner_dim: bool,
+    emulate: bool,
+) -> torch.Tensor:
+    """:func:`scaled_mm` with the given function, of its first five arguments, as the emulation."""
+    _check_scales(a, b, scale_a, scale_b)
+    (rows, inner), columns = a.shape, b.shape[1]
+    if not (rows and inner and columns):
+        return torch.zeros(rows, columns, dtype=out_dtype, device=a.device)
+    aligned = not (inner % ALIGNMENT or columns % ALIGNMENT)
+    if not aligned and needs_alignment(a.device, emulate):
+        a, b = _aligned(a, b, pad_inner_dim)
+        if scale_b.ndim and b.shape[1] > columns:
+            scale_b = torch.nn.functional.pad(scale_b, (0, b.shape[1] - columns))
+    if not emulate and device_has_float8_gemm(a.device):
+        out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
+    elif torch.is_autocast_enabled(a.device.type):
+        # Autocast would narrow the wider type.
+        with torch.autocast(a.device.type, enabled=False):
+            out = emulated(a, b, scale_a, scale_b, out_dtype)
+    else:
+        out = emulated(a, b, scale_a, scale_b, out_dtype)
+    return out if out.shape[1] == columns else out[:, :columns].contiguous()
+
+
+@custom_op(
+    "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType out_dtype, "
+    "bool use_fast_accum, bool pad_inner_dim, bool emulate) -> Tensor"
+)
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    pad_inner_dim: bool,
+    emulate: bool,
+) -> torch.Tensor:
+    """``(a * scale_a) @ (b * scale_b)`` of local float8 data.
+
+    An implementation may keep what it derives from ``a`` for the next GEMM that multiplies it. So
+    ``a`` must not be refilled in ways that autograd does not notice, such as ``out=`` of a
+    collective. (:func:`fp8_dist.tensor.scaled_mm` keeps nothing.)
+
+    Args:
+        a: ``[M, K]``, any strides, a float8 dtype.
+        b: ``[K, N]``, any strides, a float8 dtype.
+        scale_a: fp32, 0-dim or ``[M, 1]``.
+        scale_b: fp32, 0-dim or ``[1, N]``.
+        out_dtype: of the result.
+        use_fast_accum: see ``torch._scaled_mm``.
+        pad_inner_dim: pad K and N with zeros where :func:`needs_alignment` says so.
+        emulate: compute in a wider type even on devices with a float8 GEMM.
+
+    Returns:
+        ``[M, N]``, contiguous.
+
+    Raises:
+        ValueError: a scale runs along K; the device takes neither these dims nor these dtypes.
+    """
+    options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
+    return scaled_mm_with(_emulated, a, b, scale_a, scale_b, *options)
+
+
+@scaled_mm.register_fake
+def _scaled_mm_fake(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    pad_inner_dim: bool,
+    emulate: bool,
+) -> torch.Tensor:
+    _check_scales(a, b, scale_a, scale_b)
+    return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+
+
+def _check_scales(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
+) -> None:
+    for scale, kept in ((scale_a, 0), (scale_b, 1)):
+        if scale.ndim and scale.shape[1 - kept] != 1:
+            raise ValueError(
+                f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: a scale of shape "
+                f"{tuple(scale.shape)} runs along the dim that is summed over; cast along it "
+                f"(dim={1 - kept}) instead"
+            )
+
+
+def _native(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    if a.dtype == b.dtype == e5m2():
+        raise ValueError(
+            f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}, both {a.dtype}: this device "
+            f"multiplies none but {e4m3()} by any; set another target_dtype, or emulate=True"
+        )
+    # cuBLASLt multiplies a row-major by a column-major matrix.
+    a = a.contiguous()
+    b = b.t().contiguous().t()
+    if scale_a.ndim == scale_b.ndim == 0:
+        return native_scaled_mm(
+            a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+    if out_dtype is torch.bfloat16:
+        # The rowwise kernel takes a scale for each row and column.
+        return native_scaled_mm(
+            a,
+            b,
+            scale_a.expand(a.shape[0], 1).contiguous(),
+            scale_b.expand(1, b.shape[1]).contiguous(),
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
+    # The rowwise kernel writes bf16 alone; the tensorwise one writes fp32, which is scaled after.
+    one = torch.ones((), device=a.device)
+    product = native_scaled_mm(
+        a, b, one, one, out_dtype=torch.float32, use_fast_accum=use_fast_accum
+    )
+    return apply_scales(product, scale_a, scale_b).to(out_dtype)
+
+
+def _aligned(
+    a: torch.Tensor, b: torch.Tensor, pad_inner_dim: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inner, columns = b.shape
+    pad_inner, pad_columns = -inner % ALIGNMENT, -columns % ALIGNMENT
+    if not pad_inner_dim:
+        raise ValueError(
+            f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)} (local shapes): the inner dim "
+            f"{inner} and the last dim {columns} must be multiples of {ALIGNMENT} on this "
+            "device; set Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted"
+        )
+    return _zero_pad(a, 0, pad_inner), _zero_pad(b, pad_inner, pad_columns)
+
+
+def _zero_pad(qdata: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    padded = torch.nn.functional.pad(qdata.view(torch.uint8), (0, columns, 0, rows))
+    return padded.view(qdata.dtype)

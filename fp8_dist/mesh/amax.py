@@ -1,0 +1,104 @@
+"""Reducing amaxes over a mesh: the one place that does."""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from fp8_dist.mesh.groups import group_over
+from fp8_dist.mesh.layout import is_shard
+from fp8_dist.torch_internals import funcol, without_dispatch_modes
+
+
+def sharded_axes(
+    placements: Sequence[Placement], ndim: int, dims: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The mesh axes over which the amax of a tensor with these placements is reduced.
+
+    Args:
+        placements: one per axis.
+        ndim: the tensor's number of dims.
+        dims: what a scale covers (``None``: all dims); shards of others have scales of their own.
+    """
+    return tuple(
+        axis
+        for axis, p in enumerate(placements)
+        if is_shard(p) and (dims is None or p.dim % ndim in dims)  # type: ignore[attr-defined]
+    )
+
+
+def group_for_amax(
+    mesh: DeviceMesh, axes: Sequence[int], replicated: Sequence[int] = ()
+) -> dist.ProcessGroup | None:
+    """The group that :func:`reduce_amax` reduces over; ``None`` if there is nothing to reduce."""
+    axes = [axis for axis in axes if mesh.size(axis) > 1]
+    if len(axes) > 1:
+        axes = sorted({*axes, *replicated})  # nearer to a group that exists: the world
+    return group_over(mesh, tuple(axes)) if axes else None
+
+
+def reduce_amax(
+    amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], replicated: Sequence[int] = ()
+) -> torch.Tensor:
+    """Maximum of ``amax`` over the given mesh axes.
+
+    Args:
+        amax: fp32, non-negative or NaN, any shape; the local amax of each scale.
+        mesh: the mesh that the tensor is distributed over.
+        axes: the axes on which it is sharded; none returns ``amax`` itself.
+        replicated: axes along which the tensor is the same: they may be included.
+
+    Returns:
+        fp32 tensor of the same shape. One all-reduce of 4 bytes per element, whatever the number
+        of axes.
+    """
+    group = group_for_amax(mesh, axes, replicated)
+    return amax if group is None else all_reduce_max(amax, group.group_name)
+
+
+def all_reduce_max(amax: torch.Tensor, group_name: str) -> torch.Tensor:
+    """All-reduce (MAX) of non-negative fp32 values that keeps a NaN of any rank."""
+    return _wait(_start(amax, group_name))
+
+
+class AmaxReduction:
+    """:func:`all_reduce_max` in two halves: the constructor starts it, :meth:`wait` ends it.
+
+    A reduction that is never waited for is waited for when it is freed, or when the process exits:
+    torch keeps its buffers until then.
+    """
+
+    def __init__(self, amax: torch.Tensor, group_name: str) -> None:
+        self._bits = _start(amax, group_name)
+        self._finalizer = weakref.finalize(self, _wait_quietly, self._bits)
+
+    def wait(self) -> torch.Tensor:
+        """The maximum, fp32."""
+        self._finalizer.detach()
+        return _wait(self._bits)
+
+    @property
+    def blocks_host(self) -> bool:
+        """Whether :meth:`wait` blocks the host. (On a GPU it makes the current stream wait.)"""
+        return self._bits.is_cpu
+
+
+def _start(amax: torch.Tensor, group_name: str) -> torch.Tensor:
+    # Backends may drop a NaN in a MAX. The bits of a non-negative float, read as an integer, are
+    # ordered like the floats, with NaN above infinity, so the reduction runs on int32.
+    return funcol.all_reduce(amax.view(torch.int32), "max", group_name)
+
+
+def _wait(bits: torch.Tensor) -> torch.Tensor:
+    return funcol.wait_tensor(bits).view(torch.float32)
+
+
+def _wait_quietly(bits: torch.Tensor) -> None:
+    # The garbage collector may call this in the middle of a mode that counts operators. The wait
+    # fails if another rank is gone.
+    with suppress(Exception), without_dispatch_modes():
+        _wait(bits)

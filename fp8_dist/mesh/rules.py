@@ -1,0 +1,78 @@
+"""Placements of the operands and results of a linear layer.
+
+The rules are pure functions of placements, one mesh axis at a time; nothing here decides by
+values, so every rank decides alike.
+
+===========  ============  ==========  ===========  ================  ===================
+weight       input needed  output      grad_output  grad_input        grad_weight
+===========  ============  ==========  ===========  ================  ===================
+Replicate    Replicate     Replicate   Replicate    Replicate         Replicate
+Replicate    Shard(d)      Shard(d)    Shard(d)     Shard(d)          Partial
+Shard(0)     Replicate     Shard(-1)   Shard(-1)    Partial           Shard(0)
+Shard(1)     Shard(-1)     Partial     Replicate    Shard(-1)         Shard(1)
+===========  ============  ==========  ===========  ================  ===================
+
+(``d`` is any dim of the input but the last; a float8 operand that is elsewhere is redistributed
+to where it is needed as float8.) A cast keeps the placements of its input; its amax is reduced
+over the axes on which the input is sharded, and over no others.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from fp8_dist.mesh.layout import Placements, is_shard
+
+
+class LinearLayouts(NamedTuple):
+    """Placements of every operand and result of a linear layer, one per mesh axis."""
+
+    input: Placements
+    output: Placements
+    grad_output: Placements
+    grad_input: Placements
+    grad_weight: Placements
+
+
+def linear_layouts(
+    input: Sequence[Placement], weight: Sequence[Placement], input_ndim: int, fqn: str = ""
+) -> LinearLayouts:
+    """The table at the top of this module, for each mesh axis.
+
+    Args:
+        input: placements of the input as it comes (Partial allowed: it will be reduced).
+        weight: placements of the ``[out_features, in_features]`` weight on the same mesh.
+        input_ndim: number of dims of the input.
+        fqn: the layer's name, for the error.
+
+    Raises:
+        ValueError: for a weight placement that no linear layer can compute with.
+    """
+    last = input_ndim - 1
+    rows: list[Placements] = []
+    for p_input, p_weight in zip(input, weight, strict=True):
+        if p_weight.is_replicate():
+            batch = is_shard(p_input) and p_input.dim % input_ndim != last  # type: ignore[attr-defined]
+            where = Shard(p_input.dim % input_ndim) if batch else Replicate()  # type: ignore[attr-defined]
+            rows.append((where, where, where, where, Partial() if batch else Replicate()))
+        elif p_weight == Shard(0):
+            rows.append((Replicate(), Shard(last), Shard(last), Partial(), Shard(0)))
+        elif p_weight == Shard(1):
+            rows.append((Shard(last), Partial(), Replicate(), Shard(last), Shard(1)))
+        else:
+            raise ValueError(
+                f"{fqn or 'Float8Linear'}: a weight placed as {p_weight} can't be multiplied; "
+                "distribute it as Replicate(), Shard(0) (column-parallel) or Shard(1) "
+                "(row-parallel)"
+            )
+    return LinearLayouts(*(tuple(column) for column in zip(*rows, strict=True)))
+
+
+@register_sharding(torch.ops.aten.dequantize.self)
+def _dequantize_rule(x: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    """Rows of (placements of the result, placements of the input) on one axis: elementwise."""
+    replicated: list[tuple[list[Placement], list[Placement]]] = [([Replicate()], [Replicate()])]
+    return replicated + [([Shard(d)], [Shard(d)]) for d in range(len(x.shape))]

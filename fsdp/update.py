@@ -1,0 +1,102 @@
+"""What a model needs after an optimizer step, whatever its recipes: precompute, sync, or both."""
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fp8_dist.fsdp.precompute import precompute_layers
+from fp8_dist.fsdp.sync import sync_float8_amax_and_scale_history
+from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.optimizer_steps import after_step
+from fp8_dist.torch_internals import fsdp_parameter_users
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="update_float8_scales updates what graphs ask for when they run; call it outside of "
+    "code that is compiled with fullgraph=True"
+)
+def update_float8_scales(module: nn.Module) -> None:
+    """Update the scales of a model after an optimizer step, as its recipes need it.
+
+    Call it on all ranks after every ``optimizer.step()``, for any recipe; :func:`attach_update`
+    does so by itself. It runs
+
+    * :func:`fp8_dist.precompute_float8_dynamic_scale` for the weights with DYNAMIC scales that
+      FSDP2 gathers in float8, or that are distributed by tensor parallelism alone. Weights that
+      FSDP2 gathers in high precision are scaled after each gather, and weights that are whole on
+      every rank need no other rank's amax: for these nothing is done;
+    * :func:`fp8_dist.sync_float8_amax_and_scale_history` if an operand has DELAYED scales.
+
+    Args:
+        module: the model, or a part of it that contains the FSDP modules of its layers.
+
+    Collectives: one all-reduce (MAX) for each of the two that runs, of 4 bytes per scale. Whether
+    they run depends on configs, FSDP modules and types of weights, which are the same on all
+    ranks.
+
+    Raises:
+        ValueError: ``module`` has no converted layer, or precompute refuses a weight.
+        NotImplementedError: weights on several meshes that are not slices of one root mesh.
+        torch._dynamo.exc.Unsupported: in compiled code with ``fullgraph=True``.
+    """
+    layers = _converted_layers(module, "update_float8_scales")
+    precomputed = _layers_to_precompute(module, layers)
+    if precomputed:
+        precompute_layers(module, precomputed)
+    if any(layer.histories for layer in layers.values()):
+        sync_float8_amax_and_scale_history(module)
+
+
+def attach_update(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
+    """Call :func:`update_float8_scales` after every step of an optimizer.
+
+    Attach it to one optimizer of a model; with several, to the one that steps last. No hook runs
+    for a step that ``torch.amp.GradScaler`` skips: with DELAYED scales call
+    :func:`update_float8_scales` in the loop instead.
+
+    Args:
+        optimizer: the optimizer of ``module``'s parameters.
+        module: the model.
+
+    Returns:
+        A handle whose ``remove()`` ends it.
+
+    Raises:
+        ValueError: ``module`` has no converted layer.
+    """
+    _converted_layers(module, "attach_update")
+    return after_step(optimizer, lambda: update_float8_scales(module))
+
+
+def _converted_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
+    layers = float8_layers(module)
+    if not layers:
+        raise ValueError(
+            f"{caller}: the module has no Float8Linear; call convert_to_float8_training first"
+        )
+    return {name or layer.fqn: layer for name, layer in layers.items()}
+
+
+def _layers_to_precompute(
+    module: nn.Module, layers: dict[str, Float8Linear]
+) -> dict[str, Float8Linear]:
+    """The layers whose next forward or FSDP2 gather takes a precomputed scale."""
+    sharded_by_fsdp = {
+        user
+        for part in module.modules()
+        if isinstance(part, FSDPModule)
+        for user, name in fsdp_parameter_users(part)
+        if name == "weight"
+    }
+
+    def takes_precomputed_scale(layer: Float8Linear) -> bool:
+        if all(cast.delayed for cast in layer.config.casts("weight")):
+            return False
+        if layer.config.fsdp_float8_all_gather:
+            return True
+        return isinstance(layer.weight, DTensor) and layer not in sharded_by_fsdp
+
+    return {name: layer for name, layer in layers.items() if takes_precomputed_scale(layer)}

@@ -1,0 +1,181 @@
+"""update_float8_scales: what it runs for each recipe on each mesh, and that it is enough."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from nets import Distributed, Net
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits
+from torch.distributed.fsdp import fully_shard
+
+import fp8_dist.warn
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingType,
+    attach_update,
+    convert_to_float8_training,
+    float8_layers,
+    sync_float8_amax_and_scale_history,
+    update_float8_scales,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, apply_tp_plan
+
+MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+def collectives(audit: Any) -> str:
+    shown = [f"{row.op} of {row.elements} over {row.axis}" for row in audit.rows]
+    return ", ".join(shown) or "nothing"
+
+
+def updated_step(dp: int, tp: int, recipe: str) -> tuple[str, int, bool, set[str]]:
+    """A step after an update, against that of a model which was only synced if it is delayed.
+
+    Returns:
+        Collectives of the update; how many all-reduces it saves in the step; whether outputs and
+        gradients are the same; kinds of warnings.
+    """
+    fp8_dist.warn._warned.clear()
+    updates = [update_float8_scales]
+    updates += [sync_float8_amax_and_scale_history if recipe == "delayed" else lambda module: None]
+    found, reduces, results = [], [], []
+    for update in updates:
+        world = Distributed(dp, tp, config=Float8LinearConfig.from_recipe_name(recipe))
+        x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(1)))
+        optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
+        world.net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with comm_audit(world.mesh) as updating:
+            update(world.net)
+        with comm_audit(world.mesh) as step:
+            output = world.net(x)
+            output.square().mean().backward()
+        found.append(collectives(updating))
+        reduces.append(step.count("all_reduce"))
+        results.append([output, *(local_tensor(p.grad) for p in world.net.parameters())])
+    same = all(map(same_bits, *results))
+    return found[0], reduces[1] - reduces[0], same, fp8_dist.warn._warned
+
+
+def test_every_recipe_on_every_mesh(ranks: RankPools) -> None:
+    lines = []
+    for recipe in Float8LinearRecipeName:
+        for dp, tp in MESHES:
+            results = ranks(dp * tp).run(updated_step, dp, tp, recipe.value)
+            assert all(result == results[0] for result in results)
+            found, saved, same, warned = results[0]
+            assert same
+            assert not warned
+            lines.append(f"{recipe.value:<18} dp {dp} tp {tp}: {found}, {saved} fewer in the step")
+    # In high precision FSDP2 gathers weights that take no precomputed scale.
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+tensorwise         dp 1 tp 1: nothing, 0 fewer in the step
+tensorwise         dp 2 tp 1: all_reduce of 6 over dp, 6 fewer in the step
+tensorwise         dp 1 tp 2: all_reduce of 6 over tp, 6 fewer in the step
+tensorwise         dp 2 tp 2: all_reduce of 6 over world, 6 fewer in the step
+rowwise            dp 1 tp 1: nothing, 0 fewer in the step
+rowwise            dp 2 tp 1: nothing, 0 fewer in the step
+rowwise            dp 1 tp 2: all_reduce of 384 over tp, 6 fewer in the step
+rowwise            dp 2 tp 2: nothing, 0 fewer in the step
+rowwise_with_gw_hp dp 1 tp 1: nothing, 0 fewer in the step
+rowwise_with_gw_hp dp 2 tp 1: nothing, 0 fewer in the step
+rowwise_with_gw_hp dp 1 tp 2: all_reduce of 134 over tp, 8 fewer in the step
+rowwise_with_gw_hp dp 2 tp 2: nothing, 0 fewer in the step
+rowwise_folded     dp 1 tp 1: nothing, 0 fewer in the step
+rowwise_folded     dp 2 tp 1: nothing, 0 fewer in the step
+rowwise_folded     dp 1 tp 2: all_reduce of 128 over tp, 2 fewer in the step
+rowwise_folded     dp 2 tp 2: all_reduce of 128 over tp, 2 fewer in the step
+delayed            dp 1 tp 1: nothing, 0 fewer in the step
+delayed            dp 2 tp 1: all_reduce of 18 over dp, 0 fewer in the step
+delayed            dp 1 tp 2: all_reduce of 20 over tp, 0 fewer in the step
+delayed            dp 2 tp 2: all_reduce of 20 over world, 0 fewer in the step""",
+    )
+
+
+def layers_of_all_kinds() -> tuple[list[str], str]:
+    """Layers that are updated among some of each kind, and the collectives of that."""
+    mesh = device_mesh(dp=2, tp=2)
+    off, delayed = (CastConfig(kind) for kind in (ScalingType.DISABLED, ScalingType.DELAYED))
+    gathered = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
+    configs = {
+        "float8": gathered,
+        "high": Float8LinearConfig(),
+        "rowwise": Float8LinearConfig.from_recipe_name("rowwise"),
+        "ignored": Float8LinearConfig(),
+        "whole": Float8LinearConfig(),
+        "off": Float8LinearConfig(
+            cast_config_input=off, cast_config_weight=off, cast_config_grad_output=off
+        ),
+        "input": Float8LinearConfig(cast_config_input=delayed),
+    }
+    net = nn.Sequential(OrderedDict((name, nn.Linear(32, 48)) for name in configs))
+    for name, config in configs.items():
+        layer = net.get_submodule(name)
+        net.set_submodule(name, convert_to_float8_training(layer, config=config))
+    apply_tp_plan(net, mesh["tp"], {name: Float8ColwiseParallel() for name in ("ignored", "input")})
+    outside = {
+        p for name in ("ignored", "whole", "input") for p in net.get_submodule(name).parameters()
+    }
+    fully_shard(net, mesh=mesh["dp"], ignored_params=outside)
+    with comm_audit(mesh) as audit:
+        update_float8_scales(net)
+    layers = float8_layers(net).items()
+    return [name for name, each in layers if each.float8_weight.cache.scaling], collectives(audit)
+
+
+def test_layers_of_all_kinds_in_one_model(ranks: RankPools) -> None:
+    names, found = ranks(4).run(layers_of_all_kinds)[0]
+    assert names == ["float8", "ignored", "input"]
+    # Precompute: each weight has a slot per coordinate on the axis that its mesh lacks. Sync.
+    assert found == "all_reduce of 6 over world, all_reduce of 1 over tp"
+
+
+def attached(recipe: str) -> tuple[str, str, str]:
+    """Collectives of a step with the hook, of an update, and of a step after its removal."""
+    world = Distributed(2, 2, config=Float8LinearConfig.from_recipe_name(recipe))
+    optimizer = torch.optim.AdamW(world.net.parameters())
+    handle = attach_update(optimizer, world.net)
+    world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
+    audits = [comm_audit(world.mesh) for _ in range(3)]
+    with audits[0]:
+        optimizer.step()
+    with audits[1]:
+        update_float8_scales(world.net)
+    handle.remove()
+    with audits[2]:
+        optimizer.step()
+    return tuple(map(collectives, audits))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+def test_attach_update(ranks: RankPools, recipe: str) -> None:
+    for attached_step, update, plain_step in ranks(4).run(attached, recipe):
+        assert attached_step == update
+        assert (update == "nothing") is (recipe == "rowwise")
+        assert plain_step == "nothing"
+
+
+def test_a_model_that_was_not_converted() -> None:
+    optimizer = torch.optim.SGD(Net().parameters())
+    assert_expected_inline(
+        "\n".join(
+            (
+                raised(ValueError, lambda: update_float8_scales(Net())),
+                raised(ValueError, lambda: attach_update(optimizer, Net())),
+            )
+        ),
+        """\
+update_float8_scales: the module has no Float8Linear; call convert_to_float8_training first
+attach_update: the module has no Float8Linear; call convert_to_float8_training first""",
+    )

@@ -1,0 +1,201 @@
+"""What a scale covers, how an operand gets to its GEMMs, and a granularity that tests add."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from reference import raised, reference_cast, same_bits, sqnr
+from row_pairs import CONFIG, ROW_PAIRS
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
+from fp8_dist.config import GEMM_OPERANDS, CastSpec, Operand
+from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity, covering
+from fp8_dist.linear.operands import plan_operand
+from fp8_dist.linear.recording import record_gemms
+
+E4M3 = torch.float8_e4m3fn
+ALL = [TENSOR, ROW, COLUMN, covering((1,), 3), ROW_PAIRS]
+
+
+def test_granularities_as_a_table() -> None:
+    shape, placements = (4, 6, 8), (Shard(0), Shard(1), Shard(-1), Replicate())
+    lines = [
+        f"{g.name:22} scales {g.scale_shape(shape)!s:14} offset {g.offset((2, 4, 4))!s:13} "
+        f"amax over {g.amax_axes(placements, 3)!s:9} "
+        f"moves from {[d for d in range(3) if g.can_move([d], 3)]}"
+        for g in ALL
+    ]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+tensor                 scales []             offset []            amax over (0, 1, 2) moves from [0, 1, 2]
+row                    scales [4, 6, 1]      offset [2, 4, 0]     amax over (2,)      moves from [0, 1]
+column                 scales [1, 1, 8]      offset [0, 0, 4]     amax over (0, 1)    moves from []
+slice of the dims (1,) scales [4, 1, 8]      offset [2, 0, 4]     amax over (1,)      moves from []
+pair of rows           scales [4, 3, 1, 1]   offset [2, 2, 0, 0]  amax over (2,)      moves from []""",
+    )
+
+
+@pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
+def test_a_copy_is_the_same_granularity(granularity: Granularity) -> None:
+    assert copy.deepcopy(granularity) is granularity
+    assert pickle.loads(pickle.dumps(granularity)) is granularity
+    assert Granularity.named(granularity.name) is granularity
+
+
+def test_two_granularities_need_two_names() -> None:
+    assert "two granularities" in raised(AssertionError, type(ROW_PAIRS))
+
+
+def plan_line(
+    casts: tuple[CastSpec | None, ...],
+    now: tuple[Placement, ...] | None,
+    then: tuple[Placement, ...] | None,
+    scope: str = "global",
+) -> str:
+    plan = plan_operand(casts, now, then, 3, scope)
+
+    def shown(cast: CastSpec | None) -> str:
+        return "high" if cast is None else cast.granularity.name
+
+    if plan.first_cast is not None:
+        steps = [f"cast per {shown(plan.first_cast)}", "move float8"]
+    else:
+        steps = ["move high", "cast " + ", ".join(map(shown, plan.later_casts))]
+    if not plan.moves:
+        steps = [step for step in steps if not step.startswith("move")]
+    axes = {None: "all"}.get(plan.amax_axes, plan.amax_axes)  # type: ignore[call-overload]
+    return f"{', then '.join(steps):42} amax over {axes}"
+
+
+def test_plans_as_a_table() -> None:
+    kinds: dict[str, tuple[CastSpec | None, ...]] = {
+        "tensor": (CastSpec(E4M3), CastSpec(E4M3)),
+        "folded": (CastSpec(E4M3, ROW), CastSpec(E4M3, ROW)),
+        "rowwise": (CastSpec(E4M3, ROW), CastSpec(E4M3, COLUMN)),
+        "gw_hp": (CastSpec(E4M3, ROW), None),
+    }
+    moves: dict[str, tuple[tuple[Placement, ...] | None, tuple[Placement, ...] | None]] = {
+        "plain": (None, None),
+        "stays, Shard(-1)": ((Shard(2),), (Shard(2),)),
+        "Shard(1) -> R": ((Shard(1),), (Replicate(),)),
+        "Shard(-1) -> R": ((Shard(-1),), (Replicate(),)),
+        "2-D, one axis moves": ((Shard(0), Shard(1)), (Shard(0), Replicate())),
+    }
+    lines = [
+        f"{move:20} {kind:8} {scope:6} {plan_line(casts, now, then, scope)}"
+        for move, (now, then) in moves.items()
+        for kind, casts in kinds.items()
+        for scope in ("global", "rank")
+        if scope == "global" or kind in ("tensor", "rowwise")
+    ]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+plain                tensor   global cast per tensor                            amax over all
+plain                tensor   rank   cast per tensor                            amax over ()
+plain                folded   global cast per row                               amax over all
+plain                rowwise  global cast row, column                           amax over all
+plain                rowwise  rank   cast row, column                           amax over ()
+plain                gw_hp    global cast row, high                             amax over all
+stays, Shard(-1)     tensor   global cast per tensor                            amax over all
+stays, Shard(-1)     tensor   rank   cast per tensor                            amax over ()
+stays, Shard(-1)     folded   global cast per row                               amax over all
+stays, Shard(-1)     rowwise  global cast row, column                           amax over all
+stays, Shard(-1)     rowwise  rank   cast row, column                           amax over ()
+stays, Shard(-1)     gw_hp    global cast row, high                             amax over all
+Shard(1) -> R        tensor   global cast per tensor, then move float8          amax over all
+Shard(1) -> R        tensor   rank   cast per tensor, then move float8          amax over (0,)
+Shard(1) -> R        folded   global cast per row, then move float8             amax over all
+Shard(1) -> R        rowwise  global move high, then cast row, column           amax over all
+Shard(1) -> R        rowwise  rank   move high, then cast row, column           amax over ()
+Shard(1) -> R        gw_hp    global move high, then cast row, high             amax over all
+Shard(-1) -> R       tensor   global cast per tensor, then move float8          amax over all
+Shard(-1) -> R       tensor   rank   cast per tensor, then move float8          amax over (0,)
+Shard(-1) -> R       folded   global move high, then cast row, row              amax over all
+Shard(-1) -> R       rowwise  global move high, then cast row, column           amax over all
+Shard(-1) -> R       rowwise  rank   move high, then cast row, column           amax over ()
+Shard(-1) -> R       gw_hp    global move high, then cast row, high             amax over all
+2-D, one axis moves  tensor   global cast per tensor, then move float8          amax over all
+2-D, one axis moves  tensor   rank   cast per tensor, then move float8          amax over (1,)
+2-D, one axis moves  folded   global cast per row, then move float8             amax over all
+2-D, one axis moves  rowwise  global move high, then cast row, column           amax over all
+2-D, one axis moves  rowwise  rank   move high, then cast row, column           amax over ()
+2-D, one axis moves  gw_hp    global move high, then cast row, high             amax over all""",
+    )
+
+
+def expected_operand(
+    x: torch.Tensor, cast: CastSpec, power_of_2: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales ``[M, K]`` of a matrix, pair by pair or column by column, in fp64."""
+    pairs = cast.granularity is ROW_PAIRS
+    parts = x.split(2) if pairs else x.split(1, dim=1)
+    made = [reference_cast(part, cast.dtype, power_of_2) for part in parts]
+    values = torch.cat([values for values, _ in made], dim=0 if pairs else 1)
+    scales = [torch.full(part.shape, s) for part, (_, s) in zip(parts, made, strict=True)]
+    return values, torch.cat(scales, dim=0 if pairs else 1)
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_a_new_granularity_on_one_device(ndim: int) -> None:
+    layer = Float8Linear(16, 12, bias=False, config=CONFIG)
+    x = torch.randn(8, 16) * torch.logspace(-3, 3, 8)[:, None]
+    grad = torch.randn(8, 12) * torch.logspace(2, -2, 8)[:, None]
+    shape = (8,) if ndim == 2 else (2, 4)
+    leaf = x.view(*shape, 16).clone().requires_grad_()
+    with record_gemms() as records:
+        output = layer(leaf)
+        output.backward(grad.view(*shape, 12))
+    matrices: dict[Operand, torch.Tensor] = {
+        "input": x,
+        "weight": layer.weight.detach(),
+        "grad_output": grad,
+    }
+    assert [record.gemm for record in records] == list(GEMM_OPERANDS)
+    for record in records:
+        for operand, found in zip(GEMM_OPERANDS[record.gemm], (record.a, record.b), strict=True):
+            cast = CONFIG.cast(operand, record.gemm)
+            assert cast is not None
+            values, scales = expected_operand(matrices[operand], cast, False)
+            if found.shape != values.shape:
+                values, scales = values.t(), scales.t()
+            assert torch.equal(found.qdata.double(), values), (record.gemm, operand)
+            assert same_bits(found.scale.expand(values.shape).contiguous(), scales.contiguous())
+    assert leaf.grad is not None
+    assert layer.weight.grad is not None
+    exact = {"output": x @ layer.weight.t(), "grad_input": grad @ layer.weight}
+    results = {"output": output.view(8, 12), "grad_input": leaf.grad.view(8, 16)}
+    for gemm, product in exact.items():
+        assert sqnr(product, results[gemm]) > 20
+    assert sqnr(grad.t() @ x, layer.weight.grad) > 20
+
+
+def test_a_gather_of_two_copies_is_refused() -> None:
+    fields = {n: getattr(CONFIG, n) for n in ("cast_config_input", "cast_config_weight")}
+    text = raised(
+        ValueError,
+        lambda: Float8LinearConfig(
+            **fields,
+            cast_config_grad_output=CONFIG.cast_config_grad_output,
+            enable_fsdp_float8_all_gather=True,
+        ),
+    )
+    assert "one scale per pair of rows and one per column" in text
+
+
+@pytest.mark.parametrize("recipe", [r.value for r in Float8LinearRecipeName])
+def test_one_copy_is_what_a_recipe_gathers(recipe: str) -> None:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    operands: tuple[Operand, ...] = ("input", "weight", "grad_output")
+    for operand in operands:
+        uses = [config.cast(operand, g) for g, pair in GEMM_OPERANDS.items() if operand in pair]
+        one_copy = uses[0] == uses[1]
+        assert config.gather_cast(operand) == (uses[0] if one_copy else None)
+
+
+def test_partial_placements_are_no_shards() -> None:
+    assert TENSOR.amax_axes((Partial(), Shard(0)), 2) == (1,)
