@@ -23,6 +23,7 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.kernels import scaled_mm
+from fp8_dist.linear.weight_scales import WeightScales
 
 
 class GemmWeights(TorchDispatchMode):
@@ -237,13 +238,13 @@ def precomputed_in_graphs(recipe: str) -> list[int]:
         block.compile(backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     computed: list[int] = []
-    original = Float8Linear._dynamic_scaling
+    original = WeightScales._scaling_of
 
-    def counting(layer, *args):  # type: ignore[no-untyped-def]
+    def counting(scales, *args):  # type: ignore[no-untyped-def]
         computed[-1] += 1
-        return original(layer, *args)
+        return original(scales, *args)
 
-    Float8Linear._dynamic_scaling = counting  # type: ignore[method-assign]
+    WeightScales._scaling_of = counting  # type: ignore[method-assign]
     try:
         for step in range(4):
             computed.append(0)
@@ -253,7 +254,7 @@ def precomputed_in_graphs(recipe: str) -> list[int]:
                 model(world.mine(torch.randn(4, 8, 64))).sum().backward()
             optimizer.step()
     finally:
-        Float8Linear._dynamic_scaling = original  # type: ignore[method-assign]
+        WeightScales._scaling_of = original  # type: ignore[method-assign]
     return computed
 
 
