@@ -118,7 +118,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
         torch._dynamo.exc.Unsupported: in compiled code with ``fullgraph=True``.
     """
-    precompute_layers(module, _float8_layers(module, "precompute_float8_dynamic_scale"))
+    precompute_layers(module)
 
 
 # A graph writes to parameters when it ends: within one that updates weights, their amaxes would be
@@ -128,8 +128,10 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     "call it outside of code that is compiled with fullgraph=True"
 )
 @torch.no_grad()
-def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear]) -> None:
-    """:func:`precompute_float8_dynamic_scale` for some layers of ``module``, by name."""
+def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None = None) -> None:
+    """:func:`precompute_float8_dynamic_scale` for some layers of ``module``, by name; None: all."""
+    if layers is None:
+        layers = _float8_layers(module, "precompute_float8_dynamic_scale")
     reshard(module)  # unsharded weights are those of before the optimizer step
     _check_weights(layers)
     # Layers that share a weight share its amaxes.

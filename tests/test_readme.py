@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from llama import Llama, LlamaConfig
 from ranks import RankPools
 from torch.distributed.tensor import parallel
 
 import fp8_dist
 from fp8_dist import tensor_parallel
 from fp8_dist.debug import comm_audit
+from scripts.common.llama import Llama, LlamaConfig
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 TINY = LlamaConfig(64, 2, 4, 2, 96, vocab_size=64, max_seq_len=32)

@@ -11,11 +11,7 @@ from fp8_dist.kernels import cpu
 from fp8_dist.kernels.custom_op import CustomOp, custom_op
 from fp8_dist.kernels.gemm import ALIGNMENT, needs_alignment, scaled_mm
 from fp8_dist.kernels.quantization import quantize, quantize_after
-from fp8_dist.kernels.scale import (
-    Scaling,
-    amax,
-    scaling_from_amax,
-)
+from fp8_dist.kernels.scale import Scaling, amax, scaling_from_amax
 
 __all__ = [
     "ALIGNMENT",

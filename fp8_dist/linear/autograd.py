@@ -65,8 +65,18 @@ def float8_linear(
     """
     flat = [tensor for cast in weight_casts.casts for tensor in cast[:2]]
     flat += [None] * (4 - len(flat))  # type: ignore[list-item]
-    recast = weight_casts.recast or (None, None)
-    output = _LinearFunction.apply(input, weight, spec, *flat, *recast)
+    multiplier, scale = weight_casts.recast or (None, None)
+    if any(scale is tensor for tensor in flat):
+        scale = None  # dynamo refuses to pass a tensor twice
+    # In a graph one function does all. Dynamo would trace the backward of the first of two with a
+    # gradient at the placements of its output, which are not those that it arrives at.
+    in_one = torch.compiler.is_compiling() and isinstance(input, DTensor)
+    bias_in_one = bias if in_one else None
+    output = _LinearFunction.apply(
+        input, weight, bias_in_one, spec, in_one, *flat, multiplier, scale
+    )
+    if in_one:
+        return output
     if not isinstance(output, DTensor):
         return output if bias is None else output + bias.to(output.dtype)
     placements = spec.output_placements
@@ -143,14 +153,19 @@ _GRADIENT_GEMMS: dict[tuple[bool, bool], tuple[Gemm, ...]] = {
 
 
 class _LinearFunction(torch.autograd.Function):
-    """The GEMMs of :func:`float8_linear`; a DTensor output is where the GEMM leaves it."""
+    """The GEMMs of :func:`float8_linear`.
+
+    A DTensor output is where the GEMM leaves it; with ``in_one`` it is finished here.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         input: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         spec: LinearSpec,
+        in_one: bool,
         # (Not *args: dynamo (2.13) tells by their number whether a forward takes a ctx.)
         first_qdata: torch.Tensor | None,
         first_scale: torch.Tensor | None,
@@ -183,7 +198,8 @@ class _LinearFunction(torch.autograd.Function):
         if needs_weight:
             saved, ctx.input_cast = _flat(wait_local(x["grad_weight"]))
         if ctx.recasts:
-            saved += [weight, recast_scale, recast_multiplier]
+            saved += [weight, first_scale if recast_scale is None else recast_scale]
+            saved.append(recast_multiplier)
         elif needs_input:
             tensors, ctx.weight_cast = _flat(weight_operand(weight, casts, "grad_input", config))
             saved += tensors
@@ -192,19 +208,24 @@ class _LinearFunction(torch.autograd.Function):
         if where is None:
             return output
         shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-        return Layout(where.weight.mesh, where.layouts.output, shape).wrap(output)
+        wrapped = Layout(where.weight.mesh, where.layouts.output, shape).wrap(output)
+        ctx.bias_layout = Layout.of(bias)
+        return _finished(wrapped, bias, spec.output_placements) if in_one else wrapped
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
-        unused = (None,) * 7
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        unused = (None,) * 8
+        if grad is None:
+            return None, None, None, *unused
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad = reduced(grad)
+        grad_bias = _bias_gradient(grad, ctx.bias_layout) if needs_bias else None
         gemms = _GRADIENT_GEMMS[needs_input, needs_weight]
-        if grad is None or not gemms:
-            return None, None, *unused
+        if not gemms:
+            return None, None, grad_bias, *unused
         spec, where = ctx.spec, ctx.where
         data, scale, *of_the_weight = ctx.saved_tensors
-        grad = reduced(grad)
         x = w = data
         if needs_weight:
             x = _unflat(data, scale, ctx.input_cast)
@@ -229,7 +250,7 @@ class _LinearFunction(torch.autograd.Function):
             if where is not None:
                 layout = where.weight._replace(placements=where.layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
-        return grad_input, grad_weight, *unused
+        return grad_input, grad_weight, grad_bias, *unused
 
 
 def _flat(operand: Local) -> tuple[list[torch.Tensor | None], Granularity | None]:
@@ -279,7 +300,7 @@ class _FinishOutput(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.bias_layout = Layout.of(bias)
         ctx.set_materialize_grads(False)
-        return _add_bias(output, bias, placements)
+        return _finished(output, bias, placements)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:  # type: ignore[override]
@@ -290,7 +311,7 @@ class _FinishOutput(torch.autograd.Function):
         return grad, grad_bias, None
 
 
-def _add_bias(
+def _finished(
     output: DTensor, bias: torch.Tensor | None, placements: Placements | None
 ) -> torch.Tensor:
     """The GEMM's output with the bias added, at the given placements (None: anywhere).

@@ -18,7 +18,7 @@ from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
 from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
-from fp8_dist.tensor import Float8Tensor, Quantized
+from fp8_dist.tensor import Float8Tensor, Quantized, granularity_of
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
 from fp8_dist.warn import warn_once
 
@@ -254,7 +254,7 @@ def wait_local(operand: Local) -> Local:
     local = local_tensor(operand)
     if not isinstance(local, Float8Tensor):
         return local
-    return Quantized(local.qdata, local.scale, local.granularity)
+    return Quantized(local.qdata, local.scale, granularity_of(local))
 
 
 def weight_operand(

@@ -38,7 +38,7 @@ from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.linear.weight_scales import WeightScales, is_parameter
 from fp8_dist.mesh import Layout, local_tensor
-from fp8_dist.tensor import Float8Tensor, Quantized
+from fp8_dist.tensor import Float8Tensor, Quantized, granularity_of
 from fp8_dist.torch_internals import is_selectively_checkpointed
 from fp8_dist.warn import warn_once
 
@@ -108,7 +108,7 @@ class Float8Weight:
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self._config, local, self._fqn)
             scale = self._recorded(local.scale)
-            return WeightCasts((Quantized(local.qdata, scale, local.granularity),))
+            return WeightCasts((Quantized(local.qdata, scale, granularity_of(local)),))
         compiling = torch.compiler.is_compiling()
         # No end_of_evaluation follows in a graph: what it finds without gradients is not kept.
         keeps = torch.is_grad_enabled() or not compiling

@@ -93,11 +93,6 @@ class Float8Tensor(torch.Tensor):
         self.covered = covered if known else _covered_dims(qdata, scale)  # type: ignore[assignment]
         return self
 
-    @property
-    def granularity(self) -> Granularity:
-        """What one scale covers."""
-        return covering(self.covered, self.ndim) if self.scale.ndim else TENSOR
-
     def rewrap(self, **changes: Any) -> "Float8Tensor":
         """A new Float8Tensor with this one's fields, but for those given."""
         fields = {name: getattr(self, name) for name in self.__slots__}
@@ -159,6 +154,11 @@ class Float8Tensor(torch.Tensor):
         return handler(func, args, kwargs or {})
 
 
+def granularity_of(x: Float8Tensor) -> Granularity:
+    """What one scale of a tensor covers. (Dynamo knows no properties of a tensor subclass.)"""
+    return covering(x.covered, x.ndim) if x.scale.ndim else TENSOR
+
+
 def dequantized(x: Float8Tensor) -> torch.Tensor:
     """``dequantize()`` outside of autograd."""
     return (x.qdata.to(torch.float32) * x.scale).to(x.orig_dtype)
@@ -170,6 +170,11 @@ def _covered_dims(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...]:
     if scale.shape == (*qdata.shape[:-1], 1):
         return (qdata.ndim - 1,)
     return tuple(dim for dim, n in enumerate(scale.shape) if n == 1)
+
+
+def granularity_of(tensor: Float8Tensor) -> Granularity:
+    """What one scale of a tensor covers. (Dynamo can't trace a property with such a result.)"""
+    return covering(tensor.covered, tensor.ndim) if tensor.scale.ndim else TENSOR
 
 
 class _Dequantize(torch.autograd.Function):

@@ -14,7 +14,13 @@ import torch
 from fp8_dist import kernels
 from fp8_dist.dtypes import is_float8
 from fp8_dist.granularity import COLUMN, ROW
-from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, STAND_INS, Float8Tensor, dequantized
+from fp8_dist.tensor.float8_tensor import (
+    FLOAT8_OPS,
+    STAND_INS,
+    Float8Tensor,
+    dequantized,
+    granularity_of,
+)
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     funcol,
@@ -97,7 +103,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     qdata = func(x.qdata, size, **kwargs)
     if x.scale.ndim == 0 or qdata.shape == x.shape:
         return x.rewrap(qdata=qdata)
-    granularity = x.granularity
+    granularity = granularity_of(x)
     if granularity in (ROW, COLUMN) and qdata.ndim and qdata.shape[-1] == x.shape[-1]:
         scale = x.scale.reshape(granularity.scale_shape(qdata.shape))
         covered = granularity.covered_dims(qdata.ndim)
@@ -281,7 +287,8 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
         out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
     dims = [d % x.ndim for d in rest[:2]] if func is shard_dim_alltoall else [0]
-    if not (x.granularity.scales_move and x.granularity.can_move(dims, x.ndim)):
+    granularity = granularity_of(x)
+    if not (granularity.scales_move and granularity.can_move(dims, x.ndim)):
         raise NotImplementedError(
             f"{func} of a Float8Tensor whose scales cover the dims {x.covered} of {x.ndim}: only "
             "whole rows travel, each with its scale; redistribute the high-precision tensor and "

@@ -88,7 +88,7 @@ quantize                 5         3             5             7
 scaled_mm                3         6             3             6
 all_gather               1         1             1             1
 reduce_scatter           1         1             1             1
-all_reduce               2         3             2             3""",
+all_reduce               2         4             2             4""",
     )
     assert found["selective"][1] == found["none"][1]
 
@@ -122,7 +122,7 @@ quantize                 5         8
 scaled_mm                3         8
 all_gather               1         2
 reduce_scatter           1         1
-all_reduce               2         5""",
+all_reduce               2         6""",
     )
     assert_expected_inline(
         collectives,
@@ -131,9 +131,8 @@ forward   all_reduce      tp  int32      2        8 bytes
 forward   all_gather      tp  uint8      1    2,048 bytes
 forward   reduce_scatter  tp  float32    1    8,192 bytes
 backward  all_reduce      tp  float32    1      256 bytes
-backward  all_gather      tp  float32    1    8,192 bytes
-backward  all_reduce      tp  int32      4       16 bytes
-backward  all_gather      tp  uint8      1    2,048 bytes
+backward  all_reduce      tp  int32      5       20 bytes
+backward  all_gather      tp  uint8      2    4,096 bytes
 backward  reduce_scatter  tp  float32    1    8,192 bytes""",
     )
 

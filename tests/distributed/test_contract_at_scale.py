@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from llama import Llama, LlamaConfig
 from ranks import RankPool, RankPools, device_mesh
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,6 +23,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
+from scripts.common.llama import Llama, LlamaConfig
 
 FAKE_RANKS = 1024
 # The first, and one whose FSDP shards are empty: no dim 0 of the model reaches 1,024.

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # Registers ops; torch 2.11 imports it late.
 from expecttest import assert_expected_inline
-from llama import Llama, LlamaConfig
 from ranks import RankPools, device_mesh
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -35,6 +34,7 @@ from fp8_dist import (
 from fp8_dist.debug import CommAudit, CommRow, comm_audit
 from fp8_dist.debug.collectives import IGNORED_OPS, NAMESPACES, SCHEMAS, read_collective
 from fp8_dist.tensor import Float8Tensor
+from scripts.common.llama import Llama, LlamaConfig
 
 funcol = torch.ops._c10d_functional
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from llama import Llama, LlamaConfig
 from nets import full
 from ranks import RankPools, device_mesh
 from reference import sqnr
@@ -40,6 +39,7 @@ from fp8_dist.tensor_parallel.residual import (
     Float8ResidualRowwiseParallel,
     ResidualRowwiseParallel,
 )
+from scripts.common.llama import Llama, LlamaConfig
 
 TINY = LlamaConfig(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64, max_seq_len=16

@@ -11,16 +11,12 @@ import argparse
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import fmean, median
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import train
-from corpus import VOCAB_SIZE
-from llama import MODELS, Llama
 from nets import full
 from ranks import RankPools, device_mesh
 from reference import same_cast, weights_used
@@ -38,6 +34,9 @@ from fp8_dist import (
 )
 from fp8_dist.linear import float8_layers
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
+from scripts.common.corpus import VOCAB_SIZE
+from scripts.common.llama import MODELS, Llama
+from scripts.train import train
 
 STEPS = 50
 # The first two (before and after the first precompute), and every fifth.
@@ -72,11 +71,11 @@ class Run:
     compared: int = 0
 
 
-def parse(tp: int, *options: str) -> argparse.Namespace:
+def parse(tp: int) -> argparse.Namespace:
     """The script's options on dp = tp."""
     argv = [*OPTIONS, "--recipe", "tensorwise", "--tp", str(tp), "--data", argparse.__file__]
     with mock.patch.dict(os.environ, WORLD_SIZE=str(tp * tp)):
-        return train.parse_args([*argv, *options])
+        return train.parse_args(argv)
 
 
 def one_device_model(config: Float8LinearConfig, args: argparse.Namespace) -> Llama:
@@ -92,7 +91,7 @@ def one_device_model(config: Float8LinearConfig, args: argparse.Namespace) -> Ll
 def sharded_model(
     config: Float8LinearConfig, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device
 ) -> Llama:
-    """Runs on every rank, in place of `train.build_model`: its model, without bf16 compute."""
+    """Runs on every rank, in place of `train.build`: its model, without bf16 compute."""
     float8 = config.gemm_enabled("output")
     model = one_device_model(
         dataclasses.replace(config, enable_fsdp_float8_all_gather=float8), args
@@ -105,11 +104,16 @@ def sharded_model(
 
 def make_trainer(config: Float8LinearConfig) -> train.Trainer:
     """Runs on every rank."""
-    precompute = "--precompute" if config.gemm_enabled("output") else "--no-precompute"
-    with mock.patch.object(train, "build_model", partial(sharded_model, config)):
-        return train.Trainer(
-            parse(2, precompute), device_mesh(dp=2, tp=2), device=torch.device("cpu")
-        )
+    args = parse(2)
+
+    def build(_: str, __: object, mesh: DeviceMesh, device: torch.device, **___: object) -> Llama:
+        return sharded_model(config, args, mesh, device)
+
+    with mock.patch.object(train, "build", build):
+        trainer = train.Trainer(args, device_mesh(dp=2, tp=2), device=torch.device("cpu"))
+    if not config.gemm_enabled("output"):
+        trainer.after_step = lambda model: None
+    return trainer
 
 
 def batch_loss(model: Llama, args: argparse.Namespace, step: int, rank: int, ranks: int) -> Tensor:

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import io
-import json
 import logging
 import re
 import warnings
@@ -13,12 +12,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import bench_auto_filter
 import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from llama import Llama, LlamaConfig
 from reference import raised
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -31,7 +28,6 @@ from torch.distributed.tensor.parallel import (
 
 from fp8_dist import (
     Float8Linear,
-    Float8LinearConfig,
     Float8LinearRecipeName,
     auto_filter,
     convert_to_float8_training,
@@ -39,6 +35,7 @@ from fp8_dist import (
 from fp8_dist.auto_filter import MULTIPLE, TOO_SMALL, AutoFilter, _matches, _shards
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, llama_tp_plan
+from scripts.common.llama import Llama, LlamaConfig
 
 installed = importlib.util.find_spec("torchao") is not None
 if installed:
@@ -406,7 +403,7 @@ auto_filter: the plan's entry 'layers.*.wq' is <class 'torch.distributed.tensor.
     )
 
 
-# The page and the benchmark
+# The page
 
 
 def test_the_example_of_the_page() -> None:
@@ -419,71 +416,3 @@ def test_the_example_of_the_page() -> None:
     with contextlib.redirect_stdout(printed):
         exec(code.group(1), {})
     assert printed.getvalue() == shown.group(1)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_benchmark(compiled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = tmp_path / "figures.json"
-    arguments = ["--rows", "16", "32", "--sizes", "16", "32", "--repeat", "1"]
-    if compiled:
-        arguments = ["--rows", "16", "--sizes", "32", "--repeat", "1", "--compile"]
-    assert bench_auto_filter.main([*arguments, "--json", str(figures)]) == 0
-    result = json.loads(figures.read_text())
-    assert (result["recipe"], result["mode"]) == ("tensorwise", "compiled" if compiled else "eager")
-    shapes = [(row["m"], row["k"], row["n"]) for row in result["rows"]]
-    assert shapes == ([(16, 32, 32)] if compiled else list(product((16, 32), *[(16, 32)] * 2)))
-    for row in result["rows"]:
-        assert row["speedup"] == row["bf16_ms"] / row["float8_ms"] > 0
-    printed = capsys.readouterr().out
-    assert bench_auto_filter.table(result["rows"]) in printed
-    assert bench_auto_filter.summary(result["rows"], "tensorwise", 1.0) in printed
-
-
-def test_the_benchmark_converts_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    converted: list[nn.Module] = []
-
-    def convert(model: nn.Module, config: Float8LinearConfig) -> None:
-        converted.append(convert_to_float8_training(model, config=config))
-
-    monkeypatch.setattr(bench_auto_filter, "convert_to_float8_training", convert)
-    for recipe in (None, "tensorwise"):
-        bench_auto_filter.step_of(16, 32, 48, recipe, False, torch.device("cpu"))()
-    ((_, linear, _),) = converted
-    assert isinstance(linear, Float8Linear)
-    assert linear.weight.shape == (48, 32)
-
-
-def test_the_summary_of_the_benchmark() -> None:
-    speedups = {(16, 1024): 0.9, (4112, 1024): 1.2, (8192, 1024): 1.3, (16, 2048): 1.1}
-    speedups |= {(4112, 2048): 0.8, (8192, 2048): 1.0}
-    rows = [
-        {"m": m, "k": k, "n": n, "bf16_ms": speedup * m, "float8_ms": float(m), "speedup": speedup}
-        for m in (64, 128)
-        for (k, n), speedup in speedups.items()
-    ]
-    rows[2]["speedup"] = 0.5  # at the other M it gains
-    assert_expected_inline(
-        bench_auto_filter.table(rows[:2]),
-        """\
-      M  K (in)  N (out)   bf16 ms  float8 ms  speedup
-     64      16     1024    57.600     64.000     0.90
-     64    4112     1024    76.800     64.000     1.20""",
-    )
-    assert_expected_inline(
-        bench_auto_filter.summary(rows, "tensorwise", 1.0),
-        """\
-Layers that gain (speedup of 1 or more at every M measured):
-  N = 1024: none
-  N = 2048: K >= 8192
-auto_filter('tensorwise') decides otherwise about:
-  K = 8192, N = 1024: converted, speedup 0.50
-  K = 4112, N = 2048: converted, speedup 0.80""",
-    )
-
-
-def test_the_benchmark_refuses_misaligned_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--sizes", "24"], ["--rows", "0"], ["--repeat", "0"], ["--sizes", "0"]):
-        with pytest.raises(SystemExit) as info:
-            bench_auto_filter.main(arguments)
-        assert info.value.code == 2
-    assert "multiples of 16" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Commands that back the documents' claims; run as modules from the root of the checkout."""

@@ -1,0 +1,1 @@
+"""Commands that time the library beside bf16 and torchao."""

@@ -1,0 +1,82 @@
+"""Times precompute_float8_dynamic_scale beside torchao's, in one run.
+
+    python -m scripts.bench.precompute --assert 4 --write
+
+Each of `--ranks` ranks, which this script starts on this machine, holds its shards of `--layers`
+linear layers of `--size` x `--size` under FSDP2 with float8 gathers.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fp8_dist import Float8Linear, precompute_float8_dynamic_scale
+from scripts.bench import timing
+from scripts.common.candidates import TORCHAO
+from scripts.common.markdown import table
+from scripts.common.models import after_step, convert
+from scripts.common.options import positive
+from scripts.common.ranks import run_on_ranks
+from scripts.common.report import finish, make_parser, start
+
+OURS, PEER = "fp8_dist", "torchao"
+
+
+def precomputing(name: str, args: argparse.Namespace) -> Callable[[], None]:
+    """Precompute of a candidate's model: linear layers under FSDP2, one group each."""
+    layers = (nn.Linear(args.size, args.size, bias=False) for _ in range(args.layers))
+    model = nn.Sequential(*layers).to(args.device)
+    convert(name, model, enable_fsdp_float8_all_gather=True)
+    mesh = init_device_mesh(args.device, (dist.get_world_size(),))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    if name in TORCHAO:
+        return partial(after_step(name, sharded=True), model)
+
+    def known() -> None:
+        """Ours, and the wait of who first needs one of the scales."""
+        precompute_float8_dynamic_scale(model)
+        first = next(layer for layer in model.modules() if isinstance(layer, Float8Linear))
+        assert first.float8_weight.cache.scaling is not None
+
+    return known
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Median seconds until the scales are known, by library; called on every rank."""
+    names = {OURS: "tensorwise"} | ({PEER: TORCHAO[0]} if TORCHAO else {})
+    timed = {library: timing.Timed(precomputing(name, args)) for library, name in names.items()}
+    return timing.medians(timed, args, description="precompute")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = make_parser("scripts.bench.precompute", __doc__, "benchmarks.md", repeat=15)
+    add = parser.add_argument
+    add("--layers", type=positive, default=100, help="default: %(default)s")
+    add("--size", type=positive, default=512, help="default: %(default)s")
+    add("--ranks", type=positive, default=2, help="default: %(default)s")
+    asserts = "fail unless faster than torchao by this"
+    add("--assert", dest="least", type=float, metavar="RATIO", help=asserts)
+    args = start(parser, argv)
+    options = {"device": args.device, "threads": args.threads}
+    seconds = run_on_ranks(args.ranks, measure, args, **options)[0]
+    lines = [
+        [name, timing.milliseconds(s), timing.ratio(s, seconds[OURS])]
+        for name, s in seconds.items()
+    ]
+    blocks = {"precompute": table(["library", "ms", "x fp8_dist"], lines, "lr")}
+    shape = {"layers": args.layers, "size": args.size, "ranks": args.ranks}
+    data, asserted = [shape | {"seconds": seconds}], args.least is not None
+    faster = partial(timing.check_faster, "precompute", seconds[OURS], seconds.get(PEER))
+    return finish(args, blocks, data, [faster(args.least)] if asserted else [], asserted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Times a training step of the reference model beside bf16 and torchao, in one run.
+
+    python -m scripts.bench.step --mesh dp=2 tp=2 dp=2,tp=2 --model debug small --assert 2 --write
+    python -m scripts.bench.step --compile --assert 1 --write
+
+A step is what follows the optimizer's step before (precompute, or the sync of delayed scales),
+forward, backward and an AdamW step (fused). `--mesh` names FSDP2 ("dp") and tensor-parallel ("tp",
+with sequence parallelism) axes, whose ranks this script starts on this machine, bound to cores;
+"none" is one process. `--compile` compiles each transformer block. `--assert RATIO`: tensorwise has
+RATIO times torchao's speed. The first command above takes 20 minutes on two cores.
+
+The smaller the batch, the more of a step is Python and the latency of collectives.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from scripts.bench import timing
+from scripts.common.candidates import BF16, OURS, TORCHAO, peer_of
+from scripts.common.llama import MODELS, LlamaConfig
+from scripts.common.markdown import table
+from scripts.common.models import after_step, build
+from scripts.common.options import positive
+from scripts.common.ranks import run_on_ranks
+from scripts.common.report import Check, finish, make_parser, start
+
+Mesh = tuple[int, int]  # ranks of dp, tp
+NAMES = (BF16, *OURS, *TORCHAO)
+# What attention multiplies in on each type of device, if not in bf16: on CPUs, at heads and
+# sequences this short, torch's backward of it in bf16 would be most of a step.
+ATTENTION = {"cpu": torch.float32}
+
+
+@dataclasses.dataclass
+class Run:
+    """Median seconds of a step by candidate, for one model on one mesh."""
+
+    model: str
+    mesh: Mesh
+    compiled: bool
+    seconds: dict[str, float]
+
+    @property
+    def block(self) -> str:
+        """The name of its block in the document."""
+        return f"step {self.model} {mesh_text(self.mesh)}{' compiled' * self.compiled}"
+
+
+def step_of(
+    name: str,
+    sizes: LlamaConfig,
+    mesh: DeviceMesh | None,
+    args: argparse.Namespace,
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> Callable[[], None]:
+    """A candidate's training step; it starts with what follows the step before."""
+    model = build(name, sizes, mesh, args.device, compiled=args.compile)
+    for block in model.layers:
+        block.attention.dtype = ATTENTION.get(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    after = after_step(name, sharded=mesh is not None and mesh["dp"].size() > 1)
+    tokens, targets = batch
+
+    def step() -> None:
+        after(model)
+        logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(
+    mesh_sizes: Mesh, names: Sequence[str], args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Median seconds of a step by model and candidate; called on every rank."""
+    mesh = None
+    if dist.is_initialized():
+        mesh = init_device_mesh(args.device, mesh_sizes, mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(0 if mesh is None else mesh.get_local_rank("dp"))
+    tokens = torch.randint(256, (2, args.batch_size, args.seq_len), generator=generator)
+    batch = tuple(tokens.to(args.device))
+    found = {}
+    for size in args.model:
+        steps = {name: step_of(name, MODELS[size], mesh, args, batch) for name in names}
+        timed = {name: timing.Timed(step) for name, step in steps.items()}
+        found[size] = timing.medians(timed, args, warm_up=3, description=size)
+    return found
+
+
+def mesh_type(text: str) -> Mesh:
+    """The type of `--mesh`: "none", or sizes of the axes as in "dp=2,tp=2"."""
+    sizes = {"dp": 1, "tp": 1}
+    for axis in [] if text == "none" else text.split(","):
+        name, _, ranks = axis.partition("=")
+        if name not in sizes or not ranks.isdecimal() or int(ranks) < 1:
+            raise argparse.ArgumentTypeError(f"{text}: expected none, dp=N, tp=N or dp=N,tp=N")
+        sizes[name] = int(ranks)
+    return sizes["dp"], sizes["tp"]
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """What `mesh_type` reads."""
+    axes = zip(("dp", "tp"), mesh, strict=True)
+    return ",".join(f"{name}={ranks}" for name, ranks in axes if ranks > 1) or "none"
+
+
+def step_table(seconds: dict[str, float]) -> str:
+    """A row per candidate, as a multiple of bf16 and of torchao's like recipe."""
+    header = ["candidate", "ms", "x bf16", "faster than torchao"]
+    lines = [
+        [
+            name,
+            timing.milliseconds(median),
+            timing.ratio(median, seconds[BF16]),
+            timing.ratio(seconds.get(peer_of(name) or ""), median),
+        ]
+        for name, median in seconds.items()
+    ]
+    return table(header, lines, "lr")
+
+
+def checks(runs: Sequence[Run], least: float) -> list[Check]:
+    """The condition of `--assert`, for tensorwise in each run."""
+    return [
+        timing.check_faster(
+            run.block, run.seconds["tensorwise"], run.seconds.get("torchao tensorwise"), least
+        )
+        for run in runs
+    ]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = make_parser("scripts.bench.step", __doc__, "benchmarks.md", repeat=7)
+    add = parser.add_argument
+    add("--model", choices=MODELS, nargs="+", default=["debug"], help="default: debug")
+    add("--mesh", type=mesh_type, nargs="+", default=[(1, 1)], help="default: none")
+    add("--batch-size", type=positive, default=64, help="rows per rank of dp; %(default)s")
+    add("--seq-len", type=positive, default=128, help="tokens per row; %(default)s")
+    add("--compile", action="store_true", help="torch.compile each block")
+    asserts = "fail unless tensorwise is faster than torchao's by this on each mesh"
+    add("--assert", dest="least", type=float, metavar="RATIO", help=asserts)
+    args = start(parser, argv)
+    if args.compile and any(math.prod(mesh) > 1 for mesh in args.mesh):
+        parser.error("--compile is for --mesh none: torchao's layers don't compile with TP")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    args = parse(argv)
+    runs = []
+    for mesh in args.mesh:
+        task = partial(measure, mesh, NAMES, args)
+        ranks, options = math.prod(mesh), {"device": args.device, "threads": args.threads}
+        by_model = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
+        runs += [Run(model, mesh, args.compile, by_model[model]) for model in args.model]
+    blocks = {run.block: step_table(run.seconds) for run in runs}
+    asserted = args.least is not None
+    return finish(args, blocks, runs, checks(runs, args.least) if asserted else [], asserted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""What scripts compare: bf16, the library's recipes and torchao's, by name.
+
+A *candidate* is named "fp32" or "bf16" (nn.Linear), a recipe of the library, or "torchao RECIPE".
+"""
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
+
+# torchao warns of kernels that it can't load here, torch of what torchao registers.
+for _logger in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_logger).setLevel(logging.ERROR)
+try:
+    from torchao import float8 as torchao
+    from torchao.float8 import float8_ops as torchao_ops  # noqa: F401
+    from torchao.float8 import float8_tensor_parallel as torchao_styles  # noqa: F401
+    from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
+except ImportError:
+    torchao = None
+
+BF16, FP32 = "bf16", "fp32"
+OURS = tuple(recipe.value for recipe in Float8LinearRecipeName)
+RECIPES = (BF16, *OURS)
+# Scales of rows need a kernel that CPUs have since torch 2.12.
+_PEERS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+if torch.__version__.startswith("2.11."):
+    _PEERS = ("tensorwise",)
+TORCHAO = () if torchao is None else tuple(f"torchao {recipe}" for recipe in _PEERS)
+
+
+def is_torchaos(name: str) -> bool:
+    """Whether a candidate is torchao's."""
+    return name.startswith("torchao ")
+
+
+def peer_of(name: str) -> str | None:
+    """torchao's candidate that bf16 or a recipe is compared with: the one most like it."""
+    if name not in RECIPES:
+        return None
+    like = {BF16: "tensorwise", "delayed": "tensorwise", "rowwise_folded": "rowwise"}
+    return f"torchao {like.get(name, name)}"
+
+
+def config_of(name: str, **changes: Any) -> Any:
+    """The config of a recipe, of the library or of torchao, with some fields replaced."""
+    library = torchao.Float8LinearConfig if is_torchaos(name) else Float8LinearConfig
+    config = library.from_recipe_name(name.removeprefix("torchao "))
+    return dataclasses.replace(config, **changes)
+
+
+def linear_of(name: str, linear: nn.Linear) -> nn.Linear:
+    """A candidate's layer with the parameters of ``linear``."""
+    if is_torchaos(name):
+        return TorchaoLinear.from_float(linear, config_of(name))
+    return Float8Linear.from_float(linear, config_of(name)) if name in OURS else linear
+
+
+def gathers_float8(name: str) -> bool:
+    """Whether FSDP2 can gather a candidate's weights in float8: one copy serves all its GEMMs."""
+    if name in OURS:
+        return config_of(name).gather_cast("weight") is not None
+    return name == "torchao tensorwise"

@@ -1,0 +1,154 @@
+"""The reference Llama on a mesh, for each candidate (names: scripts/common/candidates.py)."""
+
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from fp8_dist import convert_to_float8_training, update_float8_scales
+from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
+from scripts.common import candidates
+from scripts.common.candidates import BF16, config_of, gathers_float8, is_torchaos
+from scripts.common.llama import Block, Llama, LlamaConfig
+
+TP = "tp"
+
+
+def build(
+    name: str,
+    sizes: LlamaConfig,
+    mesh: DeviceMesh | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    shard: bool | None = None,
+    sequence_parallel: bool = True,
+    compiled: bool = False,
+    seed: int = 0,
+    reduce_dtype: torch.dtype = torch.float32,
+    **float8: Any,
+) -> Llama:
+    """Makes a candidate's model: converted but for the head, parallel, compiled, initialized.
+
+    Args:
+        name: the candidate.
+        sizes: of the model.
+        mesh: its axis "tp" is tensor-parallel; FSDP2 shards over the others. None: one process.
+        device: where the model is; on "meta" it stays without values.
+        shard: with FSDP2: fp32 parameters, bf16 compute. Otherwise parameters are bf16. None: if
+            the axes but "tp" have more than one rank.
+        sequence_parallel: beside tensor parallelism.
+        compiled: torch.compile each block.
+        seed: of the parameters, which are the same for all candidates and meshes.
+        reduce_dtype: in which FSDP2 reduces gradients.
+        float8: fields of the library's config that differ from the recipe's.
+    """
+    tp = 1 if mesh is None else mesh[TP].size()
+    if shard is None:
+        shard = mesh is not None and mesh.size() > tp
+    with torch.device("meta"):
+        model = Llama(sizes)
+    convert(name, model, enable_fsdp_float8_all_gather=shard and gathers_float8(name), **float8)
+    if mesh is not None and tp > 1:
+        apply_tp_plan(model, mesh[TP], tp_plan(name, model, sequence_parallel))
+    if compiled:
+        compile_blocks(name, model)
+    if shard:
+        assert mesh is not None
+        # Casting the inputs of a block would only round the rotary tables.
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        )
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=data_parallel_mesh(mesh), mp_policy=policy)
+    else:
+        model.bfloat16()
+    if torch.device(device).type != "meta":
+        model.to_empty(device=device)
+        model.init_weights(seed)
+    return model
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes that FSDP2 shards, or replicates, over: all but "tp"."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return mesh[tuple(name for name in names if name != TP)]
+
+
+def convert(name: str, model: nn.Module, **changes: Any) -> None:
+    """Converts all linear layers of a model but its head; `changes`: of the recipe's config."""
+    if name == BF16:
+        return
+    of_torchao = candidates.torchao.convert_to_float8_training if is_torchaos(name) else None
+    call = of_torchao or convert_to_float8_training
+    call(model, module_filter_fn=lambda _, fqn: fqn != "output", config=config_of(name, **changes))
+
+
+def after_step(name: str, sharded: bool) -> Callable[[nn.Module], None]:
+    """What a training loop calls with the model, on all ranks, after the optimizer's step.
+
+    Args:
+        name: the candidate.
+        sharded: whether FSDP2 shards the model.
+    """
+    if name in candidates.OURS:
+        return update_float8_scales
+    if is_torchaos(name) and sharded and gathers_float8(name):
+        return candidates.torchao.precompute_float8_dynamic_scale_for_fsdp
+    return lambda model: None
+
+
+def compile_blocks(name: str, model: Llama) -> None:
+    """Compiles each block, with a forward whose code belongs to the candidate alone.
+
+    Dynamo searches all graphs of a code object, and limits their number.
+    """
+    code = Block.forward.__code__.replace(co_name=f"forward_{name.replace(' ', '_')}")
+    forward = FunctionType(code, Block.forward.__globals__)
+    for block in model.layers:
+        block.forward = MethodType(forward, block)
+        block.compile(fullgraph=True, dynamic=False)
+
+
+def tp_plan(
+    name: str, model: nn.Module, sequence_parallel: bool = True
+) -> dict[str, ParallelStyle]:
+    """The tensor-parallel plan of a converted model.
+
+    torchao's float8 styles cast tensorwise whatever the recipe: its other recipes get torch's.
+    """
+    plan = llama_tp_plan(model, sequence_parallel=sequence_parallel)
+    if name != "torchao tensorwise":
+        return plan
+    styles = candidates.torchao_styles
+    for path, _ in model.named_modules():
+        part = path.rpartition(".")[2]
+        if part in ("attention", "feed_forward"):
+            plan[path] = styles.PrepareFloat8ModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            )
+        elif part in ("wq", "wk", "wv", "w1", "w3"):
+            plan[path] = styles.Float8ColwiseParallel()
+        elif part in ("wo", "w2"):
+            plan[path] = styles.Float8RowwiseParallel(output_layouts=Shard(1))
+    _let_gloo_gather()
+    return plan
+
+
+def _let_gloo_gather() -> None:
+    """gloo refuses float8: torchao gathers it as uint8, which is as large, at no other cost."""
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+    def as_bytes(data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return gather(data.view(torch.uint8), *args, **kwargs).view(data.dtype)
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
+        return candidates.torchao_ops.allgather_fp8(as_bytes, args, kwargs)
+
+    candidates.torchao_ops.FLOAT8_OPS_TABLE[gather] = handler

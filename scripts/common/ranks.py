@@ -1,0 +1,101 @@
+"""Runs a function on ranks of this machine."""
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from tqdm import tqdm
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def run_on_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    device: str = "cpu",
+    threads: int = 1,
+) -> list[Any]:
+    """Calls ``function(*arguments)`` on newly spawned ranks; returns the results by rank.
+
+    Args:
+        world_size: how many ranks, on a default process group.
+        function: at the top level of an importable module; arguments and results are pickled.
+        device: "cpu" (gloo), each rank on cores of its own, or "cuda" (nccl), one GPU per rank.
+        threads: of each rank.
+
+    Raises:
+        ValueError: there are too few GPUs.
+        torch.multiprocessing.ProcessRaisedException: a rank raised an error; has its traceback.
+    """
+    if device == "cuda" and world_size > torch.cuda.device_count():
+        raise ValueError(
+            f"{world_size} ranks need as many GPUs, there are {torch.cuda.device_count()}: "
+            f"use --device cpu"
+        )
+    # Ranks share the machine, and gloo needs an address that it can reach.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    with tempfile.TemporaryDirectory() as folder:
+        task = (world_size, folder, device, threads, function, arguments)
+        multiprocessing.spawn(_rank_main, task, nprocs=world_size)
+        return [pickle.loads(_answer(folder, r).read_bytes()) for r in range(world_size)]
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    device: str,
+    threads: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    tqdm.set_lock(RLock())  # os._exit below would leave tqdm's own, a semaphore, behind
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        _bind(rank, world_size)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    try:
+        result = function(*arguments)
+        dist.barrier()  # gloo may abort a rank that leaves while others still talk to it
+    finally:
+        dist.destroy_process_group()
+    _answer(folder, rank).write_bytes(pickle.dumps(result))
+    # Ends without finalizing the interpreter: a thread of gloo that releases its last tensor
+    # meanwhile would abort the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _bind(rank: int, world_size: int) -> None:
+    """Keeps a rank and its threads on cores of its own; ranks share them where there are too few.
+
+    The scheduler would move the ranks that wait for a collective onto each other's cores.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return  # Linux only
+    cores = sorted(os.sched_getaffinity(0))
+    shares = min(world_size, len(cores))
+    share = rank % shares
+    os.sched_setaffinity(
+        0, cores[share * len(cores) // shares : (share + 1) * len(cores) // shares]
+    )
+
+
+def _answer(folder: str, rank: int) -> Path:
+    return Path(folder) / f"answer_{rank}"

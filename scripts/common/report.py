@@ -1,0 +1,115 @@
+"""What a measurement leaves: blocks of documents, data, and the verdicts of `--assert`."""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.common.blocks import DOCS, replace_block
+from scripts.common.options import command_parser, positive
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A condition of `--assert`: a sentence with its figures, and whether it holds."""
+
+    sentence: str
+    holds: bool
+
+
+def make_parser(
+    module: str, description: str | None, page: str | None, repeat: int | None = None
+) -> argparse.ArgumentParser:
+    """A parser with the options of all measurements.
+
+    Args:
+        module: such as "scripts.bench.linear".
+        description: the module's docstring.
+        page: the document in docs/ whose blocks `--write` replaces; None: there is no `--write`.
+        repeat: the default of `--repeat`; None: nothing is timed.
+    """
+    parser = command_parser(module, description)
+    parser.set_defaults(page=page)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    add = parser.add_argument
+    add("--threads", type=positive, default=1, help="of each process on a CPU; %(default)s")
+    add("--device", choices=["cpu", "cuda"], default=kind, help="default: %(default)s")
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    if repeat is not None:
+        add("--repeat", type=positive, default=repeat, help="turns of each candidate; %(default)s")
+        clock = "cpu: CPU time of the process, where others use the machine; default: wall"
+        add("--clock", choices=["wall", "cpu"], default="wall", help=clock)
+    if page is not None:
+        add("--write", action="store_true", help=f"replace the blocks in docs/{page}")
+    return parser
+
+
+def start(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the options, sets threads and seed; `command` is what to type to run it again."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and getattr(args, "clock", "wall") == "cpu":
+        parser.error("--clock cpu does not see what a GPU does: use wall")
+    args.command = shlex.join([*parser.prog.split(), *argv])
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    return args
+
+
+def finish(
+    args: argparse.Namespace,
+    blocks: Mapping[str, str],
+    data: Sequence[Any],
+    checks: Sequence[Check] = (),
+    asserted: bool = False,
+) -> int:
+    """Prints and writes what the options ask for; returns the exit status.
+
+    Args:
+        args: what `start` returned.
+        blocks: text by the name of its block.
+        data: rows for `--json`, which may be dataclasses.
+        checks: the conditions.
+        asserted: whether the status is 1 if one does not hold.
+    """
+    where = machine(args.device, args.threads)
+    for name, text in blocks.items():
+        print(f"{name}\n\n{text}\n")
+        if getattr(args, "write", False):
+            made = f"`{args.command}` on {where}."
+            replace_block(DOCS / args.page, name, f"{made}\n\n{text}")
+    for check in checks:
+        print(f"{'holds' if check.holds else 'BROKEN'}: {check.sentence}")
+    if args.json is not None:
+        result = {"machine": where, "rows": data, "checks": checks}
+        args.json.write_text(json.dumps(result, indent=1, default=dataclasses.asdict) + "\n")
+    return 1 if asserted and not all(check.holds for check in checks) else 0
+
+
+def machine(device: str, threads: int) -> str:
+    """The device, its threads, and the releases of torch and torchao."""
+    if device == "cuda":
+        kind = torch.cuda.get_device_name()
+    else:
+        kind = f"{_cpu_name()}, {os.cpu_count()} cores, {threads} thread{'s' * (threads > 1)}"
+    try:
+        peer = f"torchao {importlib.metadata.version('torchao')}"
+    except importlib.metadata.PackageNotFoundError:
+        peer = "no torchao"
+    return f"{kind}, torch {torch.__version__}, {peer}"
+
+
+def _cpu_name() -> str:
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else platform.machine()

@@ -1,0 +1,114 @@
+"""Counts the bytes that a forward leaves: what autograd saves, or what anything holds."""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+OTHER = "other"
+
+
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a wrapper subclass is made of; or the tensor itself."""
+    if hasattr(tensor, "_tensor"):
+        # A weight that FSDP2 gathers in float8. To be flattened, torchao's reads the value of its
+        # scale, which fake tensors lack.
+        return plain_tensors(tensor._tensor)
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor.detach()]
+    names, _ = tensor.__tensor_flatten__()
+    held = [getattr(tensor, name) for name in names]  # a DTensor's mesh is among them
+    return [
+        plain for each in held if isinstance(each, torch.Tensor) for plain in plain_tensors(each)
+    ]
+
+
+def rewrites_ops(types: Iterable[type]) -> bool:
+    """Whether one of these tensor types replaces an op by others, which a mode sees in its place.
+
+    A mode returns NotImplemented then. Fake tensors, which DTensor asks for shapes, do not count.
+    """
+    return any(
+        kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        and not issubclass(kind, FakeTensor)
+        for kind in types
+    )
+
+
+def saved_bytes(
+    forward: Callable[[], torch.Tensor],
+    kinds: Mapping[int, str],
+    known: Iterable[torch.Tensor] = (),
+    caches: Callable[[], Iterable[torch.Tensor]] = tuple,
+) -> Counter[str]:
+    """Bytes of the storages that a forward saves for its backward, each once.
+
+    Storages that are freed in place, as FSDP2 does with what it gathered, have no bytes. Wrapper
+    subclasses count as what they hold.
+
+    Args:
+        forward: returns an output, whose graph is kept meanwhile, but not the output.
+        kinds: what storages are, by their number of elements; all else is `OTHER`.
+        known: tensors that are there anyway, such as parameters.
+        caches: afterwards, what is held beside autograd, to be counted too.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.extend(plain_tensors(tensor))
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        graph = forward().grad_fn
+    tensors += [plain for tensor in caches() for plain in plain_tensors(tensor)]
+    there = {plain.untyped_storage().data_ptr() for t in known for plain in plain_tensors(t)}
+    storages = {
+        storage.data_ptr(): (storage.nbytes(), kinds.get(storage.nbytes() // t.itemsize, OTHER))
+        for t in tensors
+        for storage in [t.untyped_storage()]
+        if storage.nbytes() and storage.data_ptr() not in there
+    }
+    assert graph is not None
+    bytes_of: Counter[str] = Counter()
+    for size, kind in storages.values():
+        bytes_of[kind] += size
+    return bytes_of
+
+
+class Census(TorchDispatchMode):
+    """Knows every storage that an operator returned while it was entered, and what is left of it.
+
+    It sees what selective checkpointing keeps, which hooks on saved tensors don't; like that, it is
+    a mode, with which layers take other ways through Python than without.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The reference keeps the address from being used again.
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            for tensor in plain_tensors(leaf) if isinstance(leaf, torch.Tensor) else ():
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._known.setdefault(reference.cdata, reference)
+        return result
+
+    def sizes(self) -> dict[int, int]:
+        """The bytes of each storage that something holds now, by an address of its own."""
+        gc.collect()
+        found = {}
+        for address in self._known:
+            storage = torch.UntypedStorage._new_with_weak_ptr(address)
+            found[address] = 0 if storage is None else storage.nbytes()
+        return found

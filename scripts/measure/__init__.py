@@ -1,0 +1,1 @@
+"""Measures what does not depend on a machine's speed: messages, bytes, accuracy, order."""

@@ -1,0 +1,281 @@
+"""Counts what one training step communicates: bf16, fp8_dist, and torchao where it is installed.
+
+    python -m scripts.measure.communication --assert --write
+
+Starts 2 and then 4 ranks on this machine (gloo, CPU), which train a tiny Llama. The counted step is
+the second one: forward, backward, optimizer and precompute. Counts and sizes of buffers depend on
+the model, its batch and the mesh, not on the machine.
+
+An *amax all-reduce* is one of forward or backward: of one number, or of one per row. It is
+*blocking* if its result is waited for before any other op but a view is issued: nothing hides it.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8_dist.debug import comm_audit
+from fp8_dist.debug.collectives import IGNORED_OPS, read_collective
+from scripts.common import candidates
+from scripts.common.blocks import DOCS, replace_block
+from scripts.common.candidates import BF16
+from scripts.common.llama import LlamaConfig
+from scripts.common.markdown import table
+from scripts.common.models import after_step, build
+from scripts.common.options import command_parser
+from scripts.common.ranks import run_on_ranks
+from scripts.common.saved_bytes import rewrites_ops
+
+PAGE = DOCS / "communication.md"
+LAYERS, SEQUENCE, BATCH = 4, 32, 2  # BATCH: sequences per data-parallel rank
+SIZES = LlamaConfig(64, LAYERS, 4, 4, 128, vocab_size=256, max_seq_len=SEQUENCE)
+OPS = ("all_gather", "reduce_scatter", "all_reduce")
+
+# (dp, tp) by the name of the mesh.
+FSDP, TP, BOTH = "FSDP2 x2", "TP x2 + SP", "FSDP2 2 x TP 2 + SP"
+MESHES = {FSDP: (2, 1), TP: (1, 2), BOTH: (2, 2)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variant:
+    """What multiplies and communicates.
+
+    Attributes:
+        name: of the row.
+        candidate: see scripts/common/candidates.py.
+        update: whether precompute (for delayed scales: the sync) follows the optimizer's step.
+        float8: fields of the library's config that differ from the recipe's.
+    """
+
+    name: str
+    candidate: str
+    update: bool = True
+    float8: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+RANK: dict[str, Any] = {"amax_scope": "rank"}
+PLAIN = Variant("bf16", BF16)
+OURS = Variant("fp8_dist", "tensorwise", update=False)
+OURS_PRECOMPUTED = Variant("fp8_dist + precompute", "tensorwise")
+OURS_RANK = Variant('fp8_dist + precompute, amax_scope="rank"', "tensorwise", float8=RANK)
+FOLDED = Variant("fp8_dist rowwise_folded + precompute", "rowwise_folded")
+FOLDED_RANK = Variant(
+    'fp8_dist rowwise_folded + precompute, amax_scope="rank"', "rowwise_folded", float8=RANK
+)
+DELAYED = Variant("fp8_dist delayed + sync", "delayed")
+ROWWISE = Variant("fp8_dist rowwise", "rowwise", update=False)
+TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
+TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
+VARIANTS = (PLAIN, OURS, OURS_PRECOMPUTED, OURS_RANK, FOLDED, FOLDED_RANK, DELAYED, ROWWISE)
+
+
+class Row(NamedTuple):
+    """What one rank counts in one step; all ranks count alike.
+
+    Attributes:
+        mesh, variant: names.
+        counts: collectives of the step, precompute's included, by op.
+        sizes: bytes of their buffers, by op; as in `comm_audit`.
+        float8_gathered: those of `sizes["all_gather"]` that are float8.
+        precompute: collectives of precompute alone.
+        amax: amax all-reduces.
+        blocking: the blocking ones among them.
+    """
+
+    mesh: str
+    variant: str
+    counts: dict[str, int]
+    sizes: dict[str, int]
+    float8_gathered: int
+    precompute: int
+    amax: int
+    blocking: int
+
+
+class AmaxReductions(TorchDispatchMode):
+    """Counts amax all-reduces, and the blocking ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.blocking = 0
+        self._issued = 0
+        # By the address of the result's storage: the result, and the ops issued until then.
+        self._in_flight: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if rewrites_ops(types):
+            return NotImplemented
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            _, issued = self._in_flight.pop(args[0].untyped_storage()._cdata, (None, -1))
+            self.blocking += issued == self._issued
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        # Neither views, nor bookkeeping of collectives, nor what DTensor asks fake tensors.
+        idle = func.is_view or func._schema.name in IGNORED_OPS or isinstance(result, FakeTensor)
+        self._issued += not idle
+        call = read_collective(func, args, kwargs)
+        if call and call.op == "all_reduce" and _are_amaxes(call.tensors):
+            assert isinstance(result, torch.Tensor), f"{func} is not waited for by an op"
+            self.count += 1
+            self._in_flight[result.untyped_storage()._cdata] = (result, self._issued)
+        return result
+
+
+def _are_amaxes(tensors: Sequence[torch.Tensor]) -> bool:
+    """The library reduces the bits of amaxes; torchao one number."""
+    return sum(t.numel() for t in tensors) == 1 or all(t.dtype is torch.int32 for t in tensors)
+
+
+def variants(mesh: str) -> list[Variant]:
+    """The variants that mean something on a mesh."""
+    found = list(VARIANTS)
+    if mesh == FSDP:  # it reduces operands of weights alone, and gathers these
+        found = [variant for variant in found if not variant.float8]
+    if candidates.torchao is not None:
+        # Its precompute covers weights that FSDP2 shards alone.
+        found += [TORCHAO] if mesh == TP else [TORCHAO, TORCHAO_PRECOMPUTED]
+    return found
+
+
+def rows_of(name: str, chosen: Sequence[Variant], mesh: DeviceMesh | None = None) -> list[Row]:
+    """A row for each variant; called on every rank of a mesh."""
+    if mesh is None:
+        mesh = init_device_mesh("cpu", MESHES[name], mesh_dim_names=("dp", "tp"))
+    return [measure(name, variant, mesh) for variant in chosen]
+
+
+def measure(name: str, variant: Variant, mesh: DeviceMesh) -> Row:
+    """Runs two steps and returns what the second one communicates; called on every rank."""
+    sharded = mesh["dp"].size() > 1
+    model = build(variant.candidate, SIZES, mesh, reduce_dtype=torch.bfloat16, **variant.float8)
+    if sharded:
+        model.set_reshard_after_forward(True)  # the root too: every parameter is gathered twice
+    update = after_step(variant.candidate, sharded) if variant.update else lambda model: None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    tokens = torch.randint(256, (BATCH, SEQUENCE))
+    for _ in range(2):
+        step, after, amax = comm_audit(mesh), comm_audit(mesh), AmaxReductions()
+        with step:
+            with amax:
+                model(tokens).logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with after:
+            update(model)
+    both = [*step.rows, *after.rows]
+    return Row(
+        name,
+        variant.name,
+        counts={op: sum(row.count for row in both if row.op == op) for op in OPS},
+        sizes={op: sum(row.bytes for row in both if row.op == op) for op in OPS},
+        float8_gathered=sum(row.float8_bytes for row in step.rows if row.op == "all_gather"),
+        precompute=after.count(),
+        amax=amax.count,
+        blocking=amax.blocking,
+    )
+
+
+def rows_table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown."""
+    head = ["mesh", "variant", "all-gathers", "float8 in them", "reduce-scatters", "all-reduces"]
+    lines = []
+    for row in rows:
+        gathers, scatters, reduces = (f"{row.counts[op]} ({row.sizes[op]:,} B)" for op in OPS)
+        counted = [str(row.precompute), f"{row.amax / LAYERS:g}", f"{row.blocking / LAYERS:g}"]
+        float8 = f"{row.float8_gathered:,} B"
+        lines.append([row.mesh, row.variant, gathers, float8, scatters, reduces, *counted])
+    return table([*head, "precompute", "amax / layer", "blocking / layer"], lines)
+
+
+def broken_promises(rows: Sequence[Row]) -> Iterator[str]:
+    """What does not hold of what is promised about the library's rows, a sentence each."""
+    known = {(row.mesh, row.variant): row for row in rows}
+
+    def row(mesh: str, variant: Variant) -> Row:
+        return known[mesh, variant.name]
+
+    for mesh in MESHES:
+        theirs = known.get((mesh, TORCHAO.name))
+        best = known.get((mesh, TORCHAO_PRECOMPUTED.name), theirs)
+        for variant, peer in ((OURS, theirs), (OURS_PRECOMPUTED, best), (OURS_RANK, best)):
+            ours = known.get((mesh, variant.name))
+            if ours is not None and peer is not None:
+                yield from _above(ours, peer)
+        if row(mesh, DELAYED).precompute > 1:
+            yield f"{mesh}, {DELAYED.name}: more than one all-reduce per sync"
+        for variant in (FOLDED, DELAYED):
+            if row(mesh, variant).counts["all_gather"] != row(mesh, OURS).counts["all_gather"]:
+                yield f"{mesh}, {variant.name}: other all-gathers than tensorwise"
+    fsdp, tp, both = (row(mesh, OURS_PRECOMPUTED) for mesh in (FSDP, TP, BOTH))
+    of_tp = tp.counts["all_reduce"] - tp.precompute
+    for ours, allowed in ((fsdp, 1), (both, 1 + of_tp)):
+        if ours.precompute != 1 or ours.counts["all_reduce"] > allowed:
+            yield (
+                f"{ours.mesh}, {ours.variant}: {ours.counts['all_reduce']} all-reduces, "
+                f"{ours.precompute} of them precompute's, where {allowed} and 1 are allowed"
+            )
+    folded = row(FSDP, FOLDED).counts["all_reduce"]
+    if folded:
+        yield f"{FSDP}, {FOLDED.name}: {folded} all-reduces, not 0"
+    # Amax all-reduces per layer where weights need none: of 4 inputs (of attention, wo,
+    # feed-forward, w2) and 7 output gradients; with amax_scope="rank" of what is gathered, the
+    # inputs of the two blocks and the output gradients of wo and w2; with rowwise_folded of the
+    # inputs of wo and w2 and the output gradients of the five column-parallel layers.
+    most = {OURS_PRECOMPUTED: 11, OURS_RANK: 4, FOLDED: 7, FOLDED_RANK: 0, DELAYED: 0}
+    for mesh in (TP, BOTH):
+        for variant, allowed in most.items():
+            found = row(mesh, variant).amax / LAYERS
+            if found > allowed:
+                yield f"{mesh}, {variant.name}: {found:g} amax all-reduces per layer, not {allowed}"
+
+
+def _above(ours: Row, theirs: Row) -> Iterator[str]:
+    """Where a row counts or moves more than another one on the same mesh."""
+    for op in OPS:
+        for what, mine, other in (
+            ("collectives", ours.counts, theirs.counts),
+            ("bytes", ours.sizes, theirs.sizes),
+        ):
+            if mine[op] > other[op]:
+                yield (
+                    f"{ours.mesh}, {ours.variant}: {mine[op]:,} {what} of {op}, above the "
+                    f"{other[op]:,} of {theirs.variant}"
+                )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = command_parser("scripts.measure.communication", __doc__)
+    add = parser.add_argument
+    add("--write", action="store_true", help="replace the table of docs/communication.md")
+    add("--assert", dest="check", action="store_true", help="fail where a promise is broken")
+    args = parser.parse_args(argv)
+    if args.write and candidates.torchao is None:
+        parser.error("--write needs torchao, whose rows are part of the document: install it")
+    rows: list[Row] = []
+    for name, (dp, tp) in MESHES.items():
+        by_rank = run_on_ranks(dp * tp, rows_of, name, variants(name))
+        assert all(theirs == by_rank[0] for theirs in by_rank), "ranks count differently"
+        rows += by_rank[0]
+    print(rows_table(rows))
+    if args.write:
+        replace_block(PAGE, "rows", rows_table(rows))
+    broken = list(broken_promises(rows))
+    for sentence in broken:
+        print(f"broken: {sentence}", file=sys.stderr)
+    if not broken:
+        print("every promise holds")
+    return int(args.check and bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""Measures what forward keeps for backward, beside bf16 and torchao: a layer, a block, FSDP2.
+
+    python -m scripts.measure.memory --assert --write
+
+Counts bytes of the storages that a forward saves for its backward, and of the float8 copies of
+weights that layers keep, in the second forward, after the weights have changed. The counts depend
+on the sizes, not on the machine. `--assert` fails where a layer that saves its input in float8
+keeps more than 0.55 of what bf16 keeps, or where under FSDP2 a block keeps an unsharded weight, or
+more in a deeper model.
+"""
+
+import dataclasses
+import gc
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fp8_dist import invalidate_float8_scales, selective_checkpoint_policy
+from fp8_dist.linear import float8_layers
+from scripts.common.candidates import BF16, OURS, TORCHAO, linear_of
+from scripts.common.llama import Block, LlamaConfig, rope_tables
+from scripts.common.markdown import table
+from scripts.common.models import build
+from scripts.common.ranks import run_on_ranks
+from scripts.common.report import Check, finish, make_parser, start
+from scripts.common.saved_bytes import OTHER, Census, saved_bytes
+
+NAMES = (BF16, *OURS, *TORCHAO)
+# With these sizes the number of elements tells activations, weights and their shards apart.
+ROWS, FEATURES = 1024, 512
+BATCH, SEQUENCE, RANKS = 2, 320, 2
+CONFIG = LlamaConfig(256, 1, 8, 8, 768, vocab_size=1024, max_seq_len=SEQUENCE)
+DEPTHS = (2, 4, 8)
+MODES = ("plain", "selective", "full")
+LIMIT = 0.55  # of the bf16 input: half of it, and room for scales
+HIGH_PRECISION_INPUT = "rowwise_with_gw_hp"  # its GEMM of grad_weight is in high precision
+WEIGHT, SHARD = "weight", "shard"
+Held = Mapping[str, int]  # bytes by kind: OTHER (activations), WEIGHT, SHARD
+
+
+def kept_by(
+    forward: Callable[[], torch.Tensor], model: nn.Module, kinds: Mapping[int, str]
+) -> Held:
+    """What the second forward keeps for its backward, its input included where it is needed.
+
+    Args:
+        forward: makes an input, and returns an output.
+        model: what `forward` runs.
+        kinds: what tensors are, by their number of elements.
+    """
+    forward().float().square().mean().backward()
+    change_weights(model)
+    there = (*model.parameters(), *model.buffers())
+    kept = saved_bytes(forward, kinds, there, lambda: float8_copies(model))
+    return {kind: kept[kind] for kind in (OTHER, WEIGHT, SHARD)}
+
+
+def held_by(forward: Callable[[], torch.Tensor], model: nn.Module) -> Held:
+    """The like of `kept_by` under selective checkpointing, which keeps results by itself."""
+    gc.freeze()  # collections then look at what is made here
+    with Census() as census:
+        forward().float().square().mean().backward()
+        change_weights(model)
+        before = census.sizes()
+        graph = forward().grad_fn  # keeps what is saved, but not the output
+        grown = (size - before.get(address, 0) for address, size in census.sizes().items())
+        held = sum(size for size in grown if size > 0)
+        assert graph is not None
+    gc.unfreeze()
+    weights = sum(copy.nbytes for copy in float8_copies(model))
+    return {OTHER: held - weights, WEIGHT: weights, SHARD: 0}
+
+
+def change_weights(model: nn.Module) -> None:
+    """As after a step of an optimizer: the gradients go, and what was known of the weights."""
+    model.zero_grad()
+    if float8_layers(model):
+        invalidate_float8_scales(model)
+
+
+def float8_copies(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The float8 copies of weights that the library's layers keep until the weights change."""
+    for layer in float8_layers(model).values():
+        yield from (copy.qdata for copy in layer.float8_weight.cache.float8 or ())
+
+
+def weight_sizes(module: nn.Module) -> set[int]:
+    """Numbers of elements of the weights of linear layers."""
+    return {m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)}
+
+
+def of_layer(name: str) -> Held:
+    """A candidate's linear layer."""
+    layer = linear_of(name, nn.Linear(FEATURES, FEATURES, bias=False, dtype=torch.bfloat16))
+    x = torch.randn(ROWS, FEATURES, dtype=torch.bfloat16, requires_grad=True)
+    return kept_by(lambda: layer(x * 1), layer, {layer.weight.numel(): WEIGHT})
+
+
+def of_block(name: str, mode: str) -> Held:
+    """A candidate's block; mode: one of `MODES`."""
+    block = Block(CONFIG).bfloat16()
+    tables = rope_tables(CONFIG)
+    for buffer, rotation in zip(("cos", "sin"), tables, strict=True):
+        block.register_buffer(buffer, rotation)  # there anyway
+    for parent in (block.attention, block.feed_forward):
+        for child, linear in list(parent.named_children()):
+            setattr(parent, child, linear_of(name, linear))
+    x = torch.randn(BATCH, SEQUENCE, CONFIG.dim, dtype=torch.bfloat16, requires_grad=True)
+    contexts: dict[str, Any] = {}
+    if mode == "selective":
+        contexts["context_fn"] = partial(
+            create_selective_checkpoint_contexts, selective_checkpoint_policy
+        )
+
+    def forward() -> torch.Tensor:
+        if mode == "plain":
+            return block(x * 1, *tables)
+        return checkpoint(block, x * 1, *tables, use_reentrant=False, **contexts)
+
+    if mode == "selective":
+        return held_by(forward, block)
+    return kept_by(forward, block, dict.fromkeys(weight_sizes(block), WEIGHT))
+
+
+def of_depths(names: Sequence[str], depths: Sequence[int]) -> dict[str, dict[int, Held]]:
+    """What a rank keeps of each candidate's model at each depth; called on every rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    ranks = mesh["dp"].size()
+    tokens = torch.randint(CONFIG.vocab_size, (BATCH // ranks, SEQUENCE))
+    found: dict[str, dict[int, Held]] = {name: {} for name in names}
+    sizes = weight_sizes(Block(CONFIG))
+    kinds = {size // ranks: SHARD for size in sizes} | dict.fromkeys(sizes, WEIGHT)
+    for name, depth in itertools.product(names, depths):
+        model = build(name, dataclasses.replace(CONFIG, n_layers=depth), mesh)
+        found[name][depth] = kept_by(partial(model, tokens), model, kinds)
+    return found
+
+
+def layer_table(kept: Mapping[str, Held]) -> str:
+    """A line per candidate."""
+    lines = []
+    for name, held in kept.items():
+        share = held[OTHER] / kept[BF16][OTHER]
+        lines.append([name, f"{held[OTHER]:,}", f"{share:.3f}", f"{held[WEIGHT]:,}"])
+    return table(["layer", "activations, B", "of bf16", "copies of the weight, B"], lines, "lr")
+
+
+def block_table(kept: Mapping[str, Mapping[str, Held]]) -> str:
+    """A line per candidate, columns per way to checkpoint."""
+    heads = [head for mode in MODES for head in (f"{mode}, B", "of bf16")]
+    lines = []
+    for name, by_mode in kept.items():
+        cells = []
+        for mode in MODES:
+            held = by_mode[mode][OTHER]
+            cells += [f"{held:,}", f"{held / kept[BF16][mode][OTHER]:.3f}"]
+        lines.append([name, *cells, f"{by_mode['plain'][WEIGHT]:,}"])
+    return table(["block", *heads, "copies of weights, B"], lines, "lr")
+
+
+def depth_table(kept: Mapping[str, Mapping[int, Held]]) -> str:
+    """A line per candidate, a column per depth."""
+    head = ["model", *(f"{depth} layers, B" for depth in kept[BF16]), "each layer, B", "of bf16"]
+    lines = []
+    for name, by_depth in kept.items():
+        added = per_layer(by_depth, OTHER)[-1]
+        lines.append(
+            [
+                name,
+                *(f"{held[OTHER]:,}" for held in by_depth.values()),
+                f"{added:,.0f}",
+                f"{added / per_layer(kept[BF16], OTHER)[-1]:.3f}",
+                f"{per_layer(by_depth, SHARD)[-1]:,.0f}",
+                " / ".join(f"{held[WEIGHT]:,}" for held in by_depth.values()),
+            ]
+        )
+    return table([*head, "float8 shards of each, B", "unsharded weights, B"], lines, "lr")
+
+
+def per_layer(by_depth: Mapping[int, Held], kind: str) -> list[float]:
+    """Bytes of a kind that each layer adds from one depth to the next."""
+    return [
+        (more[kind] - less[kind]) / (deep - shallow)
+        for (shallow, less), (deep, more) in itertools.pairwise(by_depth.items())
+    ]
+
+
+def checks(layers: Mapping[str, Held], depths: Mapping[str, Mapping[int, Held]]) -> list[Check]:
+    """What `--assert` asks of the library's recipes."""
+    found = []
+    for name in OURS:
+        share = layers[name][OTHER] / layers[BF16][OTHER]
+        if name != HIGH_PRECISION_INPUT:
+            sentence = f"{name}: a layer keeps {share:.3f} of bf16, at most {LIMIT}"
+            found.append(Check(sentence, share <= LIMIT))
+        added = [per_layer(depths[name], kind) for kind in (OTHER, SHARD)]
+        constant = all(math.isclose(each, kinds[0]) for kinds in added for each in kinds)
+        sentence = f"{name}: each layer adds {sum(kinds[0] for kinds in added):,.0f} B at any depth"
+        found.append(Check(sentence, constant))
+        weights = max(held[WEIGHT] for held in depths[name].values())
+        sentence = f"{name}: {weights:,} B of unsharded weights outlive their layer, at most 0"
+        found.append(Check(sentence, weights == 0))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = make_parser("scripts.measure.memory", __doc__, page="memory.md")
+    asserted = "fail where more is kept"
+    parser.add_argument("--assert", dest="asserted", action="store_true", help=asserted)
+    args = start(parser, argv)
+    if args.device != "cpu":
+        parser.error("--device cpu: bytes are counted there; they are the same elsewhere")
+    layers = {name: of_layer(name) for name in NAMES}
+    blocks = {name: {mode: of_block(name, mode) for mode in MODES} for name in NAMES}
+    depths = run_on_ranks(RANKS, of_depths, NAMES, DEPTHS)[0]
+    tables = {
+        "layer": layer_table(layers),
+        "block": block_table(blocks),
+        "depth": depth_table(depths),
+    }
+    data = [{"layers": layers, "blocks": blocks, "depths": depths}]
+    return finish(args, tables, data, checks(layers, depths), args.asserted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

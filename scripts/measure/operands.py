@@ -1,0 +1,158 @@
+"""Operands of linear layers to multiply: of a training run, and made to be hard to cast."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from scripts.common.corpus import load_corpus
+from scripts.common.llama import MODELS, Llama
+from scripts.train.train import MAX_GRAD_NORM, learning_rate_factor
+
+MODEL, BATCH_SIZE, SEQ_LEN, LR, WARMUP = "debug", 8, 64, 1e-3, 40
+LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
+LINEARS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+ZERO_ROWS = "10 % of weight rows zero"
+OUTPUT_CHANNELS = "output channels of lognormal(2.5) size"
+
+
+class Operands(NamedTuple):
+    """What the three GEMMs of a linear layer multiply, fp32.
+
+    Attributes:
+        input: x, ``[M, K]``, a row for each token.
+        weight: w, ``[N, K]``.
+        grad_output: g, ``[M, N]``.
+    """
+
+    input: Tensor
+    weight: Tensor
+    grad_output: Tensor
+
+
+Change = Callable[[Operands], object]  # in place
+
+
+def exact(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """The output and the two gradients, fp64."""
+    x, w, g = (tensor.double() for tensor in operands)
+    return x @ w.t(), g @ w, g.t() @ x
+
+
+class Place(NamedTuple):
+    """Where operands were recorded: the linear layer's name, and the step, counted from 1."""
+
+    linear: str
+    step: int
+
+
+def recorded_linears() -> list[str]:
+    """The names of all linear layers in the first, the middle and the last block of the model."""
+    layers = MODELS[MODEL].n_layers
+    return [f"layers.{i}.{kind}" for i in (0, layers // 2, layers - 1) for kind in LINEARS]
+
+
+def record(steps: list[int], seed: int) -> dict[Place, Operands]:
+    """Trains the reference model, and keeps what its linear layers multiply at some steps.
+
+    As in ``scripts.train.train``, parameters and AdamW are fp32, compute is bf16 (by autocast), and
+    gradients are clipped. Inputs and output gradients are the bf16 values, weights the fp32
+    parameters, which a float8 layer casts.
+
+    Args:
+        steps: which ones, counted from 1; the last one ends the training and its schedule.
+        seed: of the weights and the data.
+    """
+    corpus = load_corpus(None, seq_len=SEQ_LEN)
+    model = Llama(MODELS[MODEL], seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    last = max(steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, partial(learning_rate_factor, warmup=WARMUP, steps=last)
+    )
+    recorded: dict[Place, Operands] = {}
+    for step in tqdm(range(1, last + 1), desc="training", unit="step"):
+        tokens, targets = corpus.batch(seed=seed, step=step, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+        hooks = _listen(model, step, recorded) if step in steps else []
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        for hook in hooks:
+            hook.remove()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    # (The backward met them in the reverse order.)
+    places = (Place(name, step) for step in sorted(steps) for name in recorded_linears())
+    return {place: recorded[place] for place in places}
+
+
+def _listen(
+    model: Llama, step: int, recorded: dict[Place, Operands]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Hooks that fill ``recorded`` during the next forward and backward."""
+
+    def matrix(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(torch.bfloat16).flatten(0, -2).float()
+
+    def forward_hook(name: str, linear: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
+        x, w = matrix(args[0]), linear.weight.detach().clone()
+
+        def backward_hook(grad: Tensor) -> None:
+            recorded[Place(name, step)] = Operands(x, w, matrix(grad))
+
+        output.register_hook(backward_hook)
+
+    return [
+        model.get_submodule(name).register_forward_hook(partial(forward_hook, name))
+        for name in recorded_linears()
+    ]
+
+
+def stress_cases(seed: int, m: int = 1024, k: int = 512, n: int = 768) -> dict[str, Operands]:
+    """Normal operands, and what training may do to them, one by one and together."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = partial(torch.randn, generator=generator)
+
+    def tokens(operands: Operands) -> None:
+        operands.input.mul_(torch.exp(2 * normal(m, 1)))
+        operands.grad_output.mul_(torch.exp(2 * normal(m, 1)))
+
+    def zero_tokens(operands: Operands) -> None:
+        operands.input[::50] = 0
+        operands.grad_output[::50] = 0
+
+    def channels(factor: float) -> Change:
+        return lambda operands: operands.input[:, ::37].mul_(factor)
+
+    def zero_weight_rows(operands: Operands) -> None:
+        operands.weight[::10] = 0
+
+    def weight_rows(operands: Operands) -> None:
+        operands.weight.mul_(torch.exp(2.5 * normal(n, 1)))
+
+    def output_channels(operands: Operands) -> None:
+        operands.grad_output.mul_(torch.exp(2.5 * normal(n)))
+
+    cases: dict[str, list[Change]] = {
+        "normal": [],
+        "tokens of lognormal(2) size": [tokens],
+        "2 % of tokens zero": [zero_tokens],
+        "3 % of input channels x 30": [channels(30)],
+        ZERO_ROWS: [zero_weight_rows],
+        "weight rows of lognormal(2.5) size": [weight_rows],
+        "all of these": [tokens, zero_tokens, channels(30), zero_weight_rows, weight_rows],
+        "3 % of input channels x 30,000": [channels(30_000)],
+        OUTPUT_CHANNELS: [output_channels],
+    }
+    made = {}
+    for name, changes in cases.items():
+        made[name] = Operands(normal(m, k), 0.02 * normal(n, k), 1e-3 * normal(m, n))
+        for change in changes:
+            change(made[name])
+    return made

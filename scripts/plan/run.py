@@ -1,0 +1,45 @@
+"""Runs planned steps, each in a process of its own: a fake world can't be left."""
+
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+import torch
+from tqdm import tqdm
+
+from scripts.plan.step import PEER, Plan, Step, make_mesh, run_step
+from scripts.plan.world import fake_world
+
+
+def run_all(plans: Sequence[Plan], jobs: int) -> list[Step | str]:
+    """What rank 0 sees of each planned step; why, where torchao could not run it.
+
+    jobs: processes at a time.
+    """
+    # Importing torch takes seconds: one server does, and forks.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(jobs, context, max_tasks_per_child=1) as pool:
+        futures = [pool.submit(run_fake, plan) for plan in plans]
+        for future in tqdm(as_completed(futures), total=len(plans), unit="run", disable=None):
+            future.result()  # an error ends it all
+        return [future.result() for future in futures]
+
+
+def run_fake(plan: Plan) -> Step | str:
+    """Runs a step in a fake world; called in a process of its own."""
+    torch.set_num_threads(1)
+    try:
+        with fake_world(plan.ranks):
+            step = run_step(plan, make_mesh(plan), fake_tensors=True)
+    except Exception as error:
+        if plan.variant != PEER:
+            raise
+        return f"{PEER} on {plan.ranks:,} ranks stopped: {type(error).__name__}: {error}"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step.peak_bytes = peak if sys.platform == "darwin" else peak * 1024
+    step.cpu_seconds = time.process_time()
+    return step

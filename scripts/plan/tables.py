@@ -1,0 +1,110 @@
+"""The tables of a plan, as Markdown."""
+
+from collections.abc import Sequence
+
+from scripts.common.markdown import table
+from scripts.plan.links import Collectives, Links, ranks_along, total_seconds
+from scripts.plan.step import PHASES, Plan, Step
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce")
+Runs = Sequence[tuple[Plan, Step]]
+
+
+def collectives_table(runs: Runs) -> str:
+    """Count and bytes by phase, axis, op and dtype; a column per variant."""
+    by_key = [
+        {(r.phase, r.axis, r.op, r.dtype, not r.count): r for r in step.collectives}
+        for _, step in runs
+    ]
+    keys = sorted({key for each in by_key for key in each}, key=lambda k: (PHASES.index(k[0]), *k))
+    lines = [[*key[:4], *(_cell([e[key]] if key in e else []) for e in by_key)] for key in keys]
+    for phase in PHASES:
+        inside = [[r for r in step.collectives if r.phase == phase] for _, step in runs]
+        if any(inside):
+            lines.append([f"all of {phase}", "", "", "", *map(_cell, inside)])
+    lines.append(["all", "", "", "", *(_cell(step.collectives) for _, step in runs)])
+    return table(["phase", "axis", "op", "dtype", *_variants(runs)], lines, "llllr")
+
+
+def memory_table(runs: Runs) -> str:
+    """Bytes by kind; a column per variant."""
+    kinds = runs[0][1].memory
+    lines = [[kind, *(f"{step.memory[kind]:,}" for _, step in runs)] for kind in kinds]
+    return table(["bytes on rank 0", *_variants(runs)], lines, "lr")
+
+
+def time_table(runs: Runs, links: Links) -> str:
+    """Predicted milliseconds by axis and op; a column per variant."""
+    axes = runs[0][0].axes
+    lines = []
+
+    def add(what: str, group: str, axis: str | None, op: str | None) -> None:
+        found = [
+            [r for r in step.collectives if axis in (None, r.axis) and op in (None, r.op)]
+            for _, step in runs
+        ]
+        if any(found):
+            cells = [_milliseconds(total_seconds(r, axes, links)) if r else "" for r in found]
+            lines.append([what, group, *cells])
+
+    for axis in dict.fromkeys(r.axis for _, step in runs for r in step.collectives):
+        ranks = ranks_along(axis, axes)
+        nodes = len({rank // links.gpus_per_node for rank in ranks})
+        group = f"{len(ranks):,} ranks, {nodes:,} node{'s' if nodes > 1 else ''}"
+        for op in OPS:
+            add(f"{axis}: {op}", group, axis, op)
+        add(f"{axis}: all", group, axis, None)
+    add("all, one after the other", "", None, None)
+    return table(["predicted ms", "group of rank 0", *_variants(runs)], lines, "llr")
+
+
+def growth_table(runs: Runs, links: Links) -> str:
+    """Counts, bytes and predicted time; a line per world and variant."""
+    lines = []
+    for plan, step in runs:
+        rows = step.collectives
+        float8 = sum(r.bytes for r in rows if r.dtype.startswith("float8"))
+        first = [r for r in rows if r.phase == "precompute"]
+        lines.append(
+            [
+                f"{plan.ranks:,}",
+                ",".join(f"{name}={size}" for name, size in plan.axes.items()),
+                plan.variant,
+                *(f"{sum(r.count for r in rows if r.op == op):,}" for op in OPS),
+                f"{sum(r.count for r in first):,}",
+                f"{float8 / 1e9:.1f}",
+                f"{sum(r.bytes for r in rows) / 1e9:.1f}",
+                f"{sum(r.bytes for r in first):,}",
+                _milliseconds(total_seconds(rows, plan.axes, links)),
+            ]
+        )
+    head = ["ranks", "mesh", "variant", *OPS, "of them precompute", "float8 GB", "all GB"]
+    return table([*head, "precompute bytes", "predicted ms"], lines, "lllr")
+
+
+def cost_table(runs: Runs) -> str:
+    """What the plan itself cost; a line per run."""
+    lines = [
+        [
+            f"{plan.variant} on {plan.ranks:,} ranks",
+            f"{step.cpu_seconds:.0f}",
+            f"{step.peak_bytes / 1e9:.2f}",
+        ]
+        for plan, step in runs
+    ]
+    return table(["run", "CPU seconds", "peak GB"], lines, "lr")
+
+
+def _variants(runs: Runs) -> list[str]:
+    return [plan.variant for plan, _ in runs]
+
+
+def _cell(rows: Sequence[Collectives]) -> str:
+    if not rows:
+        return ""
+    count = sum(row.count for row in rows)
+    return f"{f'{count:,}' if count else '+'} ({sum(row.bytes for row in rows):,} B)"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3f}"

@@ -1,0 +1,1 @@
+"""Trains the reference Llama, and compares runs."""

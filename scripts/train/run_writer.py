@@ -1,0 +1,89 @@
+"""What a run of scripts.train.train leaves in its folder, and what it prints about itself."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8_dist.debug import CommAudit
+from fp8_dist.linear import float8_layers
+
+
+class RunWriter:
+    """Writes config.json, metrics.jsonl, comm.txt and comm.json into `--out`.
+
+    What an earlier run left there goes first: half of a run must not look like a whole one.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.out: Path = args.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        for name in ("config.json", "comm.txt", "comm.json"):
+            (self.out / name).unlink(missing_ok=True)
+        self.metrics = (self.out / "metrics.jsonl").open("w", buffering=1)
+
+    def write_config(self, model: nn.Module, device: torch.device, reason: str) -> None:
+        """Says what is trained, and where; reason: why not on a GPU, "" if there is nothing to say.
+
+        config.json has the options, `float8_layers` by name, and `high_precision_gather`: how many
+        elements an FSDP2 gather of each other parameter moves.
+        """
+        args, corpus = self.args, self.args.corpus
+        parameters = sum(p.numel() for p in model.parameters())
+        where = f"{device.type} with {dist.get_backend()}{f' ({reason})' if reason else ''}"
+        print(
+            f"{args.model} Llama, {parameters:,} parameters, {args.recipe}, dp {args.dp} x tp "
+            f"{args.tp} on {where}; {corpus.tokens.numel():,} bytes of {corpus.source}",
+            flush=True,
+        )
+        shown = {name: value for name, value in vars(args).items() if name != "corpus"}
+        shown |= {
+            "data": corpus.source,
+            "data_bytes": corpus.tokens.numel(),
+            "device": str(device),
+            "parameters": parameters,
+            "float8_layers": list(float8_layers(model)),
+            "high_precision_gather": high_precision_gather(model, args.dp),
+            "torch": torch.__version__,
+        }
+        (self.out / "config.json").write_text(json.dumps(shown, indent=2, default=str) + "\n")
+
+    def write_step(self, step: int, loss: float, grad_norm: float, speed: float) -> None:
+        """Appends one line; speed is in tokens per second over all ranks."""
+        line = {"step": step, "loss": loss, "tokens_per_second": speed, "grad_norm": grad_norm}
+        self.metrics.write(json.dumps(line) + "\n")
+
+    def write_audit(self, audit: CommAudit) -> None:
+        """Prints and writes the collectives of the audited (last) step."""
+        self.metrics.close()
+        table = audit.table()
+        print(f"\nCollectives of one training step, as one rank sees them:\n{table}\n", flush=True)
+        (self.out / "comm.txt").write_text(f"{table}\n\n{audit.table(by_module=True)}\n")
+        (self.out / "comm.json").write_text(json.dumps(audit_rows(audit), indent=2) + "\n")
+
+
+def audit_rows(audit: CommAudit) -> list[dict[str, Any]]:
+    """The rows of an audit as JSON can hold them, with their `float8_bytes`."""
+    return [
+        dataclasses.asdict(row) | {"dtype": str(row.dtype), "float8_bytes": row.float8_bytes}
+        for row in audit.rows
+    ]
+
+
+def high_precision_gather(model: nn.Module, dp: int) -> dict[str, int]:
+    """What an FSDP2 gather of each parameter outside of float8 layers moves, in elements.
+
+    Called on rank 0, whose shard is the largest: FSDP2 pads the others to its size.
+    """
+    float8 = {f"{name}.weight" for name in float8_layers(model)}
+    return {
+        name: dp * parameter.to_local().numel()
+        for name, parameter in model.named_parameters()
+        if name not in float8
+    }

@@ -1,0 +1,151 @@
+"""The comparison of recipes over several seeds: its runs, what it uses again, its verdict."""
+
+from pathlib import Path
+
+import pytest
+from expecttest import assert_expected_inline
+
+from scripts.common.blocks import read_block
+from scripts.train import compare_recipes
+from scripts.train.compare_recipes import (
+    Losses,
+    Run,
+    parse,
+    planned_runs,
+    problems,
+    results_table,
+    verdict,
+)
+
+QUICK = "--data text.txt --recipes tensorwise --steps 2 --seeds 2 --batch-size 2 --seq-len 16"
+
+
+@pytest.fixture(autouse=True)
+def text(documents: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A text in the current folder, whose documents are copies."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(compare_recipes.__file__).parents[2]))
+    monkeypatch.setattr(compare_recipes, "PAGE", documents / "recipes.md")
+    monkeypatch.chdir(documents.parent)
+    path = Path("text.txt")
+    path.write_text("All work and no play makes float8 a dull dtype.\n" * 21)
+    return path
+
+
+def not_again(run: Run, *options: str) -> list[float]:
+    """In the place of `Run.train`."""
+    raise AssertionError(f"{run.out} was trained again")
+
+
+def test_runs_are_made_once(text, documents, monkeypatch, capsys):
+    argv = [*QUICK.split(), "--jobs", "2", "--write", "--assert"]
+    assert compare_recipes.main(argv) == 0
+    first = capsys.readouterr().out
+    assert "| tensorwise |" in first
+    folder = Path("runs/recipes/2x2x16-lr0.0005")
+    names = ["bf16-0", "bf16-1", "tensorwise-0", "tensorwise-1"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    runs = planned_runs(parse(argv))
+    assert len({str(run.losses()) for run in runs}) == 4, "seeds and recipes differ"
+    assert f"{read_block(documents / 'recipes.md', 'losses')}\n" == first
+
+    monkeypatch.setattr(Run, "train", not_again)
+    assert compare_recipes.main(argv) == 0
+    again = capsys.readouterr().out
+    assert again == f"4 of 4 runs are finished already, in {folder}\n{first}"
+
+    metrics = runs[0].out / "metrics.jsonl"
+    whole = metrics.read_text()
+    for cut_off in (whole[:-5], whole[: whole.index("\n") + 1]):
+        metrics.write_text(cut_off)
+        assert runs[0].losses() is None
+    metrics.write_text(whole)
+    assert runs[0].losses() is not None
+    text.write_text(text.read_text() + "!")
+    assert [run.losses() for run in planned_runs(parse(argv))] == [None] * 4
+
+
+def test_run_that_fails(text):
+    run = planned_runs(parse(QUICK.split()))[0]
+    with pytest.raises(SystemExit, match=r"(?s)train\.train .* did not end well:.*--lr"):
+        run._replace(options=run.options | {"lr": 0}).train()
+
+
+def test_refused_options(capsys):
+    messages = []
+    for options in ("--seeds 1", "--jobs 0", "--steps 0", "--data nowhere", "--recipes bf16"):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            parse(options.split())
+        messages.append(capsys.readouterr().err.strip().splitlines()[-1].partition(": error: ")[2])
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+--seeds must be at least 2: differences have a standard error
+argument --jobs: 0 is not positive
+argument --steps: 0 is not positive
+--data: nowhere: no such file or folder
+argument --recipes: invalid choice: 'bf16' (choose from 'tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed')""",
+    )
+
+
+# Two seeds that differ much from each other, and recipes that differ little from bf16.
+BF16 = [[3.0], [2.0]]
+
+
+def times(first: float, second: float) -> list[list[float]]:
+    """The losses of `BF16`, each seed's multiplied."""
+    return [
+        [loss * factor for loss in run] for run, factor in zip(BF16, (first, second), strict=True)
+    ]
+
+
+GOOD: Losses = {
+    "bf16": BF16,
+    "tensorwise": times(1.002, 1.004),
+    "rowwise": times(1.001, 1.000),
+    "rowwise_folded": times(1.002, 1.002),
+}
+
+
+def test_table_and_verdict_of_good_losses():
+    assert problems(GOOD) == []
+    assert_expected_inline(
+        f"{results_table(GOOD)}\n{verdict(GOOD)}",
+        """\
+| recipe         | loss, last 50 steps | difference to bf16 | its standard error |
+| -------------- | ------------------: | -----------------: | -----------------: |
+| bf16           |              2.5000 |                    |                    |
+| tensorwise     |              2.5070 |           +0.300 % |            0.100 % |
+| rowwise        |              2.5015 |           +0.050 % |            0.050 % |
+| rowwise_folded |              2.5050 |           +0.200 % |            0.000 % |
+Every recipe is within 1 % of bf16. rowwise_folded differs from rowwise by +0.150 % ± 0.050 %.""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "factors", "problem"),
+    [
+        ("tensorwise", (1.011, 1.010), "tensorwise differs from bf16 by +1.050 % ± 0.050 %"),
+        ("tensorwise", (0.985, 0.985), "tensorwise differs from bf16 by -1.500 % ± 0.000 %"),
+        ("tensorwise", (float("nan"), 1.0), "tensorwise differs from bf16 by +nan %"),
+        ("rowwise_folded", (1.006, 1.004), "rowwise_folded differs from rowwise by +0.4"),
+    ],
+)
+def test_verdict_on_bad_losses(recipe, factors, problem):
+    losses = GOOD | {recipe: times(*factors)}
+    assert [found.startswith(problem) for found in problems(losses)] == [True]
+    assert verdict(losses).startswith(f"Not as expected: {problem}")
+
+
+def test_noise_between_seeds_allows_more():
+    losses = GOOD | {"rowwise_folded": times(1.010, 0.998)}
+    assert problems(losses) == []
+    assert verdict(losses).startswith("Every recipe is within 1 % of bf16.")
+
+
+def test_a_bad_verdict_fails_when_asked_to(monkeypatch, capsys):
+    bad = GOOD | {"tensorwise": times(1.1, 1.1)}
+    monkeypatch.setattr(compare_recipes, "losses_of", lambda args: bad)
+    argv = ["--data", "text.txt"]
+    assert compare_recipes.main(argv) == 0
+    assert compare_recipes.main([*argv, "--assert"]) == 1
+    assert "Not as expected: tensorwise differs from bf16 by +10" in capsys.readouterr().out

@@ -1,0 +1,235 @@
+"""The reference model: shapes, attention, rotary positions, sizes, initialization."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from scripts.common.llama import MODELS, Attention, Llama, LlamaConfig, apply_rope, rope_tables
+
+TINY = LlamaConfig(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=64, max_seq_len=16
+)
+
+
+def tokens(batch: int = 2, length: int = 16) -> torch.Tensor:
+    return torch.randint(TINY.vocab_size, (batch, length))
+
+
+def test_logits_are_fp32_whatever_the_parameters_are():
+    logits = Llama(TINY).bfloat16()(tokens(3, 10))
+    assert logits.shape == (3, 10, TINY.vocab_size)
+    assert logits.dtype == torch.float32
+
+
+def test_all_parameters_get_a_gradient():
+    model = Llama(TINY)
+    model(tokens()).logsumexp(-1).sum().backward()
+    missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert missing == []
+
+
+def test_a_position_sees_only_itself_and_the_past():
+    model = Llama(TINY)
+    text = tokens(1)
+    changed = text.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % TINY.vocab_size
+    before, after = model(text), model(changed)
+    assert torch.equal(before[0, :7], after[0, :7])
+    assert all(not torch.equal(before[0, i], after[0, i]) for i in range(7, 16))
+
+
+def test_grouped_queries_equal_repeated_key_value_heads():
+    grouped = Attention(TINY)
+    full = Attention(replace(TINY, n_kv_heads=TINY.n_heads))
+    full.load_state_dict(grouped.state_dict() | repeat_heads(grouped, TINY))
+    x = torch.randn(2, 16, TINY.dim)
+    cos, sin = rope_tables(TINY)
+    torch.testing.assert_close(grouped(x, cos=cos, sin=sin), full(x, cos=cos, sin=sin))
+
+
+def repeat_heads(attention: Attention, config: LlamaConfig) -> dict[str, torch.Tensor]:
+    """The weights of `wk` and `wv` with every head repeated for each of its query heads."""
+    repeats = config.n_heads // config.n_kv_heads
+    return {
+        f"{name}.weight": getattr(attention, name)
+        .weight.unflatten(0, (config.n_kv_heads, config.head_dim))
+        .repeat_interleave(repeats, dim=0)
+        .flatten(0, 1)
+        for name in ("wk", "wv")
+    }
+
+
+def test_a_shard_of_the_heads_gives_their_part_of_the_attention():
+    """What tensor parallelism relies on: local head counts come from the projections."""
+    attention = Attention(TINY)
+    x = torch.randn(2, 16, TINY.dim)
+    cos, sin = rope_tables(TINY)
+    parts = []
+    for rank in range(2):
+        local = Attention(TINY)
+        for name, dim in (("wq", 0), ("wk", 0), ("wv", 0), ("wo", 1)):
+            weight = getattr(attention, name).weight.detach().chunk(2, dim=dim)[rank]
+            getattr(local, name).weight = torch.nn.Parameter(weight)
+        parts.append(local(x, cos=cos, sin=sin))
+    torch.testing.assert_close(parts[0] + parts[1], attention(x, cos=cos, sin=sin))
+
+
+def test_rotated_products_depend_on_the_distance_only():
+    cos, sin = rope_tables(TINY)
+    q, k = torch.randn(2, TINY.head_dim, dtype=torch.float32)
+    at_all = (1, TINY.max_seq_len, 1, TINY.head_dim)
+    rotated_q = apply_rope(q.expand(at_all), cos, sin)[0, :, 0]
+    rotated_k = apply_rope(k.expand(at_all), cos, sin)[0, :, 0]
+    products = rotated_q @ rotated_k.T
+    for distance in (-5, 0, 3):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm().expand(TINY.max_seq_len))
+    torch.testing.assert_close(rotated_q[0], q)
+
+
+def test_rotation_is_computed_in_fp32():
+    cos, sin = rope_tables(TINY)
+    x = torch.randn(1, TINY.max_seq_len, 2, TINY.head_dim).bfloat16()
+    rotated = apply_rope(x, cos, sin)
+    assert rotated.dtype == torch.bfloat16
+    assert torch.equal(rotated, apply_rope(x.float(), cos, sin).bfloat16())
+
+
+def test_a_rotation_is_a_complex_product():
+    cos, sin = rope_tables(TINY)
+    half = TINY.head_dim // 2
+    x = torch.randn(2, TINY.max_seq_len, 3, TINY.head_dim, dtype=torch.float32)
+    positions = torch.arange(TINY.max_seq_len, dtype=torch.float64)[:, None, None]
+    frequencies = TINY.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+    turned = pairs * torch.exp(1j * positions * frequencies)
+    expected = torch.cat((turned.real, turned.imag), dim=-1).float()
+    torch.testing.assert_close(apply_rope(x, cos, sin), expected)
+
+
+def test_attention_multiplies_in_the_dtype_it_is_told(monkeypatch):
+    attention, seen = Attention(TINY).bfloat16(), []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def recording(*operands, **options):
+        seen.append({operand.dtype for operand in operands})
+        return original(*operands, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recording)
+    x = torch.randn(2, 16, TINY.dim).bfloat16()
+    cos, sin = rope_tables(TINY)
+    for dtype in (None, torch.float32):
+        attention.dtype = dtype
+        assert attention(x, cos=cos, sin=sin).dtype == torch.bfloat16
+    assert seen == [{torch.bfloat16}, {torch.float32}]
+
+
+def test_sizes():
+    counts = {}
+    with torch.device("meta"):
+        for name, config in MODELS.items():
+            counts[name] = sum(p.numel() for p in Llama(config).parameters())
+    assert_expected_inline(
+        "\n".join(f"{name:<6}{count:>16,}" for name, count in counts.items()),
+        """\
+debug          853,120
+small        4,852,992
+1b       1,498,482,688
+8b       8,030,261,248
+70b     70,553,706,496
+405b   405,853,388,800""",
+    )
+
+
+def test_weights_depend_on_the_seed_alone():
+    first = Llama(TINY, seed=3).state_dict()
+    torch.manual_seed(99)
+    again = Llama(TINY, seed=3).state_dict()
+    other = Llama(TINY, seed=4).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[n], other[n]) for n in first if "norm" not in n)
+
+
+def test_initial_spread():
+    model = Llama(replace(TINY, dim=256, n_heads=8, n_layers=2))
+    layer = model.layers[1]
+    assert layer.attention.wq.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert layer.attention.wo.weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert not torch.equal(layer.attention.wq.weight, model.layers[0].attention.wq.weight)
+    assert torch.equal(layer.ffn_norm.weight, torch.ones(256))
+
+
+def test_meta_model_becomes_the_same_model():
+    with torch.device("meta"):
+        model = Llama(TINY)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    model.to_empty(device="cpu")
+    model.init_weights(seed=5)
+    expected = Llama(TINY, seed=5)
+    text = tokens()
+    assert torch.equal(model(text), expected(text))
+    assert list(model.state_dict()) == [name for name, _ in expected.named_parameters()]
+
+
+def initial_weights(mesh_shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Runs on every rank: the full weights of a model initialized as FSDP2 x TP shards."""
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        model = Llama(TINY)
+    style = {"layers.*.attention.wq": ColwiseParallel(), "layers.*.attention.wo": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], style)
+    fully_shard(model, mesh=mesh["dp"])
+    model.to_empty(device="cpu")
+    model.init_weights(seed=5)
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+def test_shards_are_initialized_alike_on_any_mesh(ranks):
+    expected = Llama(TINY, seed=5).state_dict()
+    for weights in ranks(4).run(initial_weights, (2, 2)):
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"dim": 30},
+            "dim=30 is not a multiple of n_heads=4: choose a dim that is",
+        ),
+        (
+            {"dim": 28},
+            "the head dim 7 (dim / n_heads) is odd: rotary embeddings rotate pairs of channels, "
+            "choose an even one",
+        ),
+        (
+            {"n_kv_heads": 3},
+            "n_heads=4 is not a multiple of n_kv_heads=3: every key/value head serves the same "
+            "number of query heads",
+        ),
+    ],
+)
+def test_impossible_sizes(change, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the whole text is compared)
+        replace(TINY, **change)
+    assert str(error.value) == message
+
+
+def test_too_long_a_sequence():
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        Llama(TINY)(tokens(1, 17))
+    assert_expected_inline(
+        str(error.value),
+        """the sequence has 17 tokens, more than max_seq_len=16: shorten it or build the model with a larger one""",
+    )

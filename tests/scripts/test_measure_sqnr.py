@@ -1,0 +1,110 @@
+"""scripts/measure/sqnr.py: its tables, its verdict, and the simulated folds against the library."""
+
+import pytest
+import torch
+
+from scripts.common.blocks import read_block
+from scripts.common.candidates import OURS
+from scripts.common.metrics import sqnr
+from scripts.measure import sqnr as script
+from scripts.measure.folds import FIGURES, WAYS, fold_figures, gradients
+from scripts.measure.operands import (
+    OUTPUT_CHANNELS,
+    ZERO_ROWS,
+    Operands,
+    Place,
+    exact,
+    record,
+    recorded_linears,
+    stress_cases,
+)
+from scripts.measure.sqnr import GEMMS, RECIPES, VARIANTS, configs, products
+
+CASES = stress_cases(1, m=96, k=64, n=80)
+
+
+@pytest.fixture(scope="module")
+def figures() -> script.Figures:
+    """Of a training run of two steps."""
+    return {place: script.measure(operands) for place, operands in record([1, 2], 0).items()}
+
+
+def test_every_linear_layer_step_and_recipe_is_measured(figures):
+    expected = [Place(linear, step) for step in (1, 2) for linear in recorded_linears()]
+    assert list(figures) == expected
+    assert len(expected) == 2 * 3 * 7
+    assert set(RECIPES) == set(OURS) - {"delayed"}
+    for row in figures.values():
+        assert set(row) == {*RECIPES, *VARIANTS}
+        for by_gemm in row.values():
+            assert list(by_gemm) == list(GEMMS)
+            assert all(value > 20 for value in by_gemm.values())
+
+
+def test_verdict(figures):
+    assert list(script.broken_promises(figures)) == []
+    place = Place("layers.2.attention.wo", 2)
+    for gemm in GEMMS:
+        for behind, broken in ((0.09, 0), (0.11, 1), (float("nan"), 1)):
+            row = figures[place]
+            doctored = row["rowwise_folded"] | {gemm: row["rowwise"][gemm] - behind}
+            changed = figures | {place: row | {"rowwise_folded": doctored}}
+            sentences = list(script.broken_promises(changed))
+            assert len(sentences) == broken
+            assert all(f"{place.linear}, step 2, {gemm}" in sentence for sentence in sentences)
+
+
+def test_blocks_and_status(monkeypatch, capsys, documents):
+    """The committed document has the figures of the made-up operands."""
+    committed = read_block(script.PAGE, "folds")
+    page = documents / "sqnr.md"
+    monkeypatch.setattr(script, "PAGE", page)
+    monkeypatch.setattr(script, "record", lambda at, seed: {Place("a", 1): CASES["normal"]})
+    assert script.main(["--at", "1", "--write", "--assert"]) == 0
+    made_up = [
+        [line for line in text.splitlines() if not line.startswith("| recorded")][2:]
+        for text in (committed, read_block(page, "folds"))
+    ]
+    assert len(made_up[0]) == len(CASES)
+    assert made_up[0] == made_up[1]
+    assert "| `rowwise_folded`     | 1 " in read_block(page, "recipes")
+    worse = configs() | {"rowwise_folded": configs()["rowwise, e5m2 gradients"]}
+    monkeypatch.setattr(script, "configs", lambda: worse)
+    monkeypatch.setattr(script, "stress_cases", lambda seed: {})
+    assert script.main(["--at", "1"]) == 0
+    assert script.main(["--at", "1", "--assert"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert sum(line.startswith("broken: a, step 1, grad_") for line in errors) == 4
+
+
+def test_refused_options(capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        script.main(["--at", "0"])
+    assert "0 is not positive" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ours_is_what_the_library_does(case):
+    operands = CASES[case]
+    folded = products(operands, configs()["rowwise_folded"])
+    simulated = gradients(operands)["ours"]
+    for gemm, expected in zip(GEMMS[1:], simulated, strict=True):
+        assert sqnr(expected, folded[gemm]) > 100
+    rowwise = products(operands, configs()["rowwise"])
+    for gemm, expected in zip(GEMMS[1:], gradients(operands)["rowwise"], strict=True):
+        assert sqnr(expected, rowwise[gemm]) > 100
+
+
+def test_the_ways_differ_where_the_document_says_so():
+    figure = "worst rows of grad_weight"
+    for case, lost in ((ZERO_ROWS, {"chained"}), (OUTPUT_CHANNELS, {"ours", "chained"})):
+        by_way = fold_figures(stress_cases(0)[case])
+        assert all(list(values) == list(FIGURES) for values in by_way.values())
+        assert {way for way in WAYS if by_way[way][figure] < 5} == lost
+
+
+def test_sqnr_of_a_known_error():
+    operands = Operands(torch.eye(4), torch.eye(4), torch.eye(4))
+    output, *_ = exact(operands)
+    assert sqnr(output, output * 1.01) == pytest.approx(40)
+    assert sqnr(output, output) == float("inf")

@@ -1,0 +1,164 @@
+"""The two commands of the README: their options and the environment that they make."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.train import quickstart
+from scripts.train.quickstart import ROOT
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A text in the current folder, which is not the repository."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("text.txt")
+    path.write_text("All work and no play makes float8 a dull dtype.\n" * 21)
+    return path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    with pytest.raises(SystemExit) as error:
+        quickstart.parse_args(list(options))
+    assert error.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("error:" in line for line in lines) == 1
+    return lines[-1]
+
+
+def test_defaults(text):
+    args = quickstart.parse_args(["--data", "text.txt"])
+    assert (args.dp, args.tp, args.recipe) == (2, 2, "tensorwise")
+    assert args.sequence_parallel
+    assert args.out == ROOT / "runs/quickstart"
+
+
+def test_each_run_gets_the_options_its_recipe_and_its_folder(text):
+    argv = ["--data", "text.txt", "--out", "base", "--dp", "1"]
+    command = quickstart.train_command(quickstart.parse_args(argv), argv, "bf16")
+    launch, options = command[: command.index("scripts.train.train")], command[-4:]
+    assert launch[-3:] == ["--nproc-per-node", "2", "-m"]
+    assert options == ["--recipe", "bf16", "--out", "base/bf16"]
+    assert argv == command[-4 - len(argv) : -4]
+
+
+def test_options_are_refused_once(capsys, text):
+    assert "unrecognized arguments: --stpes" in refused(capsys, "--stpes", "3")
+    assert "--recipe bf16 is what the float8 recipe is compared with" in refused(
+        capsys, "--recipe", "bf16"
+    )
+    assert "--data: nowhere: no such file or folder" in refused(capsys, "--data", "nowhere")
+    assert "--out text.txt: text.txt is a file" in refused(capsys, "--out", "text.txt")
+    assert "--dp must be at least 1" in refused(capsys, "--dp", "0")
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as done:
+        quickstart.main(["-h"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out.count("usage: quickstart.sh") == 1
+
+
+def test_what_the_user_has_set_stays(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    environment = quickstart.environment()
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+
+
+def test_two_runs_and_their_comparison(text):
+    """The whole command but for its installation, on one rank each."""
+    argv = "--data text.txt --out base --dp 1 --tp 1 --steps 2 --batch-size 2 --seq-len 16"
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "scripts.train.quickstart", *argv.split()],
+        env=dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "loss of tensorwise against bf16" in done.stdout
+    for name in ("bf16/metrics.jsonl", "tensorwise/comm.txt", "loss.png"):
+        assert Path("base", name).stat().st_size > 0
+
+
+def test_the_script_runs_it_from_any_folder(tmp_path):
+    """With an environment that is there, and an interpreter that says what it is asked for."""
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\ncase "$*" in *pip*) ;; *) echo "$PYTHONPATH" "$@" ;; esac\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/quickstart.sh"), "--steps", "3"],
+        cwd=tmp_path,
+        env=dict(os.environ, FP8_DIST_VENV="venv", PYTHONPATH=""),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{ROOT} -P -m scripts.train.quickstart --steps 3"
+
+
+def ensure_env(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Calls ensure_env in `folder`; pip would only say what it is asked for."""
+    script = f"""
+        source '{ROOT}/scripts/env.sh'
+        pip_install() {{ echo "pip install $*"; }}
+        ensure_env train || exit 1
+        echo "PY=$PY"
+    """
+    return subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=dict(os.environ, PYTHON=sys.executable, FP8_DIST_TORCH="") | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_environment_is_made_once_and_relative_to_the_current_folder(tmp_path):
+    first = ensure_env(tmp_path, FP8_DIST_VENV="venv", CDPATH="/")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines() == [
+        f"== creating the environment {tmp_path}/venv",
+        "== installing fp8-dist[train]",
+        "pip install setuptools",
+        f"pip install --no-build-isolation -e {ROOT}[train]",
+        f"PY={tmp_path}/venv/bin/python",
+    ]
+    again = ensure_env(tmp_path, FP8_DIST_VENV="venv")
+    assert again.stdout == f"PY={tmp_path}/venv/bin/python\n"
+
+
+def test_half_made_environment_is_made_anew(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "v")], check=True)
+    (tmp_path / "v/installed-train").write_text("a stamp")
+    done = ensure_env(tmp_path, FP8_DIST_VENV="v")
+    assert done.returncode == 0, done.stderr
+    assert "== creating the environment" in done.stdout
+    assert "pip install setuptools" in done.stdout
+
+
+def test_machine_that_makes_no_environments(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ntest "$1" = -c\n')
+    python.chmod(0o755)
+    done = ensure_env(tmp_path, FP8_DIST_VENV="v", PYTHON="./python")
+    assert done.returncode == 1
+    assert "apt install python3-venv" in done.stderr
+
+
+def test_folder_that_is_something_else_is_left_alone(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    done = ensure_env(tmp_path, FP8_DIST_VENV="mine")
+    assert done.returncode == 1
+    assert f"{tmp_path}/mine holds something else" in done.stderr
+    assert (tmp_path / "mine/thesis.txt").exists()

@@ -1,0 +1,260 @@
+"""The training script and its text: options, devices, what a run writes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from ranks import RankPools, device_mesh
+from torch_releases import uneven_sequence_in_torchs_linear
+
+from scripts.common.corpus import Corpus, load_corpus
+from scripts.train import train
+from scripts.train.run_writer import RunWriter
+
+ROOT = Path(train.__file__).parents[2]
+QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
+
+
+@pytest.fixture
+def small_text(tmp_path: Path) -> Path:
+    """A file of a kilobyte of text."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"All work and no play makes float8 a dull dtype.\n" * 21)
+    return path
+
+
+def options_error(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The last line that a refused command line prints."""
+    with pytest.raises(SystemExit) as error:
+        train.parse_args(list(options))
+    assert error.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1].partition("error: ")[2]
+
+
+def test_standard_library_is_text_that_repeats():
+    first, again = (load_corpus(None, seq_len=128, max_bytes=2**16) for _ in range(2))
+    assert torch.equal(first.tokens, again.tokens)
+    assert first.tokens.dtype == torch.uint8
+    assert first.tokens.numel() == 2**16
+    assert b"import " in bytes(first.tokens.tolist())
+
+
+def test_folder_is_read_in_the_order_of_its_paths(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name, text in {"c.txt": "3", "a.txt": "1", "b/x.md": "2", ".git/y": "0"}.items():
+        (tmp_path / name).write_text(text)
+    assert bytes(load_corpus(tmp_path, seq_len=2).tokens.tolist()) == b"123"
+
+
+def test_ranks_share_the_rows_of_one_global_batch():
+    corpus = Corpus(torch.arange(256, dtype=torch.uint8), "a test")
+    whole = corpus.batch(seed=1, step=7, batch_size=6, seq_len=8)
+    parts = [
+        corpus.batch(seed=1, step=7, batch_size=6, seq_len=8, rank=rank, ranks=3)
+        for rank in range(3)
+    ]
+    for index in range(2):
+        assert whole[index].shape == (6, 8)
+        assert whole[index].dtype == torch.int64
+        assert torch.equal(whole[index], torch.cat([part[index] for part in parts]))
+    assert torch.equal(whole[0] + 1, whole[1])
+
+
+def test_batches_depend_on_seed_and_step():
+    corpus = Corpus(torch.arange(256, dtype=torch.uint8), "a test")
+    draws = {
+        tuple(corpus.batch(seed=seed, step=step, batch_size=4, seq_len=8)[0][:, 0].tolist())
+        for seed in (0, 1)
+        for step in (1, 2)
+    }
+    assert len(draws) == 4
+
+
+def test_shortest_text_that_serves():
+    corpus = Corpus(torch.arange(9, dtype=torch.uint8), "a test")
+    inputs, targets = corpus.batch(seed=0, step=1, batch_size=1, seq_len=8)
+    assert (inputs.tolist(), targets.tolist()) == ([list(range(8))], [list(range(1, 9))])
+
+
+def test_options_of_one_process(small_text):
+    args = train.parse_args(["--data", str(small_text), "--recipe", "tensorwise"])
+    assert (args.dp, args.tp, args.sequence_parallel) == (1, 1, False)
+    assert args.out == Path("runs/tensorwise")
+
+
+def test_options_of_four_ranks(small_text, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = train.parse_args(["--data", str(small_text), "--tp", "2"])
+    assert (args.dp, args.tp, args.sequence_parallel) == (2, 2, True)
+
+
+def test_refused_options(capsys, monkeypatch, small_text):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    refused = [
+        "--dp 3 --tp 2",
+        "--tp 8",
+        "--batch-size 6",
+        "--sequence-parallel",
+        "--steps 0",
+        "--seed -1",
+        "--warmup -1",
+        "--dp 0",
+        "--lr 0",
+        "--lr -1e-3",
+        "--lr nan",
+        "--lr inf",
+    ]
+    errors = [
+        options_error(capsys, *f"{options} --data {small_text}".split()) for options in refused
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+--dp 3 times --tp 2 is 6, but there are 4 ranks: start that many (torchrun --nproc-per-node 6)
+--dp 1 times --tp 8 is 8, but there are 4 ranks: start that many (torchrun --nproc-per-node 8)
+--batch-size 6 is not a multiple of --dp 4
+--sequence-parallel needs --tp above 1
+--steps must be at least 1
+--seed must lie in [0, 2**31), got -1
+--warmup must not be negative, got -1
+--dp must be at least 1
+--lr must be positive and finite, got 0.0
+argument --lr: expected one argument
+--lr must be positive and finite, got nan
+--lr must be positive and finite, got inf""",
+    )
+
+
+def test_refused_texts(capsys, monkeypatch, tmp_path, small_text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    refused = ["--data nowhere", "--data empty", "--data text.txt --seq-len 1008"]
+    errors = [options_error(capsys, *options.split()) for options in refused]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+--data: nowhere: no such file or folder
+--data: empty has 0 bytes of text (0 files), but rows of 128 tokens need more: give a longer text or use shorter rows
+--data: text.txt has 1008 bytes of text (1 files), but rows of 1008 tokens need more: give a longer text or use shorter rows""",
+    )
+    train.parse_args(["--data", "text.txt", "--seq-len", "1007"])
+
+
+def test_refused_folders(capsys, monkeypatch, tmp_path, small_text):
+    monkeypatch.chdir(tmp_path)
+    refused = ["--out text.txt", "--out text.txt/run"]
+    errors = [options_error(capsys, *f"{options} --data text.txt".split()) for options in refused]
+    assert [error.replace(str(tmp_path), "...") for error in errors] == [
+        "--out text.txt: text.txt is a file; name a folder",
+        "--out text.txt/run: .../text.txt is a file; name a folder",
+    ]
+    train.parse_args(["--data", "text.txt", "--out", "new/run"])
+
+
+def test_heads_that_the_ranks_cannot_share(capsys, monkeypatch, small_text):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    message = options_error(capsys, "--tp", "8", "--data", str(small_text))
+    assert message == "--tp 8 does not divide the 4 key/value heads of --model debug"
+
+
+def test_shortened_options_are_unknown(capsys):
+    assert options_error(capsys, "--step", "3") == "unrecognized arguments: --step 3"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "reason"),
+    [
+        (0, "cpu", ""),
+        (1, "cpu", "2 ranks need as many GPUs, this machine has 1"),
+        (2, "cuda:1", ""),
+    ],
+)
+def test_ranks_train_on_gpus_when_each_has_one(monkeypatch, gpus, device, reason):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert train.choose_device(local_rank=1, local_ranks=2) == (torch.device(device), reason)
+
+
+def test_unknown_recipe(capsys):
+    message = options_error(capsys, "--recipe", "float4")
+    assert "invalid choice: 'float4'" in message
+    assert "bf16" in message
+    assert "tensorwise" in message
+
+
+def test_learning_rate_rises_and_falls():
+    factors = [train.learning_rate_factor(step, 4, 12) for step in range(12)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors[5:] == pytest.approx([0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125])
+    assert [train.learning_rate_factor(step, 5, 2) for step in range(2)] == [0.2, 0.4]
+    assert train.learning_rate_factor(0, 0, 1) == 1.0
+
+
+def run_script(out: Path, *options: str) -> list[dict[str, float]]:
+    """Trains in a process of its own, without torchrun; returns its metrics."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "scripts.train.train", *QUICK, *options, "--out", str(out)],
+        env=dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "Collectives of one training step" in finished.stdout
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_process_trains_and_writes_everything(tmp_path, small_text):
+    metrics = run_script(tmp_path, "--data", str(small_text), "--recipe", "tensorwise")
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert metrics[0]["loss"] == pytest.approx(5.55, abs=0.1)
+    assert metrics[2]["loss"] < metrics[0]["loss"]
+    for line in metrics:
+        assert list(line) == ["step", "loss", "tokens_per_second", "grad_norm"]
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_second"] > 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["recipe"], config["parameters"]) == ("tensorwise", 853120)
+    assert (tmp_path / "comm.txt").read_text().strip()
+    assert isinstance(json.loads((tmp_path / "comm.json").read_text()), list)
+
+
+def steps(options: list[str], tp: int) -> list[tuple[float, float]]:
+    """Runs on every rank: loss and gradient norm of each step, with sequence parallelism."""
+    os.environ["WORLD_SIZE"] = str(tp)
+    args = train.parse_args([*QUICK, *options, "--tp", str(tp)])
+    trainer = train.Trainer(args, device_mesh(dp=1, tp=tp), torch.device("cpu"))
+    steps = (trainer.step(step) for step in range(1, args.steps + 1))
+    return [(trainer.mean_over_ranks(loss), norm.item()) for loss, norm in steps]
+
+
+# As far from one process as rows of a length that tp divides are.
+@pytest.mark.parametrize(("recipe", "tolerance"), [("bf16", 5e-4), ("tensorwise", 5e-3)])
+def test_rows_of_a_length_that_tp_does_not_divide(
+    ranks: RankPools, small_text: Path, recipe: str, tolerance: float
+):
+    options = ["--data", str(small_text), "--recipe", recipe, "--seq-len", "31"]
+    (expected,) = ranks(1).run(steps, options, 1)
+    with uneven_sequence_in_torchs_linear():
+        first, second = ranks(2).run(steps, options, 2)
+        assert first == second
+        for found, (loss, norm) in zip(first, expected, strict=True):
+            assert found[0] == pytest.approx(loss, rel=tolerance)
+            assert found[1] == pytest.approx(norm, rel=10 * tolerance)
+
+
+def test_an_old_run_is_gone_before_a_new_one_starts(tmp_path, small_text):
+    names = ("config.json", "metrics.jsonl", "comm.json", "comm.txt")
+    for name in names:
+        (tmp_path / name).write_text("old")
+    writer = RunWriter(train.parse_args(["--data", str(small_text), "--out", str(tmp_path)]))
+    writer.metrics.close()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.name in names} == {
+        "metrics.jsonl": ""
+    }

@@ -1,0 +1,99 @@
+"""Training with every recipe: what follows the optimizer's step, and meshes."""
+
+import argparse
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from ranks import RankPools, device_mesh
+
+from fp8_dist import precompute_float8_dynamic_scale, sync_float8_amax_and_scale_history
+from scripts.common.candidates import RECIPES, gathers_float8
+from scripts.common.llama import MODELS, LlamaConfig
+from scripts.common.models import after_step
+from scripts.train import compare, train
+
+TINY = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
+QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
+GATHER_FLOAT8 = ["tensorwise", "rowwise_folded", "delayed"]
+
+
+def test_what_follows_the_optimizers_step():
+    calls = {recipe: after_step(recipe, sharded=True) for recipe in RECIPES}
+    assert calls.pop("delayed") is sync_float8_amax_and_scale_history
+    called = [recipe for recipe, c in calls.items() if c is precompute_float8_dynamic_scale]
+    assert called == ["tensorwise", "rowwise_folded"]
+
+
+def test_weights_are_gathered_in_float8_where_the_recipe_allows_it():
+    assert [recipe for recipe in RECIPES if gathers_float8(recipe)] == GATHER_FLOAT8
+    assert [recipe for recipe in RECIPES if compare.gathers_float8(recipe)] == GATHER_FLOAT8
+
+
+def train_on_ranks(dp: int, tp: int, options: list[str]) -> None:
+    """Runs on every rank: all that the script does, but for its process group and its mesh."""
+    os.environ["WORLD_SIZE"] = str(dp * tp)
+    with mock.patch.dict(MODELS, tiny=TINY):
+        args = train.parse_args([*QUICK, *options, "--model", "tiny", "--tp", str(tp)])
+        mesh = device_mesh(dp=dp, tp=tp)
+        with mock.patch.object(train, "init_device_mesh", return_value=mesh):
+            train.train(args, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_on_meshes(ranks: RankPools, tmp_path: Path, recipe: str):
+    one_process: list[float] = []
+    meshes = ((1, 1), (2, 1), (1, 2), (2, 2)) if recipe == "tensorwise" else ((1, 1), (2, 2))
+    for dp, tp in meshes:
+        out = tmp_path / f"{dp}x{tp}"
+        options = ["--data", argparse.__file__, "--recipe", recipe, "--out", str(out)]
+        ranks(dp * tp).run(train_on_ranks, dp, tp, options, timeout=180)
+        run = compare.read_run(out)
+        assert run["unexpected_gathers"] == []
+        assert bool(run["float8_bytes"]) == (recipe in GATHER_FLOAT8 and dp * tp > 1)
+        one_process = one_process or run["losses"]
+        assert run["losses"] == pytest.approx(one_process, rel=2e-3)
+    assert one_process[-1] < one_process[0]
+
+
+@pytest.mark.parametrize(
+    ("scales", "mixed", "allowed"), [(4, True, True), (5, True, False), (4, False, False)]
+)
+def test_scales_travel_with_their_rows(scales: int, mixed: bool, allowed: bool):
+    """Four rows of 16, and another number of scales."""
+    shared = {"op": "all_gather", "axis": "dp", "module": "layer"}
+    rows = [
+        {"dtype": "torch.float8_e4m3fn", "elements": 64, "float8_bytes": 64, "count": 1},
+        {"dtype": "torch.float32", "elements": scales, "float8_bytes": 0, "count": 0},
+    ]
+    config = {"float8_layers": ["layer.a"], "high_precision_gather": {}}
+    made = [shared | row | {"in_mixed_gather": mixed} for row in rows]
+    assert (compare.unexpected_gathers(made, config) == []) == allowed
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problems"),
+    [
+        ("rowwise", []),
+        ("rowwise_folded", ["rowwise_folded communicated nothing in float8"]),
+    ],
+)
+def test_comparison_of_a_run_that_gathers_in_high_precision(recipe: str, problems: list[str]):
+    runs = [
+        {
+            "name": name,
+            "losses": [5.5] + [3.0] * 20,
+            "tokens_per_second": 1.0,
+            "bytes": 8,
+            "float8_bytes": 0,
+            "all_gather_bytes": 8,
+            "gathers_float8": compare.gathers_float8(name),
+            "unexpected_gathers": [],
+        }
+        for name in ("bf16", recipe)
+    ]
+    assert compare.problems(*runs) == problems
+    gathers = "rowwise gathers in high precision"
+    assert compare.report(*runs).endswith(gathers) == (recipe == "rowwise")
