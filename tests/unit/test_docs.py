@@ -9,7 +9,7 @@ import pytest
 import fp8_dist
 from fp8_dist import fsdp, tensor_parallel
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, ROOT / "CONTRIBUTING.md", *ROOT.glob("scripts/*.md"), *DOCS]
