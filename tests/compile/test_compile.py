@@ -6,7 +6,7 @@ import pytest
 import torch
 from nets import Distributed, Net, blocks, full
 from ranks import RankPools
-from reference import same_bits, sqnr
+from reference import same_bits, same_cast, sqnr
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -175,6 +175,18 @@ def test_a_cast_alone(backend: str, dim: int | None) -> None:
     for bad in (1.0, torch.nan, torch.inf):
         x = torch.randn(48, 33, dtype=torch.bfloat16) * bad
         assert all(same_bits(a, b) for a, b in zip(cast(x), compiled(x), strict=True))
+
+
+@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("rows", [4, 5003])
+def test_an_amax_of_fp64_is_fp32(target: torch.dtype, rows: int) -> None:
+    torch._dynamo.reset()
+    config = CastConfig(target_dtype=target)
+    x = torch.randn(rows, 16, dtype=torch.float64) / 100
+    x[1, 1] = 1 + 2**-24
+    with torch.no_grad():
+        compiled = torch.compile(cast_to_float8, backend="eager")(x, config)
+    assert same_cast(cast_to_float8(x, config), compiled)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
