@@ -9,11 +9,7 @@ import pytest
 import fp8_dist
 from fp8_dist import fsdp, tensor_parallel
 
-<<<<<<<< HEAD:tests/scripts/test_docs.py
-ROOT = Path(__file__).parent.parent.parent
-========
 ROOT = Path(__file__).parents[2]
->>>>>>>> wip-tests:tests/unit/test_docs.py
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, ROOT / "CONTRIBUTING.md", *ROOT.glob("scripts/*.md"), *DOCS]
