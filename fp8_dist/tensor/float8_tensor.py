@@ -172,11 +172,6 @@ def _covered_dims(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...]:
     return tuple(dim for dim, n in enumerate(scale.shape) if n == 1)
 
 
-def granularity_of(tensor: Float8Tensor) -> Granularity:
-    """What one scale of a tensor covers. (Dynamo can't trace a property with such a result.)"""
-    return covering(tensor.covered, tensor.ndim) if tensor.scale.ndim else TENSOR
-
-
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Float8Tensor) -> torch.Tensor:
