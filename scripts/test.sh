@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Creates the environment (or reuses it) and runs every check that this machine can run:
 #   bash scripts/test.sh                  linters, type checker, import contracts, all tests
-#   bash scripts/test.sh ARGS...          only pytest, with these arguments: tests/unit -k mixed
+#   bash scripts/test.sh ARGS...          only pytest, with these arguments: tests/compile -k bias
+#   bash scripts/test.sh --fast ARGS...   only pytest on tests/unit: no process groups, no
+#                                         torch.compile; less than a minute
 # Every stage runs, also after a failed one; the exit status is 0 when all of them passed. Arguments
 # that select no test at all are a failure (pytest's status 5), so that a misspelt name is noticed.
 set -u
@@ -9,21 +11,31 @@ unset CDPATH
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$REPO_ROOT" || exit 1
 
-# torch.compile's default backend compiles C++ that includes Python.h: said now, not after the
-# installation and in the middle of the tests.
-if ! command -v "${CXX:-g++}" > /dev/null; then
-    echo "the tests of torch.compile need a C++ compiler, and '${CXX:-g++}' is not found: set" \
-        "CXX=..., or on Debian and Ubuntu: apt install g++" >&2
-    exit 1
-fi
-python="$FP8_DIST_VENV/bin/python"
-[ -x "$python" ] || python="$PYTHON"
-# Without an answer there is no such Python, which is ensure_env's to say.
-include="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))' 2> /dev/null)"
-if [ -n "$include" ] && [ ! -f "$include/Python.h" ]; then
-    echo "the tests of torch.compile need Python's headers, and there is no $include/Python.h:" \
-        "on Debian and Ubuntu: apt install python3-dev" >&2
-    exit 1
+# check_compiler: torch.compile's default backend compiles C++ that includes Python.h. What is
+# missing is said now, not after the installation and in the middle of the tests.
+check_compiler() {
+    if ! command -v "${CXX:-g++}" > /dev/null; then
+        echo "the tests of torch.compile need a C++ compiler, and '${CXX:-g++}' is not found: set" \
+            "CXX=..., or on Debian and Ubuntu: apt install g++" >&2
+        return 1
+    fi
+    local python include
+    python="$FP8_DIST_VENV/bin/python"
+    [ -x "$python" ] || python="$PYTHON"
+    # Without an answer there is no such Python, which is ensure_env's to say.
+    include="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))' 2> /dev/null)"
+    if [ -n "$include" ] && [ ! -f "$include/Python.h" ]; then
+        echo "the tests of torch.compile need Python's headers, and there is no $include/Python.h:" \
+            "on Debian and Ubuntu: apt install python3-dev" >&2
+        return 1
+    fi
+}
+
+if [ "${1:-}" = --fast ]; then
+    shift
+    set -- tests/unit "$@"
+else
+    check_compiler || exit 1
 fi
 ensure_env "dev" || exit 1
 

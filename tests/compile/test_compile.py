@@ -6,7 +6,7 @@ import pytest
 import torch
 from nets import Distributed, Net, blocks, full
 from ranks import RankPools
-from reference import same_bits, sqnr
+from reference import same_bits, same_cast, sqnr
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +23,7 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.kernels import scaled_mm
+from fp8_dist.linear.weight_scales import WeightScales
 
 
 class GemmWeights(TorchDispatchMode):
@@ -101,20 +102,19 @@ def compiled_steps(
     return differ, worst, weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("precompute", [False, True])
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+# Every pair of a mesh, a backend, and with or without precompute.
+@pytest.mark.parametrize(
+    ("dp", "tp", "precompute", "backend"),
+    [
+        (2, 1, False, "eager"),
+        (2, 1, True, "aot_eager"),
+        (1, 2, True, "eager"),
+        (1, 2, False, "aot_eager"),
+    ],
+)
 def test_blocks(ranks: RankPools, dp: int, tp: int, precompute: bool, backend: str) -> None:
-    for differ, _, same_weights in ranks(2).run(
-        compiled_steps, dp, tp, precompute, backend, timeout=180
-    ):
-        assert (differ, same_weights) == ([], True)
-
-
-def test_blocks_on_two_axes(ranks: RankPools) -> None:
-    for differ, _, same_weights in ranks(4).run(
-        compiled_steps, 2, 2, True, "aot_eager", timeout=180
-    ):
+    arguments = (dp, tp, precompute, backend)
+    for differ, _, same_weights in ranks(2).run(compiled_steps, *arguments, timeout=180):
         assert (differ, same_weights) == ([], True)
 
 
@@ -128,9 +128,18 @@ def test_blocks_that_are_sharded_before_they_are_compiled(ranks: RankPools) -> N
         assert (differ, same_weights) == ([], True)
 
 
+# Every recipe on two axes, and once more on one of them.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "tensorwise"])
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "recipe"),
+    [
+        *((2, 2, recipe) for recipe in RECIPES),
+        (2, 1, "rowwise_with_gw_hp"),
+        (2, 1, "delayed"),
+        (1, 2, "rowwise"),
+        (1, 2, "rowwise_folded"),
+    ],
+)
 def test_blocks_in_every_recipe(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
     arguments = (dp, tp, True, "aot_eager", recipe)
     for differ, _, same_weights in ranks(dp * tp).run(compiled_steps, *arguments, timeout=180):
@@ -140,7 +149,7 @@ def test_blocks_in_every_recipe(ranks: RankPools, dp: int, tp: int, recipe: str)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("dp", "tp", "recipe"),
-    [(1, 2, "tensorwise"), (2, 2, "rowwise_folded"), (2, 2, "delayed")],
+    [(1, 2, "tensorwise"), (2, 1, "rowwise_folded"), (2, 2, "delayed")],
 )
 def test_blocks_with_inductor(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
     # Its fusions round the operands of the casts of activations otherwise; weights are as they are.
@@ -166,6 +175,18 @@ def test_a_cast_alone(backend: str, dim: int | None) -> None:
     for bad in (1.0, torch.nan, torch.inf):
         x = torch.randn(48, 33, dtype=torch.bfloat16) * bad
         assert all(same_bits(a, b) for a, b in zip(cast(x), compiled(x), strict=True))
+
+
+@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("rows", [4, 5003])
+def test_an_amax_of_fp64_is_fp32(target: torch.dtype, rows: int) -> None:
+    torch._dynamo.reset()
+    config = CastConfig(target_dtype=target)
+    x = torch.randn(rows, 16, dtype=torch.float64) / 100
+    x[1, 1] = 1 + 2**-24
+    with torch.no_grad():
+        compiled = torch.compile(cast_to_float8, backend="eager")(x, config)
+    assert same_cast(cast_to_float8(x, config), compiled)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -229,13 +250,13 @@ def precomputed_in_graphs(recipe: str) -> list[int]:
         block.compile(backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     computed: list[int] = []
-    original = Float8Linear._dynamic_scaling
+    original = WeightScales._scaling_of
 
-    def counting(layer, *args):  # type: ignore[no-untyped-def]
+    def counting(scales, *args):  # type: ignore[no-untyped-def]
         computed[-1] += 1
-        return original(layer, *args)
+        return original(scales, *args)
 
-    Float8Linear._dynamic_scaling = counting  # type: ignore[method-assign]
+    WeightScales._scaling_of = counting  # type: ignore[method-assign]
     try:
         for step in range(4):
             computed.append(0)
@@ -245,7 +266,7 @@ def precomputed_in_graphs(recipe: str) -> list[int]:
                 model(world.mine(torch.randn(4, 8, 64))).sum().backward()
             optimizer.step()
     finally:
-        Float8Linear._dynamic_scaling = original  # type: ignore[method-assign]
+        WeightScales._scaling_of = original  # type: ignore[method-assign]
     return computed
 
 

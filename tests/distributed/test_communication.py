@@ -521,3 +521,18 @@ def high_precision_redistribution() -> list[torch.dtype]:
 
 def test_a_parameter_itself_is_gathered_in_high_precision(ranks: RankPools) -> None:
     assert ranks(4).run(high_precision_redistribution) == [[torch.float32]] * 4
+
+
+def placed_dequantize() -> list[bool]:
+    mesh = device_mesh(tp=2)
+    whole = torch.randn(5, 4)
+    same = []
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        cast = cast_to_float8(distribute_tensor(whole, mesh, [placement]), CastConfig())
+        twin = cast_to_float8(whole, CastConfig()).dequantize()
+        same.append(same_bits(cast.dequantize().full_tensor(), twin))
+    return same
+
+
+def test_a_float8_dtensor_dequantizes_where_it_is(ranks: RankPools) -> None:
+    assert ranks(2).run(placed_dequantize) == [[True] * 3] * 2

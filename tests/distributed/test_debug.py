@@ -469,11 +469,3 @@ def test_what_was_recorded_survives_an_error_and_audits_nest(ranks: RankPools) -
     assert kept == "CommAudit(2 collectives, 12 bytes)"
     assert inner == "CommAudit(1 collectives, 8 bytes)"
     assert outer == "CommAudit(3 collectives, 16 bytes)"
-
-
-def test_without_a_process_group_there_is_nothing_to_record() -> None:
-    with comm_audit() as audit:
-        nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
-    assert audit.rows == []
-    assert audit.table() == "no collectives"
-    assert repr(audit) == "CommAudit(0 collectives, 0 bytes)"

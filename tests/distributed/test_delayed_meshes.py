@@ -34,7 +34,7 @@ def hybrid(tp: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_hybrid_sharding(ranks: RankPools, tp: int) -> None:
+def test_hybrid_sharding_reduces_over_all_axes(ranks: RankPools, tp: int) -> None:
     results = ranks(4 * tp).run(hybrid, tp)
     for found in results:
         assert found["rows"] == [("all_reduce", "world", found["operands"])]

@@ -247,20 +247,6 @@ def test_copies_of_tensor_parallel_models(ranks: RankPools) -> None:
     assert ranks(2).run(copied) == [[True] * 3] * 2
 
 
-def compiled(backend: str) -> bool:
-    torch._dynamo.reset()
-    worlds = [Distributed(1, 2, config=DELAYED, net_arguments={"layers": 1}) for _ in range(2)]
-    worlds[1].net.compile(backend=backend)
-    x = worlds[0].mine(torch.randn(4, 8, 64))
-    found = [audited_steps(world.net, x, world.mesh)["amaxes"] for world in worlds]
-    return found[0] == found[1]
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_tensor_parallel_models(ranks: RankPools, backend: str) -> None:
-    assert ranks(2).run(compiled, backend, timeout=120) == [True, True]
-
-
 def variation(dp: int, tp: int, kind: str) -> bool:
     """Are losses, gradients and histories the same with, and without?"""
     results = []

@@ -94,9 +94,11 @@ def hybrid(tp: int, precompute: bool) -> tuple[list[str], int, int]:
     return wrong, reduces, audit.count("all_reduce", dtype=torch.int32) - activations
 
 
-def test_hybrid_sharding(ranks: RankPools) -> None:
-    assert ranks(4).run(hybrid, 1, True) == [([], 1, 0)] * 4
-    assert ranks(4).run(hybrid, 1, False) == [([], 0, 6)] * 4
+@pytest.mark.parametrize("precompute", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_hybrid_sharding(ranks: RankPools, tp: int, precompute: bool) -> None:
+    expected = ([], 1, 0) if precompute else ([], 0, 6)
+    assert ranks(4 * tp).run(hybrid, tp, precompute, timeout=120) == [expected] * (4 * tp)
 
 
 def unnamed_axis() -> bool:
@@ -111,12 +113,6 @@ def unnamed_axis() -> bool:
 
 def test_a_mesh_without_names(ranks: RankPools) -> None:
     assert ranks(4).run(unnamed_axis) == [True] * 4
-
-
-@pytest.mark.parametrize("precompute", [False, True])
-def test_hybrid_sharding_and_tp(ranks: RankPools, precompute: bool) -> None:
-    expected = ([], 1, 0) if precompute else ([], 0, 6)
-    assert ranks(8).run(hybrid, 2, precompute, timeout=120) == [expected] * 8
 
 
 def even_columns(precompute: bool) -> list[str]:
@@ -215,12 +211,6 @@ def test_refusals(ranks: RankPools) -> None:
     )
 
 
-def test_repr_of_a_weight() -> None:
-    assert_expected_inline(
-        repr(Float8AllGatherWeight(torch.ones(2))), """Float8AllGatherWeight(tensor([1., 1.]))"""
-    )
-
-
 def mixed_model() -> list[str]:
     """Layers under TP and FSDP2, under FSDP2 alone, and not distributed at all."""
     world = Distributed(2, 2)
@@ -265,21 +255,6 @@ def overlapping() -> str:
 
 def test_overlapping_axes_are_refused(ranks: RankPools) -> None:
     assert "whose axes overlap" in ranks(4).run(overlapping)[0]
-
-
-def autocast_dtypes() -> list[torch.dtype]:
-    world = Distributed(1, 2)
-    dtypes: list[torch.dtype] = []
-    for layer in world.net.modules():
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_hook(lambda m, i, o: dtypes.append(o.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        world.net(world.mine(torch.randn(2, 8, 64)))
-    return dtypes
-
-
-def test_autocast_reaches_prepared_inputs(ranks: RankPools) -> None:
-    assert ranks(2).run(autocast_dtypes) == [[torch.bfloat16] * 6] * 2
 
 
 def smaller_mesh(gather: bool) -> list[str]:
@@ -443,3 +418,16 @@ def moved_shards() -> list[bool]:
 
 def test_float8_moves_between_shards(ranks: RankPools) -> None:
     assert ranks(2).run(moved_shards) == [[True] * 3] * 2
+
+
+def converted_too_late() -> str:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16, bias=False))
+    fully_shard(model, mesh=device_mesh(dp=2))
+    return raised(ValueError, lambda: convert_to_float8_training(model))
+
+
+def test_converting_after_fully_shard_is_refused(ranks: RankPools) -> None:
+    assert_expected_inline(
+        ranks(2).run(converted_too_late)[0],
+        """convert_to_float8_training: these weights are distributed already: 0, 2. Convert the model first, then apply tensor parallelism, then fully_shard""",
+    )

@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from checkpointed import SELECTIVE
 from nets import Distributed
 from ranks import RankPools
 from reference import same_bits
-from test_checkpointing import SELECTIVE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 

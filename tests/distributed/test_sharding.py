@@ -9,7 +9,6 @@ import torch.distributed as dist
 from ranks import RankPools, device_mesh
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
     Placement,
     Replicate,
     Shard,
@@ -21,7 +20,6 @@ from fp8_dist.mesh import (
     all_reduce_max,
     linear_layouts,
     reduce_amax,
-    sharded_axes,
 )
 from fp8_dist.mesh.groups import group_over
 
@@ -69,24 +67,6 @@ def put(tensor: torch.Tensor, mesh, placements: tuple[Placement, ...]) -> torch.
 @pytest.mark.parametrize("shape", [(8, 4), (4, 8, 4), (5, 3, 7), (2, 4, 4, 4)])
 def test_linear_layouts(ranks: RankPools, shape: tuple[int, ...]) -> None:
     assert ranks(4).run(wrong_rules, shape, timeout=120) == [[]] * 4
-
-
-def test_placements_that_no_linear_layer_has() -> None:
-    with pytest.raises(ValueError, match=r"Partial\(sum\)|P\(sum\)|Partial"):
-        linear_layouts([Replicate()], [Partial()], 2)
-    # One table row per mesh axis.
-    at = linear_layouts([Shard(1), Partial()], [Shard(0), Shard(1)], 3)
-    assert at.input == (Replicate(), Shard(2))
-    assert at.output == (Shard(2), Partial())
-
-
-def test_the_axes_of_an_amax() -> None:
-    placements = [Replicate(), Shard(0), Partial(), Shard(1)]
-    assert sharded_axes(placements, 2) == (1, 3)
-    # One scale per row: the axes that cut rows; one per column: those that cut columns.
-    assert sharded_axes(placements, 2, [1]) == (3,)
-    assert sharded_axes(placements, 2, [0]) == (1,)
-    assert sharded_axes([Shard(-1)], 3, [2]) == (0,)
 
 
 def reduced_amaxes() -> list[list[float]]:

@@ -10,7 +10,6 @@ import torch.nn as nn
 from nets import Distributed, full
 from ranks import RankPools, device_mesh
 from reference import same_bits, same_cast, sqnr, weights_used
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8_dist import (
@@ -174,24 +173,3 @@ def test_a_non_finite_weight_on_one_rank_is_visible_on_all(ranks: RankPools, bad
 def test_a_non_finite_input_is_visible_on_its_tp_ranks(ranks: RankPools, bad: float) -> None:
     # Ranks 0 and 1 share the activations; 2 and 3 have others.
     assert ranks(4).run(non_finite_everywhere, "input", bad) == [True, True, False, False]
-
-
-def hybrid(precompute: bool) -> list[str]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(32, 33), nn.Linear(33, 16))
-    masters = {str(i): layer.weight.detach().clone() for i, layer in enumerate(net)}
-    convert_to_float8_training(net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    fully_shard(net, mesh=mesh)
-    if precompute:
-        precompute_float8_dynamic_scale(net)
-    with weights_used(net) as used:
-        net(torch.randn(4, 32)).sum().backward()
-    return [
-        n for n, w in used.items() if not same_cast(w, cast_to_float8(masters[n], CastConfig()))
-    ]
-
-
-def test_hybrid_sharding(ranks: RankPools) -> None:
-    for precompute in (False, True):
-        assert ranks(4).run(hybrid, precompute) == [[]] * 4

@@ -3,8 +3,8 @@
 The model is the quickstart's with fp32 compute, so that differences are those of the mesh. What a
 float8 run computes is chaotic: a relative change of 1e-7 in the weights is soon one of 1e-3 in the
 losses, on one device too, so that its curve can be compared loosely only. Sharp are the checks in
-which nothing builds up: of the float8 weights and the loss of every step, by one process that is
-given the weights of that step, and of the curve in high precision.
+which nothing builds up: of the float8 weights and the loss of every fifth step, by one process that
+is given the weights of that step, and of the curve in high precision.
 """
 
 import argparse
@@ -39,6 +39,8 @@ from scripts.common.llama import MODELS, Llama
 from scripts.train import train
 
 STEPS = 50
+# The first two (before and after the first precompute), and every fifth.
+FOLLOWED = [step for step in range(1, STEPS + 1) if step <= 2 or step % 5 == 0]
 # A quarter of the quickstart's tokens per step, and half its learning rate: with so few tokens
 # the full rate is at the edge of stability, where losses of one device move by up to 1.4e-2 when
 # its weights are perturbed by 1e-7, in place of 1e-3.
@@ -57,14 +59,14 @@ class Run:
     Attributes:
         optimizer: the arguments of AdamW.
         losses: of every step, the mean over the global batch.
-        fed_back: the same by one process that was given the weights of that step.
+        fed_back: by step, the same by one process that was given the weights of that step.
         wrong: the float8 weights that are not their part of one device's, in words.
         compared: how many float8 weights were looked at.
     """
 
     optimizer: dict[str, Any]
     losses: list[float] = field(default_factory=list)
-    fed_back: list[float] = field(default_factory=list)
+    fed_back: dict[int, float] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     compared: int = 0
 
@@ -147,11 +149,14 @@ def followed_run_on_mesh(config: Float8LinearConfig) -> Run:
     follower = one_device_model(config, trainer.args)
     run = Run(trainer.optimizer.defaults)
     for step in range(1, STEPS + 1):
+        if step not in FOLLOWED:
+            run.losses.append(trainer.mean_over_ranks(trainer.step(step)[0]))
+            continue
         state = {name: full(tensor) for name, tensor in trainer.model.state_dict().items()}
         follower.load_state_dict(state)
         with weights_used(follower) as expected, torch.no_grad():
             loss = batch_loss(follower, trainer.args, step, mesh.get_local_rank("dp"), ranks=2)
-        run.fed_back.append(trainer.mean_over_ranks(loss))
+        run.fed_back[step] = trainer.mean_over_ranks(loss)
         if step > 1:
             run.wrong += [f"step {step}: {name}: no fresh scale" for name in unscaled(trainer)]
         with weights_used(trainer.model) as used:
@@ -193,13 +198,13 @@ def run_in_one_process(config: Float8LinearConfig, run: Run) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    assert len(losses) == len(run.losses)
     assert losses[-1] < 0.75 * losses[0]
     return losses
 
 
 def distances(losses: list[float], expected: list[float]) -> list[float]:
     """The relative difference of every step's loss."""
-    assert len(losses) == len(expected) == STEPS
     return [abs(a - b) / b for a, b in zip(losses, expected, strict=True)]
 
 
@@ -214,10 +219,11 @@ def test_float8(ranks: RankPools) -> None:
     runs = ranks(4).run(followed_run_on_mesh, Float8LinearConfig(), timeout=180)
     for run in runs:
         assert run.wrong == []
-        assert run.compared == STEPS * 4 * 7  # layers, and converted weights of each
+        assert run.compared == len(FOLLOWED) * 4 * 7  # layers, and converted weights of each
         assert run.losses == runs[0].losses
     # A row-parallel sum in another order makes a rare value round to another code.
-    by_step = distances(runs[0].losses, runs[0].fed_back)
+    losses = [runs[0].losses[step - 1] for step in FOLLOWED]
+    by_step = distances(losses, [*runs[0].fed_back.values()])
     assert median(by_step) < 5e-6
     assert max(by_step) < 1e-3
     curve = distances(runs[0].losses, run_in_one_process(Float8LinearConfig(), runs[0]))

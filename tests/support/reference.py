@@ -1,6 +1,7 @@
 """Independent references: the numerics of one cast in fp64, SQNR, and a recorder.
 
-Nothing here calls the code under test; the recorders listen to it.
+Nothing here calls the code under test; the recorders listen to it. Of the library's internals, only
+its recording of GEMMs is used.
 """
 
 import math
@@ -11,9 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_dist.linear import float8_layers
+from fp8_dist import Float8Tensor, float8_layers
 from fp8_dist.linear.recording import GemmRecord, record_gemms
-from fp8_dist.tensor import Float8Tensor
 
 # Largest finite values of the two encodings, and the number of mantissa bits.
 FORMATS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}

@@ -7,9 +7,6 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from ranks import RankPools, device_mesh
-from reference import raised
-from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 
 from fp8_dist import Float8Linear, Float8LinearConfig, convert_to_float8_training
@@ -194,16 +191,3 @@ def test_another_config_for_a_converted_layer_is_refused() -> None:
     convert_to_float8_training(model, config=Float8LinearConfig())
     with pytest.raises(TypeError, match="must be a Float8LinearConfig, got 'tensorwise'"):
         convert_to_float8_training(Model(), config="tensorwise")  # type: ignore[arg-type]
-
-
-def converted_too_late() -> str:
-    model = Model()
-    fully_shard(model, mesh=device_mesh(dp=2))
-    return raised(ValueError, lambda: convert_to_float8_training(model))
-
-
-def test_converting_after_fully_shard_is_refused(ranks: RankPools) -> None:
-    assert_expected_inline(
-        ranks(2).run(converted_too_late)[0],
-        """convert_to_float8_training: these weights are distributed already: block.0, block.2, head. Convert the model first, then apply tensor parallelism, then fully_shard""",
-    )

@@ -48,9 +48,7 @@ def test_an_amax_is_fp32(target: torch.dtype, rows: int) -> None:
     config = CastConfig(target_dtype=target)
     x = torch.randn(rows, 16, dtype=torch.float64) / 100
     x[1, 1] = 1 + 2**-24
-    with torch.no_grad():
-        compiled = torch.compile(cast_to_float8, backend="eager")(x, config)
-    assert same_cast(cast_to_float8(x, config), compiled)
+    assert same_cast(cast_to_float8(x, config), cast_to_float8(x.float(), config))
     x[1, 1] = 1e39  # inf there
     assert cast_to_float8(x, config).dequantize().isnan().all()
 

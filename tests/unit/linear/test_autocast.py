@@ -5,36 +5,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from graphs import Compilations
-from nets import Distributed, blocks
-from ranks import RankPools
+from autocast_steps import DTYPES, RECIPES, forward_and_backward, layer_of
 from reference import same_bits, same_cast, sqnr, weights_used
 from torch import nn
 
-from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
-
-RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
-DTYPES = [torch.bfloat16, torch.float16]
 # dB between a GEMM of float8 operands and that of its operands, in any of the recipes.
 FLOAT8_SQNR = 23.0
-
-
-def layer_of(recipe: str, dtype: torch.dtype = torch.float32, bias: bool = True) -> Float8Linear:
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    return Float8Linear(64, 48, bias, dtype=dtype, config=config)
-
-
-def forward_and_backward(
-    layer: nn.Module, x: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype | None
-) -> list[torch.Tensor]:
-    """Output, and gradients of the input and of the parameters; under autocast to ``dtype``."""
-    leaf = x.clone().requires_grad_()
-    with torch.autocast("cpu", dtype, enabled=dtype is not None):
-        output = layer(leaf)
-    output.backward(grad.to(output.dtype))
-    gradients = [p.grad for p in layer.parameters()]
-    layer.zero_grad()
-    return [output.detach(), leaf.grad, *gradients]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,54 +79,6 @@ def test_nested() -> None:
         # What autocast leaves alone in nn.Linear.
         doubled = layer_of("tensorwise", torch.float64)
         assert doubled(x.double()).dtype is nn.Linear(64, 48).double()(x.double()).dtype
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled(recipe: str, backend: str) -> None:
-    """One graph for each autocast dtype; the same bits. (inductor adds a bias unrounded.)"""
-    compilations = Compilations()
-    layer = layer_of(recipe, bias=False)
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
-    x, grad = torch.randn(32, 64), torch.randn(32, 48)
-    dtypes = [None, *DTYPES]
-    for dtype in dtypes * 2:
-        expected, found = (forward_and_backward(f, x, grad, dtype) for f in (layer, compiled))
-        assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
-    assert (compilations.breaks, compilations.graphs) == (0, len(dtypes))
-
-
-def on_a_mesh(recipe: str, compiled: bool) -> tuple[list[torch.dtype], float]:
-    """dtypes of layers' outputs and of gradients, and the SQNR to one device, under autocast."""
-    world = Distributed(1, 2, config=Float8LinearConfig.from_recipe_name(recipe))
-    model = blocks(world)
-    outputs: list[torch.dtype] = []
-    if compiled:
-        torch._dynamo.reset()
-        for block in model:
-            block.compile(backend="aot_eager", fullgraph=True)
-    else:
-        for mlp in world.net.layers:
-            mlp.register_forward_hook(lambda mlp, args, output: outputs.append(output.dtype))
-    x = torch.randn(2, 8, 64)
-    with torch.autocast("cpu", torch.bfloat16):
-        output, expected = model(world.mine(x)), world.twin(x)
-    output.sum().backward()
-    gradients = {p.grad.dtype for p in world.net.parameters()}
-    return [*outputs, output.dtype, *gradients], sqnr(world.mine(expected), output)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_folded"])
-def test_inputs_that_a_style_casts(ranks: RankPools, recipe: str) -> None:
-    """PrepareFloat8ModuleInput heeds autocast as the layers do, which get its float8 input."""
-    eager = ranks(2).run(on_a_mesh, recipe, False)
-    compiled = ranks(2).run(on_a_mesh, recipe, True, timeout=180)
-    for dtypes, distance in eager:
-        # The residual sum is fp32 again.
-        assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
-        assert distance > 45  # parts of w2's output are rounded to bf16 before they are summed
-    assert compiled == [(dtypes[2:], distance) for dtypes, distance in eager]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

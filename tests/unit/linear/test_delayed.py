@@ -280,12 +280,3 @@ def test_a_copy_has_histories_of_its_own() -> None:
     train(twin, 2)
     assert (amaxes(net), recorded(net)) == before
     assert amaxes(twin) != before[0]
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_models(backend: str) -> None:
-    torch._dynamo.reset()
-    nets = [convert_to_float8_training(Net(layers=1), config=DELAYED) for _ in range(2)]
-    nets[1].compile(backend=backend, fullgraph=True)
-    assert train(nets[0], 3) == train(nets[1], 3)
-    assert amaxes(nets[0]) == amaxes(nets[1])

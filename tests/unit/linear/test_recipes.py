@@ -214,6 +214,10 @@ def test_all_gemms_disabled(recipe: str) -> None:
     config = config_of(recipe, **dict.fromkeys(casts, OFF))
     expected, found = exact(x, w, g), step(layer_of(config, w), x, g)
     assert all(sqnr(expected[gemm], found[gemm]) > 120 for gemm in GEMMS)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer_of(config, w)(x)
+    assert same_bits(output, layer_of(config, w)(x.bfloat16()))
+    assert output.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -266,10 +270,11 @@ def test_autocast(recipe: str) -> None:
         assert sqnr(expected[gemm], found) > 45, gemm
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @all_recipes
-def test_the_bias(recipe: str) -> None:
-    x, w, g = operands()
-    bias = torch.randn(80)
+def test_the_bias(recipe: str, dtype: torch.dtype) -> None:
+    x, w, g = (t.to(dtype) for t in operands())
+    bias = torch.randn(80, dtype=dtype)
     found = step(layer_of(config_of(recipe), w, bias), x, g)
     assert same_bits(found["output"], step(layer_of(config_of(recipe), w), x, g)["output"] + bias)
     leaf = bias.clone().requires_grad_()

@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from ranks import RankPools, device_mesh
 from reference import raised, same_bits, same_cast, sqnr
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fp8_dist import CastConfig, Float8Tensor, cast_to_float8
+from fp8_dist import (
+    CastConfig,
+    Float8Tensor,
+    cast_to_float8,
+)
+from fp8_dist.fsdp import Float8AllGatherWeight
 
 E5M2 = CastConfig(target_dtype=torch.float8_e5m2)
 
@@ -171,16 +174,7 @@ def test_refusals_name_what_was_asked_and_what_to_do() -> None:
     )
 
 
-def placed_dequantize() -> list[bool]:
-    mesh = device_mesh(tp=2)
-    whole = torch.randn(5, 4)
-    same = []
-    for placement in (Replicate(), Shard(0), Shard(1)):
-        cast = cast_to_float8(distribute_tensor(whole, mesh, [placement]), CastConfig())
-        twin = cast_to_float8(whole, CastConfig()).dequantize()
-        same.append(same_bits(cast.dequantize().full_tensor(), twin))
-    return same
-
-
-def test_a_float8_dtensor_dequantizes_where_it_is(ranks: RankPools) -> None:
-    assert ranks(2).run(placed_dequantize) == [[True] * 3] * 2
+def test_repr_of_a_weight() -> None:
+    assert_expected_inline(
+        repr(Float8AllGatherWeight(torch.ones(2))), """Float8AllGatherWeight(tensor([1., 1.]))"""
+    )

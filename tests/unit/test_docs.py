@@ -9,7 +9,11 @@ import pytest
 import fp8_dist
 from fp8_dist import fsdp, tensor_parallel
 
-ROOT = Path(__file__).parent.parent
+<<<<<<<< HEAD:tests/scripts/test_docs.py
+ROOT = Path(__file__).parent.parent.parent
+========
+ROOT = Path(__file__).parents[2]
+>>>>>>>> wip-tests:tests/unit/test_docs.py
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, ROOT / "CONTRIBUTING.md", *ROOT.glob("scripts/*.md"), *DOCS]

@@ -6,16 +6,11 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from nets import Distributed, blocks
-from ranks import RankPools
 from recipe_algebra import GEMMS, RECIPES, config_of, exact, layer_of, step
 from reference import same_bits, sqnr
-from torch.distributed.tensor import DTensor
 
 from fp8_dist import (
     Float8Linear,
-    Float8LinearConfig,
-    precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
 
@@ -133,88 +128,3 @@ def test_gradients_are_those_without_hooks(recipe: str) -> None:
     least = {"output": 26, "grad_input": 23, "grad_weight": 23}
     for gemm, product in exact(x, w, g).items():
         assert sqnr(product, found[gemm]) > least[gemm], gemm
-
-
-class Held(NamedTuple):
-    """Bytes that saved tensors hold between forward and backward; and how many are weights."""
-
-    weights: int
-    rest: int
-    count: int
-
-
-def held_by(net: nn.Module, x: torch.Tensor) -> Held:
-    sizes = {tuple(p.shape) for p in net.parameters() if p.ndim == 2}
-    tensors: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = net(x)
-    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    weights = [t for t in plain if {tuple(t.shape), tuple(t.shape[::-1])} & sizes]
-    rest = [t for t in plain if all(t is not weight for weight in weights)]
-    held = []
-    for group in (weights, rest):
-        storages = {storage(t): t.untyped_storage().nbytes() for t in group}
-        held.append(sum(storages.values()))
-    output.sum().backward()
-    return Held(*held, len(weights))
-
-
-def resident(layers: int, recipe: str, gather: bool) -> Held:
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    arguments = {"layers": layers}
-    world = Distributed(2, 1, config=config, gather=gather, net_arguments=arguments)
-    precompute_float8_dynamic_scale(world.net)
-    return held_by(world.net, world.mine(torch.randn(4, 8, 64)))
-
-
-def resident_in_graphs(backend: str, recipe: str, gather: bool) -> int:
-    """Bytes of weights that two compiled blocks hold, in their second step."""
-    torch._dynamo.reset()
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    world = Distributed(2, 1, config=config, gather=gather, shard=False)
-    model = blocks(world)
-    for block in model:
-        block.compile(backend=backend, fullgraph=True)
-    world.fully_shard(model, model)
-    precompute_float8_dynamic_scale(model)
-    for _ in range(2):
-        found = held_by(model, world.mine(torch.randn(4, 8, 64)).requires_grad_())
-    return found.weights
-
-
-GATHERS = [
-    ("tensorwise", True),
-    ("rowwise_folded", True),
-    # What FSDP2 gathers in high precision is cast again in backward, not kept in float8.
-    ("tensorwise", False),
-    ("rowwise", False),
-    ("rowwise_with_gw_hp", False),
-]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("recipe", "gather"), GATHERS)
-def test_no_unsharded_weight_outlives_its_layer(
-    ranks: RankPools, recipe: str, gather: bool
-) -> None:
-    by_depth = [ranks(2).run(resident, layers, recipe, gather)[0] for layers in (2, 4, 8)]
-    weights, rest, count = zip(*by_depth, strict=True)
-    # All but w1 and w3 of the first layer, whose input needs no gradient.
-    assert count == (4, 10, 22)
-    assert weights == (0, 0, 0)  # FSDP2 has freed what it gathered, and nothing else holds it
-    assert rest[1] - rest[0] == (rest[2] - rest[1]) // 2 > 0
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(("recipe", "gather"), [("tensorwise", False), ("rowwise", False)])
-def test_no_unsharded_weight_outlives_its_graph(
-    ranks: RankPools, backend: str, recipe: str, gather: bool
-) -> None:
-    # (A graph merges equal ops: the cast of the backward with the forward's, were it not told.)
-    assert ranks(2).run(resident_in_graphs, backend, recipe, gather, timeout=180) == [0, 0]

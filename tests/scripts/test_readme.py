@@ -16,7 +16,7 @@ from fp8_dist import tensor_parallel
 from fp8_dist.debug import comm_audit
 from scripts.common.llama import Llama, LlamaConfig
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 TINY = LlamaConfig(64, 2, 4, 2, 96, vocab_size=64, max_seq_len=32)
 
 

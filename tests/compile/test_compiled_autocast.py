@@ -1,0 +1,65 @@
+"""autocast in compiled layers, and of inputs that a style casts."""
+
+import pytest
+import torch
+from autocast_steps import DTYPES, RECIPES, forward_and_backward, layer_of
+from graphs import Compilations
+from nets import Distributed, blocks
+from ranks import RankPools
+from reference import same_bits, sqnr
+
+from fp8_dist import Float8LinearConfig
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        *((recipe, "aot_eager") for recipe in RECIPES),
+        ("tensorwise", "inductor"),
+        ("rowwise_folded", "inductor"),
+    ],
+)
+def test_compiled(recipe: str, backend: str) -> None:
+    """One graph for each autocast dtype; the same bits. (inductor adds a bias unrounded.)"""
+    compilations = Compilations()
+    layer = layer_of(recipe, bias=False)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    x, grad = torch.randn(32, 64), torch.randn(32, 48)
+    dtypes = [None, *DTYPES]
+    for dtype in dtypes * 2:
+        expected, found = (forward_and_backward(f, x, grad, dtype) for f in (layer, compiled))
+        assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+    assert (compilations.breaks, compilations.graphs) == (0, len(dtypes))
+
+
+def on_a_mesh(recipe: str, compiled: bool) -> tuple[list[torch.dtype], float]:
+    """dtypes of layers' outputs and of gradients, and the SQNR to one device, under autocast."""
+    world = Distributed(1, 2, config=Float8LinearConfig.from_recipe_name(recipe))
+    model = blocks(world)
+    outputs: list[torch.dtype] = []
+    if compiled:
+        torch._dynamo.reset()
+        for block in model:
+            block.compile(backend="aot_eager", fullgraph=True)
+    else:
+        for mlp in world.net.layers:
+            mlp.register_forward_hook(lambda mlp, args, output: outputs.append(output.dtype))
+    x = torch.randn(2, 8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, expected = model(world.mine(x)), world.twin(x)
+    output.sum().backward()
+    gradients = {p.grad.dtype for p in world.net.parameters()}
+    return [*outputs, output.dtype, *gradients], sqnr(world.mine(expected), output)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_folded"])
+def test_inputs_that_a_style_casts(ranks: RankPools, recipe: str) -> None:
+    """PrepareFloat8ModuleInput heeds autocast as the layers do, which get its float8 input."""
+    eager = ranks(2).run(on_a_mesh, recipe, False)
+    compiled = ranks(2).run(on_a_mesh, recipe, True, timeout=180)
+    for dtypes, distance in eager:
+        # The residual sum is fp32 again.
+        assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
+        assert distance > 45  # parts of w2's output are rounded to bf16 before they are summed
+    assert compiled == [(dtypes[2:], distance) for dtypes, distance in eager]

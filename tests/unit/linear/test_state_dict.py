@@ -1,0 +1,62 @@
+"""State of converted models on one device is that of nn.Linear."""
+
+import copy
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from nets import Net
+from reference import same_bits
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.fsdp import Float8AllGatherWeight
+
+GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+
+
+def test_checkpoints_of_both_kinds_are_interchangeable() -> None:
+    plain = Net(seed=1)
+    for config in (Float8LinearConfig(), GATHERED):
+        float8 = convert_to_float8_training(Net(seed=2), config=config)
+        for strict in (True, False):
+            float8.load_state_dict(plain.state_dict(), strict=strict)
+        back = Net(seed=3)
+        back.load_state_dict(float8.state_dict())
+        for name, value in back.state_dict().items():
+            assert same_bits(value, plain.state_dict()[name])
+        float8.load_state_dict(plain.state_dict(), assign=True)
+        wrapped = isinstance(float8.layers[0].w1.weight.data, Float8AllGatherWeight)
+        assert wrapped is config.enable_fsdp_float8_all_gather
+        assert float8.layers[0].w1.weight.requires_grad
+
+
+def test_loading_a_checkpoint_does_not_need_the_library(tmp_path: Path) -> None:
+    float8 = convert_to_float8_training(Net(), config=GATHERED)
+    torch.save(float8.state_dict(), tmp_path / "state.pt")
+    program = (
+        f"import sys, torch; state = torch.load({str(tmp_path / 'state.pt')!r}, "
+        "weights_only=True); assert 'fp8_dist' not in sys.modules; print(len(state))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert loaded.stdout.strip() == "10", loaded.stderr
+
+
+def test_pickled_and_copied_modules_work() -> None:
+    float8 = convert_to_float8_training(Net(), config=GATHERED)
+    precompute_float8_dynamic_scale(float8)
+    file = io.BytesIO()
+    torch.save(float8, file)
+    file.seek(0)
+    x = torch.randn(1, 2, 64)
+    for twin in (copy.deepcopy(float8), torch.load(file, weights_only=False)):
+        assert isinstance(twin.layers[0].w1.weight.data, Float8AllGatherWeight)
+        with torch.no_grad():
+            assert same_bits(twin(x), float8(x))
