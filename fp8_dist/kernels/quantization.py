@@ -44,28 +44,22 @@ def multiplied(
     return product.clamp_(-limit, limit)
 
 
+@custom_op("quantize_after(Tensor x, Tensor multiplier, ScalarType dtype, Tensor after) -> Tensor")
 def quantize_after(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
 ) -> torch.Tensor:
     """:func:`quantize`, which a graph can't merge with an earlier cast of ``x``, nor put earlier.
 
     Args:
-        x, multiplier, dtype: see :func:`quantize`.
+        x: see :func:`quantize`, as the next two.
+        multiplier: see there.
+        dtype: see there.
         after: what must be known before.
     """
-    if torch.compiler.is_compiling():
-        return _quantize_after(x, multiplier, dtype, after)
     return quantize(x, multiplier, dtype)
 
 
-@custom_op("quantize_after(Tensor x, Tensor multiplier, ScalarType dtype, Tensor after) -> Tensor")
-def _quantize_after(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
-) -> torch.Tensor:
-    return quantize(x, multiplier, dtype)
-
-
-@_quantize_after.register_fake
+@quantize_after.register_fake
 def _quantize_after_fake(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
 ) -> torch.Tensor:
