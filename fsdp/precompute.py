@@ -233,7 +233,8 @@ def _local_amaxes(layer: Float8Linear, granularity: Granularity) -> _Amaxes:
         over = TENSOR.amax_axes(layout.placements, 2)
     axes = tuple(axis for axis in over if layout.mesh.size(axis) > 1)
     shape = granularity.scale_shape(layout.shape)
-    offset = granularity.offset([global_offset(layout, dim) for dim in range(2)])
+    # (Offsets take the ranks of the mesh, which have no values under FakeTensorMode.)
+    offset = granularity.offset([global_offset(layout, dim) for dim in range(2)]) if shape else []
     return _Amaxes(layer, granularity, local, shape, offset, axes)
 
 
