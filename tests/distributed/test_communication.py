@@ -353,7 +353,8 @@ class Casts(torch.utils._python_dispatch.TorchDispatchMode):
         self.shapes, self.count = shapes, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is torch.ops.fp8_dist.quantize.default:
+        casts = torch.ops.fp8_dist.quantize.default, torch.ops.fp8_dist.quantize_after.default
+        if func in casts:
             self.count += tuple(args[0].shape) in self.shapes
         return func(*args, **(kwargs or {}))
 
