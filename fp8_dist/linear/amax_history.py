@@ -22,9 +22,9 @@ from fp8_dist.config import CastSpec
 from fp8_dist.kernels import Scaling, amax, scaling_from_amax
 from fp8_dist.linear.scale_query import (
     copies,
-    define_query,
     must_query,
     owner_of,
+    query,
     register_handle,
 )
 from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
@@ -73,14 +73,13 @@ class AmaxHistory:
         group_name = group.group_name if group else ""
         local = local_tensor(tensor)
         if must_query():
-            multiplier, scale = HISTORY_SCALING_OP(local, self._handle, record, group_name)
-            return multiplier, scale
+            return history_scaling.overload(local, self._handle, record, group_name)
         return self._scaling_of_local(local, record, group_name)
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """Record the amax of the last cast, if it was not recorded yet; returns its scale."""
         if must_query():
-            return RECORD_AMAX_OP(scale, self._handle)
+            return record_amax.overload(scale, self._handle)
         self._record_last()
         return scale
 
@@ -127,29 +126,32 @@ class AmaxHistory:
             advance_to([self], history.to(torch.float32).clone().unsqueeze(0))
 
 
-def _answer_scaling(
+@query("history_scaling(Tensor x, Tensor handle, bool record, str group) -> (Tensor, Tensor)")
+def history_scaling(
     x: torch.Tensor, handle: torch.Tensor, record: bool, group: str
-) -> tuple[torch.Tensor, ...]:
-    return tuple(copies([owner_of(handle)._scaling_of_local(x, record, group)], x.device))
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:meth:`AmaxHistory.scaling_of` of a local tensor."""
+    m, scale = copies([owner_of(handle)._scaling_of_local(x, record, group)], x.device)
+    return m, scale
 
 
-def _answer_record(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+@history_scaling.register_fake
+def _history_scaling_fake(
+    x: torch.Tensor, handle: torch.Tensor, record: bool, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+
+
+@query("record_amax(Tensor scale, Tensor handle) -> Tensor")
+def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    """:meth:`AmaxHistory.recorded`."""
     owner_of(handle)._record_last()
     return scale.clone()
 
 
-# The (multiplier, scale) of a local tensor by its history (AmaxHistory.scaling_of).
-HISTORY_SCALING_OP = define_query(
-    "history_scaling(Tensor x, Tensor handle, bool record, str group) -> (Tensor, Tensor)",
-    _answer_scaling,
-    lambda x, handle, record, group: tuple(x.new_empty((), dtype=torch.float32) for _ in range(2)),
-)
-# AmaxHistory.recorded.
-RECORD_AMAX_OP = define_query(
-    "record_amax(Tensor scale, Tensor handle) -> Tensor",
-    _answer_record,
-    lambda scale, handle: torch.empty_like(scale),
-)
+@record_amax.register_fake
+def _record_amax_fake(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(scale)
 
 
 def load_histories(

@@ -13,13 +13,17 @@ to the class that answers it (``weight``, ``amax_history``).
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
-from fp8_dist.kernels import Scaling, custom_op
+from fp8_dist.kernels import CustomOp, Scaling
 from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # A graph input is plain data, hence numbers. An entry goes when its owner is freed.
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -47,29 +51,27 @@ def must_query() -> bool:
     return torch.compiler.is_compiling() or is_selectively_checkpointed()
 
 
-def define_query(
-    schema: str, answer: Callable[..., Any], answer_shape: Callable[..., Any]
-) -> OpOverload:
-    """Define the operator of one question.
+def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
+    """A decorator: defines the operator of one question, with the function that answers it.
+
+    The answer runs without gradients and outside of inference mode: what an evaluation finds out,
+    training may save.
 
     Args:
-        schema: of the operator; a ``Tensor handle`` among its arguments names who is asked.
-        answer: the implementation. It runs without gradients, outside of inference mode: what an
-            evaluation finds out, training may save.
-        answer_shape: the implementation for fake tensors.
-
-    Returns:
-        The operator.
+        schema: of the operator; its argument ``Tensor handle`` names who is asked.
     """
 
-    def implementation(*args: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            return answer(*args)
+    def define(answer: Callable[P, R]) -> CustomOp[P, R]:
+        @wraps(answer)
+        def implementation(*args: P.args, **kwargs: P.kwargs) -> R:
+            with torch.inference_mode(False), torch.no_grad():
+                return answer(*args, **kwargs)
 
-    op = custom_op(schema)(implementation)
-    op.register_fake(answer_shape)
-    QUERIES[op.overload] = implementation
-    return op.overload
+        op = CustomOp(schema, implementation)
+        QUERIES[op.overload] = implementation
+        return op
+
+    return define
 
 
 def copies(scalings: Iterable[Scaling], device: torch.device) -> list[torch.Tensor]:

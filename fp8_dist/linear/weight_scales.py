@@ -16,9 +16,9 @@ from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.scale_query import (
     copies,
-    define_query,
     must_query,
     owner_of,
+    query,
     register_handle,
 )
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
@@ -74,9 +74,9 @@ class WeightScales:
         if must_query():
             names = [cast.granularity.name for cast in self._config.casts("weight")]
             if source is ScaleState.FROM_GATHER:
-                flat = SHARD_SCALINGS_OP(shard, self._handle, names)
+                flat = shard_scalings.overload(shard, self._handle, names)
             else:
-                flat = WEIGHT_SCALINGS_OP(shard, self._handle, names, source is not None)
+                flat = weight_scalings.overload(shard, self._handle, names, source is not None)
             return list(zip(flat[::2], flat[1::2], strict=True))
         device = shard.device
         return [
@@ -131,36 +131,35 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
 
 
-def _answer_forward(
+@query("weight_scalings(Tensor x, Tensor handle, str[] granularities, bool keep) -> Tensor[]")
+def weight_scalings(
     x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool
 ) -> list[torch.Tensor]:
+    """:meth:`WeightScales.find` where a forward asks."""
     source = ScaleState.FROM_FORWARD if keep else None
     return copies(owner_of(handle).answer(x, source), x.device)
 
 
-def _answer_gather(
+# FSDP2 may gather in a checkpointed forward and not in its recomputation, which therefore mustn't
+# count on the results of one: so this is another operator.
+@query("shard_scalings(Tensor x, Tensor handle, str[] granularities) -> Tensor[]")
+def shard_scalings(
     x: torch.Tensor, handle: torch.Tensor, granularities: list[str]
 ) -> list[torch.Tensor]:
+    """:meth:`WeightScales.find` where FSDP2 asks."""
     return copies(owner_of(handle).answer(x, ScaleState.FROM_GATHER), x.device)
 
 
-def _scaling_shapes(
-    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool = True
+@weight_scalings.register_fake
+def _weight_scalings_fake(
+    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool
+) -> list[torch.Tensor]:
+    return _shard_scalings_fake(x, handle, granularities)
+
+
+@shard_scalings.register_fake
+def _shard_scalings_fake(
+    x: torch.Tensor, handle: torch.Tensor, granularities: list[str]
 ) -> list[torch.Tensor]:
     shapes = [Granularity.named(name).scale_shape(x.shape) for name in granularities]
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]
-
-
-# WeightScales.find where a forward asks.
-WEIGHT_SCALINGS_OP = define_query(
-    "weight_scalings(Tensor x, Tensor handle, str[] granularities, bool keep) -> Tensor[]",
-    _answer_forward,
-    _scaling_shapes,
-)
-# The same where FSDP2 asks. It may gather in a checkpointed forward and not in its recomputation,
-# which therefore mustn't count on the results of one.
-SHARD_SCALINGS_OP = define_query(
-    "shard_scalings(Tensor x, Tensor handle, str[] granularities) -> Tensor[]",
-    _answer_gather,
-    _scaling_shapes,
-)
