@@ -27,7 +27,12 @@ class Check:
 
 
 def make_parser(
-    module: str, description: str | None, page: str | None, repeat: int | None = None
+    module: str,
+    description: str | None,
+    page: str | None,
+    *,
+    repeat: int | None = None,
+    asserts: str | None = None,
 ) -> argparse.ArgumentParser:
     """A parser with the options of all measurements.
 
@@ -36,6 +41,7 @@ def make_parser(
         description: the module's docstring.
         page: the document in docs/ whose blocks `--write` replaces; None: there is no `--write`.
         repeat: the default of `--repeat`; None: nothing is timed.
+        asserts: when `--assert` fails; None: this parser does not add that option.
     """
     parser = command_parser(module, description)
     parser.set_defaults(page=page)
@@ -50,6 +56,8 @@ def make_parser(
         add("--clock", choices=["wall", "cpu"], default="wall", help=clock)
     if page is not None:
         add("--write", action="store_true", help=f"replace the blocks in docs/{page}")
+    if asserts is not None:
+        add("--assert", dest="asserted", action="store_true", help=f"fail where {asserts}")
     return parser
 
 
@@ -70,7 +78,6 @@ def finish(
     blocks: Mapping[str, str],
     data: Sequence[Any],
     checks: Sequence[Check] = (),
-    asserted: bool = False,
 ) -> int:
     """Prints and writes what the options ask for; returns the exit status.
 
@@ -78,8 +85,7 @@ def finish(
         args: what `start` returned.
         blocks: text by the name of its block.
         data: rows for `--json`, which may be dataclasses.
-        checks: the conditions.
-        asserted: whether the status is 1 if one does not hold.
+        checks: the conditions; with `--assert` the status is 1 if one does not hold.
     """
     where = machine(args.device, args.threads)
     for name, text in blocks.items():
@@ -92,7 +98,7 @@ def finish(
     if args.json is not None:
         result = {"machine": where, "rows": data, "checks": checks}
         args.json.write_text(json.dumps(result, indent=1, default=dataclasses.asdict) + "\n")
-    return 1 if asserted and not all(check.holds for check in checks) else 0
+    return 1 if getattr(args, "asserted", False) and not all(check.holds for check in checks) else 0
 
 
 def machine(device: str, threads: int) -> str:

@@ -243,9 +243,10 @@ def _at_most(ours: Row, theirs: Row) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.measure.communication", __doc__, "communication.md")
-    asserted = "fail where a promise is broken"
-    parser.add_argument("--assert", dest="asserted", action="store_true", help=asserted)
+    asserts = "a row of the library has more collectives or bytes than it should"
+    parser = make_parser(
+        "scripts.measure.communication", __doc__, "communication.md", asserts=asserts
+    )
     args = start(parser, argv)
     if args.write and candidates.torchao is None:
         parser.error("--write needs torchao, whose rows are part of the document: install it")
@@ -254,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         by_rank = run_on_ranks(dp * tp, rows_of, name, variants(name), threads=args.threads)
         assert all(theirs == by_rank[0] for theirs in by_rank), "ranks count differently"
         rows += by_rank[0]
-    return finish(args, {"rows": rows_table(rows)}, [], checks(rows), args.asserted)
+    return finish(args, {"rows": rows_table(rows)}, [], checks(rows))
 
 
 if __name__ == "__main__":

@@ -157,15 +157,15 @@ def checks(timeline: Timeline) -> list[Check]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.measure.timeline", __doc__, "timeline.md")
-    add = parser.add_argument
-    add("--trace", type=Path, metavar="FILE", help="keep the trace there, for Perfetto")
-    add("--assert", dest="asserted", action="store_true", help="fail if the order is another one")
+    asserts = "the order is another one"
+    parser = make_parser("scripts.measure.timeline", __doc__, "timeline.md", asserts=asserts)
+    trace_help = "keep the trace there, for Perfetto"
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
     args = start(parser, argv)
     trace = args.trace and args.trace.absolute()
     timeline = read(run_on_ranks(RANKS, traced_step, MODEL, trace, threads=args.threads)[0])
     blocks = {"timeline": collectives_table(timeline)}
-    return finish(args, blocks, [], checks(timeline), args.asserted)
+    return finish(args, blocks, [], checks(timeline))
 
 
 if __name__ == "__main__":

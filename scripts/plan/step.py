@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fp8_dist import float8_layers
 from fp8_dist.debug import comm_audit
 from fp8_dist.debug.table import CommRow, CommTable
 from fp8_dist.fsdp import clip_grad_norm_
-from fp8_dist.linear import float8_layers
 from scripts.common.llama import Llama, LlamaConfig
 from scripts.common.models import after_step, build
 from scripts.plan.links import Collectives
@@ -65,15 +65,12 @@ class Step:
         memory: bytes by kind.
         weights: converted weights (of bf16: those that a recipe would convert).
         parameters: elements of the whole model.
-        cpu_seconds, peak_bytes: of the process that ran it; set in a fake world.
     """
 
     collectives: list[Collectives] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     weights: int = 0
     parameters: int = 0
-    cpu_seconds: float = 0.0
-    peak_bytes: int = 0
 
 
 def make_mesh(plan: Plan) -> DeviceMesh:

@@ -40,8 +40,8 @@ def test_a_run(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(block.attention.dtype is torch.float32 for block in model.layers)
 
 
-@pytest.mark.parametrize("mesh", [(2, 1), (1, 2)])
-def test_on_a_mesh(ranks: RankPools, mesh: tuple[int, int]) -> None:
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}])
+def test_on_a_mesh(ranks: RankPools, mesh: step.Mesh) -> None:
     names = [BF16, "delayed", *TORCHAO[:1]]
     first, second = ranks(2).run(step.measure, mesh, names, step.parse(SMALL))
     assert first == second  # the slowest rank's, on both
@@ -105,7 +105,7 @@ def test_the_table() -> None:
 
 def test_verdicts() -> None:
     seconds = {"tensorwise": 0.02, "torchao tensorwise": 0.05}
-    runs = [Run("small", (2, 1), False, seconds), Run("debug", (1, 1), True, {"tensorwise": 0.02})]
+    runs = [Run("small", {"dp": 2}, False, seconds), Run("debug", {}, True, {"tensorwise": 0.02})]
     assert [check.holds for check in step.checks(runs, 2.5)] == [True, False]
     assert [check.holds for check in step.checks(runs, 2.6)] == [False, False]
 
@@ -113,10 +113,10 @@ def test_verdicts() -> None:
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["none", "dp=2", "tp=2", "dp=2,tp=4"]
     args = step.parse(["--mesh", *words])
-    assert args.mesh == [(1, 1), (2, 1), (1, 2), (2, 4)]
+    assert [(*mesh.values(),) for mesh in args.mesh] == [(1, 1), (2, 1), (1, 2), (2, 4)]
     assert list(map(step.mesh_text, args.mesh)) == words
     wrong = {
-        "expected none, dp=N": ["--mesh", "pp=2"],
+        "pp=2: use dp=..,tp=.. or": ["--mesh", "pp=2"],
         "--compile is for --mesh none": ["--mesh", "tp=2", "--compile"],
     }
     for message, options in wrong.items():

@@ -60,7 +60,7 @@ def test_blocks_and_status(monkeypatch, capsys, documents):
     monkeypatch.setattr(script, "record", lambda at, seed: {Place("a", 1): CASES["normal"]})
     assert script.main(["--at", "1", "--write", "--assert"]) == 0
     made_up = [
-        [line.split("|") for line in text.splitlines() if line.split("|")[1].strip() in CASES]
+        [line for line in text.splitlines() if line[1:].partition("|")[0].strip() in CASES]
         for text in (committed, read_block(page, "folds"))
     ]
     assert len(made_up[0]) == len(CASES)

@@ -120,10 +120,10 @@ def test_refused_options(capsys, monkeypatch, small_text):
 --dp 1 times --tp 8 is 8, but there are 4 ranks: start that many (torchrun --nproc-per-node 8)
 --batch-size 6 is not a multiple of --dp 4
 --sequence-parallel needs --tp above 1
---steps must be at least 1
+argument --steps: 0 is not positive
 --seed must lie in [0, 2**31), got -1
 --warmup must not be negative, got -1
---dp must be at least 1
+argument --dp: 0 is not positive
 --lr must be positive and finite, got 0.0
 argument --lr: expected one argument
 --lr must be positive and finite, got nan
