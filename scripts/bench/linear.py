@@ -37,22 +37,15 @@ LEAST_OF_TORCHAO = {SPEED: 3.0, OVERHEAD: 2.0}
 
 @dataclasses.dataclass
 class Row:
-    """What is measured of a candidate at a shape; None: it does not apply.
-
-    Attributes:
-        step, micro_batch: seconds.
-        dispatched: operators of a step under a dispatch mode.
-        operators: of a step, nested ones included.
-        decibels: of each GEMM's result, to the exact product of torchao's operands.
-        same_operands: whether these are ours too.
-    """
+    """What is measured of a candidate at a shape; None: it does not apply."""
 
     name: str
     shape: Shape
-    step: float
-    micro_batch: float | None = None
-    dispatched: int = 0
-    operators: int = 0
+    step: float  # seconds
+    micro_batch: float | None = None  # seconds
+    dispatched: int = 0  # operators of a step under a dispatch mode
+    operators: int = 0  # of a step, nested ones included
+    # Of each GEMM's result, to the exact product of torchao's operands; whether these are ours too.
     decibels: dict[str, float] = dataclasses.field(default_factory=dict)
     same_operands: bool | None = None
     dtensors: bool = False

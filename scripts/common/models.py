@@ -83,13 +83,10 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def convert(name: str, model: nn.Module, shard: bool = False, **changes: Any) -> None:
-    """Converts all linear layers of a model but its head.
+    """Converts all linear layers of a model but its head, in place.
 
-    Args:
-        name: the candidate.
-        model: converted in place.
-        shard: FSDP2 will gather the weights, in float8 where the recipe allows it.
-        changes: fields of the config that differ from the recipe's.
+    shard: FSDP2 will gather the weights, in float8 where the recipe allows it. changes: fields of
+    the config that differ from the recipe's.
     """
     if name == BF16:
         return
@@ -104,9 +101,7 @@ def convert(name: str, model: nn.Module, shard: bool = False, **changes: Any) ->
 def after_step(name: str, sharded: bool) -> Callable[[nn.Module], None]:
     """What a training loop calls with the model, on all ranks, after the optimizer's step.
 
-    Args:
-        name: the candidate.
-        sharded: whether FSDP2 shards the model.
+    sharded: whether FSDP2 shards the model.
     """
     if name in candidates.OURS:
         return update_float8_scales

@@ -42,19 +42,12 @@ MESHES = {FSDP: (2, 1), TP: (1, 2), BOTH: (2, 2)}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
-    """What multiplies and communicates.
-
-    Attributes:
-        name: of the row.
-        candidate: see scripts/common/candidates.py.
-        update: whether precompute (for delayed scales: the sync) follows the optimizer's step.
-        float8: fields of the library's config that differ from the recipe's.
-    """
+    """What multiplies and communicates: a candidate (scripts/common/candidates.py) in some way."""
 
     name: str
     candidate: str
-    update: bool = True
-    float8: dict[str, Any] = dataclasses.field(default_factory=dict)
+    update: bool = True  # precompute, or the sync of delayed scales, follows the optimizer's step
+    float8: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to the config
 
 
 RANK: dict[str, Any] = {"amax_scope": "rank"}
@@ -79,26 +72,16 @@ AMAX_PER_LAYER = {OURS_PRECOMPUTED: 11, OURS_RANK: 4, FOLDED: 7, FOLDED_RANK: 0,
 
 
 class Row(NamedTuple):
-    """What one rank counts in one step; all ranks count alike.
-
-    Attributes:
-        mesh, variant: names.
-        counts: collectives of the step, precompute's included, by op.
-        sizes: bytes of their buffers, by op; as in `comm_audit`.
-        float8_gathered: those of `sizes["all_gather"]` that are float8.
-        precompute: collectives of precompute alone.
-        amax: amax all-reduces.
-        blocking: the blocking ones among them.
-    """
+    """What one rank counts in one step; all ranks count alike."""
 
     mesh: str
     variant: str
-    counts: dict[str, int]
-    sizes: dict[str, int]
-    float8_gathered: int
-    precompute: int
-    amax: int
-    blocking: int
+    counts: dict[str, int]  # collectives by op, those of precompute included
+    sizes: dict[str, int]  # bytes of their buffers by op, as in `comm_audit`
+    float8_gathered: int  # those of sizes["all_gather"] that are float8
+    precompute: int  # collectives of precompute alone
+    amax: int  # amax all-reduces
+    blocking: int  # the blocking ones among them
 
 
 class AmaxReductions(TorchDispatchMode):

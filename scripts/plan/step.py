@@ -34,20 +34,12 @@ PHASES = ("precompute", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Plan:
-    """A run to be planned.
-
-    Attributes:
-        model: sizes of the Llama.
-        axes: sizes of the mesh's axes: "dp", or "replicate" and "shard"; then "tp".
-        variant: "bf16", the name of a recipe, or `PEER` (with its own styles and precompute).
-        batch_size: sequences per data-parallel rank.
-        seq_len: tokens of each.
-    """
+    """A run to be planned."""
 
     model: LlamaConfig
-    axes: dict[str, int]
-    variant: str
-    batch_size: int
+    axes: dict[str, int]  # sizes of the mesh's axes
+    variant: str  # "bf16", the name of a recipe, or `PEER`
+    batch_size: int  # sequences per data-parallel rank
     seq_len: int
 
     @property
@@ -58,19 +50,12 @@ class Plan:
 
 @dataclass
 class Step:
-    """What one rank sees of a step.
+    """What one rank sees of a step."""
 
-    Attributes:
-        collectives: in the order of the phases, sorted within each.
-        memory: bytes by kind.
-        weights: converted weights (of bf16: those that a recipe would convert).
-        parameters: elements of the whole model.
-    """
-
-    collectives: list[Collectives] = field(default_factory=list)
-    memory: dict[str, int] = field(default_factory=dict)
-    weights: int = 0
-    parameters: int = 0
+    collectives: list[Collectives] = field(default_factory=list)  # in the order of the phases
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by kind
+    weights: int = 0  # that a recipe converts
+    parameters: int = 0  # elements of the whole model
 
 
 def make_mesh(plan: Plan) -> DeviceMesh:
@@ -119,7 +104,7 @@ def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
         loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     del logits
     kept = [layer.float8_weight.cache.float8 or () for layer in float8_layers(model).values()]
-    shards = bytes_of(tensor for casts in kept for cast in casts for tensor in cast)
+    shards = bytes_of(part for casts in kept for cast in casts for part in (cast.qdata, cast.scale))
     del kept
     with phase("backward"), meter:
         loss.backward()

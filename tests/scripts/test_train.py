@@ -76,12 +76,6 @@ def test_batches_depend_on_seed_and_step():
     assert len(draws) == 4
 
 
-def test_shortest_text_that_serves():
-    corpus = Corpus(torch.arange(9, dtype=torch.uint8), "a test")
-    inputs, targets = corpus.batch(seed=0, step=1, batch_size=1, seq_len=8)
-    assert (inputs.tolist(), targets.tolist()) == ([list(range(8))], [list(range(1, 9))])
-
-
 def test_options_of_one_process(small_text):
     args = train.parse_args(["--data", str(small_text), "--recipe", "tensorwise"])
     assert (args.dp, args.tp, args.sequence_parallel) == (1, 1, False)
