@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {"device": args.device, "threads": args.threads}
     (dtensors,) = run_on_ranks(1, measure_dtensors, smallest, args, **options)
     blocks[f"linear on DTensors {timing.shape_text(smallest)}"] = layer_table(dtensors)
-    return finish(args, blocks, [*rows, *dtensors], checks(rows))
+    return finish(args, blocks, checks(rows), [*rows, *dtensors])
 
 
 if __name__ == "__main__":

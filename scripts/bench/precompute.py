@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.asserted = args.least is not None
     faster = partial(timing.check_faster, "precompute", seconds[OURS], seconds.get(PEER))
     checks = [faster(args.least)] if args.asserted else []
-    return finish(args, blocks, [shape | {"seconds": seconds}], checks)
+    return finish(args, blocks, checks, [shape | {"seconds": seconds}])
 
 
 if __name__ == "__main__":

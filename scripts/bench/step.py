@@ -13,7 +13,6 @@ The smaller the batch, the more of a step is Python and the latency of collectiv
 """
 
 import argparse
-import dataclasses
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -31,28 +30,13 @@ from scripts.common.markdown import table
 from scripts.common.models import after_step, build
 from scripts.common.options import mesh_text, mesh_type, positive
 from scripts.common.ranks import run_on_ranks
-from scripts.common.report import Check, finish, make_parser, start
+from scripts.common.report import finish, make_parser, start
 
 Mesh = dict[str, int]  # sizes of dp and tp
 NAMES = (BF16, *OURS, *TORCHAO)
 # What attention multiplies in on each type of device, if not in bf16: on CPUs, at heads and
 # sequences this short, torch's backward of it in bf16 would be most of a step.
 ATTENTION = {"cpu": torch.float32}
-
-
-@dataclasses.dataclass
-class Run:
-    """Median seconds of a step by candidate, for one model on one mesh."""
-
-    model: str
-    mesh: Mesh
-    compiled: bool
-    seconds: dict[str, float]
-
-    @property
-    def block(self) -> str:
-        """The name of its block in the document."""
-        return f"step {self.model} {mesh_text(self.mesh)}{' compiled' * self.compiled}"
 
 
 def step_of(
@@ -113,16 +97,6 @@ def step_table(seconds: dict[str, float]) -> str:
     return table(header, lines, "lr")
 
 
-def checks(runs: Sequence[Run], least: float) -> list[Check]:
-    """The condition of `--assert`, for tensorwise in each run."""
-    return [
-        timing.check_faster(
-            run.block, run.seconds["tensorwise"], run.seconds.get("torchao tensorwise"), least
-        )
-        for run in runs
-    ]
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = make_parser("scripts.bench.step", __doc__, "benchmarks.md", repeat=7)
@@ -143,15 +117,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
-    runs = []
+    runs: dict[str, dict[str, float]] = {}  # seconds by candidate, by name of the block
     for mesh in args.mesh:
         task = partial(measure, mesh, NAMES, args)
         ranks, options = math.prod(mesh.values()), {"device": args.device, "threads": args.threads}
         by_model = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
-        runs += [Run(model, mesh, args.compile, by_model[model]) for model in args.model]
-    blocks = {run.block: step_table(run.seconds) for run in runs}
+        for model in args.model:
+            name = f"step {model} {mesh_text(mesh)}{' compiled' * args.compile}"
+            runs[name] = by_model[model]
+    blocks = {name: step_table(seconds) for name, seconds in runs.items()}
     args.asserted = args.least is not None
-    return finish(args, blocks, runs, checks(runs, args.least) if args.asserted else [])
+    checks = []
+    if args.asserted:
+        for name, seconds in runs.items():
+            times = seconds["tensorwise"], seconds.get("torchao tensorwise")
+            checks.append(timing.check_faster(name, *times, args.least))
+    return finish(args, blocks, checks, [runs])
 
 
 if __name__ == "__main__":

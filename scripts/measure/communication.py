@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         by_rank = run_on_ranks(dp * tp, rows_of, name, variants(name), threads=args.threads)
         assert all(theirs == by_rank[0] for theirs in by_rank), "ranks count differently"
         rows += by_rank[0]
-    return finish(args, {"rows": rows_table(rows)}, [], checks(rows))
+    return finish(args, {"rows": rows_table(rows)}, checks(rows))
 
 
 if __name__ == "__main__":

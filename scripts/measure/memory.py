@@ -215,8 +215,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = make_parser("scripts.measure.memory", __doc__, "memory.md", asserts="more is kept")
     args = start(parser, argv)
-    if args.device != "cpu":
-        parser.error("--device cpu: bytes are counted there; they are the same elsewhere")
     layers = {name: of_layer(name) for name in NAMES}
     blocks = {name: {mode: of_block(name, mode) for mode in MODES} for name in NAMES}
     depths = run_on_ranks(RANKS, of_depths, NAMES, DEPTHS)[0]
@@ -225,8 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "block": block_table(blocks),
         "depth": depth_table(depths),
     }
-    data = [{"layers": layers, "blocks": blocks, "depths": depths}]
-    return finish(args, tables, data, checks(layers, depths))
+    return finish(args, tables, checks(layers, depths))
 
 
 if __name__ == "__main__":

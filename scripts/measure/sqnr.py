@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         "variants": variants_table(figures),
         "folds": folds_table(recorded, stressed),
     }
-    return finish(args, blocks, [], checks(figures))
+    return finish(args, blocks, checks(figures))
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trace = args.trace and args.trace.absolute()
     timeline = read(run_on_ranks(RANKS, traced_step, MODEL, trace, threads=args.threads)[0])
     blocks = {"timeline": collectives_table(timeline)}
-    return finish(args, blocks, [], checks(timeline))
+    return finish(args, blocks, checks(timeline))
 
 
 if __name__ == "__main__":

@@ -1,76 +1,61 @@
 """Traces one training step with torch.profiler on the ranks of FSDP2.
 
 The step begins where the gradients of the last one are complete: optimizer, precompute, the next
-batch, forward, loss, backward.
+batch, forward, backward.
 """
 
 import json
 import tempfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from scripts.common.corpus import load_corpus
+from fp8_dist import update_float8_scales
 from scripts.common.llama import LlamaConfig
-from scripts.common.models import after_step, build
+from scripts.common.models import build
 
 RECIPE = "tensorwise"
 STEP, OPTIMIZER, PRECOMPUTE, BATCH = "step", "optimizer", "precompute", "batch"
-FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
-BATCH_SIZE, SEQ_LEN = 4, 64
-TEXT_BYTES = 2**18
+FORWARD, BACKWARD = "forward", "backward"
+BATCH_SIZE, SEQ_LEN = 2, 64  # of each rank
 
 
-class Training:
-    """A model whose FSDP2 gathers are asynchronous; `step` trains it.
+def make_step(sizes: LlamaConfig, mesh: DeviceMesh) -> Callable[[], None]:
+    """A training step whose parts are ranges of the trace. (The first one has no gradients yet.)
 
     gloo's collectives run on threads of its own, but unless told otherwise FSDP2 waits for each
     gather where it begins it. That costs nothing on GPUs, where only a stream waits.
     """
+    model = build(RECIPE, sizes, mesh)
+    assert isinstance(model, FSDPModule), "the mesh has no FSDP2 axis"
+    model._set_unshard_async_op(True)
+    for unit, following in pairwise([model, *model.layers]):
+        unit.set_modules_to_forward_prefetch([following])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    seq_len = min(SEQ_LEN, sizes.max_seq_len)
 
-    def __init__(self, sizes: LlamaConfig, mesh: DeviceMesh) -> None:
-        self.model = build(RECIPE, sizes, mesh)
-        assert isinstance(self.model, FSDPModule), "the mesh has no FSDP2 axis"
-        self.model._set_unshard_async_op(True)
-        for unit, following in pairwise([self.model, *self.model.layers]):
-            unit.set_modules_to_forward_prefetch([following])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.seq_len = min(SEQ_LEN, sizes.max_seq_len)
-        self.corpus = load_corpus(None, seq_len=self.seq_len, max_bytes=TEXT_BYTES)
-        self.dp = mesh["dp"]
-        self.steps = 0
-
-    def step(self) -> None:
-        """One step; each part is a range of the trace. (The first one has no gradients yet.)"""
-        self.steps += 1
+    def step() -> None:
         with record_function(STEP):
             with record_function(OPTIMIZER):
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
             with record_function(PRECOMPUTE):
-                after_step(RECIPE, sharded=True)(self.model)
+                update_float8_scales(model)
             with record_function(BATCH):
-                inputs, targets = self.corpus.batch(
-                    seed=0,
-                    step=self.steps,
-                    batch_size=BATCH_SIZE,
-                    seq_len=self.seq_len,
-                    rank=self.dp.get_local_rank(),
-                    ranks=self.dp.size(),
-                )
+                tokens = torch.randint(sizes.vocab_size, (BATCH_SIZE, seq_len))
             with record_function(FORWARD):
-                logits = self.model(inputs)
-            with record_function(LOSS):
-                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                loss = model(tokens).logsumexp(-1).mean()
             with record_function(BACKWARD):
                 loss.backward()
+
+    return step
 
 
 def traced_step(sizes: LlamaConfig, trace: Path | None = None) -> list[dict[str, Any]]:
@@ -79,11 +64,11 @@ def traced_step(sizes: LlamaConfig, trace: Path | None = None) -> list[dict[str,
     Only events that last are returned. trace: a copy of rank 0's trace goes there.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
-    training = Training(sizes, mesh)
-    training.step()
-    training.step()
+    step = make_step(sizes, mesh)
+    step()
+    step()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        training.step()
+        step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

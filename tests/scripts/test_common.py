@@ -140,9 +140,11 @@ def test_reports(
     page.write_text(before)
     checks = [Check("first", True), Check("second", holds)]
     for option in ("--threads=1", "--write"):
-        parser = report.make_parser("scripts.some", "A measurement.", "page.md", asserts="it fails")
+        parser = report.make_parser(
+            "scripts.some", "A measurement.", "page.md", repeat=1, asserts="it fails"
+        )
         args = report.start(parser, ["--json", str(data), option, *["--assert"] * asserted])
-        assert report.finish(args, {"a": "| table |"}, [{"ms": 1.5}], checks) == status
+        assert report.finish(args, {"a": "| table |"}, checks, [{"ms": 1.5}]) == status
         printed = capsys.readouterr().out
         assert "a\n\n| table |\n" in printed
         assert f"holds: first\n{'holds' if holds else 'BROKEN'}: second\n" in printed

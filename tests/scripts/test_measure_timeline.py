@@ -14,7 +14,7 @@ from scripts.common.blocks import read_block
 from scripts.common.llama import LlamaConfig
 from scripts.measure import timeline
 from scripts.measure.timeline import WAIT, read
-from scripts.measure.traced_step import Training, traced_step
+from scripts.measure.traced_step import make_step, traced_step
 
 TINY = LlamaConfig(64, 2, 4, 4, 128, vocab_size=256, max_seq_len=16)
 Events = list[dict[str, Any]]
@@ -23,10 +23,10 @@ Events = list[dict[str, Any]]
 def collectives_of_a_step() -> int:
     """What comm_audit counts."""
     mesh = device_mesh(dp=2, tp=1)
-    training = Training(TINY, mesh)
-    training.step()
+    step = make_step(TINY, mesh)
+    step()
     with comm_audit(mesh) as audit:
-        training.step()
+        step()
     return audit.count()
 
 
@@ -61,7 +61,7 @@ def issue_after_the_call(events: Events) -> None:
 
 
 def wait_twice(events: Events) -> None:
-    events.append(dict(named(events, WAIT), ts=named(events, "loss")["ts"], dur=0.1))
+    events.append(dict(named(events, WAIT), ts=named(events, "backward")["ts"] - 1, dur=0.1))
 
 
 def wait_too_early(events: Events) -> None:
@@ -70,7 +70,9 @@ def wait_too_early(events: Events) -> None:
 
 def use_at_once(events: Events) -> None:
     gather = named(events, "FSDP::all_gather (layers.1)")
-    named(events, "FSDP::all_gather_copy_out (layers.1)")["ts"] = gather["ts"] + gather["dur"]
+    named(events, "FSDP::all_gather_copy_out (layers.1)")["ts"] = (
+        gather["ts"] + gather["dur"] + 0.001
+    )
 
 
 def named(events: Events, name: str) -> dict[str, Any]:
