@@ -109,6 +109,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     asserts = "fail unless tensorwise is faster than torchao's by this on each mesh"
     add("--assert", dest="least", type=float, metavar="RATIO", help=asserts)
     args = start(parser, argv)
+    if any("dp" not in mesh for mesh in args.mesh):
+        parser.error("--mesh: the axes are dp and tp")
     if args.compile and any(math.prod(mesh.values()) > 1 for mesh in args.mesh):
         parser.error("--compile is for --mesh none: torchao's layers don't compile with TP")
     return args

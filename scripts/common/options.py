@@ -83,7 +83,7 @@ def parse_options(
     Errors end the process with status 2, on every rank alike.
 
     Args:
-        parser: what `make_parser` returned, perhaps with other defaults.
+        parser: of `make_parser`, perhaps with other defaults.
         argv: None: the process's own arguments.
         world_size: how many ranks there are; None: as torchrun says, else 1.
 

@@ -44,11 +44,9 @@ class Links:
 
 
 def ranks_along(axis: str, axes: dict[str, int]) -> list[int]:
-    """The ranks of rank 0's group over an axis of a mesh, over "a+b", or over the "world".
+    """The ranks of rank 0's group over an axis as `comm_audit` names it: "a", "a+b" or "world".
 
-    Args:
-        axis: as `comm_audit` names it.
-        axes: sizes of the mesh's axes; the last one's ranks are consecutive.
+    axes: sizes of the mesh's axes; the ranks of the last one are consecutive.
     """
     wanted = list(axes) if axis == "world" else axis.split("+")
     if not set(wanted) <= set(axes):

@@ -65,11 +65,9 @@ def make_mesh(plan: Plan) -> DeviceMesh:
 
 
 def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
-    """Builds the model and runs one step, as it is from the second one on.
+    """Builds the model and runs one step, as it is from the second one on, on the plan's mesh.
 
-    Args:
-        plan: what to run; `mesh` is its mesh.
-        fake_tensors: the default group is a fake one.
+    fake_tensors: the default group is a fake one.
     """
     model = build(plan.variant, plan.model, mesh, "meta", shard=True)
     for layer in float8_layers(model).values():

@@ -16,7 +16,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -103,39 +102,34 @@ def losses_of(args: argparse.Namespace) -> Losses:
     return {recipe: [run.result() for name, run in runs if name == recipe] for recipe in recipes}
 
 
-class Difference(NamedTuple):
-    """Of the last losses of two recipes, in %: the mean over seeds, and its standard error."""
-
-    mean: float
-    error: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} % ± {self.error:.3f} %"
-
-
 def last_loss(losses: list[float]) -> float:
     """The mean of the last steps, or of all if there are fewer."""
     return statistics.fmean(losses[-LAST_STEPS:])
 
 
-def difference(losses: Losses, recipe: str, reference: str) -> Difference:
-    """Of the last losses of two recipes; runs of the same seed are compared."""
+def difference(losses: Losses, recipe: str, reference: str) -> tuple[float, float]:
+    """Of the last losses of two recipes, in %: the mean over seeds, and its standard error."""
     values, references = (np.array([*map(last_loss, losses[r])]) for r in (recipe, reference))
     percent = 100 * (values / references - 1)
-    return Difference(float(percent.mean()), float(percent.std(ddof=1)) / len(percent) ** 0.5)
+    return float(percent.mean()), float(percent.std(ddof=1)) / len(percent) ** 0.5
+
+
+def shown(mean: float, error: float) -> str:
+    """A difference for people."""
+    return f"{mean:+.3f} % ± {error:.3f} %"
 
 
 def problems(losses: Losses) -> list[str]:
     """What is worse than it should be. (Written so that a NaN is a problem too.)"""
     pairs = [(recipe, BF16, MAX_TO_BF16) for recipe in losses]
     if FOLDED in losses and ROWWISE in losses:
-        error = difference(losses, FOLDED, ROWWISE).error
+        _, error = difference(losses, FOLDED, ROWWISE)
         pairs.append((FOLDED, ROWWISE, max(MAX_TO_ROWWISE, 2 * error)))
     return [
-        f"{recipe} differs from {reference} by {distance}, more than {allowed:.3g} %"
+        f"{recipe} differs from {reference} by {shown(mean, error)}, more than {allowed:.3g} %"
         for recipe, reference, allowed in pairs
-        for distance in [difference(losses, recipe, reference)]
-        if not abs(distance.mean) <= allowed
+        for mean, error in [difference(losses, recipe, reference)]
+        if not abs(mean) <= allowed
     ]
 
 
@@ -156,7 +150,9 @@ def verdict(losses: Losses) -> str:
         return f"Not as expected: {bad}."
     text = f"Every recipe is within {MAX_TO_BF16:g} % of bf16."
     if FOLDED in losses and ROWWISE in losses:
-        text += f" {FOLDED} differs from {ROWWISE} by {difference(losses, FOLDED, ROWWISE)}."
+        text += (
+            f" {FOLDED} differs from {ROWWISE} by {shown(*difference(losses, FOLDED, ROWWISE))}."
+        )
     return text
 
 
@@ -164,10 +160,10 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
     losses = losses_of(args)
-    shown = f"{results_table(losses)}\n\n{verdict(losses)}"
-    print(shown)
+    text = f"{results_table(losses)}\n\n{verdict(losses)}"
+    print(text)
     if args.write:
-        replace_block(PAGE, "losses", shown)
+        replace_block(PAGE, "losses", text)
     return 1 if args.strict and problems(losses) else 0
 
 

@@ -112,6 +112,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(map(step.mesh_text, args.mesh)) == words
     wrong = {
         "pp=2: use dp=..,tp=.. or": ["--mesh", "pp=2"],
+        "the axes are dp and tp": ["--mesh", "shard=2"],
         "--compile is for --mesh none": ["--mesh", "tp=2", "--compile"],
     }
     for message, options in wrong.items():
