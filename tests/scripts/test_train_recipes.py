@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import RankPools, device_mesh
 
-from scripts.common.candidates import RECIPES, gathers_float8
+from scripts.common.candidates import RECIPES
 from scripts.common.llama import MODELS, LlamaConfig
 from scripts.train import compare, train
 
@@ -19,7 +19,6 @@ GATHER_FLOAT8 = ["tensorwise", "rowwise_folded", "delayed"]
 
 
 def test_weights_are_gathered_in_float8_where_the_recipe_allows_it():
-    assert [recipe for recipe in RECIPES if gathers_float8(recipe)] == GATHER_FLOAT8
     assert [recipe for recipe in RECIPES if compare.gathers_float8(recipe)] == GATHER_FLOAT8
 
 
