@@ -83,8 +83,10 @@ def make_dtensor(
 ) -> DTensor:
     """``DTensor.from_local`` of a contiguous global tensor, without a gradient, in less time."""
     if torch.compiler.is_compiling() or local.requires_grad or mesh.get_coordinate() is None:
-        at = {"shape": shape, "stride": contiguous_stride(shape)}
-        return DTensor.from_local(local, mesh, placements, run_check=False, **at)
+        stride = contiguous_stride(shape)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
     spec = _spec(mesh, placements, shape, local.dtype)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
 

@@ -28,7 +28,7 @@ def group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
         return mesh.get_group(axes[0])
     if math.prod(mesh.size(axis) for axis in axes) == dist.get_world_size():
         # Without reading the mesh's ranks: under FakeTensorMode they have no values.
-        return dist.group.WORLD
+        return group_of(range(dist.get_world_size()), "world")
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is not part of the mesh"
     index = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(mesh.ndim))
