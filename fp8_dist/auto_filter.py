@@ -6,7 +6,7 @@ share one cast; below some size the casts cost more than the GEMM saves. Shapes 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 from torch import nn
@@ -14,11 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.parameter import is_lazy
 
 from fp8_dist.config import Float8LinearRecipeName
+from fp8_dist.kernels import ALIGNMENT
 
 Shape = tuple[int, int]
 Limits = tuple[int | None, int | None]  # the largest (out, in) that is too small; None: any
-
-MULTIPLE = 16  # out and in of a GPU's float8 GEMM must be multiples of it
 
 # The figures of torchao 0.18's auto filter, which were measured on H100.
 _TENSORWISE: tuple[Limits, ...] = ((1024, 4096),)
@@ -81,7 +80,12 @@ class AutoFilterReport:
             no_plan = "out or in divided, whichever gains less (no plan)"
             how = "divided as the plan says" if self.planned else no_plan
             lines.append(f"local: tp_size {self.tp_size}, {how}")
-        table: list[tuple[str, ...]] = [("layer", "out x in", "local", "", "reason")]
+        lines += self._table() if self.rows else ["  no layer was asked for yet"]
+        lines += [f"filter_fqns: {entry!r} matched no layer" for entry in self.unmatched_fqns]
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        table = [("layer", "out x in", "local", "", "reason")]
         for row in self.rows:
             shape, local = (f"{out} x {in_}" for out, in_ in (row.shape, row.local_shape))
             if self.tp_size > 1 and local == shape:
@@ -89,54 +93,31 @@ class AutoFilterReport:
             verdict = "float8" if row.convert else "skip"
             table.append((row.fqn or "(the module itself)", shape, local, verdict, row.reason))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for cells in table if self.rows else ():
-            lines.append("  " + "  ".join(map(str.ljust, cells, widths)).rstrip())
-        lines += [] if self.rows else ["  no layer was asked for yet"]
-        lines += [f"filter_fqns: {entry!r} matched no layer" for entry in self.unmatched_fqns]
-        return "\n".join(lines)
+        return ["  " + "  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
 
 
+@dataclass(eq=False)
 class AutoFilter:
     """A ``module_filter_fn`` that decides by size, for one model; see :func:`auto_filter`."""
 
-    def __init__(
-        self,
-        recipe: str,
-        filter_fqns: tuple[str, ...],
-        tp_size: int,
-        plan: Mapping[str, ParallelStyle] | None,
-    ) -> None:
-        self._recipe = recipe
-        self._filter_fqns = filter_fqns
-        self._tp_size = tp_size
-        self._plan = plan
-        self._rows: dict[str, FilterDecision] = {}
+    _recipe: str
+    _filter_fqns: tuple[str, ...]
+    _tp_size: int
+    _plan: Mapping[str, ParallelStyle] | None
+    _rows: dict[str, FilterDecision] = field(default_factory=dict)
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
-        """Whether a layer is to be converted; the report takes note of it.
-
-        Args:
-            module: False for anything but an nn.Linear, which is not in the report either.
-            fqn: its name in the model.
-
-        Raises:
-            ValueError: the layer is lazy and has no shape yet, or the plan has both a
-                ColwiseParallel and a RowwiseParallel for it.
-        """
+        """Whether a layer is to be converted; False for anything but an nn.Linear."""
         if not isinstance(module, nn.Linear):
             return False
         named = [entry for entry in self._filter_fqns if entry in fqn]
-        if not is_lazy(module.weight):
-            shape = (module.weight.shape[0], module.weight.shape[1])
-            local, reason = self._judge(fqn, shape)
-        elif named:
-            shape = local = (module.out_features, module.in_features)
-            reason = ""
-        else:
+        if is_lazy(module.weight) and not named:
             raise ValueError(
                 f"auto_filter: {fqn or 'the module'} is lazy and has no shape yet: run it once "
                 "before the conversion, or name it in filter_fqns"
             )
+        shape = (module.out_features, module.in_features)
+        local, reason = self._judge(fqn, shape)
         if named:
             reason = f"filter_fqns: {', '.join(map(repr, named))}"
         self._rows[fqn] = FilterDecision(fqn, shape, local, not reason, reason or "large enough")
@@ -193,19 +174,9 @@ def auto_filter(
 
     A layer is skipped if its name contains an entry of ``filter_fqns``, if a local dim is not a
     multiple of 16 (a GPU's float8 GEMM needs that), if a rank holds nothing of it, or if its
-    smallest local part is within one of these limits:
-
-    ===================================  =======================================================
-    recipe                               too small
-    ===================================  =======================================================
-    tensorwise, delayed                  out <= 1024 and in <= 4096
-    rowwise, rowwise_with_gw_hp,         out <= 2048, or in <= 1024, or out <= 4096 and in <= 2048
-    rowwise_folded
-    ===================================  =======================================================
-
-    The figures for tensorwise and rowwise are those of torchao 0.18, measured on H100 GPUs without
-    tensor parallelism; those of the other recipes are assumed. ``docs/auto_filter.md`` says how to
-    measure a device. The number of tokens and what communication saves are not considered.
+    smallest local part is within one of its recipe's limits in ``TOO_SMALL``. The number of tokens
+    and what communication saves are not considered. ``docs/auto_filter.md`` explains the limits and
+    says how to measure a device.
 
     Args:
         recipe: a :class:`Float8LinearRecipeName` or its value.
@@ -287,8 +258,8 @@ def _why_skip(largest: Shape, smallest: Shape, too_small: tuple[Limits, ...]) ->
         return "a rank holds nothing of it"
     for shape in (smallest, largest):
         for name, size in zip(("out", "in"), shape, strict=True):
-            if size % MULTIPLE:
-                return f"{name} = {size} is no multiple of {MULTIPLE}"
+            if size % ALIGNMENT:
+                return f"{name} = {size} is no multiple of {ALIGNMENT}"
     for limits in too_small:
         bounds = list(zip(("out", "in"), smallest, limits, strict=True))
         if all(limit is None or size <= limit for _, size, limit in bounds):

@@ -10,14 +10,7 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.config import CastConfig, CastSpec, ScalingGranularity, ScalingType
 from fp8_dist.granularity import TENSOR, Granularity, covering
 from fp8_dist.kernels import Scaling, amax, quantize, scaling_from_amax
-from fp8_dist.mesh import (
-    Layout,
-    Placements,
-    all_reduce_max,
-    group_for_amax,
-    local_tensor,
-    reduced,
-)
+from fp8_dist.mesh import Layout, Placements, all_reduce_max, group_for_amax, local_tensor, reduced
 from fp8_dist.tensor import Float8Tensor, Quantized
 
 
@@ -58,7 +51,7 @@ def cast_to_float8(
         raise TypeError(f"cast_to_float8: expected a tensor, got a {type(tensor).__name__}")
     if not isinstance(cast_config, CastConfig):
         raise TypeError(f"cast_to_float8: cast_config must be a CastConfig, got {cast_config!r}")
-    if isinstance(tensor, Float8Tensor) or isinstance(local_tensor(tensor), Float8Tensor):
+    if isinstance(local_tensor(tensor), Float8Tensor):
         raise TypeError("cast_to_float8: the tensor is float8 already")
     if not tensor.dtype.is_floating_point:
         raise TypeError(f"cast_to_float8: expected a floating-point tensor, got {tensor.dtype}")
@@ -98,7 +91,7 @@ def scaling_over(
     *,
     local: torch.Tensor | None = None,
 ) -> Scaling:
-    """The quantization multiplier and the scale of a tensor for a cast.
+    """The quantization multiplier and the scale of a tensor for a cast, in the shape of its scales.
 
     Args:
         tensor: a tensor or DTensor without Partial placements.
@@ -107,17 +100,10 @@ def scaling_over(
         axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
         local: its local tensor, where that is stored in another form.
 
-    Returns:
-        Two fp32 tensors of the shape of ``cast.granularity.scale_shape(local.shape)``.
-
     Collectives: at most one all-reduce of 4 bytes per scale.
     """
-    group = amax_group(tensor, cast.granularity, axes)
-    local = local_tensor(tensor) if local is None else local
-    grouped = cast.granularity.grouped(local)
-    value = amax(grouped, cast.granularity.covered_dims(grouped.ndim))
-    if group is not None:
-        value = all_reduce_max(value, group.group_name)
+    value = local_amax(local_tensor(tensor) if local is None else local, cast.granularity)
+    value = global_amax(value, tensor, cast.granularity, axes)
     return scaling_from_amax(value, cast.dtype, round_scales_to_power_of_2)
 
 
@@ -150,7 +136,7 @@ def amax_group(
     # (Dynamo warns of caches, and looks behind them.)
     find = _amax_axes.__wrapped__ if torch.compiler.is_compiling() else _amax_axes
     over, same = find(tuple(tensor.placements), tensor.ndim, granularity, axes)
-    return group_for_amax(tensor.device_mesh, over, same) if over else None
+    return group_for_amax(tensor.device_mesh, over, same)
 
 
 @lru_cache(maxsize=1024)
@@ -167,14 +153,7 @@ def _amax_axes(
 def quantize_local(
     x: torch.Tensor, multiplier: torch.Tensor, cast: CastSpec, *, fits: bool = False
 ) -> torch.Tensor:
-    """A local tensor as float8 data of its shape, by known multipliers.
-
-    Args:
-        x: any shape, floating point.
-        multiplier: of the shape of the scales.
-        cast: the float8 dtype, and what one scale covers.
-        fits: the multiplier is that of an amax which no value of ``x`` exceeds.
-    """
+    """:func:`fp8_dist.kernels.quantize` of a local tensor, by multipliers of what scales cover."""
     qdata = quantize(cast.granularity.grouped(x), multiplier, cast.dtype, fits=fits)
     return qdata if qdata.shape == x.shape else qdata.view(x.shape)
 

@@ -1,8 +1,6 @@
-"""Float8 dtypes per device, their limits, and which devices can multiply them.
+"""Float8 dtypes per device, and which devices can multiply them.
 
-Words used in the whole package: *amax* is the maximum of absolute values over
-what one scale covers (fp32); *scale* is the dequantization scale (fp32), ``x ~= qdata * scale``;
-*qdata* are the float8 bytes; a mesh dimension is an *axis*, a tensor dimension a *dim*.
+The words of the package (amax, scale, qdata, axis, dim) are in docs/design.md.
 """
 
 from functools import cache
@@ -16,10 +14,7 @@ FLOAT8_DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e5m2fnuz,
 )
 
-_FNUZ = {
-    torch.float8_e4m3fn: torch.float8_e4m3fnuz,
-    torch.float8_e5m2: torch.float8_e5m2fnuz,
-}
+_FNUZ = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
 
 
 @cache
@@ -61,9 +56,8 @@ def short_name(dtype: torch.dtype) -> str:
 def device_has_float8_gemm(device: torch.device) -> bool:
     """True where ``torch._scaled_mm`` runs on float8 matrix cores.
 
-    NVIDIA from compute capability 8.9 (Ada, Hopper), AMD from gfx94x. On a CPU the operator
-    exists but is slower than the exact emulation of :mod:`fp8_dist.kernels.cpu.gemm`, so it is
-    not used.
+    NVIDIA from compute capability 8.9 (Ada, Hopper), AMD from gfx94x. (On a CPU the operator is
+    slower than :mod:`fp8_dist.kernels.cpu.gemm`.)
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return False

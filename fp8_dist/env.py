@@ -14,15 +14,9 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 
 
-def _flag(name: str) -> bool:
-    value = os.environ.get(name, "").strip().lower()
-    if value in _TRUE:
-        return True
-    if value in _FALSE:
-        return False
-    raise ValueError(f"{name}={value!r}: expected one of {_TRUE + _FALSE}")
-
-
 def strict_alignment() -> bool:
     """``FP8_DIST_STRICT_ALIGNMENT``: apply the GPU's alignment rule on every device."""
-    return _flag("FP8_DIST_STRICT_ALIGNMENT")
+    value = os.environ.get("FP8_DIST_STRICT_ALIGNMENT", "").strip().lower()
+    if value in _TRUE or value in _FALSE:
+        return value in _TRUE
+    raise ValueError(f"FP8_DIST_STRICT_ALIGNMENT={value!r}: expected one of {_TRUE + _FALSE}")

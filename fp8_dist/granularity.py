@@ -1,9 +1,7 @@
 """What one scale of an operand covers: one small class per granularity.
 
 An N-D operand ``[..., K]`` is a matrix whose rows are along its last dim. Everything that depends
-on what a scale covers is a method here, and the rest of the library asks. A new granularity is a
-subclass in this file, a recipe in ``config.py``, and a route in ``kernels/gemm.py`` if the
-GEMM takes its scales in a new way.
+on what a scale covers is a method here. CONTRIBUTING.md says how to add a granularity.
 """
 
 from collections.abc import Sequence
@@ -63,22 +61,14 @@ class Granularity:
         return [1 if dim in covered else n for dim, n in enumerate(grouped)]
 
     def offset(self, offset: Sequence[int]) -> list[int]:
-        """Where the scales of a shard begin among those of the tensor.
-
-        Args:
-            offset: where the shard begins in the tensor, per dim.
-        """
+        """Where a shard's scales begin among those of the tensor, if it begins at ``offset``."""
         covered = self.covered_dims(len(offset))
         if covered is None:
             return []
         return [0 if dim in covered else start for dim, start in enumerate(offset)]
 
     def amax_axes(self, placements: Sequence[Placement], ndim: int) -> tuple[int, ...]:
-        """The mesh axes over which local amaxes are reduced: those that shard a covered dim.
-
-        Args:
-            placements: of a tensor of ``ndim`` dims, one per mesh axis.
-        """
+        """The mesh axes over which local amaxes are reduced: those that shard a covered dim."""
         covered = self.covered_dims(ndim)
         return tuple(
             axis

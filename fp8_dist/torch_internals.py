@@ -1,8 +1,7 @@
-"""Every private name of torch that the library builds on; no other file uses one.
+"""Every private name of torch that the library builds on, under a public name.
 
-They are here under public names because their owners may rename them in any release. One that is
-missing is an ImportError that says so when the library is imported, not an AttributeError in the
-middle of a step; ``scripts/test_releases.sh`` runs the tests with other releases of torch.
+A release of torch may rename them: one that is missing is an ImportError when the library is
+imported, not an AttributeError in the middle of a step.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,22 +19,28 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 try:
-    from torch._ops import OpOverload
+    from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.distributed._composable_state import _module_state_mapping
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed._functional_collectives import (
+        AsyncCollectiveTensor as AsyncCollectiveTensor,
+    )
     from torch.distributed.distributed_c10d import _resolve_process_group
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+    from torch.distributed.tensor._utils import (
+        compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
+    )
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import (
-        TorchDispatchMode,
         _disable_current_modes,
         _get_current_dispatch_mode_stack,
     )
-    from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map_only as tree_map_only
 
+    StridedShard = _StridedShard
     without_dispatch_modes = _disable_current_modes
     _current_graph_task_id = torch._C._current_graph_task_id
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
@@ -49,38 +54,8 @@ except (ImportError, AttributeError) as error:
         f"fp8_dist needs torch >= 2.11, and doesn't know torch {torch.__version__}: {error}"
     ) from error
 
-__all__ = [
-    "AsyncCollectiveTensor",
-    "FakeTensor",
-    "FunctionalTensor",
-    "OpOverload",
-    "StridedShard",
-    "TorchDispatchMode",
-    "can_skip_dispatch",
-    "compute_local_shape_and_global_offset",
-    "disabled_torch_function",
-    "dtensor_local",
-    "fsdp_groups",
-    "fsdp_groups_of_module",
-    "fsdp_modules_with_extensions",
-    "fsdp_parameter_users",
-    "fsdp_reshards_to_smaller_mesh",
-    "funcol",
-    "in_backward",
-    "is_selectively_checkpointed",
-    "make_dtensor",
-    "make_wrapper_subclass",
-    "native_scaled_mm",
-    "op_arguments",
-    "op_name",
-    "resolve_process_group",
-    "shard_dim_alltoall",
-    "tree_leaves",
-    "tree_map_only",
-    "when_backward_ends",
-    "without_dispatch_modes",
-    "wrapped_in_flight",
-]
+# What stands for tensors while a graph is made.
+STAND_INS = (FakeTensor, FunctionalTensor)
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -106,10 +81,7 @@ def in_backward() -> bool:
 def make_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> DTensor:
-    """``DTensor.from_local`` of a contiguous global tensor, without a gradient.
-
-    In a third of the time: what it works out about the placements is remembered.
-    """
+    """``DTensor.from_local`` of a contiguous global tensor, without a gradient, in less time."""
     if torch.compiler.is_compiling() or local.requires_grad or mesh.get_coordinate() is None:
         stride = contiguous_stride(shape)
         return DTensor.from_local(

@@ -18,9 +18,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for parameters on 1-D and 2-D meshes at once.
 
-    torch's own refuses gradients on different meshes, which is what a model has whose layers are
-    under FSDP2 x TP in part and under FSDP2 alone, or not distributed, in part. This one takes
-    torch's norm mesh by mesh, and the norm of these norms.
+    torch's own refuses gradients on different meshes, such as those of FSDP2 x TP and of FSDP2
+    alone. This one takes torch's norm mesh by mesh, and the norm of these norms.
 
     Args:
         parameters: their ``grad`` (plain tensors and DTensors on any meshes) is scaled in place.

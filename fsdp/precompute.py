@@ -3,9 +3,8 @@
 One fp32 vector per process holds the local amaxes of all float8 weights that need others' amaxes;
 one MAX all-reduce over the union of the axes on which any of them is sharded gives the global ones.
 A weight whose own mesh lacks some of those axes may have other values at other coordinates on them,
-so it gets a part (slot) of the vector per coordinate there, and fills in only its own: the others
-stay 0. Rows (and columns) with scales of their own stand at their global positions: so the scales
-of all rows of a weight become known to all ranks.
+so it gets a part (slot) of the vector per coordinate there, and fills in only its own. Amaxes of
+rows (and columns) stand at their global positions: the scales of all become known to all ranks.
 """
 
 import math
@@ -44,11 +43,9 @@ from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 
 class _Amaxes(NamedTuple):
-    """The amaxes of one weight, in one granularity.
+    """The amaxes of the weight of a layer, in one granularity.
 
     Attributes:
-        layer: a layer that has the weight.
-        granularity: what one scale covers.
         local: of the local shard, in the shape of its scales.
         shape: of the scales of the global weight.
         offset: where the local ones begin among them, per dim.
@@ -56,7 +53,6 @@ class _Amaxes(NamedTuple):
     """
 
     layer: Float8Linear
-    granularity: Granularity
     local: torch.Tensor
     shape: list[int]
     offset: list[int]
@@ -89,7 +85,7 @@ class _Reduction(NamedTuple):
 
     amaxes: AmaxReduction
     sizes: list[int]
-    own: slice
+    own: slice = slice(None)
 
 
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
@@ -97,13 +93,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 
     Call it on all ranks after ``optimizer.step()``; :func:`attach_precompute` does so by itself.
     The next forward and backward then need no amax collective for weights. It covers weights
-    sharded by FSDP2, by tensor parallelism, by both, and not at all, in any mixture.
-
-    Graphs that use the scales are not compiled anew. Code that is compiled may call it, and it may
-    be compiled itself: the graph breaks there, once.
-
-    Args:
-        module: the model, or a part of it.
+    sharded by FSDP2, by tensor parallelism, by both, and not at all, in any mixture. Code that is
+    compiled may call it: the graph breaks there. ``module`` may be a part of the model.
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per scale that needs it (more for weights
     that don't live on all axes, see above), none if no scale does. With one scale per row these
@@ -168,10 +159,6 @@ def reshard(module: nn.Module) -> None:
 def attach_precompute(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
     """Call :func:`precompute_float8_dynamic_scale` after every step of an optimizer.
 
-    Args:
-        optimizer: the optimizer of ``module``'s parameters.
-        module: the model.
-
     Returns:
         A handle whose ``remove()`` ends it.
 
@@ -184,20 +171,19 @@ def attach_precompute(optimizer: Optimizer, module: nn.Module) -> RemovableHandl
 
 def _float8_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
     """The layers of a module that take their weight in float8, by name."""
+    every = float8_layers(module)
     layers = {
         name or layer.fqn: layer
-        for name, layer in float8_layers(module).items()
+        for name, layer in every.items()
         if any(not cast.delayed for cast in layer.config.casts("weight"))
     }
     if not layers:
-        delayed = any(layer.histories for layer in float8_layers(module).values())
+        what = "convert_to_float8_training first"
+        if any(layer.histories for layer in every.values()):
+            what = "sync_float8_amax_and_scale_history for DELAYED ones"
         raise ValueError(
             f"{caller}: the module has no Float8Linear with a float8 weight of dynamic scale; call "
-            + (
-                "sync_float8_amax_and_scale_history for DELAYED ones"
-                if delayed
-                else "convert_to_float8_training first"
-            )
+            f"{what}"
         )
     return layers
 
@@ -225,7 +211,7 @@ def _local_amaxes(layer: Float8Linear, granularity: Granularity) -> _Amaxes:
     local = local_amax(layer.float8_weight.shard(), granularity)
     layout = Layout.of(layer.weight)
     if layout is None:
-        return _Amaxes(layer, granularity, local, list(local.shape), [0] * local.ndim, ())
+        return _Amaxes(layer, local, list(local.shape), [0] * local.ndim, ())
     over = granularity.amax_axes(layout.placements, 2)
     gathered = granularity.scales_move and layer.config.fsdp_float8_all_gather
     if gathered and len(local_sizes(layout, 0)) > 1:
@@ -242,12 +228,11 @@ def _local_amaxes(layer: Float8Linear, granularity: Granularity) -> _Amaxes:
 def _start(amaxes: Sequence[_Amaxes]) -> _Reduction | None:
     """Begin the one all-reduce, of the amaxes that need it."""
     chosen = [a for a in amaxes if a.axes]
-    if not chosen:
-        return None
     # By identity first: to compare meshes of thousands of ranks takes longer than all the rest.
-    meshes = {id(mesh): mesh for mesh in map(_mesh, chosen)}
-    one_mesh = len(set(meshes.values())) == 1
-    return _start_on_one_mesh(chosen) if one_mesh else _start_on_submeshes(chosen)
+    meshes = set({id(mesh): mesh for mesh in map(_mesh, chosen)}.values())
+    if not meshes:
+        return None
+    return _start_on_one_mesh(chosen) if len(meshes) == 1 else _start_on_submeshes(chosen)
 
 
 def _reduced(
@@ -273,8 +258,7 @@ def _start_on_one_mesh(amaxes: Sequence[_Amaxes]) -> _Reduction:
     # Axes on which a weight is replicated may be included.
     group = group_for_amax(mesh, sorted(axes), replicated=range(mesh.ndim))
     assert group is not None
-    reduction = AmaxReduction(vector, group.group_name)
-    return _Reduction(reduction, [a.size for a in amaxes], slice(None))
+    return _Reduction(AmaxReduction(vector, group.group_name), [a.size for a in amaxes])
 
 
 def _start_on_submeshes(amaxes: Sequence[_Amaxes]) -> _Reduction:
@@ -302,10 +286,8 @@ def _scalings(
     weights: dict[Float8Linear, int],
     reduced: dict[tuple[int, Granularity], tuple[_Amaxes, torch.Tensor | None]],
 ) -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
-    """Amaxes turned into scales, all of a kind at once: for each layer its scaling by cast.
-
-    And the scales of all rows, where they were reduced.
-    """
+    """For each layer its scaling by cast, and the scales of all rows where they were reduced."""
+    # By what the formula depends on: all scales of a kind are computed at once.
     wanted: dict[tuple[torch.dtype, bool], list[tuple[Float8Linear, CastSpec]]] = {}
     for layer in weights:
         for cast in layer.config.casts("weight"):

@@ -31,20 +31,11 @@ def check_sharded_module(module: FSDPModule, name: str) -> None:
 
 def check_layer(layer: nn.Module, name: str) -> None:
     """Refuse a layer whose weight FSDP2 is about to gather."""
-    group = _group_of(layer)
-    if group is not None:
-        _check(group, name)
-
-
-def _group_of(layer: nn.Module) -> Any:
-    known = _groups.get(layer)
-    group = None if known is None else known()
-    if group is None:  # its first gather: look up all layers at once
-        for each in fsdp_groups():
-            for module in fsdp_modules_with_extensions(each):
-                _groups[module] = ref(each)
-                group = each if module is layer else group
-    return group
+    if layer not in _groups or _groups[layer]() is None:  # its first gather: look up all at once
+        for group in fsdp_groups():
+            _groups.update(dict.fromkeys(fsdp_modules_with_extensions(group), ref(group)))
+    if layer in _groups:
+        _check(_groups[layer](), name)
 
 
 def _check(group: Any, name: str) -> None:

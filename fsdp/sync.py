@@ -17,7 +17,7 @@ from fp8_dist.mesh import all_reduce_max, group_along, reduce_amax, union_of
 )
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
-    """Take what this step saw of all DELAYED operands into their histories, and scale by these.
+    """Put the amaxes of this step into the histories of all DELAYED operands, and scale by these.
 
     Call it once per optimizer step, on all ranks, outside of forward and backward (after the last
     micro-batch; before or after ``optimizer.step()``). Scales become the same on all ranks that
@@ -60,7 +60,6 @@ def _reduce(values: torch.Tensor, meshes: set[DeviceMesh]) -> torch.Tensor:
     if len(meshes) == 1:
         (mesh,) = meshes
         return reduce_amax(values, mesh, range(mesh.ndim))
-    union = union_of(meshes)
-    return (
-        all_reduce_max(values, group_along(union, dist.get_rank()).group_name) if union else values
-    )
+    axes = union_of(meshes)
+    group = group_along(axes, dist.get_rank()) if axes else None
+    return values if group is None else all_reduce_max(values, group.group_name)

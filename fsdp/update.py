@@ -25,22 +25,19 @@ def update_float8_scales(module: nn.Module) -> None:
     does so by itself. It runs
 
     * :func:`fp8_dist.precompute_float8_dynamic_scale` for the weights with DYNAMIC scales that
-      FSDP2 gathers in float8, or that are distributed by tensor parallelism alone. Weights that
+      FSDP2 gathers in float8, or that are distributed by tensor parallelism alone. (Weights that
       FSDP2 gathers in high precision are scaled after each gather, and weights that are whole on
-      every rank need no other rank's amax: for these nothing is done;
+      every rank need no other rank's amax.)
     * :func:`fp8_dist.sync_float8_amax_and_scale_history` if an operand has DELAYED scales.
 
     Args:
         module: the model, or a part of it that contains the FSDP modules of its layers.
 
-    Collectives: one all-reduce (MAX) for each of the two that runs, of 4 bytes per scale. Whether
-    they run depends on configs, FSDP modules and types of weights, which are the same on all
-    ranks.
+    Collectives: those of the two, if they run, which is the same on all ranks.
 
     Raises:
-        ValueError: ``module`` has no converted layer, or precompute refuses a weight.
-        NotImplementedError: weights on several meshes that are not slices of one root mesh.
-        torch._dynamo.exc.Unsupported: in compiled code with ``fullgraph=True``.
+        ValueError: ``module`` has no converted layer, or one of the two refuses a weight.
+        NotImplementedError, torch._dynamo.exc.Unsupported: as the two do.
     """
     layers = _converted_layers(module, "update_float8_scales")
     precomputed = _layers_to_precompute(module, layers)
@@ -56,10 +53,6 @@ def attach_update(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
     Attach it to one optimizer of a model; with several, to the one that steps last. No hook runs
     for a step that ``torch.amp.GradScaler`` skips: with DELAYED scales call
     :func:`update_float8_scales` in the loop instead.
-
-    Args:
-        optimizer: the optimizer of ``module``'s parameters.
-        module: the model.
 
     Returns:
         A handle whose ``remove()`` ends it.

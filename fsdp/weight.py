@@ -4,11 +4,10 @@ Three tensors, in FSDP2's words:
 
 * the *sharded parameter*: ``DTensor(Float8AllGatherWeight(shard))``, high precision, what the
   optimizer sees;
-* the *all-gather input*: the shard's float8 bytes as ``uint8``, cast with the scale of the global
-  weight and padded to the size that FSDP2 gives every rank; beside it, where rows have scales of
-  their own and are sharded evenly, their scales. (FSDP2 takes inputs of the padded shard's size
-  alone where shards are uneven: the scales of all rows then come from an all-reduce, that of
-  precompute or one of their own);
+* the *all-gather input*: the shard's float8 bytes as ``uint8``, padded to the size that FSDP2 gives
+  every rank; beside it the scales of rows that are sharded evenly. (Where shards are uneven, FSDP2
+  takes inputs of the padded size alone: the scales of all rows then come from an all-reduce, that
+  of precompute or one of their own);
 * the *unsharded parameter*: ``Float8Tensor`` over FSDP2's all-gather output, or a DTensor of it
   on the tensor-parallel mesh; what the forward computes with.
 
@@ -37,24 +36,22 @@ aten = torch.ops.aten
 
 # Ops whose result is the same weight, moved, viewed, or about to be filled: it stays gathered in
 # float8. Results of all others (zeros_like for optimizer state, arithmetic) are plain tensors.
-_SAME_WEIGHT = frozenset(
-    (
-        aten.alias.default,
-        aten.as_strided.default,
-        aten.clone.default,
-        aten.copy_.default,
-        aten.detach.default,
-        aten.empty_like.default,
-        aten.new_zeros.default,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.view.default,
-        aten._pin_memory.default,
-        aten._to_copy.default,
-        torch.ops.c10d.broadcast_.default,
-        torch.ops.c10d.scatter_.default,
-    )
-)
+_SAME_WEIGHT = {
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.clone.default,
+    aten.copy_.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.view.default,
+    aten._pin_memory.default,
+    aten._to_copy.default,
+    torch.ops.c10d.broadcast_.default,
+    torch.ops.c10d.scatter_.default,
+}
 
 
 class _Metadata(NamedTuple):
@@ -94,9 +91,8 @@ class Float8AllGatherWeight(torch.Tensor):
     @staticmethod
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, gathered in float8 from now on (same storage)."""
-        if isinstance(tensor, Float8AllGatherWeight):
-            return tensor
-        return Float8AllGatherWeight(tensor)
+        known = isinstance(tensor, Float8AllGatherWeight)
+        return tensor if known else Float8AllGatherWeight(tensor)
 
     @staticmethod
     def unwrap(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,15 +158,14 @@ class Float8AllGatherWeight(torch.Tensor):
         check_layer(module, module.fqn)
         _check_other_shards(module, mesh)
         (cast,) = module.float8_weight.gather_casts(self._tensor)
-        padded = _padded(cast.qdata, _padded_size(self.size(), outer_size, mesh.size()))
-        inputs: tuple[torch.Tensor, ...] = (padded.view(torch.uint8),)
+        inputs: tuple[torch.Tensor, ...] = (_padded_bytes(cast.qdata, outer_size, mesh.size()),)
         if cast.scale.ndim == 0 or mesh.size() == 1 or self.size()[1:] != outer_size[1:]:
             scale: torch.Tensor | None = cast.scale  # the same on all ranks
         elif outer_size[0] % mesh.size() == 0:
             inputs, scale = (*inputs, cast.scale.reshape(-1)), None
         else:
             scale = _all_row_scales(module, cast.scale, outer_size[0], mesh)
-        return inputs, _Metadata(scale, padded.dtype, outer_size)
+        return inputs, _Metadata(scale, cast.qdata.dtype, outer_size)
 
     def fsdp_post_all_gather(
         self,
@@ -182,9 +177,7 @@ class Float8AllGatherWeight(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """FSDP2: the unsharded weight over the gathered bytes (no copy)."""
         data, *row_scales = all_gather_outputs
-        scale = metadata.scale
-        if scale is None:
-            scale = row_scales[0].reshape(-1, 1)
+        scale = row_scales[0].reshape(-1, 1) if metadata.scale is None else metadata.scale
         if out is not None:
             # FSDP2 refilled the same storage: only the scale is new.
             unsharded = local_tensor(out)
@@ -216,10 +209,10 @@ def _all_row_scales(
 @lru_cache(maxsize=1024)
 def _unsharded_layout(layout: Layout, mesh: DeviceMesh) -> Layout:
     """Where a weight lives once FSDP2 has gathered it over ``mesh``."""
-    ours = dist.get_process_group_ranks(mesh.get_group())
+    ranks = dist.get_process_group_ranks
     placements = tuple(
-        Replicate() if _ranks(layout.mesh, axis) == ours else placement
-        for axis, placement in enumerate(layout.placements)
+        Replicate() if ranks(group) == ranks(mesh.get_group()) else placement
+        for group, placement in zip(layout.mesh.get_all_groups(), layout.placements, strict=True)
     )
     return layout._replace(placements=placements)
 
@@ -227,9 +220,7 @@ def _unsharded_layout(layout: Layout, mesh: DeviceMesh) -> Layout:
 def _check_other_shards(module: Float8Linear, mesh: DeviceMesh) -> None:
     """Refuse, on all ranks, weights of which some rank holds nothing before FSDP2 shards them."""
     layout = Layout.of(module.weight)
-    if layout is None or layout.mesh.ndim == 1:
-        return
-    if _some_are_empty(_unsharded_layout(layout, mesh)):
+    if layout and layout.mesh.ndim > 1 and _some_are_empty(_unsharded_layout(layout, mesh)):
         raise ValueError(
             f"{module.fqn}: a weight of shape {tuple(layout.shape)} leaves a tensor-parallel rank "
             f"of {layout.mesh} without any of it, and FSDP2 can't reduce an empty gradient; leave "
@@ -242,26 +233,13 @@ def _some_are_empty(layout: Layout) -> bool:
     return any(0 in local_sizes(layout, dim) for dim in range(len(layout.shape)))
 
 
-def _ranks(mesh: DeviceMesh, axis: int) -> list[int]:
-    return dist.get_process_group_ranks(mesh.get_group(axis))
-
-
-def _padded_size(shard: torch.Size, outer: torch.Size, world_size: int) -> torch.Size:
-    """The size that FSDP2 gives every rank's shard: dim 0 rounded up, if dim 0 is the sharded one.
-
-    (FSDP2 refuses uneven shards on other dims.)
-    """
-    if shard[1:] != outer[1:]:
-        return shard
-    return torch.Size((-(-outer[0] // world_size), *shard[1:]))
-
-
-def _padded(qdata: torch.Tensor, size: torch.Size) -> torch.Tensor:
-    if qdata.size() == size:
-        return qdata.contiguous()
-    padded = torch.zeros(size, dtype=torch.uint8, device=qdata.device)
-    padded[: qdata.size(0)] = qdata.view(torch.uint8)
-    return padded.view(qdata.dtype)
+def _padded_bytes(qdata: torch.Tensor, outer: torch.Size, world_size: int) -> torch.Tensor:
+    """A shard as uint8, with zeros up to the size that FSDP2 gives every rank's."""
+    data = qdata.view(torch.uint8)
+    rows = -(-outer[0] // world_size)
+    if qdata.shape[1:] != outer[1:] or len(qdata) == rows:
+        return data.contiguous()  # FSDP2 refuses uneven shards of other dims than the first
+    return torch.nn.functional.pad(data, (0, 0, 0, rows - len(data)))
 
 
 # FSDP2 asks for it before each gather: remembered, it is had in a third of the time.

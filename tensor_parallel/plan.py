@@ -9,14 +9,10 @@ from fnmatch import fnmatch
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -31,12 +27,9 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     """Parallelize ``model`` in place, once every entry of ``plan`` has been checked.
 
     Args:
-        model: convert it before; shard it with ``fully_shard`` after.
+        model: convert it before; shard it with ``fully_shard`` after. It is returned.
         mesh: the tensor-parallel axis, 1-D: ``mesh["tp"]`` of a larger mesh.
         plan: module names (``*`` stands for any part) to torch's styles or ours.
-
-    Returns:
-        ``model``.
 
     Collectives: those of torch's ``parallelize_module``, which scatters the parameters.
 
@@ -44,9 +37,8 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
         TypeError: an entry's value is not a style.
         ValueError: the mesh is not 1-D, an entry matches no module, two entries match one module,
             a float8 style is on a module without a ``Float8Linear``, or a head count is not
-            divisible by the mesh's size. All offenders are listed, and nothing has been changed.
-            The checks look at the model's structure and the mesh's shape alone, so every rank
-            raises alike.
+            divisible by the mesh's size. All offenders are listed, on all ranks alike, and nothing
+            has been changed.
     """
     if mesh.ndim != 1:
         raise ValueError(
@@ -109,21 +101,19 @@ def _offenders(
 
 def _check_float8_style(name: str, module: nn.Module, style: ParallelStyle) -> Iterator[str]:
     kind = type(module).__name__
-    if isinstance(style, (Float8ColwiseParallel, Float8RowwiseParallel)):
-        torch_style = ColwiseParallel if isinstance(style, ColwiseParallel) else RowwiseParallel
+    if isinstance(style, Float8ColwiseParallel | Float8RowwiseParallel):
+        torch_style = "Colwise" if isinstance(style, ColwiseParallel) else "Rowwise"
         if not isinstance(module, Float8Linear):
             yield (
                 f"{name!r} has the style {type(style).__name__} but is a {kind}, not a "
-                f"Float8Linear: convert it first (convert_to_float8_training), or use torch's "
-                f"{torch_style.__name__}"
+                "Float8Linear: convert it first (convert_to_float8_training), or use torch's "
+                f"{torch_style}Parallel"
             )
-    elif isinstance(style, PrepareFloat8ModuleInput) and not any(
-        isinstance(child, Float8Linear) for child in module.modules()
-    ):
+    elif isinstance(style, PrepareFloat8ModuleInput) and not float8_layers(module):
         yield (
             f"{name!r} has the style PrepareFloat8ModuleInput but its {kind} contains no "
-            f"Float8Linear: convert one first (convert_to_float8_training), or use torch's "
-            f"PrepareModuleInput"
+            "Float8Linear: convert one first (convert_to_float8_training), or use torch's "
+            "PrepareModuleInput"
         )
 
 

@@ -16,16 +16,14 @@ class ResidualRowwiseParallel(RowwiseParallel):
 
     The output is a plain local tensor, which is the cheapest form, where the ranks share the
     sharded dim evenly. Otherwise it is a DTensor: a plain tensor doesn't know the lengths of the
-    other ranks' shards, which later gathers need. The choice depends on the length of the sequence
-    and the size of the mesh alone, so all ranks and all writers of the stream agree.
+    other ranks' shards, which later gathers need.
+
+    Args:
+        layouts: ``input_layouts`` and ``output_layouts``, as in torch's style.
     """
 
-    def __init__(
-        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=False
-        )
+    def __init__(self, **layouts: Placement) -> None:
+        super().__init__(**layouts, use_local_output=False)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)

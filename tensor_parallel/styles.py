@@ -6,7 +6,6 @@ tensors with their placements, and the layer's autograd function casts, moves an
 (:mod:`fp8_dist.linear.autograd`), so that all gathers, forward and backward, are float8.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from fp8_dist.cast import as_float8_of, quantize_over
 from fp8_dist.config import CastSpec
@@ -48,7 +43,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distribute(self, module, device_mesh, self._partition_linear_fn)
+        return _distribute(self, module, device_mesh)
 
 
 class Float8RowwiseParallel(RowwiseParallel):
@@ -63,13 +58,12 @@ class Float8RowwiseParallel(RowwiseParallel):
     Collectives: forward: a reduce-scatter (or all-reduce) of the output in high precision;
     backward: an all-gather of grad_output, if the output is sharded; and the amax all-reduces of
     the recipe. In ``tensorwise`` the gather takes 1 byte per element, and amaxes are 4 bytes for
-    the input and for a sharded grad_output; ``delayed`` reduces none; ``rowwise_folded`` gathers 8
-    bytes more per row and reduces 4 per row of the input; ``rowwise`` and ``rowwise_with_gw_hp``
-    gather in high precision.
+    the input and for a sharded grad_output; ``rowwise_folded`` gathers 8 bytes more per row and
+    reduces 4 per row of the input; other recipes as in :class:`Float8ColwiseParallel`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distribute(self, module, device_mesh, self._partition_linear_fn)
+        return _distribute(self, module, device_mesh)
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
@@ -77,7 +71,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
     Layers that read the same input (q, k, v; w1, w3) then share one cast and one gather. With
     DELAYED scaling the amax history of the input belongs to the first layer that is followed, as
-    ``histories["prepared_input"]``, and is synced and saved with that layer.
+    ``histories["prepared_input"]``.
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
@@ -146,36 +140,33 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return super()._apply(module, device_mesh)
 
     def _followed_layers(self, module: nn.Module) -> dict[str, Float8Linear]:
-        layers = float8_layers(module)
-        if self.fwd_config_submodule_fqn is not None:
-            chosen = layers.get(self.fwd_config_submodule_fqn)
-            if chosen is None:
-                raise ValueError(
-                    f"PrepareFloat8ModuleInput: fwd_config_submodule_fqn="
-                    f"{self.fwd_config_submodule_fqn!r} is no Float8Linear in this "
-                    f"{type(module).__name__}; it has {list(layers)}"
-                )
-            return {self.fwd_config_submodule_fqn: chosen}
+        layers, kind = float8_layers(module), type(module).__name__
+        fqn = self.fwd_config_submodule_fqn
+        if fqn is not None and fqn not in layers:
+            raise ValueError(
+                f"PrepareFloat8ModuleInput: fwd_config_submodule_fqn={fqn!r} is no Float8Linear in "
+                f"this {kind}; it has {list(layers)}"
+            )
         if not layers:
             raise ValueError(
-                f"PrepareFloat8ModuleInput: this {type(module).__name__} contains no "
-                "Float8Linear; convert the model first, or use torch's PrepareModuleInput"
+                f"PrepareFloat8ModuleInput: this {kind} contains no Float8Linear; convert the "
+                "model first, or use torch's PrepareModuleInput"
             )
-        return layers
+        return layers if fqn is None else {fqn: layers[fqn]}
 
     def _agreed_cast(self, layers: dict[str, Float8Linear]) -> tuple[CastSpec, bool]:
-        """The :func:`shared_input_cast` of the layers, or a ValueError if they have not one."""
-        casts = {name: shared_input_cast(layer) for name, layer in layers.items()}
-        for name, found in casts.items():
-            if found is None:
+        """The one :func:`shared_input_cast` of the layers."""
+        casts = set()
+        for name, layer in layers.items():
+            if (found := shared_input_cast(layer)) is None:
                 raise ValueError(
                     f"PrepareFloat8ModuleInput: {', '.join(layers)} take their input in two "
                     "different casts, or in high precision in some GEMM, which no single float8 "
-                    f"copy can serve ({name}: {layers[name].extra_repr()}); use torch's "
-                    "PrepareModuleInput"
+                    f"copy can serve ({name}: {layer.extra_repr()}); use torch's PrepareModuleInput"
                 )
-        agreed, *others = {found for found in casts.values() if found is not None}
-        if others:
+            casts.add(found)
+        agreed = casts.pop()
+        if casts:
             raise ValueError(
                 "PrepareFloat8ModuleInput: the layers that share this input cast it differently: "
                 f"{ {n: layer.extra_repr() for n, layer in layers.items()} }; give them one "
@@ -190,11 +181,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
 
 def shared_input_cast(layer: Float8Linear) -> tuple[CastSpec, bool] | None:
-    """The cast of a layer's input, if one float8 copy serves both of its GEMMs; None otherwise.
-
-    Returns:
-        The cast, and whether its scales are rounded to powers of two.
-    """
+    """A layer's cast, if one float8 copy of its input serves both GEMMs; and power-of-2 scales?"""
     cast = layer.config.gather_cast("input")
     return None if cast is None else (cast, layer.config.round_scales_to_power_of_2)
 
@@ -241,10 +228,7 @@ class _CastInput(torch.autograd.Function):
 
 
 def _distribute(
-    style: ColwiseParallel | RowwiseParallel,
-    module: nn.Module,
-    mesh: DeviceMesh,
-    partition: Callable[..., None],
+    style: ColwiseParallel | RowwiseParallel, module: nn.Module, mesh: DeviceMesh
 ) -> nn.Module:
     if not isinstance(module, Float8Linear):
         raise ValueError(
@@ -255,7 +239,7 @@ def _distribute(
     return distribute_module(
         module,
         mesh,
-        partition,
+        style._partition_linear_fn,
         partial(_annotate_input, tuple(style.input_layouts)),  # type: ignore[arg-type]
         partial(_local_output, style.use_local_output),  # type: ignore[arg-type]
     )
@@ -268,7 +252,5 @@ def _annotate_input(
     return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, layouts, run_check=False)
 
 
-def _local_output(
-    use_local_output: bool, module: nn.Module, output: DTensor, mesh: DeviceMesh
-) -> torch.Tensor:
-    return output.to_local() if use_local_output else output
+def _local_output(local: bool, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+    return output.to_local() if local else output

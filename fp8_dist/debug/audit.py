@@ -1,4 +1,4 @@
-"""Seeing what is communicated: ``comm_audit`` records every collective of eager code.
+"""``comm_audit`` records every collective of eager code.
 
 Terms: *collective* and *buffer* as in ``collectives``. FSDP2 copies parameters of several dtypes
 into one uint8 buffer and gathers that: a *mixed gather*. The *payload dtype* of a uint8 tensor is
@@ -6,7 +6,6 @@ the dtype of what it is a view of: float8 travels as uint8.
 """
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -20,57 +19,28 @@ from fp8_dist.debug.table import CommRow, CommTable
 from fp8_dist.dtypes import is_float8
 from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import (
-    FakeTensor,
-    FunctionalTensor,
-    OpOverload,
-    TorchDispatchMode,
-    op_name,
-)
+from fp8_dist.torch_internals import STAND_INS, OpOverload, TorchDispatchMode, op_name
 
 __all__ = ["CommAudit", "CommRow", "comm_audit"]
 
 # FSDP2's copy of all its inputs into the buffer that the next all-gather moves.
 FSDP_COPY_IN = "fsdp::all_gather_copy_in"
-# torch's own descriptions of groups: a mesh axis, and the default group.
-AXIS_PREFIX = "mesh_"
-DEFAULT_GROUP = "default_pg"
 
 
-class CommAudit:
-    """The context manager that :func:`comm_audit` makes, and what it recorded."""
+class CommAudit(CommTable):
+    """The context manager that :func:`comm_audit` makes, and the rows that it recorded."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
         self._axes = {} if mesh is None else _axes_by_group_name(mesh)
         self._path = ModulePath()
         self._recorder = _Recorder(self)
-        self._table = CommTable()
         self._is_recording = False
         # Payload dtypes of the storages that were viewed as uint8, by the storage's address.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
         # Bytes by payload dtype of the all-gather inputs that FSDP2 has filled, by the address of
         # their storage.
         self._copied_in: dict[int, dict[torch.dtype, int]] = {}
-
-    @property
-    def rows(self) -> list[CommRow]:
-        """One row per (op, axis, dtype, module, in_mixed_gather), in order of first appearance."""
-        return self._table.rows
-
-    def count(
-        self,
-        op: str | None = None,
-        axis: str | None = None,
-        dtype: torch.dtype | None = None,
-        module: str | None = None,
-    ) -> int:
-        """The number of collectives that match.
-
-        Args:
-            op, axis, dtype, module: as in :class:`CommRow`; ``None`` matches everything. A mixed
-                gather counts for its float8 dtype (its first dtype, if it has no float8).
-        """
-        return self._table.count(op, axis, dtype, module)
 
     def table(self, by_module: bool = False) -> str:
         """The rows as text, with totals.
@@ -82,8 +52,7 @@ class CommAudit:
         Args:
             by_module: one line per module, instead of their sum.
         """
-        table = self._table if by_module else self._table.without_modules()
-        return table.text(with_modules=by_module)
+        return (self if by_module else self.without_modules()).text(with_modules=by_module)
 
     def __enter__(self) -> Self:
         if self._is_recording:
@@ -95,20 +64,15 @@ class CommAudit:
         self._is_recording = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._is_recording = False
-        self._recorder.__exit__(kind, value, trace)
-        self._path.__exit__(kind, value, trace)
+        self._recorder.__exit__(*error)
+        self._path.__exit__(*error)
         self._payload_dtypes.clear()
         self._copied_in.clear()
 
     def __repr__(self) -> str:
-        return f"CommAudit({self.count()} collectives, {self._table.bytes:,} bytes)"
+        return f"CommAudit({self.count()} collectives, {self.bytes:,} bytes)"
 
     def _note_view(self, source: torch.Tensor) -> None:
         """``source`` is about to be viewed as uint8."""
@@ -117,7 +81,7 @@ class CommAudit:
         self._payload_dtypes[_storage(source)] = (reference, source.dtype)
 
     def _note_copy_in(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
-        """Remember what FSDP2 puts into the buffer that it gathers next."""
+        """FSDP2 is about to copy ``inputs`` into the buffer that it gathers next."""
         self._copied_in[_storage(output)] = self._bytes_by_dtype(inputs)
 
     def _note_collective(self, collective: Collective) -> None:
@@ -127,7 +91,7 @@ class CommAudit:
         # A collective without bytes, or without tensors, is one too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
         for position, (dtype, nbytes) in enumerate(by_dtype):
-            self._table.add(
+            self.add(
                 CommRow(
                     collective.op,
                     self._axis(collective.group),
@@ -142,12 +106,9 @@ class CommAudit:
 
     def _copied_in_sizes(self, collective: Collective) -> dict[torch.dtype, int] | None:
         """What FSDP2 has copied into the input of this collective, if it is one of its gathers."""
-        if not self._copied_in or collective.op != "all_gather":
+        if collective.op != "all_gather" or isinstance(collective.tensors[0], Float8Tensor):
             return None
-        first = collective.tensors[0]
-        if isinstance(first, Float8Tensor):
-            return None
-        return self._copied_in.pop(_storage(first), None)
+        return self._copied_in.pop(_storage(collective.tensors[0]), None)
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Bytes by payload dtype, in order of first appearance."""
@@ -169,12 +130,12 @@ class CommAudit:
             return "unknown"
         if group.group_name in self._axes:
             return self._axes[group.group_name]
-        description = group.group_desc
-        if description == DEFAULT_GROUP:
+        # torch's own descriptions of groups: the default group, one without, and a mesh axis.
+        if group.group_desc == "default_pg":
             return "world"
-        if description and description != "undefined":
-            return description.removeprefix(AXIS_PREFIX)
-        return f"group {group.group_name}"
+        if group.group_desc in ("", "undefined"):
+            return f"group {group.group_name}"
+        return group.group_desc.removeprefix("mesh_")
 
 
 def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
@@ -202,12 +163,20 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
     Returns:
         A context manager with ``.rows`` (list of :class:`CommRow`), ``.count(...)`` and
         ``.table()``; they stay after the block, also when it raised, and a later ``with`` on the
-        same object adds to them. Without a process group there is nothing to record.
+        same object adds to them.
 
     Raises:
         RuntimeError: on entering a block of the same object inside its own.
     """
     return CommAudit(mesh)
+
+
+def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:
+    axes: dict[str, str] = {}
+    for position, group in enumerate(mesh.get_all_groups()):
+        name = mesh.mesh_dim_names[position] if mesh.mesh_dim_names else f"axis {position}"
+        axes.setdefault(group.group_name, name)
+    return axes
 
 
 class _Recorder(TorchDispatchMode):
@@ -225,9 +194,7 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        call = None
-        if isinstance(func, OpOverload):
-            call = read_collective(func, args, kwargs)
+        call = read_collective(func, args, kwargs) if isinstance(func, OpOverload) else None
         # Float8Tensor is recorded as it is, float8; what its own handler then sends (uint8) is
         # the same message, and unseen: this mode is off inside its own handler. Every other
         # subclass goes first, and is seen through what it does.
@@ -237,7 +204,7 @@ class _Recorder(TorchDispatchMode):
             self._audit._note_collective(call)
         elif func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
             self._audit._note_view(args[0])
-        elif _is_fsdp_copy_in(func):
+        elif isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN:
             self._audit._note_copy_in(inputs=args[0], output=args[1])
         elif func in QUERIES:
             with self:  # it may communicate
@@ -251,21 +218,9 @@ def _rewrites_ops(kind: Any) -> bool:
     Fake tensors do not either: their mode, not their type, handles ops.
     """
     handled = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return handled and not issubclass(kind, (FakeTensor, FunctionalTensor))
-
-
-def _is_fsdp_copy_in(func: Any) -> bool:
-    return isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN
+    return handled and not issubclass(kind, STAND_INS)
 
 
 def _storage(tensor: torch.Tensor) -> int:
     """The address of the storage object, the same for all views."""
     return tensor.untyped_storage()._cdata
-
-
-def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:
-    axes: dict[str, str] = {}
-    for position, group in enumerate(mesh.get_all_groups()):
-        name = mesh.mesh_dim_names[position] if mesh.mesh_dim_names else f"axis {position}"
-        axes.setdefault(group.group_name, name)
-    return axes

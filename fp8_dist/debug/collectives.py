@@ -9,9 +9,7 @@ known), ``IGNORED_OPS`` (it moves no data), or neither. The last ones are still 
 qualified names: a new op of torch may be sized wrongly, but it never goes unseen.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,22 +22,19 @@ from fp8_dist.torch_internals import (
     tree_leaves,
 )
 
-# torch's communication ops are in these.
-NAMESPACES = frozenset(
-    (
-        "c10d",
-        "_c10d_functional",
-        "_c10d_functional_autograd",
-        # Deprecated; its ops decompose into those of _c10d_functional, but not in inference mode.
-        "c10d_functional",
-        "_dtensor",
-        "symm_mem",
-    )
-)
+# torch's communication ops are in these. The ops of c10d_functional, which is deprecated, decompose
+# into those of _c10d_functional, but not in inference mode.
+NAMESPACES = {
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "_dtensor",
+    "symm_mem",
+}
 
 
-@dataclass(frozen=True)
-class CollectiveSchema:
+class CollectiveSchema(NamedTuple):
     """How the arguments of one communication op are read.
 
     Attributes:
@@ -53,84 +48,67 @@ class CollectiveSchema:
     times_group_size: bool = False
 
 
-# By qualified op name.
-SCHEMAS: Mapping[str, CollectiveSchema] = {
-    "c10d::_allgather_base_": CollectiveSchema("all_gather", "input_tensor", True),
-    "c10d::allgather_": CollectiveSchema("all_gather", "output_tensors"),
-    "c10d::allgather_coalesced_": CollectiveSchema("all_gather", "input_list", True),
-    "c10d::allgather_into_tensor_coalesced_": CollectiveSchema("all_gather", "inputs", True),
-    "c10d::_reduce_scatter_base_": CollectiveSchema("reduce_scatter", "input_tensor"),
-    "c10d::reduce_scatter_": CollectiveSchema("reduce_scatter", "input_tensors"),
-    "c10d::reduce_scatter_tensor_coalesced_": CollectiveSchema("reduce_scatter", "inputs"),
-    "c10d::allreduce_": CollectiveSchema("all_reduce", "tensors"),
-    "c10d::allreduce_coalesced_": CollectiveSchema("all_reduce", "tensors"),
-    "c10d::alltoall_": CollectiveSchema("all_to_all", "input_tensors"),
-    "c10d::alltoall_base_": CollectiveSchema("all_to_all", "input"),
-    "c10d::broadcast_": CollectiveSchema("broadcast", "tensors"),
-    "c10d::gather_": CollectiveSchema("gather", "input_tensors", True),
-    "c10d::gather_into_tensor_": CollectiveSchema("gather", "input_tensor", True),
-    "c10d::scatter_": CollectiveSchema("scatter", "output_tensors", True),
-    "c10d::reduce_": CollectiveSchema("reduce", "tensors"),
-    "c10d::send": CollectiveSchema("send", "tensors"),
-    "c10d::recv_": CollectiveSchema("recv", "tensors"),
-    "c10d::recv_any_source_": CollectiveSchema("recv", "tensors"),
-    "_c10d_functional::all_gather_into_tensor": CollectiveSchema("all_gather", "input", True),
-    "_c10d_functional::all_gather_into_tensor_out": CollectiveSchema("all_gather", "input", True),
-    "_c10d_functional::all_gather_into_tensor_coalesced": CollectiveSchema(
-        "all_gather", "inputs", True
-    ),
-    "_c10d_functional::reduce_scatter_tensor": CollectiveSchema("reduce_scatter", "input"),
-    "_c10d_functional::reduce_scatter_tensor_out": CollectiveSchema("reduce_scatter", "input"),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": CollectiveSchema(
-        "reduce_scatter", "inputs"
-    ),
-    "_c10d_functional::all_reduce": CollectiveSchema("all_reduce", "input"),
-    "_c10d_functional::all_reduce_": CollectiveSchema("all_reduce", "input"),
-    "_c10d_functional::all_reduce_coalesced": CollectiveSchema("all_reduce", "inputs"),
-    "_c10d_functional::all_reduce_coalesced_": CollectiveSchema("all_reduce", "inputs"),
-    "_c10d_functional::all_to_all_single": CollectiveSchema("all_to_all", "input"),
-    "_c10d_functional::broadcast": CollectiveSchema("broadcast", "input"),
-    "_c10d_functional::broadcast_": CollectiveSchema("broadcast", "input"),
-    "_c10d_functional::isend": CollectiveSchema("send", "tensor"),
-    "_c10d_functional::irecv": CollectiveSchema("recv", "tensor"),
-    "_c10d_functional::batch_p2p_ops": CollectiveSchema("batch_p2p", "tensors"),
-    "_c10d_functional_autograd::all_gather_into_tensor": CollectiveSchema(
-        "all_gather", "input", True
-    ),
-    "_c10d_functional_autograd::reduce_scatter_tensor": CollectiveSchema("reduce_scatter", "input"),
-    "_c10d_functional_autograd::all_to_all_single": CollectiveSchema("all_to_all", "input"),
-    "_dtensor::shard_dim_alltoall": CollectiveSchema("all_to_all", "input"),
+# Qualified op name, then the fields of its CollectiveSchema.
+_TABLE = """
+c10d::_allgather_base_                                  all_gather      input_tensor    share
+c10d::allgather_                                        all_gather      output_tensors
+c10d::allgather_coalesced_                              all_gather      input_list      share
+c10d::allgather_into_tensor_coalesced_                  all_gather      inputs          share
+c10d::_reduce_scatter_base_                             reduce_scatter  input_tensor
+c10d::reduce_scatter_                                   reduce_scatter  input_tensors
+c10d::reduce_scatter_tensor_coalesced_                  reduce_scatter  inputs
+c10d::allreduce_                                        all_reduce      tensors
+c10d::allreduce_coalesced_                              all_reduce      tensors
+c10d::alltoall_                                         all_to_all      input_tensors
+c10d::alltoall_base_                                    all_to_all      input
+c10d::broadcast_                                        broadcast       tensors
+c10d::gather_                                           gather          input_tensors   share
+c10d::gather_into_tensor_                               gather          input_tensor    share
+c10d::scatter_                                          scatter         output_tensors  share
+c10d::reduce_                                           reduce          tensors
+c10d::send                                              send            tensors
+c10d::recv_                                             recv            tensors
+c10d::recv_any_source_                                  recv            tensors
+_c10d_functional::all_gather_into_tensor                all_gather      input           share
+_c10d_functional::all_gather_into_tensor_out            all_gather      input           share
+_c10d_functional::all_gather_into_tensor_coalesced      all_gather      inputs          share
+_c10d_functional::reduce_scatter_tensor                 reduce_scatter  input
+_c10d_functional::reduce_scatter_tensor_out             reduce_scatter  input
+_c10d_functional::reduce_scatter_tensor_coalesced       reduce_scatter  inputs
+_c10d_functional::all_reduce                            all_reduce      input
+_c10d_functional::all_reduce_                           all_reduce      input
+_c10d_functional::all_reduce_coalesced                  all_reduce      inputs
+_c10d_functional::all_reduce_coalesced_                 all_reduce      inputs
+_c10d_functional::all_to_all_single                     all_to_all      input
+_c10d_functional::broadcast                             broadcast       input
+_c10d_functional::broadcast_                            broadcast       input
+_c10d_functional::isend                                 send            tensor
+_c10d_functional::irecv                                 recv            tensor
+_c10d_functional::batch_p2p_ops                         batch_p2p       tensors
+_c10d_functional_autograd::all_gather_into_tensor       all_gather      input           share
+_c10d_functional_autograd::reduce_scatter_tensor        reduce_scatter  input
+_c10d_functional_autograd::all_to_all_single            all_to_all      input
+_dtensor::shard_dim_alltoall                            all_to_all      input
+"""
+SCHEMAS = {
+    name: CollectiveSchema(op, buffer, bool(share))
+    for name, op, buffer, *share in map(str.split, _TABLE.strip().splitlines())
 }
 
-# By qualified op name: ops of the communication namespaces that move no data between ranks.
-IGNORED_OPS = frozenset(
-    (
-        # Barriers, waits and signals.
-        "c10d::barrier",
-        "c10d::monitored_barrier_",
-        "_c10d_functional::wait_tensor",
-        "_c10d_functional::wait_tensors",
-        "c10d_functional::wait_tensor",
-        "symm_mem::_barrier",
-        "symm_mem::memset32_",
-        "symm_mem::nccl_wait_for_signal",
-        "symm_mem::nccl_wait_signal",
-        "symm_mem::nvshmem_wait_for_signal",
-        "symm_mem::stream_write_value32_",
-        # Work on a rank's own tensors.
-        "c10d::check_for_nan",
-        "_c10d_functional::_wrap_tensor_autograd",
-        "symm_mem::_async_input_mm",
-        # Look-ups and set-up: of groups, of buffers that other ranks can reach.
-        "_dtensor::mesh_get_process_group",
-        "symm_mem::_rendezvous",
-        "symm_mem::get_remote_tensors",
-    )
-)
+# Ops of these namespaces that move no data between ranks: barriers, waits and signals, work on a
+# rank's own tensors, look-ups and set-up of groups and of buffers that other ranks can reach.
+_IGNORED = """
+c10d::barrier  c10d::monitored_barrier_  c10d_functional::wait_tensor
+_c10d_functional::wait_tensor  _c10d_functional::wait_tensors
+symm_mem::_barrier  symm_mem::memset32_  symm_mem::nccl_wait_for_signal
+symm_mem::nccl_wait_signal  symm_mem::nvshmem_wait_for_signal  symm_mem::stream_write_value32_
+c10d::check_for_nan  _c10d_functional::_wrap_tensor_autograd  symm_mem::_async_input_mm
+_dtensor::mesh_get_process_group  symm_mem::_rendezvous  symm_mem::get_remote_tensors
+"""
+IGNORED_OPS = set(_IGNORED.split())
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One call of a communication op.
 
     Attributes:
@@ -149,16 +127,10 @@ class Collective:
 def read_collective(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Collective | None:
-    """Read the collective that a call of an op makes.
+    """Read the collective that a call of an op makes; None if the op is not one.
 
-    Args:
-        func: any op.
-        args: the call's positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        None if the op is not in ``NAMESPACES`` or moves no data. The buffer of an op that is
-        not in ``SCHEMAS`` is taken to be the largest of its tensor arguments.
+    The buffer of an op that is not in ``SCHEMAS`` is taken to be the largest of its tensor
+    arguments.
     """
     if func.namespace not in NAMESPACES:
         return None

@@ -1,17 +1,13 @@
 """Which module is running now, in forward and in backward; ``debug`` names collectives by it."""
 
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.torch_internals import tree_leaves, when_backward_ends
@@ -48,14 +44,10 @@ class ModulePath:
         self._handles.append(register_module_forward_hook(self._before_own_hooks))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for handle in [*self._handles, *(h for hs in self._leaving.values() for h in hs)]:
-            handle.remove()
+    def __exit__(self, *error: Any) -> None:
+        for handles in (self._handles, *self._leaving.values()):
+            for handle in handles:
+                handle.remove()
         self._handles.clear()
         self._leaving.clear()
         self._calls.clear()

@@ -27,9 +27,7 @@ class CommRow:
         elements: number of elements of ``dtype`` in the buffers, summed over the collectives.
         bytes: size of the buffers in bytes, summed over the collectives. The buffer is the output
             of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce, and the
-            largest tensor argument of an op that is counted under its qualified name. It is not
-            the traffic: how many bytes cross the wire depends on the algorithm and on the size of
-            the group.
+            largest tensor argument of an op that is counted under its qualified name.
     """
 
     op: str
@@ -53,7 +51,7 @@ class CommRow:
 
 
 class CommTable:
-    """Rows, one per (op, axis, dtype, module, in_mixed_gather), in order of first appearance."""
+    """Rows of collectives, and their sums."""
 
     def __init__(self, rows: Iterable[CommRow] = ()) -> None:
         self._rows: dict[tuple[str, str, torch.dtype, str, bool], CommRow] = {}
@@ -62,13 +60,13 @@ class CommTable:
 
     @property
     def rows(self) -> list[CommRow]:
-        """The rows, in a list of the caller's own."""
+        """One row per (op, axis, dtype, module, in_mixed_gather), in order of first appearance."""
         return list(self._rows.values())
 
     @property
     def bytes(self) -> int:
         """Sum over all rows."""
-        return sum(row.bytes for row in self._rows.values())
+        return sum(row.bytes for row in self.rows)
 
     def add(self, row: CommRow) -> None:
         """Add a row's count and sizes to those of the row with the same key."""
@@ -89,49 +87,38 @@ class CommTable:
         dtype: torch.dtype | None = None,
         module: str | None = None,
     ) -> int:
-        """The number of collectives in the rows that match; ``None`` matches everything."""
+        """The number of collectives in the rows that match; ``None`` matches everything.
+
+        A mixed gather counts for its float8 dtype (its first dtype, if it has no float8).
+        """
         wanted = {"op": op, "axis": axis, "dtype": dtype, "module": module}
         return sum(
             row.count
-            for row in self._rows.values()
+            for row in self.rows
             if all(v is None or getattr(row, name) == v for name, v in wanted.items())
         )
 
     def without_modules(self) -> "CommTable":
         """The same collectives, summed over modules."""
-        return CommTable(replace(row, module="") for row in self._rows.values())
+        return CommTable(replace(row, module="") for row in self.rows)
 
     def text(self, with_modules: bool) -> str:
-        """One line per row and the totals, in columns.
-
-        Args:
-            with_modules: whether the last column names the row's module.
-        """
-        if not self._rows:
+        """One line per row and the totals, in columns; the last one may name the row's module."""
+        if not self.rows:
             return "no collectives"
-        lines = [["op", "axis", "dtype", "count", "elements", "bytes"]]
-        for row in self._rows.values():
+        lines = [["op", "axis", "dtype", "count", "elements", "bytes", "module"]]
+        for row in self.rows:
             count = "+" if row.in_mixed_gather else f"{row.count:,}"
             dtype = str(row.dtype).removeprefix("torch.")
-            lines.append([row.op, row.axis, dtype, count, f"{row.elements:,}", f"{row.bytes:,}"])
-        float8 = sum(row.float8_bytes for row in self._rows.values())
-        lines.append(["total", "", "", f"{self.count():,}", "", f"{self.bytes:,}"])
-        lines.append(["  float8", "", "", "", "", f"{float8:,}"])
-        lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}"])
-        if with_modules:
-            names = ["module", *(row.module for row in self._rows.values()), "", "", ""]
-            lines = [[*line, name] for line, name in zip(lines, names, strict=True)]
-        return _aligned(lines, left=(0, 1, 2, 6))
-
-
-def _aligned(lines: list[list[str]], left: tuple[int, ...]) -> str:
-    """The cells in columns; ``left``: the columns that are aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = []
-    for line in lines:
-        cells = (
-            cell.ljust(width) if position in left else cell.rjust(width)
-            for position, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        texts.append("  ".join(cells).rstrip())
-    return "\n".join(texts)
+            sizes = [count, f"{row.elements:,}", f"{row.bytes:,}"]
+            lines.append([row.op, row.axis, dtype, *sizes, row.module])
+        float8 = sum(row.float8_bytes for row in self.rows)
+        lines.append(["total", "", "", f"{self.count():,}", "", f"{self.bytes:,}", ""])
+        lines.append(["  float8", "", "", "", "", f"{float8:,}", ""])
+        lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}", ""])
+        align = [str.ljust] * 3 + [str.rjust] * 3 + [str.ljust] * with_modules
+        columns = [
+            [pad(cell, max(map(len, column))) for cell in column]
+            for pad, column in zip(align, zip(*lines, strict=True), strict=False)
+        ]
+        return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))

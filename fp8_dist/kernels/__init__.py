@@ -1,9 +1,8 @@
 """Local computation on float8 data: amax, scale, cast, scaled GEMM.
 
 Plain tensors in, plain tensors out. A kernel knows no mesh, no config and no layer. Each is an
-operator with a portable implementation and others for some devices: what is particular to a device
-(the emulation on CPUs: :mod:`fp8_dist.kernels.cpu`) is known nowhere else. Other rooms import from
-here. Below this room are dtypes and the doors to torch's private names alone.
+operator with a portable implementation and others for some devices. Emulation on CPUs is in
+:mod:`fp8_dist.kernels.cpu` and known nowhere else. Other rooms import from here.
 """
 
 # The import of cpu registers its implementations.

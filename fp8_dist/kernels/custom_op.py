@@ -22,8 +22,8 @@ _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
 class CustomOp(Generic[P, R]):
     """An operator with an implementation for all devices, and others for some of them.
 
-    Calling it runs the implementation of the device of the first argument, a tensor: directly where
-    :func:`can_skip_dispatch` allows that, through the dispatcher otherwise. It has no gradient.
+    A call runs the implementation for the device of the first argument, a tensor that is passed by
+    position: directly where :func:`can_skip_dispatch` allows that. It has no gradient.
 
     Attributes:
         portable: the implementation for all devices.
@@ -40,7 +40,6 @@ class CustomOp(Generic[P, R]):
         update_wrapper(self, portable)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The operator's result; the first argument must be positional."""
         x = args[0]
         assert isinstance(x, torch.Tensor)
         if not can_skip_dispatch(x):
@@ -78,9 +77,5 @@ class CustomOp(Generic[P, R]):
 
 
 def custom_op(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
-    """A decorator: defines ``fp8_dist::NAME`` with the implementation for all devices.
-
-    Args:
-        schema: ``"NAME(Tensor x, ...) -> Tensor"``, with the defaults that the function has.
-    """
+    """A decorator: defines the operator ``"NAME(Tensor x, ...) -> Tensor"`` for all devices."""
     return lambda portable: CustomOp(schema, portable)

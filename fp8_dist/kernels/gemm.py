@@ -1,13 +1,16 @@
 """The scaled GEMM: ``out = (a * scale_a) @ (b * scale_b)`` on float8 ``a`` and ``b``.
 
 Devices with float8 matrix cores run ``torch._scaled_mm``. Elsewhere, and with ``emulate=True``,
-the same product is computed in a wider type: here in fp32, on CPUs as
-:mod:`fp8_dist.kernels.cpu.gemm` says.
+the product is computed in a wider type: here in fp32, on CPUs by :mod:`fp8_dist.kernels.cpu.gemm`.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from fp8_dist.dtypes import device_has_float8_gemm, e4m3, e5m2
 from fp8_dist.env import strict_alignment
@@ -22,9 +25,7 @@ def needs_alignment(device: torch.device, emulate: bool) -> bool:
     return not emulate and (device_has_float8_gemm(device) or strict_alignment())
 
 
-def apply_scales(
-    product: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
-) -> torch.Tensor:
+def apply_scales(product: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     """Multiply the product of the float8 data by both scales, in place and in its dtype."""
     scale_a, scale_b = scale_a.to(product.dtype), scale_b.to(product.dtype)
     if scale_a.ndim or scale_b.ndim:
@@ -33,27 +34,23 @@ def apply_scales(
 
 
 def _emulated(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+) -> Tensor:
     product = torch.mm(a.to(torch.float32), b.to(torch.float32))
     return apply_scales(product, scale_a, scale_b).to(out_dtype)
 
 
 def scaled_mm_with(
-    emulated: Callable[..., torch.Tensor],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+    emulated: Callable[..., Tensor],
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     pad_inner_dim: bool,
     emulate: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`scaled_mm` with the given function, of its first five arguments, as the emulation."""
     _check_scales(a, b, scale_a, scale_b)
     (rows, inner), columns = a.shape, b.shape[1]
@@ -63,15 +60,14 @@ def scaled_mm_with(
     if not aligned and needs_alignment(a.device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
         if scale_b.ndim and b.shape[1] > columns:
-            scale_b = torch.nn.functional.pad(scale_b, (0, b.shape[1] - columns))
+            scale_b = pad(scale_b, (0, b.shape[1] - columns))
     if not emulate and device_has_float8_gemm(a.device):
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
-    elif torch.is_autocast_enabled(a.device.type):
-        # Autocast would narrow the wider type.
-        with torch.autocast(a.device.type, enabled=False):
-            out = emulated(a, b, scale_a, scale_b, out_dtype)
     else:
-        out = emulated(a, b, scale_a, scale_b, out_dtype)
+        # Autocast would narrow the wider type. (Turning it off costs time where it is off.)
+        autocast = torch.is_autocast_enabled(a.device.type)
+        with torch.autocast(a.device.type, enabled=False) if autocast else nullcontext():
+            out = emulated(a, b, scale_a, scale_b, out_dtype)
     return out if out.shape[1] == columns else out[:, :columns].contiguous()
 
 
@@ -80,15 +76,15 @@ def scaled_mm_with(
     "bool use_fast_accum, bool pad_inner_dim, bool emulate) -> Tensor"
 )
 def scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     pad_inner_dim: bool,
     emulate: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """``(a * scale_a) @ (b * scale_b)`` of local float8 data.
 
     An implementation may keep what it derives from ``a`` for the next GEMM that multiplies it. So
@@ -117,22 +113,20 @@ def scaled_mm(
 
 @scaled_mm.register_fake
 def _scaled_mm_fake(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     pad_inner_dim: bool,
     emulate: bool,
-) -> torch.Tensor:
+) -> Tensor:
     _check_scales(a, b, scale_a, scale_b)
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
 
 
-def _check_scales(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
-) -> None:
+def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
     for scale, kept in ((scale_a, 0), (scale_b, 1)):
         if scale.ndim and scale.shape[1 - kept] != 1:
             raise ValueError(
@@ -143,57 +137,43 @@ def _check_scales(
 
 
 def _native(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
-) -> torch.Tensor:
+) -> Tensor:
     if a.dtype == b.dtype == e5m2():
         raise ValueError(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}, both {a.dtype}: this device "
             f"multiplies none but {e4m3()} by any; set another target_dtype, or emulate=True"
         )
     # cuBLASLt multiplies a row-major by a column-major matrix.
-    a = a.contiguous()
-    b = b.t().contiguous().t()
+    a, b = a.contiguous(), b.t().contiguous().t()
+    run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
     if scale_a.ndim == scale_b.ndim == 0:
-        return native_scaled_mm(
-            a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum
-        )
+        return run(scale_a, scale_b, out_dtype=out_dtype)
     if out_dtype is torch.bfloat16:
         # The rowwise kernel takes a scale for each row and column.
-        return native_scaled_mm(
-            a,
-            b,
-            scale_a.expand(a.shape[0], 1).contiguous(),
-            scale_b.expand(1, b.shape[1]).contiguous(),
-            out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum,
-        )
+        rows = scale_a.expand(a.shape[0], 1).contiguous()
+        columns = scale_b.expand(1, b.shape[1]).contiguous()
+        return run(rows, columns, out_dtype=out_dtype)
     # The rowwise kernel writes bf16 alone; the tensorwise one writes fp32, which is scaled after.
     one = torch.ones((), device=a.device)
-    product = native_scaled_mm(
-        a, b, one, one, out_dtype=torch.float32, use_fast_accum=use_fast_accum
-    )
-    return apply_scales(product, scale_a, scale_b).to(out_dtype)
+    return apply_scales(run(one, one, out_dtype=torch.float32), scale_a, scale_b).to(out_dtype)
 
 
-def _aligned(
-    a: torch.Tensor, b: torch.Tensor, pad_inner_dim: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]:
     inner, columns = b.shape
-    pad_inner, pad_columns = -inner % ALIGNMENT, -columns % ALIGNMENT
     if not pad_inner_dim:
         raise ValueError(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)} (local shapes): the inner dim "
             f"{inner} and the last dim {columns} must be multiples of {ALIGNMENT} on this "
             "device; set Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted"
         )
-    return _zero_pad(a, 0, pad_inner), _zero_pad(b, pad_inner, pad_columns)
-
-
-def _zero_pad(qdata: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    padded = torch.nn.functional.pad(qdata.view(torch.uint8), (0, columns, 0, rows))
-    return padded.view(qdata.dtype)
+    more_inner, more_columns = -inner % ALIGNMENT, -columns % ALIGNMENT
+    # As bytes: there is no padding of float8 data.
+    a_bytes = pad(a.view(torch.uint8), (0, more_inner))
+    b_bytes = pad(b.view(torch.uint8), (0, more_columns, 0, more_inner))
+    return a_bytes.view(a.dtype), b_bytes.view(b.dtype)

@@ -48,14 +48,7 @@ def multiplied(
 def quantize_after(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
 ) -> torch.Tensor:
-    """:func:`quantize`, which a graph can't merge with an earlier cast of ``x``, nor put earlier.
-
-    Args:
-        x: see :func:`quantize`, as the next two.
-        multiplier: see there.
-        dtype: see there.
-        after: what must be known before.
-    """
+    """:func:`quantize` that a graph neither merges with another cast nor puts before ``after``."""
     return quantize(x, multiplier, dtype)
 
 

@@ -27,14 +27,11 @@ Scaling = tuple[torch.Tensor, torch.Tensor]
 
 @custom_op("amax(Tensor x, int[]? dims=None) -> Tensor")
 def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """Maximum of absolute values of a local tensor.
+    """Maximum of absolute values of a local tensor, fp32; NaN where it holds one.
 
     Args:
         x: any shape, floating point; where there are no elements amax is 0.
         dims: the dims to reduce, which keep size 1; ``None``: all, to a 0-dim tensor.
-
-    Returns:
-        fp32. NaN where ``x`` holds one, inf where it holds one and no NaN.
     """
     if x.numel() == 0:
         return torch.zeros(_amax_shape(x, dims), dtype=torch.float32, device=x.device)
@@ -67,13 +64,7 @@ def scaling_from_amax(
 ) -> Scaling:
     """The quantization multiplier ``m`` and the dequantization scale of the formula above.
 
-    Args:
-        amax: fp32, any shape (one element per scale).
-        dtype: the float8 dtype whose largest finite value amax is mapped to.
-        round_scales_to_power_of_2: take ``exp2(floor(log2(m)))`` in fp32 for ``m``.
-
-    Returns:
-        (multiplier, scale), fp32 tensors of amax's shape.
+    ``amax`` is fp32, of any shape (one element per scale), as both results are.
     """
     m = (torch.finfo(dtype).max / amax.to(torch.float64).clamp(min=EPS)).to(torch.float32)
     if round_scales_to_power_of_2:

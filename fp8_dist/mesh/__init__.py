@@ -1,20 +1,9 @@
 """Where tensors live on a mesh, and what is reduced over it.
 
-* ``layout``: a tensor's mesh and placements, its local part, sizes and offsets of the shards
-* ``rules``: placements of every operand and result of a linear layer (the table)
-* ``groups``: process groups over the axes of one mesh, or of several
-* ``amax``: the reduction of amaxes; no other room reduces them
-
-Other rooms import from here. Below this room: ``torch_internals``.
+Other rooms import from here, and only this one reduces amaxes. Below it: ``torch_internals``.
 """
 
-from fp8_dist.mesh.amax import (
-    AmaxReduction,
-    all_reduce_max,
-    group_for_amax,
-    reduce_amax,
-    sharded_axes,
-)
+from fp8_dist.mesh.amax import AmaxReduction, all_reduce_max, group_for_amax, reduce_amax
 from fp8_dist.mesh.groups import axes_of, group_along, union_of
 from fp8_dist.mesh.layout import (
     Layout,
@@ -43,6 +32,5 @@ __all__ = [
     "local_tensor",
     "reduce_amax",
     "reduced",
-    "sharded_axes",
     "union_of",
 ]

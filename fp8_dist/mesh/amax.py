@@ -7,56 +7,33 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
 
 from fp8_dist.mesh.groups import group_over
-from fp8_dist.mesh.layout import is_shard
 from fp8_dist.torch_internals import funcol, without_dispatch_modes
-
-
-def sharded_axes(
-    placements: Sequence[Placement], ndim: int, dims: Sequence[int] | None = None
-) -> tuple[int, ...]:
-    """The mesh axes over which the amax of a tensor with these placements is reduced.
-
-    Args:
-        placements: one per axis.
-        ndim: the tensor's number of dims.
-        dims: what a scale covers (``None``: all dims); shards of others have scales of their own.
-    """
-    return tuple(
-        axis
-        for axis, p in enumerate(placements)
-        if is_shard(p) and (dims is None or p.dim % ndim in dims)  # type: ignore[attr-defined]
-    )
 
 
 def group_for_amax(
     mesh: DeviceMesh, axes: Sequence[int], replicated: Sequence[int] = ()
 ) -> dist.ProcessGroup | None:
-    """The group that :func:`reduce_amax` reduces over; ``None`` if there is nothing to reduce."""
+    """The group over which an amax is reduced; ``None`` if there is nothing to reduce.
+
+    Args:
+        mesh: the mesh that the tensor is distributed over.
+        axes: the axes on which it is sharded.
+        replicated: axes along which it is the same: they may be included.
+    """
     axes = [axis for axis in axes if mesh.size(axis) > 1]
     if len(axes) > 1:
         axes = sorted({*axes, *replicated})  # nearer to a group that exists: the world
     return group_over(mesh, tuple(axes)) if axes else None
 
 
-def reduce_amax(
-    amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], replicated: Sequence[int] = ()
-) -> torch.Tensor:
-    """Maximum of ``amax`` over the given mesh axes.
+def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """Maximum of local amaxes (fp32, non-negative or NaN, any shape) over some axes of a mesh.
 
-    Args:
-        amax: fp32, non-negative or NaN, any shape; the local amax of each scale.
-        mesh: the mesh that the tensor is distributed over.
-        axes: the axes on which it is sharded; none returns ``amax`` itself.
-        replicated: axes along which the tensor is the same: they may be included.
-
-    Returns:
-        fp32 tensor of the same shape. One all-reduce of 4 bytes per element, whatever the number
-        of axes.
+    One all-reduce of 4 bytes per element, whatever the number of axes; none for no axes.
     """
-    group = group_for_amax(mesh, axes, replicated)
+    group = group_for_amax(mesh, axes)
     return amax if group is None else all_reduce_max(amax, group.group_name)
 
 

@@ -21,18 +21,14 @@ _made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessG
 def group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
     """The process group of this rank over some axes of a mesh.
 
-    A single axis has one already; so does the whole world. For other products, such as all axes
-    of a pipeline stage, a group of exactly those ranks is made on first use, and kept. No other
-    rank takes part in making it; the ranks that do must have made the same number of groups
-    before, as torch names groups by that number.
+    A single axis has one already, and so does the whole world. For other products, such as all axes
+    of a pipeline stage, :func:`group_of` makes one.
     """
     if len(axes) == 1:
         return mesh.get_group(axes[0])
-    world = dist.group.WORLD
-    assert world is not None, "no default process group"
-    if math.prod(mesh.size(axis) for axis in axes) == world.size():
+    if math.prod(mesh.size(axis) for axis in axes) == dist.get_world_size():
         # Without reading the mesh's ranks: under FakeTensorMode they have no values.
-        return world
+        return group_of(range(dist.get_world_size()), "world")
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is not part of the mesh"
     index = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(mesh.ndim))
@@ -41,7 +37,11 @@ def group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def group_of(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
-    """The (cached) process group of exactly these global ranks, of which this one must be one."""
+    """The process group of exactly these global ranks, made on first use, and kept.
+
+    This rank is one of them. No other rank takes part in making it. Those that do must have made
+    the same number of groups before, as torch names groups by that number.
+    """
     world = dist.group.WORLD
     assert world is not None, "no default process group"
     if len(ranks) == world.size():
@@ -56,7 +56,7 @@ def group_of(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
 
 
 class Axis(NamedTuple):
-    """A mesh axis as a digit of the global rank: ``rank // stride % size`` is the coordinate."""
+    """A mesh axis as a digit of the global rank."""
 
     stride: int
     size: int
@@ -67,19 +67,14 @@ class Axis(NamedTuple):
 
 
 def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
-    """All axes of a mesh.
-
-    Raises:
-        NotImplementedError: its ranks don't ascend in even steps.
-    """
+    """All axes of a mesh; NotImplementedError if its ranks don't ascend in even steps."""
     return tuple(_axis(mesh, i) for i in range(mesh.ndim))
 
 
 def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
     """The axes (of size 2 or more) that any of the meshes has, strides falling.
 
-    Raises:
-        NotImplementedError: axes overlap, such as a flattened one beside one that it was made of.
+    NotImplementedError if axes overlap, such as a flattened one and one that it was made of.
     """
     meshes = list(meshes)
     union = sorted({a for mesh in meshes for a in axes_of(mesh) if a.size > 1}, reverse=True)
@@ -87,9 +82,8 @@ def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
         if inner.stride * inner.size > outer.stride or outer.stride % inner.stride:
             shown = "; ".join(sorted({str(mesh) for mesh in meshes}))
             raise NotImplementedError(
-                "weights live on meshes whose axes overlap "
-                f"({shown}); use meshes sliced from one root mesh, and flattened axes for all "
-                "weights or for none"
+                f"weights live on meshes whose axes overlap ({shown}); use meshes sliced from one "
+                "root mesh, and flattened axes for all weights or for none"
             )
     return union
 
@@ -108,8 +102,7 @@ def _axis(mesh: DeviceMesh, axis: int) -> Axis:
     regular = range(ranks[0], ranks[0] + stride * len(ranks), stride) if stride > 0 else range(0)
     if ranks != list(regular) or ranks[0] // stride % len(ranks) != 0:
         raise NotImplementedError(
-            f"weights live on several meshes, and {mesh} does "
-            "not enumerate its ranks in ascending, even steps; slice all of them from one "
-            "init_device_mesh"
+            f"weights live on several meshes, and {mesh} does not enumerate its ranks in "
+            "ascending, even steps; slice all of them from one init_device_mesh"
         )
     return Axis(stride, len(ranks))

@@ -72,10 +72,7 @@ def global_offset(layout: Layout, dim: int) -> int:
 
 
 def reduced(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without Partial placements: the values that a cast may look at.
-
-    All-reduces, in high precision, over each axis on which a DTensor is Partial.
-    """
+    """A tensor, all-reduced in high precision over each axis on which it is Partial."""
     if not isinstance(tensor, DTensor) or not any(p.is_partial() for p in tensor.placements):
         return tensor
     return tensor.redistribute(

@@ -1,7 +1,6 @@
 """Placements of the operands and results of a linear layer.
 
-The rules are pure functions of placements, one mesh axis at a time; nothing here decides by
-values, so every rank decides alike.
+The rules are pure functions of placements, one mesh axis at a time, so every rank decides alike.
 
 ===========  ============  ==========  ===========  ================  ===================
 weight       input needed  output      grad_output  grad_input        grad_weight
@@ -13,8 +12,7 @@ Shard(1)     Shard(-1)     Partial     Replicate    Shard(-1)         Shard(1)
 ===========  ============  ==========  ===========  ================  ===================
 
 (``d`` is any dim of the input but the last; a float8 operand that is elsewhere is redistributed
-to where it is needed as float8.) A cast keeps the placements of its input; its amax is reduced
-over the axes on which the input is sharded, and over no others.
+to where it is needed as float8.)
 """
 
 from collections.abc import Sequence
@@ -46,10 +44,7 @@ def linear_layouts(
         input: placements of the input as it comes (Partial allowed: it will be reduced).
         weight: placements of the ``[out_features, in_features]`` weight on the same mesh.
         input_ndim: number of dims of the input.
-        fqn: the layer's name, for the error.
-
-    Raises:
-        ValueError: for a weight placement that no linear layer can compute with.
+        fqn: the layer's name, for the ValueError about a weight placement not in the table.
     """
     last = input_ndim - 1
     rows: list[Placements] = []
@@ -74,5 +69,4 @@ def linear_layouts(
 @register_sharding(torch.ops.aten.dequantize.self)
 def _dequantize_rule(x: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """Rows of (placements of the result, placements of the input) on one axis: elementwise."""
-    replicated: list[tuple[list[Placement], list[Placement]]] = [([Replicate()], [Replicate()])]
-    return replicated + [([Shard(d)], [Shard(d)]) for d in range(len(x.shape))]
+    return [([p], [p]) for p in (Replicate(), *map(Shard, range(len(x.shape))))]

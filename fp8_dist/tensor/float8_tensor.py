@@ -13,19 +13,10 @@ import torch
 
 from fp8_dist.dtypes import is_float8, short_name
 from fp8_dist.granularity import TENSOR, Granularity, covering
-from fp8_dist.torch_internals import (
-    FakeTensor,
-    FunctionalTensor,
-    disabled_torch_function,
-    make_wrapper_subclass,
-)
+from fp8_dist.torch_internals import STAND_INS, disabled_torch_function, make_wrapper_subclass
 
 # aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.tensor.ops.
 FLOAT8_OPS: dict[Any, Callable[..., Any]] = {}
-
-# What stands for tensors while a graph is made. These may be beside a Float8Tensor in a call: any
-# other type (DTensor, a collective's result that is still in flight) gets its own turn first.
-STAND_INS = (FakeTensor, FunctionalTensor)
 
 
 class Float8Tensor(torch.Tensor):
@@ -138,6 +129,7 @@ class Float8Tensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # Any other type (DTensor, a collective's result in flight) gets its own turn first.
         own = (torch.Tensor, torch.nn.Parameter, Float8Tensor)
         if not all(t in own or issubclass(t, STAND_INS) for t in types):
             return NotImplemented

@@ -16,12 +16,12 @@ from fp8_dist.dtypes import is_float8
 from fp8_dist.granularity import COLUMN, ROW
 from fp8_dist.tensor.float8_tensor import (
     FLOAT8_OPS,
-    STAND_INS,
     Float8Tensor,
     dequantized,
     granularity_of,
 )
 from fp8_dist.torch_internals import (
+    STAND_INS,
     AsyncCollectiveTensor,
     funcol,
     shard_dim_alltoall,
@@ -219,9 +219,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8
         )
     scale_kwargs = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking")}
     return x.rewrap(
-        qdata=func(x.qdata, **kwargs),
-        scale=func(x.scale, **scale_kwargs),
-        orig_dtype=dtype,
+        qdata=func(x.qdata, **kwargs), scale=func(x.scale, **scale_kwargs), orig_dtype=dtype
     )
 
 

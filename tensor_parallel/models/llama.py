@@ -8,11 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear.module import Float8Linear
@@ -37,7 +33,7 @@ _BLOCKS = {
 def llama_tp_plan(
     model: nn.Module, *, sequence_parallel: bool = True, loss_parallel: bool = False
 ) -> dict[str, ParallelStyle]:
-    """The tensor-parallel plan of a Llama with the reference model's module names.
+    """The tensor-parallel plan of a Llama: module names to styles, for ``apply_tp_plan``.
 
     The plan reads the model: a converted layer (``Float8Linear``) gets a float8 style, any other
     layer torch's style. If all consumers of a block cast their input alike, in one float8 copy,
@@ -57,9 +53,6 @@ def llama_tp_plan(
             ``torch.distributed.tensor.parallel.loss_parallel``. False: full logits, as a plain
             tensor.
 
-    Returns:
-        Module names to styles, for :func:`fp8_dist.tensor_parallel.apply_tp_plan`.
-
     Raises:
         ValueError: modules are missing; all of them are listed.
     """
@@ -75,15 +68,15 @@ def llama_tp_plan(
             if sequence_parallel:
                 plan[f"{layer}.{norm}"] = SequenceParallel()
             path = f"{layer}.{block}"
-            plan[path] = _prepare_style(model, path, consumers, between)
+            module = model.get_submodule(path)
+            plan[path] = _prepare_style(module, consumers, between)
             for name in consumers:
-                plan[f"{path}.{name}"] = _colwise_style(model, f"{path}.{name}")
-            plan[f"{path}.{writer}"] = _residual_style(model, f"{path}.{writer}", between)
+                plan[f"{path}.{name}"] = _colwise_style(module.get_submodule(name))
+            plan[f"{path}.{writer}"] = _residual_style(module.get_submodule(writer), between)
     if sequence_parallel:
         plan["norm"] = SequenceParallel()
     plan["output"] = _colwise_style(
-        model,
-        "output",
+        model.get_submodule("output"),
         input_layouts=between,
         output_layouts=Shard(-1) if loss_parallel else Replicate(),
         use_local_output=not loss_parallel,
@@ -110,26 +103,22 @@ def _check_names(model: nn.Module) -> list[str]:
     return layers
 
 
-def _is_converted(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name), Float8Linear)
+def _colwise_style(layer: nn.Module, **arguments: Any) -> ParallelStyle:
+    converted = isinstance(layer, Float8Linear)
+    return (Float8ColwiseParallel if converted else ColwiseParallel)(**arguments)
 
 
-def _colwise_style(model: nn.Module, name: str, **arguments: Any) -> ParallelStyle:
-    style = Float8ColwiseParallel if _is_converted(model, name) else ColwiseParallel
-    return style(**arguments)
-
-
-def _residual_style(model: nn.Module, name: str, output: Placement) -> ParallelStyle:
-    converted = _is_converted(model, name)
+def _residual_style(layer: nn.Module, output: Placement) -> ParallelStyle:
+    converted = isinstance(layer, Float8Linear)
     style = Float8ResidualRowwiseParallel if converted else ResidualRowwiseParallel
     return style(output_layouts=output)
 
 
 def _prepare_style(
-    model: nn.Module, path: str, consumers: tuple[str, ...], layout: Placement
+    block: nn.Module, consumers: tuple[str, ...], layout: Placement
 ) -> ParallelStyle:
     at: dict[str, Any] = {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
-    layers = [model.get_submodule(f"{path}.{name}") for name in consumers]
+    layers = [block.get_submodule(name) for name in consumers]
     casts = {
         shared_input_cast(layer) if isinstance(layer, Float8Linear) else None for layer in layers
     }

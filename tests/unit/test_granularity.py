@@ -39,6 +39,14 @@ pair of rows           scales [4, 3, 1, 1]   offset [2, 2, 0, 0]  amax over (2,)
     )
 
 
+def test_the_axes_of_an_amax() -> None:
+    placements = [Replicate(), Shard(0), Partial(), Shard(1)]
+    assert TENSOR.amax_axes(placements, 2) == (1, 3)
+    assert ROW.amax_axes(placements, 2) == (3,)  # the axes that cut rows
+    assert COLUMN.amax_axes(placements, 2) == (1,)
+    assert ROW.amax_axes([Shard(-1)], 3) == (0,)
+
+
 @pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
 def test_a_copy_is_the_same_granularity(granularity: Granularity) -> None:
     assert copy.deepcopy(granularity) is granularity

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from fp8_dist.kernels.cpu.upcast import upcast
 from fp8_dist.kernels.cpu.upcast_cache import UpcastCache
@@ -21,17 +22,17 @@ from fp8_dist.kernels.gemm import apply_scales, scaled_mm, scaled_mm_with
 _LARGEST = torch.finfo(torch.float32).max
 _UNUSED = torch.zeros((), dtype=torch.bfloat16, device="cpu")
 
-Upcast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+Upcast = Callable[[Tensor, torch.dtype], Tensor]
 
 
 def _emulated(
     upcast_left: Upcast,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     if out_dtype is torch.bfloat16:
         wide = torch.bfloat16
         if scale_a.ndim == scale_b.ndim == 0:
@@ -48,7 +49,7 @@ def _emulated(
     return apply_scales(product, scale_a, scale_b).to(out_dtype)
 
 
-def _are_powers_of_2(scale: torch.Tensor) -> bool:
+def _are_powers_of_2(scale: Tensor) -> bool:
     """True if all finite values of a scale are powers of two."""
     bits = torch.nan_to_num(scale, 1.0, 1.0).view(torch.int32)
     return not bits.bitwise_and(0x7FFFFF).any()  # of the mantissa (subnormal ones count as others)

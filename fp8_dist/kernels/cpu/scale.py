@@ -15,11 +15,7 @@ from fp8_dist.kernels.scale import EPS, Scaling, amax, scaling_from_amax
 
 _FP32 = Struct("f")
 
-_INTEGERS = {
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-    torch.float32: torch.int32,
-}
+_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 @amax.register("cpu")

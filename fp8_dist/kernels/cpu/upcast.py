@@ -31,10 +31,7 @@ _FORMATS = {
 
 
 def upcast(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float8 data, any shape and strides, as bf16, fp32 or fp64: the values of ``qdata.to(dtype)``.
-
-    Data that has another dtype than float8 is converted by torch.
-    """
+    """The values of ``qdata.to(dtype)``: float8 data, any shape, as bf16, fp32 or fp64."""
     if qdata.dtype is dtype:
         return qdata
     if qdata.numel() < FEW:

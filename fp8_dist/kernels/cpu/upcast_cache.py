@@ -34,10 +34,7 @@ class UpcastCache:
         self._entry: _Entry | None = None
 
     def upcast(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """:func:`fp8_dist.kernels.cpu.upcast.upcast` of a matrix, by way of the bf16 copy.
-
-        The result may be shared and must not be written to.
-        """
+        """:func:`upcast` of a matrix. The result may be shared and must not be written to."""
         # A matrix and its transpose are stored as one contiguous matrix.
         transposed = not data.is_contiguous()
         stored = data.t() if transposed else data
