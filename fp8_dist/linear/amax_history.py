@@ -20,13 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp8_dist.cast import amax_group, as_float8_of, quantize_local
 from fp8_dist.config import CastSpec
 from fp8_dist.kernels import Scaling, amax, scaling_from_amax
-from fp8_dist.linear.scale_query import (
-    copies,
-    must_query,
-    owner_of,
-    query,
-    register_handle,
-)
+from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
 from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.tensor import Quantized
 

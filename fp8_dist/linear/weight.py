@@ -27,9 +27,8 @@ from typing import ClassVar, Protocol
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import quantize_local, scaling_over
+from fp8_dist.cast import quantize_local
 from fp8_dist.config import CastSpec, Float8LinearConfig
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
@@ -176,25 +175,11 @@ class Float8Weight:
             # What was known before may be stale unnoticed, and too large.
             float8 = self._quantized(shard, self._scales.find(shard, source))
         else:
-            float8 = self._newly_cast(parameter, shard, source)
+            scalings = self._scales.compute(parameter, shard, source)
+            float8 = self._quantized(shard, scalings, fits=True)
         keeps = is_parameter(parameter) and self._config.cache_float8_shards
         cache.float8 = float8 if keeps and shard.device == parameter.device else None
         return float8
-
-    def _newly_cast(
-        self, parameter: torch.Tensor, shard: torch.Tensor, source: ScaleState
-    ) -> tuple[Quantized, ...]:
-        """The casts, with scalings that are computed now."""
-        if isinstance(parameter, DTensor) or self._histories:
-            scalings = self._scales.compute(parameter, shard, source)
-            return self._quantized(shard, scalings, fits=True)
-        known, made = dict[CastSpec, Scaling](), []
-        for cast in self._config.casts("weight"):
-            m, scale = scaling_over(shard, cast, self._config.round_scales_to_power_of_2)
-            made.append(_quantized(shard, (m, scale), cast, fits=True))
-            known[cast] = (m, scale)
-        self._scales.remember(parameter, known, source)
-        return tuple(made)
 
     def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
         """Of a parameter that FSDP2 gathered in high precision: the output's cast.
@@ -221,11 +206,10 @@ class Float8Weight:
         self, shard: torch.Tensor, scalings: Sequence[Scaling], fits: bool = False
     ) -> tuple[Quantized, ...]:
         """The shard in each of its casts; ``fits``: the scalings are those of its own amaxes."""
-        casts = zip(self._config.casts("weight"), scalings, strict=True)
         return tuple(
             [
-                _quantized(shard, scaling, cast, fits=fits and not cast.delayed)
-                for cast, scaling in casts
+                _quantized(shard, scaling, cast, fits and not cast.delayed)
+                for cast, scaling in zip(self._config.casts("weight"), scalings, strict=True)
             ]
         )
 

@@ -14,13 +14,7 @@ from fp8_dist.config import CastSpec, Float8LinearConfig
 from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
-from fp8_dist.linear.scale_query import (
-    copies,
-    must_query,
-    owner_of,
-    query,
-    register_handle,
-)
+from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
 from fp8_dist.mesh import Layout
 
@@ -79,12 +73,7 @@ class WeightScales:
                 flat = weight_scalings.overload(shard, self._handle, names, source is not None)
             return list(zip(flat[::2], flat[1::2], strict=True))
         device = shard.device
-        return [
-            scaling
-            if scaling[1].device == device
-            else (scaling[0].to(device), scaling[1].to(device))
-            for scaling in self.answer(shard, source)
-        ]
+        return [(m.to(device), scale.to(device)) for m, scale in self.answer(shard, source)]
 
     def answer(self, shard: torch.Tensor, source: ScaleState | None) -> list[Scaling]:
         """:meth:`find`, without the operator."""
@@ -97,23 +86,17 @@ class WeightScales:
     def compute(
         self, parameter: torch.Tensor, shard: torch.Tensor, source: ScaleState | None
     ) -> list[Scaling]:
-        """The scaling for each cast from the parameter's values or history; the cache is told."""
+        """The scaling for each cast from the parameter's values or history; the cache is told.
+
+        (Not of a tensor in the parameter's place, such as FSDP1's view of what it gathered: it
+        changes unnoticed.)
+        """
         casts = self._config.casts("weight")
         known = {cast: self._scaling_of(parameter, shard, cast) for cast in casts}
-        self.remember(parameter, known, source)
-        return list(known.values())
-
-    def remember(
-        self, parameter: torch.Tensor, known: dict[CastSpec, Scaling], source: ScaleState | None
-    ) -> None:
-        """Keep the scalings of a parameter of which nothing was known.
-
-        Not those of a tensor in its place, such as FSDP1's view of what it gathered: it changes
-        unnoticed.
-        """
         self.cache.warn_if_stale(parameter, self._fqn)
         if source is not None and is_parameter(parameter):
             self.cache.store(parameter, known, source)
+        return list(known.values())
 
     def _scaling_of(self, parameter: torch.Tensor, shard: torch.Tensor, cast: CastSpec) -> Scaling:
         """The scaling for one cast, from the parameter's values or history."""
