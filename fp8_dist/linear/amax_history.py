@@ -16,17 +16,12 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from fp8_dist.cast import amax_group, as_float8_of, quantize_local
 from fp8_dist.config import CastSpec
 from fp8_dist.kernels import Scaling, amax, scaling_from_amax
-from fp8_dist.linear.scale_query import (
-    copies,
-    must_query,
-    owner_of,
-    query,
-    register_handle,
-)
+from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
 from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.tensor import Quantized
 
@@ -62,10 +57,9 @@ class AmaxHistory:
         self._handle = register_handle(self)  # a copy is another history
 
     def scaling_of(self, tensor: torch.Tensor, record: bool = True) -> Scaling:
-        """The (multiplier, scale) to cast a tensor with; records its amax (or leaves that to
-        :meth:`recorded`).
+        """The (multiplier, scale) to cast a tensor with; both NaN if it holds a non-finite value.
 
-        A tensor that holds a non-finite value gets NaN for both, whatever the history says.
+        With ``record`` the amax of the tensor is recorded; else :meth:`recorded` may do so later.
 
         Collectives: none, but while there is no history those of a dynamic cast.
         """
@@ -109,15 +103,6 @@ class AmaxHistory:
             current = value if self.current is None else self.current.to(value.device)
             self.current = torch.maximum(current, value)
 
-    def kind(self) -> tuple[Any, ...]:
-        """Histories of one kind can be advanced together."""
-        filled = None if self.history is None else len(self.history)
-        return self.cast_as, self.length, self.power_of_2, filled
-
-    def state(self) -> torch.Tensor | None:
-        """The history, to be saved."""
-        return None if self.history is None else self.history.detach().clone()
-
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to this one's length; without values: anew."""
         self.current = self.history = self.scaling = self._last = None
@@ -135,13 +120,6 @@ def history_scaling(
     return m, scale
 
 
-@history_scaling.register_fake
-def _history_scaling_fake(
-    x: torch.Tensor, handle: torch.Tensor, record: bool, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
-
-
 @query("record_amax(Tensor scale, Tensor handle) -> Tensor")
 def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     """:meth:`AmaxHistory.recorded`."""
@@ -149,9 +127,10 @@ def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return scale.clone()
 
 
-@record_amax.register_fake
-def _record_amax_fake(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(scale)
+history_scaling.register_fake(
+    lambda x, *_: (x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32))
+)
+record_amax.register_fake(lambda scale, handle: torch.empty_like(scale))
 
 
 def load_histories(
@@ -163,22 +142,18 @@ def load_histories(
 
     Args:
         histories: by name.
-        saved: by name, as :meth:`AmaxHistory.state` gave them.
+        saved: by name, fp32 ``[amaxes]``, the newest first.
         meshes: where the layer's operands are distributed. Ranks that were not given a history
             (a checkpoint that rank 0 broadcasts comes without) take that of the others.
 
     Collectives: one all-reduce of 4 bytes per amax that histories can hold, over each mesh.
     """
-    rows = [
-        saved.get(name, torch.zeros(0, device="cpu"))[: h.length] for name, h in histories.items()
-    ]
+    none = torch.zeros(0, device="cpu")
+    rows = [saved.get(name, none)[: history.length] for name, history in histories.items()]
     meshes = list(dict.fromkeys(meshes))
     if meshes:
         length = max(history.length for history in histories.values())
-        padded = [
-            torch.nn.functional.pad(row.float().cpu(), (0, length - len(row))) for row in rows
-        ]
-        merged = torch.stack(padded)
+        merged = torch.stack([pad(row.float().cpu(), (0, length - len(row))) for row in rows])
         for mesh in meshes:
             merged = reduce_amax(merged.to(mesh.device_type), mesh, range(mesh.ndim))
         # What was padded is 0, and an amax in a history is not.
@@ -194,15 +169,17 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
     skipped for that reason. So is 0, which is also what a rank without a cast reports.
     """
     groups: dict[Any, list[int]] = {}
-    known: list[float] | None = None
+    on_host: list[float] = []
     for i, history in enumerate(histories):
         history.current = None
-        if history.history is None:
+        filled = 0 if history.history is None else len(history.history)
+        if not filled:
             # The one moment at which values decide on the host; they are the same on all ranks.
-            known = values.tolist() if known is None else known
-            if not 0 < known[i] < math.inf:
+            on_host = on_host or values.tolist()
+            if not 0 < on_host[i] < math.inf:
                 continue
-        groups.setdefault(history.kind(), []).append(i)
+        kind = (history.cast_as, history.length, history.power_of_2, filled)
+        groups.setdefault(kind, []).append(i)
     for members in groups.values():
         group = [histories[i] for i in members]
         new = values[torch.tensor(members, device=values.device)].unsqueeze(1)

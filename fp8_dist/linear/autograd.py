@@ -31,7 +31,7 @@ from fp8_dist.linear.operands import (
     wait_local,
     weight_operand,
 )
-from fp8_dist.linear.recording import is_recording, note_gemm
+from fp8_dist.linear.recording import note_gemm
 from fp8_dist.mesh import (
     Layout,
     LinearLayouts,
@@ -98,8 +98,7 @@ def _gemm(
     a, scale_a = _as_gemm_operand(left, transpose=gemm == "grad_weight")
     b, scale_b = _as_gemm_operand(right, transpose=gemm == "output")
     options = spec.config.gemm_options(gemm)
-    if is_recording():
-        note_gemm(spec.fqn, gemm, (a, scale_a), (b, scale_b), out_dtype, options)
+    note_gemm(spec.fqn, gemm, (a, scale_a), (b, scale_b), out_dtype, options)
     return scaled_mm(a, b, scale_a, scale_b, out_dtype, *options)
 
 

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.config import Float8LinearConfig, Operand
+from fp8_dist.config import Float8LinearConfig, Gemm, Operand
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory, load_histories
 from fp8_dist.linear.autograd import float8_linear
@@ -161,17 +161,19 @@ class Float8Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         config = self.config
-        casts = {
-            "i": config.cast_config("input", "output").short_str("input"),
-            "w": config.cast_config("weight", "output").short_str("weight"),
-            "go": config.cast_config("grad_output", "grad_input").short_str("grad_output"),
-        }
-        second = {
-            "i_gw": config.cast_config("input", "grad_weight").short_str("input"),
-            "w_gi": config.cast_config("weight", "grad_input").short_str("weight"),
-            "go_gw": config.cast_config("grad_output", "grad_weight").short_str("grad_output"),
-        }
-        casts |= {k: v for k, v in second.items() if v != casts[k.split("_")[0]]}
+        names: list[tuple[str, Operand, Gemm]] = [
+            ("i", "input", "output"),
+            ("w", "weight", "output"),
+            ("go", "grad_output", "grad_input"),
+            ("i_gw", "input", "grad_weight"),
+            ("w_gi", "weight", "grad_input"),
+            ("go_gw", "grad_output", "grad_weight"),
+        ]
+        casts: dict[str, str] = {}
+        for name, operand, gemm in names:
+            cast = config.cast_config(operand, gemm).short_str(operand)
+            if cast != casts.get(name.partition("_")[0]):
+                casts[name] = cast
         shown = ",".join(f"{name}:{cast}" for name, cast in casts.items())
         others = [
             f"{field.name}={getattr(config, field.name)}"
@@ -211,10 +213,12 @@ class Float8Linear(nn.Linear):
         if not keep_vars:
             destination[prefix + "weight"] = self.float8_weight.plain(self.weight)
         # Not among the keys, which are nn.Linear's: torch hands the metadata to whoever loads.
-        saved = {name: history.state() for name, history in self.histories.items()}
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
-        if saved and metadata is not None:
-            metadata[_HISTORIES] = {n: value for n, value in saved.items() if value is not None}
+        if self.histories and metadata is not None:
+            saved = {name: h.history for name, h in self.histories.items()}
+            metadata[_HISTORIES] = {
+                n: h.detach().clone() for n, h in saved.items() if h is not None
+            }
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any

@@ -6,14 +6,13 @@ checkpointing must not see it either: where a recomputation finds a scale known 
 to compute, the saved results of operators would go to the wrong ones. In both cases one opaque
 operator is called, which asks the object that knows.
 
-That object is named by a handle: a tensor, which is an input of a graph like any other, so that
-layers which share a graph go on sharing it. Each question has an operator of its own, defined next
-to the class that answers it (``weight``, ``amax_history``).
+A handle names that object. It is a tensor, an input of a graph like any other, so that layers can
+share a graph. Each question has an operator of its own, defined next to the class that answers it
+(``weight``, ``amax_history``).
 """
 
 import itertools
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -62,11 +61,7 @@ def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """
 
     def define(answer: Callable[P, R]) -> CustomOp[P, R]:
-        @wraps(answer)
-        def implementation(*args: P.args, **kwargs: P.kwargs) -> R:
-            with torch.inference_mode(False), torch.no_grad():
-                return answer(*args, **kwargs)
-
+        implementation = torch.inference_mode(False)(torch.no_grad()(answer))
         op = CustomOp(schema, implementation)
         QUERIES[op.overload] = implementation
         return op

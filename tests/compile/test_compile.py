@@ -23,7 +23,7 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.kernels import scaled_mm
-from fp8_dist.linear.weight_scales import WeightScales
+from fp8_dist.linear.weight import Float8Weight
 
 
 class GemmWeights(TorchDispatchMode):
@@ -252,13 +252,13 @@ def precomputed_in_graphs(recipe: str) -> list[int]:
         block.compile(backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     computed: list[int] = []
-    original = WeightScales._scaling_of
+    original = Float8Weight._scaling_of
 
     def counting(scales, *args):  # type: ignore[no-untyped-def]
         computed[-1] += 1
         return original(scales, *args)
 
-    WeightScales._scaling_of = counting  # type: ignore[method-assign]
+    Float8Weight._scaling_of = counting  # type: ignore[method-assign]
     try:
         for step in range(4):
             computed.append(0)
@@ -268,7 +268,7 @@ def precomputed_in_graphs(recipe: str) -> list[int]:
                 model(world.mine(torch.randn(4, 8, 64))).sum().backward()
             optimizer.step()
     finally:
-        WeightScales._scaling_of = original  # type: ignore[method-assign]
+        Float8Weight._scaling_of = original  # type: ignore[method-assign]
     return computed
 
 

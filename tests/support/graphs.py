@@ -21,7 +21,7 @@ from fp8_dist.debug import audit as debug
 from fp8_dist.debug.collectives import read_collective
 from fp8_dist.debug.table import CommRow, CommTable
 from fp8_dist.linear.scale_query import QUERIES
-from fp8_dist.linear.weight_scales import shard_scalings
+from fp8_dist.linear.weight import shard_scalings
 
 # Passes over tensors, GEMMs, collectives; and the queries of scales.
 OPS = (
