@@ -222,7 +222,7 @@ def _local_amaxes(layer: Float8Linear, granularity: Granularity) -> _Amaxes:
     offset = [0] * len(shape)
     if shape and axes:  # the ranks of a mesh have no values under FakeTensorMode
         offset = granularity.offset([global_offset(layout, dim) for dim in range(2)])
-    return _Amaxes(layer, granularity, local, shape, offset, axes)
+    return _Amaxes(layer, local, shape, offset, axes)
 
 
 def _start(amaxes: Sequence[_Amaxes]) -> _Reduction | None:
