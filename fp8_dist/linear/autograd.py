@@ -278,8 +278,10 @@ def _cast_again(
 
     In the backward: a graph would keep the copy of the forward instead.
     """
-    data = quantize_after(local_tensor(weight), multiplier, cast.dtype, local_tensor(grad))
-    return Quantized(data, scale, cast.granularity)
+    local = local_tensor(weight)
+    grouped = cast.granularity.grouped(local)
+    data = quantize_after(grouped, multiplier, cast.dtype, local_tensor(grad))
+    return Quantized(data.view(local.shape), scale, cast.granularity)
 
 
 class _FinishOutput(torch.autograd.Function):

@@ -178,8 +178,7 @@ class Float8Linear(nn.Linear):
         others = [
             f"{field.name}={getattr(config, field.name)}"
             for field in dataclasses.fields(config)
-            if field.init
-            and not field.name.startswith(("cast_config", "gemm_config"))
+            if not field.name.startswith(("cast_config", "gemm_config"))
             and getattr(config, field.name) != field.default
         ]
         return ", ".join([super().extra_repr(), f"casts={shown}", *others])

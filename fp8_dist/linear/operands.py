@@ -97,7 +97,12 @@ def plan_operand(
             dims.append(p.dim % ndim)  # type: ignore[attr-defined]
     first = casts[0]
     one_copy = first is not None and all(cast == first for cast in casts)
-    if first is not None and one_copy and first.granularity.can_move(dims, ndim):
+    if (
+        first is not None
+        and one_copy
+        and first.granularity.can_move(dims, ndim)
+        and (now == then or first.granularity.can_gather)
+    ):
         return OperandPlan(first, (), now != then, None if amax_scope == "global" else axes)
     return OperandPlan(None, casts, now != then, None if amax_scope == "global" else ())
 
