@@ -149,7 +149,7 @@ def load_histories(
     Collectives: one all-reduce of 4 bytes per amax that histories can hold, over each mesh.
     """
     none = torch.zeros(0, device="cpu")
-    rows = [saved.get(name, none)[: history.length] for name, history in histories.items()]
+    rows = [saved.get(name, none) for name in histories]
     meshes = list(dict.fromkeys(meshes))
     if meshes:
         length = max(history.length for history in histories.values())

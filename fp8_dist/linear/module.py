@@ -29,9 +29,9 @@ class Float8Linear(nn.Linear):
     interchangeable with nn.Linear's. Made by :func:`fp8_dist.convert_to_float8_training`,
     :meth:`from_float`, or the constructor, which takes nn.Linear's arguments and ``config``.
 
-    Collectives: none on one device. On DTensors those of the table in
-    :mod:`fp8_dist.mesh.rules`, plus an all-reduce of 4 bytes per scale for each operand of which
-    what a scale covers is sharded, if the scale is not known yet.
+    Collectives: none on one device. On DTensors those of the table in :mod:`fp8_dist.mesh.rules`.
+    If what a scale of an operand covers is sharded, and the scale is not known yet, there is an
+    all-reduce of 4 bytes per scale as well.
 
     Attributes:
         config: what is cast, and how.
@@ -42,12 +42,6 @@ class Float8Linear(nn.Linear):
         histories: the amax history of each operand whose scaling is DELAYED (and of the input that
             ``PrepareFloat8ModuleInput`` casts in the layer's way).
     """
-
-    config: Float8LinearConfig
-    fqn: str
-    output_placements: Placements | None
-    float8_weight: Float8Weight
-    histories: dict[str, AmaxHistory]
 
     def __init__(
         self,
@@ -91,14 +85,13 @@ class Float8Linear(nn.Linear):
     def _set_up(self, config: Float8LinearConfig | None, fqn: str) -> None:
         if config is not None and not isinstance(config, Float8LinearConfig):
             raise TypeError(f"config must be a Float8LinearConfig, got {config!r}")
-        strict_alignment()  # a switch that says nothing known is refused before it matters
+        strict_alignment()  # an unknown value of the environment variable is refused here
         self.config = Float8LinearConfig() if config is None else config
         self.fqn = fqn or type(self).__name__
-        self.output_placements = None
+        self.output_placements: Placements | None = None
+        length, power_of_2 = self.config.amax_history_len, self.config.round_scales_to_power_of_2
         self.histories = {
-            str(operand): AmaxHistory(
-                cast, self.config.amax_history_len, self.config.round_scales_to_power_of_2
-            )
+            str(operand): AmaxHistory(cast, length, power_of_2)
             for operand in get_args(Operand)
             for cast in self.config.casts(operand)
             if cast.delayed
@@ -244,14 +237,9 @@ def invalidate_float8_scales(module: nn.Module) -> None:
 
 
 def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
-    """The converted layers of a model.
+    """The converted layers in ``module``, by name, in the order of ``named_modules()``.
 
-    Args:
-        module: the model, or a part of it, or a converted layer itself.
-
-    Returns:
-        The layers by their names in ``module``, in the order of ``named_modules()``: a layer with
-        several names has its first one, and ``module`` itself the empty one. Empty if no layer was
-        converted.
+    A layer with several names has its first one. If ``module`` itself is a converted layer, its
+    name is empty.
     """
     return {n: m for n, m in module.named_modules() if isinstance(m, Float8Linear)}

@@ -57,19 +57,15 @@ class GatherType(Protocol):
 class Float8Weight:
     """The weight of one layer, which owns this object.
 
-    A copy of the layer gets a new one, which knows nothing yet.
-
-    Args:
-        layer: the layer, referred to weakly.
-        config: the layer's.
-        fqn: the layer's name, for messages.
-        histories: the layer's amax histories, by operand.
+    A copy of the layer gets a new one, which knows nothing yet. The layer is referred to weakly.
 
     Attributes:
         cache: scalings and float8 casts, while they are known to be fresh.
+        gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
+            it.
     """
 
-    gather_type: ClassVar[GatherType]  # set by fp8_dist/__init__.py
+    gather_type: ClassVar[GatherType]
 
     def __init__(
         self,

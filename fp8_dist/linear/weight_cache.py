@@ -47,6 +47,8 @@ from fp8_dist.tensor import Quantized
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.warn import warn_once
 
+# For each cast of a weight: (quantization multiplier, scale) of its local shard. They are those of
+# the global weight, or of its global rows or columns.
 Scalings = dict[CastSpec, Scaling]
 _Values = tuple[torch.Tensor, int | None]  # a parameter and its version stand for its values
 
@@ -143,10 +145,7 @@ class WeightCache:
 
     @property
     def scaling(self) -> Scalings | None:
-        """For each cast of the weight the (quantization multiplier, scale) of its local shard.
-
-        They are those of the global weight, or of its rows or columns. PENDING ones are waited for.
-        """
+        """The scaling of the local shard for each cast. One that is PENDING is waited for."""
         if isinstance(self._scaling, PendingScales):
             self._scaling.wait()
         return None if isinstance(self._scaling, PendingScales) else self._scaling
@@ -168,12 +167,9 @@ class WeightCache:
     def store(
         self, param: torch.Tensor, scaling: Scalings | PendingScales, state: ScaleState
     ) -> None:
-        """Remember the scaling of the values that ``param`` has now.
+        """Remember the scaling of the values that ``param`` has now, as it is used.
 
-        Args:
-            param: the parameter, which is being used.
-            scaling: (multiplier, scale) for each cast.
-            state: FROM_GATHER or FROM_FORWARD.
+        ``state`` says who found it: FROM_GATHER or FROM_FORWARD.
         """
         origin = self._origin
         self.drop()
@@ -218,9 +214,9 @@ class WeightCache:
 
         Args:
             by: the other tensor.
-            gathered: what FSDP2 gathers it from, if it does. What a forward found out about it
-                holds in the backward again, where a checkpointed block asks once more; unless
-                something was dropped in between, or one of the two was written to.
+            gathered: the sharded parameter, if FSDP2 gathered ``by`` from it. What a forward found
+                out about ``by`` holds again in the backward, where a checkpointed block asks once
+                more, unless it was dropped in between or one of the two was written to.
         """
         if self.state in (ScaleState.UNKNOWN, ScaleState.FROM_FORWARD):
             if self._origin is not None and self._origin[0] is by:
