@@ -61,8 +61,8 @@ def float8_linear(
     multiplier, scale = weight_casts.recast or (None, None)
     if any(scale is tensor for tensor in flat):
         scale = None  # dynamo refuses to pass a tensor twice
-    # Compiled code has one function for all. Dynamo assumes that the gradient of a function's output
-    # has the output's placements; between the two functions it has those of the final output.
+    # Compiled code has one function for all. Dynamo assumes that the gradient of an output has the
+    # output's placements; between the two functions it has those of the final output.
     in_two = isinstance(input, DTensor) and not torch.compiler.is_compiling()
     first_bias = None if in_two else bias
     output = _LinearFunction.apply(

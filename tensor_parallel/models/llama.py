@@ -4,23 +4,17 @@ The *consumers* of a block are the linear layers that read the block's input: ``
 of attention, ``w1``, ``w3`` of feed-forward. Its *writer* adds to the residual stream.
 """
 
-from typing import Any
-
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, SequenceParallel
+from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.linear.module import Float8Linear
-from fp8_dist.tensor_parallel.residual import (
+from fp8_dist.tensor_parallel.models.common import (
     EmbeddingRowwiseParallel,
-    Float8ResidualRowwiseParallel,
-    ResidualRowwiseParallel,
-)
-from fp8_dist.tensor_parallel.styles import (
-    Float8ColwiseParallel,
-    PrepareFloat8ModuleInput,
-    shared_input_cast,
+    check_names,
+    colwise_style,
+    prepare_style,
+    residual_style,
 )
 
 # Each block of a layer: its norm, its consumers, its writer.
@@ -56,7 +50,7 @@ def llama_tp_plan(
     Raises:
         ValueError: modules are missing; all of them are listed.
     """
-    layer_names = _check_names(model)
+    layer_names = _layer_names(model)
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": EmbeddingRowwiseParallel(
@@ -69,13 +63,13 @@ def llama_tp_plan(
                 plan[f"{layer}.{norm}"] = SequenceParallel()
             path = f"{layer}.{block}"
             module = model.get_submodule(path)
-            plan[path] = _prepare_style(module, consumers, between)
+            plan[path] = prepare_style(module, consumers, between)
             for name in consumers:
-                plan[f"{path}.{name}"] = _colwise_style(module.get_submodule(name))
-            plan[f"{path}.{writer}"] = _residual_style(module.get_submodule(writer), between)
+                plan[f"{path}.{name}"] = colwise_style(module.get_submodule(name))
+            plan[f"{path}.{writer}"] = residual_style(module.get_submodule(writer), between)
     if sequence_parallel:
         plan["norm"] = SequenceParallel()
-    plan["output"] = _colwise_style(
+    plan["output"] = colwise_style(
         model.get_submodule("output"),
         input_layouts=between,
         output_layouts=Shard(-1) if loss_parallel else Replicate(),
@@ -84,8 +78,8 @@ def llama_tp_plan(
     return plan
 
 
-def _check_names(model: nn.Module) -> list[str]:
-    """The names of the layers; a ValueError that lists every module that is missing."""
+def _layer_names(model: nn.Module) -> list[str]:
+    """The names of the layers, once all modules were found."""
     modules = dict(model.named_modules())
     layers = [f"layers.{name}" for name, _ in modules.get("layers", nn.Module()).named_children()]
     expected = ["tok_embeddings", "norm", "output"]
@@ -93,36 +87,5 @@ def _check_names(model: nn.Module) -> list[str]:
         for block, (norm, consumers, writer) in _BLOCKS.items():
             expected += [f"{layer}.{norm}", f"{layer}.{block}"]
             expected += [f"{layer}.{block}.{name}" for name in (*consumers, writer)]
-    missing = [name for name in expected if name not in modules]
-    if missing:
-        raise ValueError(
-            f"llama_tp_plan does not know this {type(model).__name__}: it has no module "
-            f"{', '.join(missing)}. Rename the modules, or write a plan of your own (a dict of "
-            f"module names to styles) and pass it to apply_tp_plan"
-        )
+    check_names(model, expected, "llama_tp_plan")
     return layers
-
-
-def _colwise_style(layer: nn.Module, **arguments: Any) -> ParallelStyle:
-    converted = isinstance(layer, Float8Linear)
-    return (Float8ColwiseParallel if converted else ColwiseParallel)(**arguments)
-
-
-def _residual_style(layer: nn.Module, output: Placement) -> ParallelStyle:
-    converted = isinstance(layer, Float8Linear)
-    style = Float8ResidualRowwiseParallel if converted else ResidualRowwiseParallel
-    return style(output_layouts=output)
-
-
-def _prepare_style(
-    block: nn.Module, consumers: tuple[str, ...], layout: Placement
-) -> ParallelStyle:
-    at: dict[str, Any] = {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
-    layers = [block.get_submodule(name) for name in consumers]
-    casts = {
-        shared_input_cast(layer) if isinstance(layer, Float8Linear) else None for layer in layers
-    }
-    # One consumer that needs the input in high precision, or another cast of it, decides.
-    if len(casts) > 1 or None in casts:
-        return PrepareModuleInput(**at)
-    return PrepareFloat8ModuleInput(**at, fwd_config_submodule_fqn=consumers[0])

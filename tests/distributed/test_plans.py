@@ -35,7 +35,7 @@ from fp8_dist.tensor_parallel import (
     apply_tp_plan,
     llama_tp_plan,
 )
-from fp8_dist.tensor_parallel.residual import (
+from fp8_dist.tensor_parallel.models.common import (
     Float8ResidualRowwiseParallel,
     ResidualRowwiseParallel,
 )

@@ -1,14 +1,22 @@
-"""Row-parallel styles for the layers that write to a residual stream."""
+"""What plans share: styles by whether a layer is converted, and styles of a residual stream."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.tensor_parallel.styles import Float8RowwiseParallel
+from fp8_dist.linear import Float8Linear
+from fp8_dist.tensor_parallel.styles import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    shared_input_cast,
+)
 
 
 class ResidualRowwiseParallel(RowwiseParallel):
@@ -64,3 +72,44 @@ def _local_if_even(module: nn.Module, inputs: Any, output: DTensor) -> torch.Ten
         # DTensor does not state: compiled blocks would be compiled again for it, or fail on it.
         return output.clone()
     return output.to_local()
+
+
+def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> None:
+    """Raise a ValueError that lists every expected module that a model does not have."""
+    modules = dict(model.named_modules())
+    missing = [name for name in expected if name not in modules]
+    if missing:
+        raise ValueError(
+            f"{caller} does not know this {type(model).__name__}: it has no module "
+            f"{', '.join(missing)}. Rename the modules, or write a plan of your own (a dict of "
+            "module names to styles) and pass it to apply_tp_plan"
+        )
+
+
+def colwise_style(layer: nn.Module, **arguments: Any) -> ParallelStyle:
+    """The column-parallel style of a layer: float8 if it is converted, else torch's."""
+    converted = isinstance(layer, Float8Linear)
+    return (Float8ColwiseParallel if converted else ColwiseParallel)(**arguments)
+
+
+def residual_style(layer: nn.Module, output: Placement) -> ParallelStyle:
+    """The style of a layer that writes to the residual stream, which is placed as ``output``."""
+    converted = isinstance(layer, Float8Linear)
+    style = Float8ResidualRowwiseParallel if converted else ResidualRowwiseParallel
+    return style(output_layouts=output)
+
+
+def prepare_style(block: nn.Module, consumers: tuple[str, ...], layout: Placement) -> ParallelStyle:
+    """The style of a module that gathers its first input, placed as ``layout``, for its consumers.
+
+    One float8 copy if all consumers, linear layers by name, cast it alike; else high precision.
+    """
+    at: dict[str, Any] = {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
+    layers = [block.get_submodule(name) for name in consumers]
+    casts = {
+        shared_input_cast(layer) if isinstance(layer, Float8Linear) else None for layer in layers
+    }
+    # One consumer that needs the input in high precision, or another cast of it, decides.
+    if len(casts) > 1 or None in casts:
+        return PrepareModuleInput(**at)
+    return PrepareFloat8ModuleInput(**at, fwd_config_submodule_fqn=consumers[0])
