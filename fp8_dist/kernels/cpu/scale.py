@@ -18,7 +18,6 @@ _FP32 = Struct("f")
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
-@amax.register("cpu")
 def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     integer = _INTEGERS.get(x.dtype)
     if x.numel() == 0 or integer is None:
@@ -34,7 +33,6 @@ def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     return torch.amax(bits, tuple(dims), keepdim=True).view(x.dtype).to(torch.float32)
 
 
-@scaling_from_amax.register("cpu")
 def _scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
 ) -> Scaling:
@@ -48,3 +46,7 @@ def _scaling_from_amax(
 
 def _scalar(number: float) -> torch.Tensor:
     return torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
+
+
+amax.register("cpu", _amax)
+scaling_from_amax.register("cpu", _scaling_from_amax)
