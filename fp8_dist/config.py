@@ -28,13 +28,7 @@ GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
 
 
 class CastSpec(NamedTuple):
-    """A cast of an operand as its GEMM takes it.
-
-    Attributes:
-        dtype: the float8 dtype.
-        granularity: what one scale covers.
-        delayed: the scale comes from the amax history.
-    """
+    """A cast of an operand as its GEMM takes it: ``delayed``, if by a scale from its history."""
 
     dtype: torch.dtype
     granularity: Granularity = TENSOR

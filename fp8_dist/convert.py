@@ -30,8 +30,7 @@ def convert_to_float8_training(
     (``weight_norm``), and layers whose weight nn.MultiheadAttention reads.
 
     Args:
-        module: the model. If it is itself an nn.Linear it is not changed, and the converted layer
-            is returned.
+        module: the model.
         module_filter_fn: ``(module, fqn) -> bool``, called for each linear layer; False leaves the
             layer unconverted. ``None`` converts all.
         config: defaults to the ``tensorwise`` recipe.

@@ -118,12 +118,10 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 # Looked up by name, because a copy of the module has the same hooks.
                 layer: Any = module.get_submodule(name)
                 history = layer.histories[_PREPARED_INPUT]
-            into = (device_mesh, cast, power_of_2, history)
+            how = (device_mesh, cast, power_of_2, history)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
-            cast_args = [_cast_input(x, at, *into) for x, at in zip(args, layouts, strict=False)]
-            cast_kwargs = {
-                key: _cast_input(x, by_name.get(key), *into) for key, x in kwargs.items()
-            }
+            cast_args = [_cast_input(x, at, *how) for x, at in zip(args, layouts, strict=False)]
+            cast_kwargs = {k: _cast_input(x, by_name.get(k), *how) for k, x in kwargs.items()}
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
 
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)

@@ -153,18 +153,15 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
                 "or cast_to_float8 the second"
             )
         if x.qdata.dtype != first.qdata.dtype:
-            raise ValueError(
-                f"torch.cat of float8 tensors of {first.qdata.dtype} and {x.qdata.dtype}"
-            )
+            dtypes = f"{first.qdata.dtype} and {x.qdata.dtype}"
+            raise ValueError(f"torch.cat of float8 tensors of {dtypes}")
         if (x.scale.ndim, x.covered) != (first.scale.ndim, first.covered):
             raise ValueError(
                 "torch.cat of float8 tensors whose scales cover different dims; dequantize() them"
             )
     scales = [x.scale for x in tensors]
-    if first.scale.ndim and dim % first.ndim not in first.covered:
-        scale = func(scales, dim)
-    else:
-        scale = _common_scale(scales)
+    along_scales = first.scale.ndim and dim % first.ndim not in first.covered
+    scale = func(scales, dim) if along_scales else _common_scale(scales)
     out = func([as_bytes(x.qdata) for x in tensors], dim)
     return first.rewrap(qdata=out.view(first.qdata.dtype), scale=scale)
 

@@ -1,8 +1,7 @@
 """amax and scale on CPUs: the bits of the portable implementations, in less time.
 
-One amax and one scale are computed as Python numbers, which are fp64 like the formula. On a tensor
-of one element each operator costs more than all of that arithmetic, and in small layers such
-overhead is most of the time.
+One amax and one scale are computed as Python numbers, which are fp64 like the formula: an operator
+on a tensor of one element costs more than that, and is most of the time of a small layer.
 """
 
 import math
