@@ -102,9 +102,11 @@ class CommAudit(CommTable):
 
     def _copied_in_sizes(self, collective: Collective) -> dict[torch.dtype, int] | None:
         """What FSDP2 has copied into the input of this collective, if it is one of its gathers."""
-        if collective.op != "all_gather" or isinstance(collective.tensors[0], Float8Tensor):
+        if not self._copied_in or collective.op != "all_gather":
             return None
-        return self._copied_in.pop(_storage(collective.tensors[0]), None)
+        first = collective.tensors[0]
+        is_float8_tensor = isinstance(first, Float8Tensor)
+        return None if is_float8_tensor else self._copied_in.pop(_storage(first), None)
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Bytes by payload dtype, in order of first appearance."""
