@@ -36,7 +36,7 @@ from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 # The layers wrap weights in a type whose hooks are FSDP2's business, above their room.
-Float8Weight.register_gather_type(Float8AllGatherWeight)
+Float8Weight.gather_type = Float8AllGatherWeight
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_float8_dynamic_scale
 

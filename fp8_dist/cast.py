@@ -68,6 +68,11 @@ def cast_to_float8(
 
 
 def _check_dim(tensor: torch.Tensor, cast_config: CastConfig, dim: int | None) -> None:
+    if isinstance(cast_config.scaling_granularity, Granularity):
+        raise ValueError(
+            f"cast_to_float8: {cast_config.scaling_granularity!r} is for layers; use "
+            "ScalingGranularity.TENSORWISE or AXISWISE"
+        )
     if cast_config.scaling_granularity is ScalingGranularity.TENSORWISE:
         if dim is not None:
             raise ValueError(

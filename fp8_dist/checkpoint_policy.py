@@ -15,8 +15,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_dist.kernels import amax, scaled_mm
-from fp8_dist.linear.amax_history import HISTORY_SCALING_OP, RECORD_AMAX_OP
-from fp8_dist.linear.weight_scales import WEIGHT_SCALINGS_OP
+from fp8_dist.linear.amax_history import history_scaling, record_amax
+from fp8_dist.linear.weight import weight_scalings
 from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten
@@ -25,10 +25,10 @@ aten = torch.ops.aten
 _SAVED: frozenset[Any] = frozenset(
     (
         amax.overload,
-        HISTORY_SCALING_OP,
-        RECORD_AMAX_OP,
+        history_scaling.overload,
+        record_amax.overload,
         scaled_mm.overload,
-        WEIGHT_SCALINGS_OP,
+        weight_scalings.overload,
         aten.mm.default,
         aten.addmm.default,
         aten._scaled_dot_product_flash_attention.default,

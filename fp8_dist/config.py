@@ -7,8 +7,8 @@ what it means.
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -178,8 +178,14 @@ class _Resolved(NamedTuple):
         return _Resolved(
             by_use,
             casts={o: tuple(cast for cast in casts if cast) for o, casts in uses.items()},
-            gather_casts={o: casts[0] if len(casts) == 1 else None for o, casts in uses.items()},
+            gather_casts={operand: _gather_cast(casts) for operand, casts in uses.items()},
         )
+
+
+def _gather_cast(casts: list[CastSpec | None]) -> CastSpec | None:
+    first = casts[0]
+    one_copy = first is not None and len(casts) == 1 and first.granularity.can_gather
+    return first if one_copy else None
 
 
 @dataclass(frozen=True)
@@ -229,11 +235,9 @@ class Float8LinearConfig:
     amax_history_len: int = 16
     cache_float8_shards: bool = True
     fold_row_scales: bool = False
-    _resolved: _Resolved = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_types()
-        object.__setattr__(self, "_resolved", _Resolved.of(self))  # as dataclasses do, once frozen
         self._check_gemm_pairs()
         self._check_operands()
         self._check_folding()
@@ -264,6 +268,10 @@ class Float8LinearConfig:
     def gemm_enabled(self, gemm: Gemm) -> bool:
         """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
         return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
+
+    @cached_property
+    def _resolved(self) -> _Resolved:
+        return _Resolved.of(self)  # made by the checks above, before any graph could ask for it
 
     def cast(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
         """How ``operand``, as it is stored, is cast for ``gemm``; ``None``: in high precision."""
@@ -363,6 +371,7 @@ class Float8LinearConfig:
 
     def _check_fsdp_gather(self) -> None:
         gather = self.enable_fsdp_float8_all_gather
+        _check_type(self, "enable_fsdp_float8_all_gather", bool, str)
         if not isinstance(gather, bool) and gather != "auto":
             raise ValueError(
                 f"Float8LinearConfig.enable_fsdp_float8_all_gather={gather!r}: use True, False or "
@@ -378,9 +387,12 @@ class Float8LinearConfig:
                 )
         if self.gather_cast("weight") is None:
             covers = " and one per ".join(cast.granularity.name for cast in self.casts("weight"))
+            found = (
+                "its GEMMs take two" if len(self.casts("weight")) > 1 else "it can't be gathered"
+            )
             raise ValueError(
                 "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy "
-                f"of the weight, but its GEMMs take two, with one scale per {covers}; leave it "
+                f"of the weight, but {found}, with one scale per {covers}; leave it "
                 "off (FSDP2 then gathers in high precision), or use the recipe rowwise_folded"
             )
 

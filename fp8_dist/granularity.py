@@ -18,14 +18,17 @@ class Granularity:
 
     Attributes:
         name: for messages ("one scale per row"), and in graphs.
-        scales_move: scales are gathered with the data. (Otherwise they are the same on all ranks.)
+        can_gather: a Float8Tensor carries these scales, so float8 data can be gathered.
+        scales_move: they are gathered with the data. (Otherwise they are the same on all ranks.)
     """
 
     name: str
-    scales_move: bool = True
+    can_gather: bool = False
+    scales_move: bool = False
 
     def __init__(self) -> None:
-        assert self.name not in _BY_NAME, f"two granularities are called {self.name!r}"
+        if self.name in _BY_NAME:
+            raise ValueError(f"there is a granularity called {self.name!r} already; use that one")
         _BY_NAME[self.name] = self
 
     @staticmethod
@@ -56,6 +59,7 @@ class Granularity:
 
     def offset(self, offset: Sequence[int]) -> list[int]:
         """Where a shard's scales begin among those of the tensor, if it begins at ``offset``."""
+        self._check_not_grouped()
         covered = self.covered_dims(len(offset))
         if covered is None:
             return []
@@ -63,6 +67,7 @@ class Granularity:
 
     def amax_axes(self, placements: Sequence[Placement], ndim: int) -> tuple[int, ...]:
         """The mesh axes over which local amaxes are reduced: those that shard a covered dim."""
+        self._check_not_grouped()
         covered = self.covered_dims(ndim)
         return tuple(
             axis
@@ -81,6 +86,12 @@ class Granularity:
         """
         raise NotImplementedError
 
+    def _check_not_grouped(self) -> None:
+        if type(self).grouped is not Granularity.grouped:
+            raise NotImplementedError(
+                f"{type(self).__name__} overrides grouped, so it must override offset and amax_axes"
+            )
+
     def __repr__(self) -> str:
         return f"<one scale per {self.name}>"
 
@@ -93,7 +104,7 @@ _BY_NAME: dict[str, Granularity] = {}
 
 class _PerTensor(Granularity):
     name = "tensor"
-    scales_move = False
+    can_gather = True
 
     def covered_dims(self, ndim: int) -> None:
         return None
@@ -107,6 +118,7 @@ class _PerTensor(Granularity):
 
 class _PerRow(Granularity):
     name = "row"
+    can_gather = scales_move = True
 
     @property
     def second_use(self) -> Granularity:
@@ -124,7 +136,6 @@ class _PerRow(Granularity):
 
 class _PerColumn(Granularity):
     name = "column"
-    scales_move = False  # nothing moves
 
     def covered_dims(self, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim - 1))
@@ -137,9 +148,8 @@ class _PerSlice(Granularity):
     """Given dims, as ``cast_to_float8`` takes them, or as moving dims leaves those of a row."""
 
     def __init__(self, dims: tuple[int, ...]) -> None:
-        self.name = f"slice of the dims {dims}"
+        self.name = f"slice of the dims {dims}"  # not registered: no weight is cast so
         self._dims = dims
-        super().__init__()
 
     def covered_dims(self, ndim: int) -> tuple[int, ...]:
         return self._dims

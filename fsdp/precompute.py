@@ -219,7 +219,9 @@ def _local_amaxes(layer: Float8Linear, granularity: Granularity) -> _Amaxes:
         over = TENSOR.amax_axes(layout.placements, 2)
     axes = tuple(axis for axis in over if layout.mesh.size(axis) > 1)
     shape = granularity.scale_shape(layout.shape)
-    offset = granularity.offset([global_offset(layout, dim) for dim in range(2)])
+    offset = [0] * len(shape)
+    if shape and axes:  # the ranks of a mesh have no values under FakeTensorMode
+        offset = granularity.offset([global_offset(layout, dim) for dim in range(2)])
     return _Amaxes(layer, local, shape, offset, axes)
 
 

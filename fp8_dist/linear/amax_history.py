@@ -16,17 +16,12 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from fp8_dist.cast import amax_group, as_float8_of, quantize_local
 from fp8_dist.config import CastSpec
 from fp8_dist.kernels import Scaling, amax, scaling_from_amax
-from fp8_dist.linear.scale_query import (
-    copies,
-    define_query,
-    must_query,
-    owner_of,
-    register_handle,
-)
+from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
 from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.tensor import Quantized
 
@@ -62,10 +57,9 @@ class AmaxHistory:
         self._handle = register_handle(self)  # a copy is another history
 
     def scaling_of(self, tensor: torch.Tensor, record: bool = True) -> Scaling:
-        """The (multiplier, scale) to cast a tensor with; records its amax (or leaves that to
-        :meth:`recorded`).
+        """The (multiplier, scale) to cast a tensor with; both NaN if it holds a non-finite value.
 
-        A tensor that holds a non-finite value gets NaN for both, whatever the history says.
+        With ``record`` the amax of the tensor is recorded; else :meth:`recorded` may do so later.
 
         Collectives: none, but while there is no history those of a dynamic cast.
         """
@@ -73,14 +67,13 @@ class AmaxHistory:
         group_name = group.group_name if group else ""
         local = local_tensor(tensor)
         if must_query():
-            multiplier, scale = HISTORY_SCALING_OP(local, self._handle, record, group_name)
-            return multiplier, scale
+            return history_scaling.overload(local, self._handle, record, group_name)
         return self._scaling_of_local(local, record, group_name)
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """Record the amax of the last cast, if it was not recorded yet; returns its scale."""
         if must_query():
-            return RECORD_AMAX_OP(scale, self._handle)
+            return record_amax.overload(scale, self._handle)
         self._record_last()
         return scale
 
@@ -110,15 +103,6 @@ class AmaxHistory:
             current = value if self.current is None else self.current.to(value.device)
             self.current = torch.maximum(current, value)
 
-    def kind(self) -> tuple[Any, ...]:
-        """Histories of one kind can be advanced together."""
-        filled = None if self.history is None else len(self.history)
-        return self.cast_as, self.length, self.power_of_2, filled
-
-    def state(self) -> torch.Tensor | None:
-        """The history, to be saved."""
-        return None if self.history is None else self.history.detach().clone()
-
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to this one's length; without values: anew."""
         self.current = self.history = self.scaling = self._last = None
@@ -127,29 +111,26 @@ class AmaxHistory:
             advance_to([self], history.to(torch.float32).clone().unsqueeze(0))
 
 
-def _answer_scaling(
+@query("history_scaling(Tensor x, Tensor handle, bool record, str group) -> (Tensor, Tensor)")
+def history_scaling(
     x: torch.Tensor, handle: torch.Tensor, record: bool, group: str
-) -> tuple[torch.Tensor, ...]:
-    return tuple(copies([owner_of(handle)._scaling_of_local(x, record, group)], x.device))
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:meth:`AmaxHistory.scaling_of` of a local tensor."""
+    m, scale = copies([owner_of(handle)._scaling_of_local(x, record, group)], x.device)
+    return m, scale
 
 
-def _answer_record(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+@query("record_amax(Tensor scale, Tensor handle) -> Tensor")
+def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    """:meth:`AmaxHistory.recorded`."""
     owner_of(handle)._record_last()
     return scale.clone()
 
 
-# The (multiplier, scale) of a local tensor by its history (AmaxHistory.scaling_of).
-HISTORY_SCALING_OP = define_query(
-    "history_scaling(Tensor x, Tensor handle, bool record, str group) -> (Tensor, Tensor)",
-    _answer_scaling,
-    lambda x, handle, record, group: tuple(x.new_empty((), dtype=torch.float32) for _ in range(2)),
+history_scaling.register_fake(
+    lambda x, *_: (x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32))
 )
-# AmaxHistory.recorded.
-RECORD_AMAX_OP = define_query(
-    "record_amax(Tensor scale, Tensor handle) -> Tensor",
-    _answer_record,
-    lambda scale, handle: torch.empty_like(scale),
-)
+record_amax.register_fake(lambda scale, handle: torch.empty_like(scale))
 
 
 def load_histories(
@@ -161,22 +142,18 @@ def load_histories(
 
     Args:
         histories: by name.
-        saved: by name, as :meth:`AmaxHistory.state` gave them.
+        saved: by name, fp32 ``[amaxes]``, the newest first.
         meshes: where the layer's operands are distributed. Ranks that were not given a history
             (a checkpoint that rank 0 broadcasts comes without) take that of the others.
 
     Collectives: one all-reduce of 4 bytes per amax that histories can hold, over each mesh.
     """
-    rows = [
-        saved.get(name, torch.zeros(0, device="cpu"))[: h.length] for name, h in histories.items()
-    ]
+    none = torch.zeros(0, device="cpu")
+    rows = [saved.get(name, none) for name in histories]
     meshes = list(dict.fromkeys(meshes))
     if meshes:
         length = max(history.length for history in histories.values())
-        padded = [
-            torch.nn.functional.pad(row.float().cpu(), (0, length - len(row))) for row in rows
-        ]
-        merged = torch.stack(padded)
+        merged = torch.stack([pad(row.float().cpu(), (0, length - len(row))) for row in rows])
         for mesh in meshes:
             merged = reduce_amax(merged.to(mesh.device_type), mesh, range(mesh.ndim))
         # What was padded is 0, and an amax in a history is not.
@@ -192,15 +169,17 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
     skipped for that reason. So is 0, which is also what a rank without a cast reports.
     """
     groups: dict[Any, list[int]] = {}
-    known: list[float] | None = None
+    on_host: list[float] = []
     for i, history in enumerate(histories):
         history.current = None
-        if history.history is None:
+        filled = 0 if history.history is None else len(history.history)
+        if not filled:
             # The one moment at which values decide on the host; they are the same on all ranks.
-            known = values.tolist() if known is None else known
-            if not 0 < known[i] < math.inf:
+            on_host = on_host or values.tolist()
+            if not 0 < on_host[i] < math.inf:
                 continue
-        groups.setdefault(history.kind(), []).append(i)
+        kind = (history.cast_as, history.length, history.power_of_2, filled)
+        groups.setdefault(kind, []).append(i)
     for members in groups.values():
         group = [histories[i] for i in members]
         new = values[torch.tensor(members, device=values.device)].unsqueeze(1)

@@ -12,12 +12,12 @@ happen inside this function, so that no float8 subclass is ever a backward tange
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.config import CastSpec, Gemm
+from fp8_dist.config import Gemm
 from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import quantize_after, scaled_mm
 from fp8_dist.linear.once import Gradients, differentiable_once
@@ -31,15 +31,8 @@ from fp8_dist.linear.operands import (
     wait_local,
     weight_operand,
 )
-from fp8_dist.linear.recording import is_recording, note_gemm
-from fp8_dist.mesh import (
-    Layout,
-    LinearLayouts,
-    Placements,
-    linear_layouts,
-    local_tensor,
-    reduced,
-)
+from fp8_dist.linear.recording import note_gemm
+from fp8_dist.mesh import Layout, LinearLayouts, Placements, linear_layouts, local_tensor, reduced
 from fp8_dist.tensor import Quantized
 
 
@@ -68,21 +61,15 @@ def float8_linear(
     multiplier, scale = weight_casts.recast or (None, None)
     if any(scale is tensor for tensor in flat):
         scale = None  # dynamo refuses to pass a tensor twice
-    # In a graph one function does all. Dynamo would trace the backward of the first of two with a
-    # gradient at the placements of its output, which are not those that it arrives at.
-    in_one = torch.compiler.is_compiling() and isinstance(input, DTensor)
-    bias_in_one = bias if in_one else None
+    # Compiled code has one function for all. Dynamo assumes that the gradient of a function's output
+    # has the output's placements; between the two functions it has those of the final output.
+    in_two = isinstance(input, DTensor) and not torch.compiler.is_compiling()
+    first_bias = None if in_two else bias
     output = _LinearFunction.apply(
-        input, weight, bias_in_one, spec, in_one, *flat, multiplier, scale
+        input, weight, first_bias, spec, in_two, *flat, multiplier, scale
     )
-    if in_one:
-        return output
-    if not isinstance(output, DTensor):
-        return output if bias is None else output + bias.to(output.dtype)
-    placements = spec.output_placements
-    if bias is None and placements in (None, tuple(output.placements)):
-        return output
-    return _FinishOutput.apply(output, bias, placements)
+    finished = bias is None and spec.output_placements in (None, getattr(output, "placements", ()))
+    return _FinishOutput.apply(output, bias, spec) if in_two and not finished else output
 
 
 def _gemm(
@@ -98,8 +85,7 @@ def _gemm(
     a, scale_a = _as_gemm_operand(left, transpose=gemm == "grad_weight")
     b, scale_b = _as_gemm_operand(right, transpose=gemm == "output")
     options = spec.config.gemm_options(gemm)
-    if is_recording():
-        note_gemm(spec.fqn, gemm, (a, scale_a), (b, scale_b), out_dtype, options)
+    note_gemm(spec.fqn, gemm, (a, scale_a), (b, scale_b), out_dtype, options)
     return scaled_mm(a, b, scale_a, scale_b, out_dtype, *options)
 
 
@@ -127,35 +113,10 @@ def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(matrix, (*shape[:-1], matrix.shape[-1]))
 
 
-class _Where(NamedTuple):
-    """Where the tensors of a call on DTensors live."""
-
-    layouts: LinearLayouts
-    input: Layout
-    weight: Layout
-
-    @staticmethod
-    def of(input: torch.Tensor, weight: torch.Tensor, fqn: str) -> "_Where":
-        there, here = Layout.of(input), Layout.of(weight)
-        assert there is not None, type(input)
-        assert here is not None, type(weight)
-        layouts = linear_layouts(there.placements, here.placements, input.ndim, fqn)
-        return _Where(layouts, there, here)
-
-
-# By whether the input needs a gradient, and whether the weight does.
-_GRADIENT_GEMMS: dict[tuple[bool, bool], tuple[Gemm, ...]] = {
-    (True, True): ("grad_input", "grad_weight"),
-    (True, False): ("grad_input",),
-    (False, True): ("grad_weight",),
-    (False, False): (),
-}
-
-
 class _LinearFunction(torch.autograd.Function):
     """The GEMMs of :func:`float8_linear`.
 
-    A DTensor output is where the GEMM leaves it; with ``in_one`` it is finished here.
+    With ``in_two`` its DTensor output is where the GEMM leaves it, for :class:`_FinishOutput`.
     """
 
     @staticmethod
@@ -165,7 +126,7 @@ class _LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         spec: LinearSpec,
-        in_one: bool,
+        in_two: bool,
         # (Not *args: dynamo (2.13) tells by their number whether a forward takes a ctx.)
         first_qdata: torch.Tensor | None,
         first_scale: torch.Tensor | None,
@@ -175,10 +136,13 @@ class _LinearFunction(torch.autograd.Function):
         recast_scale: torch.Tensor | None,
     ) -> torch.Tensor:
         config = spec.config
-        where = _Where.of(input, weight, spec.fqn) if isinstance(input, DTensor) else None
+        x_layout, w_layout, layouts = Layout.of(input), Layout.of(weight), None
+        if x_layout is not None and w_layout is not None:
+            now = x_layout.placements, w_layout.placements
+            layouts = linear_layouts(*now, input.ndim, spec.fqn)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
-        x = prepare_operand(input, "input", gemms, where and where.layouts.input, spec)
+        x = prepare_operand(input, "input", gemms, layouts and layouts.input, spec)
         pairs = ((first_qdata, first_scale), (second_qdata, second_scale))
         casts = [
             Quantized(qdata, scale, cast.granularity)
@@ -190,7 +154,7 @@ class _LinearFunction(torch.autograd.Function):
         left = wait_local(x["output"])
         output = _unflattened(_gemm(left, w, "output", spec, input.dtype), left)
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.where = spec, where
+        ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         ctx.recasts = needs_input and recast_multiplier is not None
         ctx.input_cast = ctx.weight_cast = None
@@ -205,12 +169,12 @@ class _LinearFunction(torch.autograd.Function):
             saved += tensors
         # Plain tensors: hooks on saved tensors see the real bytes.
         ctx.save_for_backward(*saved)
-        if where is None:
-            return output
-        shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-        wrapped = Layout(where.weight.mesh, where.layouts.output, shape).wrap(output)
         ctx.bias_layout = Layout.of(bias)
-        return _finished(wrapped, bias, spec.output_placements) if in_one else wrapped
+        if w_layout is None or layouts is None:
+            return output if bias is None else output + bias.to(output.dtype)
+        shape = torch.Size((*input.shape[:-1], weight.shape[0]))
+        wrapped = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
+        return wrapped if in_two else _finished(wrapped, bias, spec.output_placements)
 
     @staticmethod
     @differentiable_once
@@ -221,20 +185,29 @@ class _LinearFunction(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = reduced(grad)
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if needs_bias else None
-        gemms = _GRADIENT_GEMMS[needs_input, needs_weight]
+        gemms: tuple[Gemm, ...] = ("grad_input",) if needs_input else ()
+        if needs_weight:
+            gemms += ("grad_weight",)
         if not gemms:
             return None, None, grad_bias, *unused
-        spec, where = ctx.spec, ctx.where
+        spec, layouts = ctx.spec, ctx.layouts
         data, scale, *of_the_weight = ctx.saved_tensors
         x = w = data
         if needs_weight:
             x = _unflat(data, scale, ctx.input_cast)
         if ctx.recasts:
-            w = _cast_again(spec.config.cast("weight", "grad_input"), grad, *of_the_weight)
+            # The weight has its values again. (A graph would keep the float8 copy of the forward,
+            # if this cast did not depend on the gradient.)
+            weight, w_scale, multiplier = of_the_weight
+            cast = spec.config.cast("weight", "grad_input")
+            local = local_tensor(weight)
+            grouped = cast.granularity.grouped(local)
+            w_data = quantize_after(grouped, multiplier, cast.dtype, local_tensor(grad))
+            w = Quantized(w_data.view(local.shape), w_scale, cast.granularity)
         elif needs_input:
             w_data, w_scale = of_the_weight
             w = _unflat(w_data, w_scale, ctx.weight_cast)
-        needed = where and where.layouts.grad_output
+        needed = layouts and layouts.grad_output
         operands = prepare_gradients(grad, gemms, needed, x, w, spec)
         grad_input = grad_weight = None
         if needs_input:
@@ -242,13 +215,13 @@ class _LinearFunction(torch.autograd.Function):
             left = wait_local(left)
             product = _gemm(left, right, "grad_input", spec, ctx.input_dtype)
             grad_input = _unflattened(product, left)
-            if where is not None:
-                grad_input = _redistribute_grad_input(grad_input, where.layouts, where.input)
+            if layouts is not None:
+                grad_input = _redistribute_grad_input(grad_input, layouts, ctx.x_layout)
         if needs_weight:
             left, right = operands["grad_weight"]
             grad_weight = _gemm(wait_local(left), right, "grad_weight", spec, ctx.weight_dtype)
-            if where is not None:
-                layout = where.weight._replace(placements=where.layouts.grad_weight)
+            if layouts is not None:
+                layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
         return grad_input, grad_weight, grad_bias, *unused
 
@@ -268,23 +241,8 @@ def _unflat(
     return Quantized(data, scale, granularity)
 
 
-def _cast_again(
-    cast: CastSpec,
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    multiplier: torch.Tensor,
-) -> Quantized:
-    """The weight for the GEMM of grad_input, from the values that it has again.
-
-    In the backward: a graph would keep the copy of the forward instead.
-    """
-    data = quantize_after(local_tensor(weight), multiplier, cast.dtype, local_tensor(grad))
-    return Quantized(data, scale, cast.granularity)
-
-
 class _FinishOutput(torch.autograd.Function):
-    """The bias, and the reduction or move to ``placements``, of a DTensor output.
+    """The bias, and the reduction or move to ``spec.output_placements``, of a DTensor output.
 
     It is a function of its own because it saves nothing for backward. Full activation checkpointing
     ends a recomputation as soon as the last tensor is saved. A reduction issued by the function
@@ -296,14 +254,15 @@ class _FinishOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: DTensor, bias: torch.Tensor | None, placements: Placements | None
+        ctx: Any, output: DTensor, bias: torch.Tensor | None, spec: LinearSpec
     ) -> torch.Tensor:
-        ctx.bias_layout = Layout.of(bias)
+        ctx.spec, ctx.bias_layout = spec, Layout.of(bias)
         ctx.set_materialize_grads(False)
-        return _finished(output, bias, placements)
+        return _finished(output, bias, spec.output_placements)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:  # type: ignore[override]
+    @differentiable_once
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
         if grad is None:
             return None, None, None
         grad = reduced(grad)

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.config import Float8LinearConfig, Operand
+from fp8_dist.config import Float8LinearConfig, Gemm, Operand
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory, load_histories
 from fp8_dist.linear.autograd import float8_linear
@@ -29,9 +29,9 @@ class Float8Linear(nn.Linear):
     interchangeable with nn.Linear's. Made by :func:`fp8_dist.convert_to_float8_training`,
     :meth:`from_float`, or the constructor, which takes nn.Linear's arguments and ``config``.
 
-    Collectives: none on one device. On DTensors those of the table in
-    :mod:`fp8_dist.mesh.rules`, plus an all-reduce of 4 bytes per scale for each operand of which
-    what a scale covers is sharded, if the scale is not known yet.
+    Collectives: none on one device. On DTensors those of the table in :mod:`fp8_dist.mesh.rules`.
+    If what a scale of an operand covers is sharded, and the scale is not known yet, there is an
+    all-reduce of 4 bytes per scale as well.
 
     Attributes:
         config: what is cast, and how.
@@ -42,12 +42,6 @@ class Float8Linear(nn.Linear):
         histories: the amax history of each operand whose scaling is DELAYED (and of the input that
             ``PrepareFloat8ModuleInput`` casts in the layer's way).
     """
-
-    config: Float8LinearConfig
-    fqn: str
-    output_placements: Placements | None
-    float8_weight: Float8Weight
-    histories: dict[str, AmaxHistory]
 
     def __init__(
         self,
@@ -91,14 +85,13 @@ class Float8Linear(nn.Linear):
     def _set_up(self, config: Float8LinearConfig | None, fqn: str) -> None:
         if config is not None and not isinstance(config, Float8LinearConfig):
             raise TypeError(f"config must be a Float8LinearConfig, got {config!r}")
-        strict_alignment()  # a switch that says nothing known is refused before it matters
+        strict_alignment()  # an unknown value of the environment variable is refused here
         self.config = Float8LinearConfig() if config is None else config
         self.fqn = fqn or type(self).__name__
-        self.output_placements = None
+        self.output_placements: Placements | None = None
+        length, power_of_2 = self.config.amax_history_len, self.config.round_scales_to_power_of_2
         self.histories = {
-            str(operand): AmaxHistory(
-                cast, self.config.amax_history_len, self.config.round_scales_to_power_of_2
-            )
+            str(operand): AmaxHistory(cast, length, power_of_2)
             for operand in get_args(Operand)
             for cast in self.config.casts(operand)
             if cast.delayed
@@ -161,23 +154,24 @@ class Float8Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         config = self.config
-        casts = {
-            "i": config.cast_config("input", "output").short_str("input"),
-            "w": config.cast_config("weight", "output").short_str("weight"),
-            "go": config.cast_config("grad_output", "grad_input").short_str("grad_output"),
-        }
-        second = {
-            "i_gw": config.cast_config("input", "grad_weight").short_str("input"),
-            "w_gi": config.cast_config("weight", "grad_input").short_str("weight"),
-            "go_gw": config.cast_config("grad_output", "grad_weight").short_str("grad_output"),
-        }
-        casts |= {k: v for k, v in second.items() if v != casts[k.split("_")[0]]}
+        names: list[tuple[str, Operand, Gemm]] = [
+            ("i", "input", "output"),
+            ("w", "weight", "output"),
+            ("go", "grad_output", "grad_input"),
+            ("i_gw", "input", "grad_weight"),
+            ("w_gi", "weight", "grad_input"),
+            ("go_gw", "grad_output", "grad_weight"),
+        ]
+        casts: dict[str, str] = {}
+        for name, operand, gemm in names:
+            cast = config.cast_config(operand, gemm).short_str(operand)
+            if cast != casts.get(name.partition("_")[0]):
+                casts[name] = cast
         shown = ",".join(f"{name}:{cast}" for name, cast in casts.items())
         others = [
             f"{field.name}={getattr(config, field.name)}"
             for field in dataclasses.fields(config)
-            if field.init
-            and not field.name.startswith(("cast_config", "gemm_config"))
+            if not field.name.startswith(("cast_config", "gemm_config"))
             and getattr(config, field.name) != field.default
         ]
         return ", ".join([super().extra_repr(), f"casts={shown}", *others])
@@ -211,10 +205,12 @@ class Float8Linear(nn.Linear):
         if not keep_vars:
             destination[prefix + "weight"] = self.float8_weight.plain(self.weight)
         # Not among the keys, which are nn.Linear's: torch hands the metadata to whoever loads.
-        saved = {name: history.state() for name, history in self.histories.items()}
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
-        if saved and metadata is not None:
-            metadata[_HISTORIES] = {n: value for n, value in saved.items() if value is not None}
+        if self.histories and metadata is not None:
+            saved = {name: h.history for name, h in self.histories.items()}
+            metadata[_HISTORIES] = {
+                n: h.detach().clone() for n, h in saved.items() if h is not None
+            }
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
@@ -241,14 +237,9 @@ def invalidate_float8_scales(module: nn.Module) -> None:
 
 
 def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
-    """The converted layers of a model.
+    """The converted layers in ``module``, by name, in the order of ``named_modules()``.
 
-    Args:
-        module: the model, or a part of it, or a converted layer itself.
-
-    Returns:
-        The layers by their names in ``module``, in the order of ``named_modules()``: a layer with
-        several names has its first one, and ``module`` itself the empty one. Empty if no layer was
-        converted.
+    A layer with several names has its first one. If ``module`` itself is a converted layer, its
+    name is empty.
     """
     return {n: m for n, m in module.named_modules() if isinstance(m, Float8Linear)}

@@ -11,26 +11,25 @@ Backward = Callable[[Any, torch.Tensor | None], Gradients]
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """The gradients of a layer, which can't be differentiated."""
+    """A gradient of a layer, which can't be differentiated."""
 
     @staticmethod
-    def forward(
-        ctx: Any, fqn: str, anchor: torch.Tensor, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, gradient: torch.Tensor, anchor: torch.Tensor, fqn: str) -> torch.Tensor:
         ctx.fqn = fqn
-        return gradients
+        return gradient
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:  # type: ignore[override]
         raise NotImplementedError(
             f"{ctx.fqn}: a float8 layer can't be differentiated twice; leave it unconverted"
         )
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """A ``backward`` of a layer's function, whose ``ctx.spec.fqn`` is the layer's name.
+    """A decorator for the ``backward`` of a layer's function; ``ctx.spec.fqn`` is its name.
 
-    Under ``create_graph=True`` what is differentiated again must raise, not count as constant.
+    Under ``create_graph=True`` a second differentiation must raise, not count gradients as
+    constants.
     """
 
     @wraps(backward)
@@ -39,9 +38,9 @@ def differentiable_once(backward: Backward) -> Backward:
             return backward(ctx, grad)
         with torch.no_grad():
             gradients = backward(ctx, grad)
-        found = [g for g in gradients if g is not None]
-        anchor = torch.zeros((), requires_grad=True)
-        marked = iter(_NoSecondDerivative.apply(ctx.spec.fqn, anchor, *found))
-        return tuple(None if g is None else next(marked) for g in gradients)
+        anchor, fqn = torch.zeros((), requires_grad=True), ctx.spec.fqn
+        return tuple(
+            g if g is None else _NoSecondDerivative.apply(g, anchor, fqn) for g in gradients
+        )
 
     return once

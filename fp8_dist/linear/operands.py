@@ -24,7 +24,7 @@ from fp8_dist.warn import warn_once
 
 
 class LinearSpec(NamedTuple):
-    """Everything about one call of the linear function that is not a tensor."""
+    """One call of the linear function, but for its tensors."""
 
     config: Float8LinearConfig
     output_placements: Placements | None
@@ -37,11 +37,10 @@ class WeightCasts(NamedTuple):
     """The local weight in float8, as a forward takes it.
 
     Attributes:
-        casts: one for each of ``config.casts("weight")``; without those of the backward alone where
-            there is a ``recast``.
-        recast: (multiplier, scale) of the cast that the backward makes again from the weight, which
-            is FSDP2's high-precision copy: FSDP2 frees it in between, and a float8 copy would
-            outlive it.
+        casts: one for each of ``config.casts("weight")``; with a ``recast``, for those of them that
+            the forward uses.
+        recast: (multiplier, scale) of the cast that the backward makes. The weight is FSDP2's
+            high-precision copy then, which FSDP2 frees in between; a float8 copy would outlive it.
     """
 
     casts: tuple[Quantized, ...] = ()
@@ -97,21 +96,37 @@ def plan_operand(
             dims.append(p.dim % ndim)  # type: ignore[attr-defined]
     first = casts[0]
     one_copy = first is not None and all(cast == first for cast in casts)
-    if first is not None and one_copy and first.granularity.can_move(dims, ndim):
+    if (
+        first is not None
+        and one_copy
+        and first.granularity.can_move(dims, ndim)
+        and (now == then or first.granularity.can_gather)
+    ):
         return OperandPlan(first, (), now != then, None if amax_scope == "global" else axes)
     return OperandPlan(None, casts, now != then, None if amax_scope == "global" else ())
 
 
 def _plan_of(
     tensor: torch.Tensor,
+    operand: Operand,
     casts: tuple[CastSpec | None, ...],
     placements: Placements | None,
     spec: LinearSpec,
 ) -> OperandPlan:
     now = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
-    # (Dynamo warns of caches, and looks behind them.)
-    plan = plan_operand.__wrapped__ if torch.compiler.is_compiling() else plan_operand
-    return plan(casts, now, placements, tensor.ndim, spec.config.amax_scope)
+    scope = spec.config.amax_scope
+    if torch.compiler.is_compiling():
+        # (Dynamo warns of caches, and looks behind them.)
+        return plan_operand.__wrapped__(casts, now, placements, tensor.ndim, scope)
+    plan = plan_operand(casts, now, placements, tensor.ndim, scope)
+    if plan.first_cast is None and spec.config.gather_cast(operand) is not None:
+        warn_once(
+            f"rows in parts: {operand}",
+            f"{spec.fqn}: {operand} is gathered in high precision, because its rows, which have a "
+            "scale each, are sharded themselves (Shard(-1)); shard the sequence or the batch "
+            "instead (Shard(0), Shard(1)), or use a recipe with one scale per tensor",
+        )
+    return plan
 
 
 def prepare_operand(
@@ -133,14 +148,12 @@ def prepare_operand(
     if isinstance(local_tensor(tensor), Float8Tensor):
         return dict.fromkeys(gemms, _moved(tensor, placements))
     casts = tuple(spec.config.cast(operand, gemm) for gemm in gemms)
-    plan = _plan_of(tensor, casts, placements, spec)
+    plan = _plan_of(tensor, operand, casts, placements, spec)
     if plan.first_cast is not None:
         quantized = _quantized(tensor, operand, plan.first_cast, spec, plan.amax_axes)
         if not plan.moves:
             return dict.fromkeys(gemms, quantized)
         return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
-    if spec.config.gather_cast(operand) is not None:
-        _warn_of_rows_in_parts(operand, spec)
     high, tensor = _moved_in_high_precision(tensor, placements)
     made: dict[CastSpec | None, Local] = {None: high}
     for cast in plan.later_casts:
@@ -160,38 +173,29 @@ def prepare_gradients(
     """The left and the right operand of each gradient GEMM.
 
     Args:
-        grad: grad_output ``[..., N]``, no Partial placements.
-        gemms: the GEMMs to prepare for.
+        grad: grad_output ``[..., N]``, prepared as :func:`prepare_operand` does.
+        gemms: the GEMMs that take it.
         placements: where they need a DTensor.
         input: the right operand of grad_weight.
         weight: the right operand of grad_input.
         spec: the call's config, name and histories.
     """
     right: dict[Gemm, Local] = {"grad_input": weight, "grad_weight": input}
-    folds = tuple(gemm for gemm in gemms if isinstance(right[gemm], Quantized))
+    folds = {g: o for g, o in right.items() if g in gemms and isinstance(o, Quantized)}
     if not (spec.config.fold_row_scales and folds):
         left = prepare_operand(grad, "grad_output", gemms, placements, spec)
         return {gemm: (left[gemm], right[gemm]) for gemm in gemms}
-    cast = spec.config.cast("grad_output", folds[0])
+    cast = spec.config.cast("grad_output", next(iter(folds)))
     assert cast is not None
-    plan = _plan_of(grad, (cast,), placements, spec)
-    if plan.first_cast is None and spec.config.gather_cast("grad_output") is not None:
-        _warn_of_rows_in_parts("grad_output", spec)
+    _plan_of(grad, "grad_output", (cast,), placements, spec)  # for its warning
     operands: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
         # One GEMM is in high precision: grad_output moves so, once.
         high, grad = _moved_in_high_precision(grad, placements)
         operands = {gemm: (high, right[gemm]) for gemm in gemms}
     axes = () if spec.config.amax_scope == "rank" else None
-    folded = folded_gradients(
-        grad,
-        cast,
-        placements,
-        weight if "grad_input" in folds and isinstance(weight, Quantized) else None,
-        input if "grad_weight" in folds and isinstance(input, Quantized) else None,
-        axes,
-    )
-    return operands | folded
+    w, x = folds.get("grad_input"), folds.get("grad_weight")
+    return operands | folded_gradients(grad, cast, placements, w, x, axes)
 
 
 def _quantized(
@@ -217,19 +221,8 @@ def _quantized(
     return known
 
 
-def _warn_of_rows_in_parts(operand: Operand, spec: LinearSpec) -> None:
-    """Say that an operand that float8 was promised for moves in high precision."""
-    if not torch.compiler.is_compiling():
-        warn_once(
-            f"rows in parts: {operand}",
-            f"{spec.fqn}: {operand} is gathered in high precision, because its rows, which have a "
-            "scale each, are sharded themselves (Shard(-1)); shard the sequence or the batch "
-            "instead (Shard(0), Shard(1)), or use a recipe with one scale per tensor",
-        )
-
-
 def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
-    """Local tensor of ``tensor`` at ``placements``; may be in flight until it is first used."""
+    """The local tensor at ``placements``; it may be in flight until it is first used."""
     if not isinstance(tensor, DTensor):
         return tensor
     assert placements is not None

@@ -49,11 +49,6 @@ def record_gemms() -> Iterator[list[GemmRecord]]:
         _recordings[:] = [kept for kept in _recordings if kept is not records]
 
 
-def is_recording() -> bool:
-    """True inside of :func:`record_gemms`."""
-    return bool(_recordings)
-
-
 def note_gemm(
     fqn: str,
     gemm: Gemm,
@@ -63,6 +58,8 @@ def note_gemm(
     options: tuple[bool, bool, bool],
 ) -> None:
     """Add a GEMM of operands (qdata, scale) to the recordings under way."""
+    if not _recordings:
+        return
     left, right = (Float8Tensor(*operand, out_dtype).clone() for operand in (a, b))
     for records in _recordings:
         records.append(GemmRecord(fqn, gemm, left, right, options))  # type: ignore[arg-type]

@@ -21,10 +21,10 @@ of their row or column), which the sum they go into can't notice.
 
 Why not fold s before the first cast, and take g2 from ``g1 / s``? One cast less; but where a row of
 the weight is small beside others, its column of g1 underflows though grad_weight needs it: rows of
-zeros would never get a gradient. (``scripts/measure_sqnr.py`` compares the two.)
+zeros would never get a gradient. (``scripts/measure/sqnr.py`` compares the two.)
 
-r1 is taken from ``g * s`` in high precision, beside r0, so that one all-reduce serves both where N
-is sharded, and none where rows travel; it then travels with them, 4 bytes a row.
+r1 is taken from ``g * s`` in high precision, together with r0. Where N is sharded, one all-reduce
+serves both. Where rows travel, none is needed: r1 travels with them, 4 bytes a row.
 
 What is folded in is ``scale * UNIT``, about the largest value of the row and not 1/448 of it, which
 keeps products of small gradients away from the epsilon of :mod:`fp8_dist.kernels.scale`: gradients

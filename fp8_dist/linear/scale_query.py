@@ -6,20 +6,23 @@ checkpointing must not see it either: where a recomputation finds a scale known 
 to compute, the saved results of operators would go to the wrong ones. In both cases one opaque
 operator is called, which asks the object that knows.
 
-That object is named by a handle: a tensor, which is an input of a graph like any other, so that
-layers which share a graph go on sharing it. Each question has an operator of its own, defined next
-to the class that answers it (``weight``, ``amax_history``).
+A handle names that object. It is a tensor, an input of a graph like any other, so that layers can
+share a graph. Each question has an operator of its own, defined next to the class that answers it
+(``weight``, ``amax_history``).
 """
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
-from fp8_dist.kernels import Scaling, custom_op
+from fp8_dist.kernels import CustomOp, Scaling
 from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # A graph input is plain data, hence numbers. An entry goes when its owner is freed.
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -47,29 +50,23 @@ def must_query() -> bool:
     return torch.compiler.is_compiling() or is_selectively_checkpointed()
 
 
-def define_query(
-    schema: str, answer: Callable[..., Any], answer_shape: Callable[..., Any]
-) -> OpOverload:
-    """Define the operator of one question.
+def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
+    """A decorator: defines the operator of one question, with the function that answers it.
+
+    The answer runs without gradients and outside of inference mode: what an evaluation finds out,
+    training may save.
 
     Args:
-        schema: of the operator; a ``Tensor handle`` among its arguments names who is asked.
-        answer: the implementation. It runs without gradients, outside of inference mode: what an
-            evaluation finds out, training may save.
-        answer_shape: the implementation for fake tensors.
-
-    Returns:
-        The operator.
+        schema: of the operator; its argument ``Tensor handle`` names who is asked.
     """
 
-    def implementation(*args: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            return answer(*args)
+    def define(answer: Callable[P, R]) -> CustomOp[P, R]:
+        implementation = torch.inference_mode(False)(torch.no_grad()(answer))
+        op = CustomOp(schema, implementation)
+        QUERIES[op.overload] = implementation
+        return op
 
-    op = custom_op(schema)(implementation)
-    op.register_fake(answer_shape)
-    QUERIES[op.overload] = implementation
-    return op.overload
+    return define
 
 
 def copies(scalings: Iterable[Scaling], device: torch.device) -> list[torch.Tensor]:

@@ -9,34 +9,35 @@ Terms:
   global weight, or of its global rows or columns.
 * *casts*: the shard in float8, one for each of ``config.casts("weight")``.
 
-What becomes of it depends on who owns the parameter:
+Who casts it depends on who owns the parameter:
 
-* nobody, or tensor parallelism: the forward casts the shard; the GEMMs of the forward and of the
-  backward take these casts (:meth:`Float8Weight.forward_casts`);
+* Nobody, or tensor parallelism: the forward casts the shard. The GEMMs of the forward and of the
+  backward take these casts (:meth:`Float8Weight.forward_casts`).
 * FSDP2 with float8 gathers: FSDP2 asks for the cast of the shard and gathers that
-  (:meth:`Float8Weight.gather_casts`). The forward finds a ``Float8Tensor`` as the parameter;
-* FSDP2 without: it gathers in high precision. The forward casts what it finds for its own GEMM;
-  the backward casts again, because FSDP2 frees the unsharded parameter in between.
+  (:meth:`Float8Weight.gather_casts`). The forward finds a ``Float8Tensor`` as the parameter.
+* FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
+  backward casts it again, because FSDP2 frees it in between.
 
 Scalings come from ``cache`` where it knows those of the values that the parameter has now: from
-precompute, or from an earlier use. Otherwise they are computed, and the cache is told.
+precompute, or from an earlier use. Otherwise they are computed, and the cache is told. Compiled
+graphs and selective activation checkpointing ask by operators (``scale_query``).
 """
 
-from collections.abc import Sequence
+import weakref
 from typing import ClassVar, Protocol
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import quantize_local, scaling_over
 from fp8_dist.config import CastSpec, Float8LinearConfig
+from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
-from fp8_dist.linear.weight_cache import ScaleState
-from fp8_dist.linear.weight_scales import WeightScales, is_parameter
+from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
+from fp8_dist.linear.weight_cache import ScaleState, Scalings, WeightCache
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.tensor import Float8Tensor, Quantized, granularity_of
 from fp8_dist.torch_internals import is_selectively_checkpointed
@@ -56,19 +57,14 @@ class GatherType(Protocol):
 class Float8Weight:
     """The weight of one layer, which owns this object.
 
-    A copy of the layer gets a new one, which knows nothing yet.
-
-    Args:
-        layer: the layer, referred to weakly.
-        config: the layer's.
-        fqn: the layer's name, for messages.
-        histories: the layer's amax histories, by operand.
+    A copy of the layer gets a new one, which knows nothing yet. The layer is referred to weakly.
 
     Attributes:
         cache: scalings and float8 casts, while they are known to be fresh.
+        gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
+            it.
     """
 
-    # The type of weights that FSDP2 gathers in float8, see fp8_dist/__init__.py.
     gather_type: ClassVar[GatherType]
 
     def __init__(
@@ -78,22 +74,24 @@ class Float8Weight:
         fqn: str,
         histories: dict[str, AmaxHistory],
     ) -> None:
-        self._scales = WeightScales(layer, config, fqn, histories)
-        self.cache = self._scales.cache
+        self.cache = WeightCache()
+        self._layer = weakref.ref(layer)
         self._config = config
         self._fqn = fqn
         self._histories = histories
+        self._handle = register_handle(self)
         # FSDP2 exchanges the parameter: nothing made of an unsharded one may outlive it.
         self._is_exchanged = False
 
-    @classmethod
-    def register_gather_type(cls, gather_type: GatherType) -> None:
-        """Set the type that weights get which FSDP2 gathers in float8."""
-        cls.gather_type = gather_type
+    def parameter(self) -> torch.Tensor:
+        """The parameter, as it is registered now."""
+        layer = self._layer()
+        assert layer is not None, f"{self._fqn} was freed"
+        return layer.weight
 
     def shard(self) -> torch.Tensor:
         """The shard, as it is now (no copy, no collectives)."""
-        return self.gather_type.unwrap(local_tensor(self._scales.parameter()))
+        return self.gather_type.unwrap(local_tensor(self.parameter()))
 
     def forward_casts(self, parameter: torch.Tensor) -> WeightCasts:
         """The casts of the parameter that a forward takes.
@@ -120,7 +118,7 @@ class Float8Weight:
             return self._casts_of_unsharded(shard, source)
         if compiling:
             with torch.no_grad():
-                float8 = self._quantized(shard, self._scales.find(shard, source))
+                float8 = self._quantized(shard, self._scalings(shard, source))
         else:
             float8 = self._casts(parameter, shard, ScaleState.FROM_FORWARD)
         if "weight" in self._histories:
@@ -135,7 +133,7 @@ class Float8Weight:
 
         Collectives: as :meth:`forward_casts`.
         """
-        return self._casts(self._scales.parameter(), shard, ScaleState.FROM_GATHER)
+        return self._casts(self.parameter(), shard, ScaleState.FROM_GATHER)
 
     def parameter_replaced(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """The layer's parameter is about to be replaced: by FSDP2, or by anyone."""
@@ -165,69 +163,99 @@ class Float8Weight:
             with torch.inference_mode(False):  # training may save what is kept
                 return self._casts(parameter, shard, source)
         cache, shard = self.cache, shard.detach()
-        fresh, asked = cache.is_fresh(parameter), is_selectively_checkpointed()
+        fresh, queried = cache.is_fresh(parameter), is_selectively_checkpointed()
         float8 = cache.float8 if fresh else None
         if float8 is not None and float8[0].qdata.device == shard.device:
-            if asked:
-                # A recomputation takes what was saved in turn: so it asks as the forward did.
-                self._scales.find(shard, source)
+            if queried:
+                # A recomputation takes the saved results in turn, so it queries as the forward did.
+                self._scalings(shard, source)
             return float8
-        if fresh or asked:
-            # What was known before may be stale unnoticed, and too large.
-            float8 = self._quantized(shard, self._scales.find(shard, source))
+        if fresh or queried:
+            # Known scalings may be stale unnoticed: the values may exceed their amax.
+            float8 = self._quantized(shard, self._scalings(shard, source))
         else:
-            float8 = self._newly_cast(parameter, shard, source)
-        keeps = is_parameter(parameter) and self._config.cache_float8_shards
+            scalings = self._new_scalings(parameter, shard, source)
+            float8 = self._quantized(shard, scalings, fits=True)
+        keeps = _is_parameter(parameter) and self._config.cache_float8_shards
         cache.float8 = float8 if keeps and shard.device == parameter.device else None
         return float8
 
-    def _newly_cast(
-        self, parameter: torch.Tensor, shard: torch.Tensor, source: ScaleState
-    ) -> tuple[Quantized, ...]:
-        """The casts, with scalings that are computed now."""
-        if isinstance(parameter, DTensor) or self._histories:
-            scalings = self._scales.compute(parameter, shard, source)
-            return self._quantized(shard, scalings, fits=True)
-        known, made = dict[CastSpec, Scaling](), []
-        for cast in self._config.casts("weight"):
-            m, scale = scaling_over(shard, cast, self._config.round_scales_to_power_of_2)
-            made.append(_quantized(shard, (m, scale), cast, fits=True))
-            known[cast] = (m, scale)
-        self._scales.remember(parameter, known, source)
-        return tuple(made)
-
     def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
-        """Of a parameter that FSDP2 gathered in high precision: the output's cast.
+        """The casts of a parameter that FSDP2 gathered in high precision: for the output alone.
 
-        And the scaling of the cast that the backward makes.
+        The backward casts anew, by a scaling that is found here.
         """
         of_output = self._config.cast("weight", "output")
         of_grad_input = self._config.cast("weight", "grad_input")
-        casts: list[Quantized] = []
-        recast = None
         with torch.inference_mode(False), torch.no_grad():
-            scalings = self._scales.find(shard, source)
-            for cast, scaling in zip(self._config.casts("weight"), scalings, strict=True):
-                if cast == of_output:
-                    casts.append(_quantized(shard, scaling, cast))
-                if cast == of_grad_input:
-                    recast = scaling
-        casts = [q._replace(scale=self._recorded(q.scale)) for q in casts]
-        if recast is not None:
-            recast = (recast[0], self._recorded(recast[1]))
-        return WeightCasts(tuple(casts), recast)
+            scalings = self._scalings(shard, source)
+            wanted = {cast: scaling for cast, scaling in scalings.items() if cast == of_output}
+            casts = self._quantized(shard, wanted)
+        casts = tuple([q._replace(scale=self._recorded(q.scale)) for q in casts])
+        if of_grad_input is None:
+            return WeightCasts(casts)
+        multiplier, scale = scalings[of_grad_input]
+        return WeightCasts(casts, (multiplier, self._recorded(scale)))
 
     def _quantized(
-        self, shard: torch.Tensor, scalings: Sequence[Scaling], fits: bool = False
+        self, shard: torch.Tensor, scalings: Scalings, fits: bool = False
     ) -> tuple[Quantized, ...]:
-        """The shard in each of its casts; ``fits``: the scalings are those of its own amaxes."""
-        casts = zip(self._config.casts("weight"), scalings, strict=True)
-        return tuple(
-            [
-                _quantized(shard, scaling, cast, fits=fits and not cast.delayed)
-                for cast, scaling in casts
-            ]
-        )
+        """The shard in the given casts; ``fits``: the scalings are those of its own amaxes."""
+        float8 = []
+        for cast, (multiplier, scale) in scalings.items():
+            qdata = quantize_local(shard, multiplier, cast, fits=fits and not cast.delayed)
+            float8.append(Quantized(qdata, scale, cast.granularity))
+        return tuple(float8)
+
+    def _scalings(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
+        """The scaling of the shard for each cast, known or new; by an operator where one is needed.
+
+        One call finds all of them. In a graph, a call for the casts of the backward would move to
+        the backward, where FSDP2 has gathered the weight anew and nothing is known.
+
+        Args:
+            shard: the parameter's shard, perhaps on another device.
+            source: who asks, FROM_GATHER or FROM_FORWARD; None: new ones are not kept.
+        """
+        if not must_query():
+            found, device = self._answer(shard, source), shard.device
+            return {cast: (m.to(device), scale.to(device)) for cast, (m, scale) in found.items()}
+        casts = self._config.casts("weight")
+        names = [cast.granularity.name for cast in casts]
+        if source is ScaleState.FROM_GATHER:
+            flat = shard_scalings.overload(shard, self._handle, names)
+        else:
+            flat = weight_scalings.overload(shard, self._handle, names, source is not None)
+        return dict(zip(casts, zip(flat[::2], flat[1::2], strict=True), strict=True))
+
+    def _answer(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
+        """:meth:`_scalings`, without the operator."""
+        parameter = self.parameter()
+        known = self.cache.scaling if self.cache.is_fresh(parameter) else None
+        return self._new_scalings(parameter, shard, source) if known is None else known
+
+    def _new_scalings(
+        self, parameter: torch.Tensor, shard: torch.Tensor, source: ScaleState | None
+    ) -> Scalings:
+        """The scaling for each cast from the parameter's values or history; the cache is told.
+
+        (Not of a tensor in the parameter's place, such as FSDP1's view of what it gathered: it
+        changes unnoticed.)
+        """
+        casts = self._config.casts("weight")
+        new = {cast: self._scaling_of(parameter, shard, cast) for cast in casts}
+        self.cache.warn_if_stale(parameter, self._fqn)
+        if source is not None and _is_parameter(parameter):
+            self.cache.store(parameter, new, source)
+        return new
+
+    def _scaling_of(self, parameter: torch.Tensor, shard: torch.Tensor, cast: CastSpec) -> Scaling:
+        if cast.delayed:
+            layout = Layout.of(parameter)
+            tensor = shard if layout is None else layout.wrap(shard)
+            return self._histories["weight"].scaling_of(tensor, record=False)
+        power_of_2 = self._config.round_scales_to_power_of_2
+        return scaling_over(parameter, cast, power_of_2, local=shard)
 
     def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """The weight's scale as a training step takes it: a delayed one records its amax then.
@@ -258,9 +286,36 @@ class Float8Weight:
             )
 
 
-def _quantized(
-    shard: torch.Tensor, scaling: Scaling, cast: CastSpec, fits: bool = False
-) -> Quantized:
-    multiplier, scale = scaling
-    qdata = quantize_local(shard, multiplier, cast, fits=fits)
-    return Quantized(qdata, scale, cast.granularity)
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    # (Parameter's own isinstance is slow.)
+    return type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
+
+
+@query("weight_scalings(Tensor x, Tensor handle, str[] granularities, bool keep) -> Tensor[]")
+def weight_scalings(
+    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool
+) -> list[torch.Tensor]:
+    """The scalings of a :class:`Float8Weight` where a forward asks for them, flat."""
+    source = ScaleState.FROM_FORWARD if keep else None
+    return copies(owner_of(handle)._answer(x, source).values(), x.device)
+
+
+# FSDP2 may gather in a checkpointed forward and not in its recomputation, which therefore mustn't
+# count on the results of one: so this is another operator.
+@query("shard_scalings(Tensor x, Tensor handle, str[] granularities) -> Tensor[]")
+def shard_scalings(
+    x: torch.Tensor, handle: torch.Tensor, granularities: list[str]
+) -> list[torch.Tensor]:
+    """The same where FSDP2 asks for them."""
+    return copies(owner_of(handle)._answer(x, ScaleState.FROM_GATHER).values(), x.device)
+
+
+def _fake_scalings(
+    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool = False
+) -> list[torch.Tensor]:
+    shapes = [Granularity.named(name).scale_shape(x.shape) for name in granularities]
+    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]
+
+
+weight_scalings.register_fake(_fake_scalings)
+shard_scalings.register_fake(_fake_scalings)

@@ -1,21 +1,21 @@
 """Whether a weight's scale still belongs to the weight's values.
 
-A scale (and the float8 copy made with it) may be used only for the values it was computed from.
+A scale, and the float8 copy made with it, may be used only for the values it was computed from.
 What can change a weight, and how it is noticed:
 
-* any ``torch.optim`` step: a global post-step hook drops what is known of the optimizer's
+* Any ``torch.optim`` step: a global post-step hook drops what is known of the optimizer's
   parameters. Version counters alone would not do: foreach and fused steps change a DTensor
-  without bumping them. The hook also drops what a forward or a gather found out about parameters
-  that no optimizer was seen to update: they may be copies of such parameters (mixed-precision
-  optimizers that own the masters copy them back through ``.data``);
+  without raising them. The hook also drops what a forward or a gather found out about parameters
+  that no optimizer was seen to update. They may be copies of such parameters: mixed-precision
+  optimizers that own the masters copy them back through ``.data``.
 * FSDP2 replaces sharded parameters by unsharded ones and back: the layer notices each exchange.
-  What an unsharded parameter holds the next time can't be known. (But in the backward: it is what
-  the forward gathered, unless the versions of the two tell of a write since);
-* in-place ops on the parameter or on its ``to_local()``: version counters;
-* ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops it, or the identity
-  differs.
+  The values of an unsharded parameter are unknown the next time, except in the backward. There
+  they are what the forward gathered, unless the versions of the two tell of a write since.
+* In-place ops on the parameter or on its ``to_local()``: version counters.
+* ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops what is known, or the
+  identity of the parameter differs.
 
-Not noticed, because nothing that Python can read changes:
+Nothing that Python can read changes, so it is not noticed, with
 
 * writes through ``.data`` (``vector_to_parameters`` makes such), or through a numpy array;
 * collectives into the weight: ``dist.broadcast(weight, 0)``, ``all_reduce``, ``recv``;
@@ -35,7 +35,7 @@ about which of them need a collective. Nothing here runs inside a compiled graph
 
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -47,7 +47,10 @@ from fp8_dist.tensor import Quantized
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.warn import warn_once
 
+# For each cast of a weight: (quantization multiplier, scale) of its local shard. They are those of
+# the global weight, or of its global rows or columns.
 Scalings = dict[CastSpec, Scaling]
+_Values = tuple[torch.Tensor, int | None]  # a parameter and its version stand for its values
 
 
 class ScaleState(Enum):
@@ -94,24 +97,6 @@ class PendingScales:
                 cache.resolve(self, scaling, all_rows)
 
 
-class Values(NamedTuple):
-    """The values that a parameter has at one time, as far as its version tells."""
-
-    param: torch.Tensor
-    version: int | None
-
-    @staticmethod
-    def of(param: torch.Tensor) -> "Values":
-        """Those that it has now."""
-        return Values(param, _version(param))
-
-    def are(self, others: "Values | None") -> bool:
-        """True if they are the same, of the same parameter."""
-        if others is None or self.param is not others.param:
-            return False
-        return self.version == others.version
-
-
 class WeightCache:
     """What is known about the current values of one weight.
 
@@ -153,26 +138,20 @@ class WeightCache:
         self._version: int | None = None
         self._local_version: int | None = None
         # What FSDP2 gathered, and into what.
-        self._origin: Values | None = None
-        self._gathered: Values | None = None
+        self._origin: _Values | None = None
+        self._gathered: _Values | None = None
         self._optimized = False  # an optimizer was seen to update the parameter
         self._steps_since_sync = 0
 
     @property
     def scaling(self) -> Scalings | None:
-        """For each cast of the weight the (quantization multiplier, scale) of its local shard.
-
-        They are those of the global weight, or of its rows or columns. PENDING ones are waited for.
-        """
+        """The scaling of the local shard for each cast. One that is PENDING is waited for."""
         if isinstance(self._scaling, PendingScales):
             self._scaling.wait()
         return None if isinstance(self._scaling, PendingScales) else self._scaling
 
     def resolve(
-        self,
-        pending: PendingScales,
-        scaling: Scalings,
-        all_rows: torch.Tensor | None,
+        self, pending: PendingScales, scaling: Scalings, all_rows: torch.Tensor | None
     ) -> None:
         """Take the scales that were waited for, unless they were dropped in the meantime."""
         if self._scaling is pending:
@@ -181,30 +160,22 @@ class WeightCache:
 
     def store_pending(self, param: torch.Tensor, pending: PendingScales) -> None:
         """The scaling of the values that ``param`` has now is being precomputed."""
-        self._store(param, pending, ScaleState.PENDING)
+        self.store(param, pending, ScaleState.PENDING)
+        # FSDP2 replaces the local tensor of a padded shard when it first runs, on some ranks only.
         self._local_version = None
 
-    def store(self, param: torch.Tensor, scaling: Scalings, source: ScaleState) -> None:
-        """Remember the scaling of the values that ``param`` has now, and is being used with.
-
-        Args:
-            param: the parameter.
-            scaling: (multiplier, scale) for each cast.
-            source: FROM_GATHER or FROM_FORWARD.
-        """
-        self._store(param, scaling, source)
-        self._local_version = _version(local_tensor(param))
-
-    def _store(
-        self,
-        param: torch.Tensor,
-        scaling: Scalings | PendingScales,
-        state: ScaleState,
+    def store(
+        self, param: torch.Tensor, scaling: Scalings | PendingScales, state: ScaleState
     ) -> None:
+        """Remember the scaling of the values that ``param`` has now, as it is used.
+
+        ``state`` says who found it: FROM_GATHER or FROM_FORWARD.
+        """
         origin = self._origin
         self.drop()
         self._origin = origin
-        self.state, self._scaling, self._version = state, scaling, _version(param)
+        self.state, self._scaling = state, scaling
+        self._version, self._local_version = _version(param), _version(local_tensor(param))
         if self._param is not param:
             self._param = param
             self._optimized = False
@@ -214,9 +185,6 @@ class WeightCache:
         """True if scales are known (or PENDING) for ``param``, and for the values it has now."""
         if self._param is not param or self.state in _WITHOUT_SCALES:
             return False
-        # The local tensor's version is compared from one use to the next, not with that at
-        # precompute: FSDP2 replaces the local tensor of a padded shard when it first runs, on some
-        # ranks only.
         local_version = _version(local_tensor(param))
         if self._local_version is None:
             self._local_version = local_version
@@ -224,10 +192,6 @@ class WeightCache:
             self.drop()
             return False
         return True
-
-    def fresh_scaling(self, param: torch.Tensor) -> Scalings | None:
-        """:attr:`scaling` if it is that of the values that ``param`` has now; else None."""
-        return self.scaling if self.is_fresh(param) else None
 
     def precomputed_for_another(self, param: torch.Tensor) -> bool:
         """True if a scale was precomputed for a parameter, and ``param`` is another."""
@@ -250,20 +214,18 @@ class WeightCache:
 
         Args:
             by: the other tensor.
-            gathered: what FSDP2 gathers it from, if it does. What a forward found out about it
-                holds in the backward again, where a checkpointed block asks once more; unless
-                something was dropped in between, or one of the two was written to.
+            gathered: the sharded parameter, if FSDP2 gathered ``by`` from it. What a forward found
+                out about ``by`` holds again in the backward, where a checkpointed block asks once
+                more, unless it was dropped in between or one of the two was written to.
         """
-        origin = None if gathered is None else Values.of(gathered)
-        into = None if by is None else Values.of(by)
         if self.state in (ScaleState.UNKNOWN, ScaleState.FROM_FORWARD):
-            if self._origin is not None and self._origin.param is by:
+            if self._origin is not None and self._origin[0] is by:
                 return  # sharded again
-            again = origin is not None and origin.are(self._origin)
-            if again and into is not None and into.are(self._gathered) and in_backward():
+            same = _is_same(gathered, self._origin) and _is_same(by, self._gathered)
+            if same and in_backward():
                 return
             self.drop()
-        self._origin, self._gathered = origin, into
+        self._origin, self._gathered = _values(gathered), _values(by)
 
     def optimizer_stepped(self, updated: set[int]) -> None:
         """An optimizer took a step, which updated the parameters of these ids."""
@@ -317,3 +279,12 @@ class WeightCache:
 def _version(tensor: torch.Tensor) -> int | None:
     """The version counter of a tensor; None if it keeps none."""
     return None if tensor.is_inference() else tensor._version
+
+
+def _values(param: torch.Tensor | None) -> _Values | None:
+    return None if param is None else (param, _version(param))
+
+
+def _is_same(param: torch.Tensor | None, values: _Values | None) -> bool:
+    """Whether a parameter is the one of ``values``, and has kept them."""
+    return values is not None and values[0] is param and values[1] == _version(values[0])

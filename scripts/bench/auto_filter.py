@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = [measure(shape, args) for shape in tqdm(grid, desc=args.recipe, unit="shape")]
     title = f"{args.recipe} against bf16, {'compiled' if args.compile else 'eager'}"
     data = [row | {"recipe": args.recipe, "compiled": args.compile} for row in found]
-    return finish(args, {title: speedup_table(found, args.recipe, args.least)}, data)
+    return finish(args, {title: speedup_table(found, args.recipe, args.least)}, data=data)
 
 
 if __name__ == "__main__":

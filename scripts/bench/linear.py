@@ -37,22 +37,15 @@ LEAST_OF_TORCHAO = {SPEED: 3.0, OVERHEAD: 2.0}
 
 @dataclasses.dataclass
 class Row:
-    """What is measured of a candidate at a shape; None: it does not apply.
-
-    Attributes:
-        step, micro_batch: seconds.
-        dispatched: operators of a step under a dispatch mode.
-        operators: of a step, nested ones included.
-        decibels: of each GEMM's result, to the exact product of torchao's operands.
-        same_operands: whether these are ours too.
-    """
+    """What is measured of a candidate at a shape; None: it does not apply."""
 
     name: str
     shape: Shape
-    step: float
-    micro_batch: float | None = None
-    dispatched: int = 0
-    operators: int = 0
+    step: float  # seconds
+    micro_batch: float | None = None  # seconds
+    dispatched: int = 0  # operators of a step under a dispatch mode
+    operators: int = 0  # of a step, nested ones included
+    # Of each GEMM's result, to the exact product of torchao's operands; whether these are ours too.
     decibels: dict[str, float] = dataclasses.field(default_factory=dict)
     same_operands: bool | None = None
     dtensors: bool = False
@@ -176,14 +169,14 @@ def _speed(ours: Row, theirs: Row, bf16: Row) -> dict[str, bool]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.linear", __doc__, "benchmarks.md", repeat=21)
-    add = parser.add_argument
+    parser = make_parser(
+        "scripts.bench.linear", __doc__, "benchmarks.md", repeat=21, asserts="a target is missed"
+    )
     shapes = "rows x in_features x out_features; default: 512x1024x1024 16x16x16"
     default = [SPEED, OVERHEAD]
-    add(
+    parser.add_argument(
         "--shapes", type=timing.shape_type, nargs="+", metavar="MxKxN", default=default, help=shapes
     )
-    add("--assert", dest="asserted", action="store_true", help="fail where a target is missed")
     args = start(parser, argv)
     if args.asserted and not set(default) <= set(args.shapes):
         parser.error("--assert is about 512x1024x1024 and 16x16x16: --shapes must have both")
@@ -196,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {"device": args.device, "threads": args.threads}
     (dtensors,) = run_on_ranks(1, measure_dtensors, smallest, args, **options)
     blocks[f"linear on DTensors {timing.shape_text(smallest)}"] = layer_table(dtensors)
-    return finish(args, blocks, [*rows, *dtensors], checks(rows), args.asserted)
+    return finish(args, blocks, checks(rows), [*rows, *dtensors])
 
 
 if __name__ == "__main__":

@@ -132,14 +132,16 @@ def checks(rows: Sequence[Row]) -> list[Check]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.matmul", __doc__, "benchmarks.md", repeat=11)
-    add = parser.add_argument
-    add("--shapes", type=timing.shape_type, nargs="+", metavar="MxKxN", help="default: by device")
-    add("--assert", dest="asserted", action="store_true", help="fail where ours is not ahead")
+    parser = make_parser(
+        "scripts.bench.matmul", __doc__, "benchmarks.md", repeat=11, asserts="ours is not ahead"
+    )
+    parser.add_argument(
+        "--shapes", type=timing.shape_type, nargs="+", metavar="MxKxN", help="default: by device"
+    )
     args = start(parser, argv)
     shapes = args.shapes or SHAPES[args.device]
     rows = [row for shape in shapes for recipe in RECIPES for row in measure(shape, recipe, args)]
-    return finish(args, {"matmul": matmul_table(rows)}, rows, checks(rows), args.asserted)
+    return finish(args, {"matmul": matmul_table(rows)}, checks(rows), rows)
 
 
 if __name__ == "__main__":

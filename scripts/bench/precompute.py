@@ -32,7 +32,7 @@ def precomputing(name: str, args: argparse.Namespace) -> Callable[[], None]:
     """Precompute of a candidate's model: linear layers under FSDP2, one group each."""
     layers = (nn.Linear(args.size, args.size, bias=False) for _ in range(args.layers))
     model = nn.Sequential(*layers).to(args.device)
-    convert(name, model, enable_fsdp_float8_all_gather=True)
+    convert(name, model, shard=True)
     mesh = init_device_mesh(args.device, (dist.get_world_size(),))
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
@@ -73,9 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     blocks = {"precompute": table(["library", "ms", "x fp8_dist"], lines, "lr")}
     shape = {"layers": args.layers, "size": args.size, "ranks": args.ranks}
-    data, asserted = [shape | {"seconds": seconds}], args.least is not None
+    args.asserted = args.least is not None
     faster = partial(timing.check_faster, "precompute", seconds[OURS], seconds.get(PEER))
-    return finish(args, blocks, data, [faster(args.least)] if asserted else [], asserted)
+    checks = [faster(args.least)] if args.asserted else []
+    return finish(args, blocks, checks, [shape | {"seconds": seconds}])
 
 
 if __name__ == "__main__":

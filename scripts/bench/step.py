@@ -13,7 +13,6 @@ The smaller the batch, the more of a step is Python and the latency of collectiv
 """
 
 import argparse
-import dataclasses
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -29,30 +28,15 @@ from scripts.common.candidates import BF16, OURS, TORCHAO, peer_of
 from scripts.common.llama import MODELS, LlamaConfig
 from scripts.common.markdown import table
 from scripts.common.models import after_step, build
-from scripts.common.options import positive
+from scripts.common.options import mesh_text, mesh_type, positive
 from scripts.common.ranks import run_on_ranks
-from scripts.common.report import Check, finish, make_parser, start
+from scripts.common.report import finish, make_parser, start
 
-Mesh = tuple[int, int]  # ranks of dp, tp
+Mesh = dict[str, int]  # sizes of dp and tp
 NAMES = (BF16, *OURS, *TORCHAO)
 # What attention multiplies in on each type of device, if not in bf16: on CPUs, at heads and
 # sequences this short, torch's backward of it in bf16 would be most of a step.
 ATTENTION = {"cpu": torch.float32}
-
-
-@dataclasses.dataclass
-class Run:
-    """Median seconds of a step by candidate, for one model on one mesh."""
-
-    model: str
-    mesh: Mesh
-    compiled: bool
-    seconds: dict[str, float]
-
-    @property
-    def block(self) -> str:
-        """The name of its block in the document."""
-        return f"step {self.model} {mesh_text(self.mesh)}{' compiled' * self.compiled}"
 
 
 def step_of(
@@ -81,12 +65,12 @@ def step_of(
 
 
 def measure(
-    mesh_sizes: Mesh, names: Sequence[str], args: argparse.Namespace
+    axes: Mesh, names: Sequence[str], args: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """Median seconds of a step by model and candidate; called on every rank."""
     mesh = None
     if dist.is_initialized():
-        mesh = init_device_mesh(args.device, mesh_sizes, mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(args.device, (*axes.values(),), mesh_dim_names=(*axes,))
     generator = torch.Generator().manual_seed(0 if mesh is None else mesh.get_local_rank("dp"))
     tokens = torch.randint(256, (2, args.batch_size, args.seq_len), generator=generator)
     batch = tuple(tokens.to(args.device))
@@ -96,23 +80,6 @@ def measure(
         timed = {name: timing.Timed(step) for name, step in steps.items()}
         found[size] = timing.medians(timed, args, warm_up=3, description=size)
     return found
-
-
-def mesh_type(text: str) -> Mesh:
-    """The type of `--mesh`: "none", or sizes of the axes as in "dp=2,tp=2"."""
-    sizes = {"dp": 1, "tp": 1}
-    for axis in [] if text == "none" else text.split(","):
-        name, _, ranks = axis.partition("=")
-        if name not in sizes or not ranks.isdecimal() or int(ranks) < 1:
-            raise argparse.ArgumentTypeError(f"{text}: expected none, dp=N, tp=N or dp=N,tp=N")
-        sizes[name] = int(ranks)
-    return sizes["dp"], sizes["tp"]
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """What `mesh_type` reads."""
-    axes = zip(("dp", "tp"), mesh, strict=True)
-    return ",".join(f"{name}={ranks}" for name, ranks in axes if ranks > 1) or "none"
 
 
 def step_table(seconds: dict[str, float]) -> str:
@@ -130,29 +97,21 @@ def step_table(seconds: dict[str, float]) -> str:
     return table(header, lines, "lr")
 
 
-def checks(runs: Sequence[Run], least: float) -> list[Check]:
-    """The condition of `--assert`, for tensorwise in each run."""
-    return [
-        timing.check_faster(
-            run.block, run.seconds["tensorwise"], run.seconds.get("torchao tensorwise"), least
-        )
-        for run in runs
-    ]
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = make_parser("scripts.bench.step", __doc__, "benchmarks.md", repeat=7)
     add = parser.add_argument
     add("--model", choices=MODELS, nargs="+", default=["debug"], help="default: debug")
-    add("--mesh", type=mesh_type, nargs="+", default=[(1, 1)], help="default: none")
+    add("--mesh", type=mesh_type, nargs="+", default=[mesh_type("none")], help="default: none")
     add("--batch-size", type=positive, default=64, help="rows per rank of dp; %(default)s")
     add("--seq-len", type=positive, default=128, help="tokens per row; %(default)s")
     add("--compile", action="store_true", help="torch.compile each block")
     asserts = "fail unless tensorwise is faster than torchao's by this on each mesh"
     add("--assert", dest="least", type=float, metavar="RATIO", help=asserts)
     args = start(parser, argv)
-    if args.compile and any(math.prod(mesh) > 1 for mesh in args.mesh):
+    if any("dp" not in mesh for mesh in args.mesh):
+        parser.error("--mesh: the axes are dp and tp")
+    if args.compile and any(math.prod(mesh.values()) > 1 for mesh in args.mesh):
         parser.error("--compile is for --mesh none: torchao's layers don't compile with TP")
     return args
 
@@ -160,15 +119,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
-    runs = []
+    runs: dict[str, dict[str, float]] = {}  # seconds by candidate, by name of the block
     for mesh in args.mesh:
         task = partial(measure, mesh, NAMES, args)
-        ranks, options = math.prod(mesh), {"device": args.device, "threads": args.threads}
+        ranks, options = math.prod(mesh.values()), {"device": args.device, "threads": args.threads}
         by_model = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
-        runs += [Run(model, mesh, args.compile, by_model[model]) for model in args.model]
-    blocks = {run.block: step_table(run.seconds) for run in runs}
-    asserted = args.least is not None
-    return finish(args, blocks, runs, checks(runs, args.least) if asserted else [], asserted)
+        for model in args.model:
+            name = f"step {model} {mesh_text(mesh)}{' compiled' * args.compile}"
+            runs[name] = by_model[model]
+    blocks = {name: step_table(seconds) for name, seconds in runs.items()}
+    args.asserted = args.least is not None
+    checks = []
+    if args.asserted:
+        for name, seconds in runs.items():
+            times = seconds["tensorwise"], seconds.get("torchao tensorwise")
+            checks.append(timing.check_faster(name, *times, args.least))
+    return finish(args, blocks, checks, [runs])
 
 
 if __name__ == "__main__":

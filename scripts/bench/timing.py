@@ -47,7 +47,7 @@ def medians(
 
     Args:
         candidates: by name.
-        args: the options: turns, clock, device.
+        args: the options of `make_parser`.
         warm_up: turns before those that count.
         calls: runs in each turn, whose mean is one reading.
         description: of the progress bar.

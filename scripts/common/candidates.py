@@ -58,10 +58,3 @@ def linear_of(name: str, linear: nn.Linear) -> nn.Linear:
     if is_torchaos(name):
         return TorchaoLinear.from_float(linear, config_of(name))
     return Float8Linear.from_float(linear, config_of(name)) if name in OURS else linear
-
-
-def gathers_float8(name: str) -> bool:
-    """Whether FSDP2 can gather a candidate's weights in float8: one copy serves all its GEMMs."""
-    if name in OURS:
-        return config_of(name).gather_cast("weight") is not None
-    return name == "torchao tensorwise"

@@ -21,15 +21,10 @@ _NOT_LIBRARY_SOURCE = {"__pycache__", "dist-packages", "idlelib", "site-packages
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, one uint8 token per byte.
+    """A text, one token per byte."""
 
-    Attributes:
-        tokens: 1-D, uint8, on the CPU.
-        source: where the text came from, for people.
-    """
-
-    tokens: Tensor
-    source: str
+    tokens: Tensor  # 1-D, uint8, on the CPU
+    source: str  # where the text came from, for people
 
     def batch(
         self, *, seed: int, step: int, batch_size: int, seq_len: int, rank: int = 0, ranks: int = 1
@@ -39,11 +34,7 @@ class Corpus:
         The global batch depends on `seed`, `step`, `batch_size` and `seq_len` only, so that runs
         with other recipes and meshes see the same data.
 
-        Args:
-            seed, step: what the windows are drawn from.
-            batch_size: rows of the global batch, a multiple of `ranks`.
-            seq_len: tokens per row; the text must be longer (see `load_corpus`).
-            rank, ranks: this data-parallel rank and their number.
+        `batch_size` must be a multiple of `ranks`, and the text longer than `seq_len` tokens.
 
         Returns:
             Inputs and targets, both int64 of shape (batch_size / ranks, seq_len); the targets
@@ -89,7 +80,6 @@ def load_corpus(path: Path | None, *, seq_len: int, max_bytes: int = MAX_BYTES) 
 
 
 def _files(root: Path, pattern: str, skip: Callable[[str], bool]) -> list[Path]:
-    """Lists the files under `root`, sorted, without those that have a skipped name on their way."""
     return sorted(
         file
         for file in root.rglob(pattern)

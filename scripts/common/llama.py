@@ -23,28 +23,16 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama.
-
-    Attributes:
-        dim: width of the residual stream (d).
-        n_layers: number of transformer blocks.
-        n_heads: query heads; `dim` must be a multiple of it.
-        n_kv_heads: key/value heads, each shared by `n_heads / n_kv_heads` query heads.
-        ffn_dim: hidden width of the SwiGLU feed-forward.
-        vocab_size: rows of the embedding and of the (untied) head.
-        max_seq_len: length of the rotary tables.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: epsilon of the RMS norms.
-    """
+    """Sizes of a Llama."""
 
     dim: int
     n_layers: int
     n_heads: int
-    n_kv_heads: int
+    n_kv_heads: int  # each serves n_heads / n_kv_heads query heads
     ffn_dim: int
-    vocab_size: int = 128256
-    max_seq_len: int = 8192
-    rope_theta: float = 500000.0
+    vocab_size: int = 128256  # rows of the embedding and of the untied head
+    max_seq_len: int = 8192  # length of the rotary tables
+    rope_theta: float = 500000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -96,14 +84,10 @@ def rope_tables(config: LlamaConfig, device: torch.device | None = None) -> tupl
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates channel i with channel i + k/2 of every head by its position's angle.
+    """Rotates channel i with channel i + k/2 of every head by its position's angle, in fp32.
 
-    Args:
-        x: (b, s, heads, k), any floating dtype; the rotation is computed in fp32.
-        cos, sin: (s, k), rows of `rope_tables`.
-
-    Returns:
-        A tensor of x's shape and dtype.
+    x: (b, s, heads, k), any floating dtype, which the result has too. cos, sin: (s, k), rows of
+    `rope_tables`.
     """
     wide = x.float()
     partner = wide.roll(x.shape[-1] // 2, dims=-1)
@@ -219,9 +203,7 @@ class Llama(nn.Module):
         Norm weights become 1, all others are normal with standard deviation `INIT_STD`, divided
         by sqrt(2 * n_layers) where they write to the residual stream (`wo`, `w2`). A parameter
         that is a DTensor gets its shard of the same full tensor, without communication.
-
-        Args:
-            seed: the only source of randomness; values do not depend on the global generator.
+        Values depend on `seed` alone, not on the global generator.
         """
         for name, parameter in self.named_parameters():
             # The drawn tensor is full size, on the CPU, one parameter at a time.

@@ -4,12 +4,9 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "l") -> str:
-    """Returns a table whose columns are padded to one width.
+    """Returns a table with padded columns; one without any text in the rows is left out.
 
-    Args:
-        header: one cell per column.
-        rows: as many cells each. A column without any text in them is left out.
-        align: "l" or "r" per column; the last letter counts for all columns after it.
+    align: "l" or "r" per column; the last letter counts for all columns after it.
     """
     letters = align.ljust(len(header), align[-1])
     columns = zip(letters, zip(header, *rows, strict=True), strict=True)

@@ -14,10 +14,11 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from fp8_dist import convert_to_float8_training, update_float8_scales
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 from scripts.common import candidates
-from scripts.common.candidates import BF16, config_of, gathers_float8, is_torchaos
+from scripts.common.candidates import BF16, config_of, is_torchaos
 from scripts.common.llama import Block, Llama, LlamaConfig
 
 TP = "tp"
+GATHERED_PEER = "torchao tensorwise"  # torchao's only recipe whose weights FSDP2 gathers in float8
 
 
 def build(
@@ -53,7 +54,7 @@ def build(
         shard = mesh is not None and mesh.size() > tp
     with torch.device("meta"):
         model = Llama(sizes)
-    convert(name, model, enable_fsdp_float8_all_gather=shard and gathers_float8(name), **float8)
+    convert(name, model, shard, **float8)
     if mesh is not None and tp > 1:
         apply_tp_plan(model, mesh[TP], tp_plan(name, model, sequence_parallel))
     if compiled:
@@ -81,25 +82,30 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[tuple(name for name in names if name != TP)]
 
 
-def convert(name: str, model: nn.Module, **changes: Any) -> None:
-    """Converts all linear layers of a model but its head; `changes`: of the recipe's config."""
+def convert(name: str, model: nn.Module, shard: bool = False, **changes: Any) -> None:
+    """Converts all linear layers of a model but its head, in place.
+
+    shard: FSDP2 will gather the weights, in float8 where the recipe allows it. changes: fields of
+    the config that differ from the recipe's.
+    """
     if name == BF16:
         return
-    of_torchao = candidates.torchao.convert_to_float8_training if is_torchaos(name) else None
-    call = of_torchao or convert_to_float8_training
-    call(model, module_filter_fn=lambda _, fqn: fqn != "output", config=config_of(name, **changes))
+    call, gather = convert_to_float8_training, "auto" if shard else False
+    if is_torchaos(name):
+        call = candidates.torchao.convert_to_float8_training
+        gather = shard and name == GATHERED_PEER
+    config = config_of(name, enable_fsdp_float8_all_gather=gather, **changes)
+    call(model, module_filter_fn=lambda _, fqn: fqn != "output", config=config)
 
 
 def after_step(name: str, sharded: bool) -> Callable[[nn.Module], None]:
     """What a training loop calls with the model, on all ranks, after the optimizer's step.
 
-    Args:
-        name: the candidate.
-        sharded: whether FSDP2 shards the model.
+    sharded: whether FSDP2 shards the model.
     """
     if name in candidates.OURS:
         return update_float8_scales
-    if is_torchaos(name) and sharded and gathers_float8(name):
+    if name == GATHERED_PEER and sharded:
         return candidates.torchao.precompute_float8_dynamic_scale_for_fsdp
     return lambda model: None
 
@@ -124,7 +130,7 @@ def tp_plan(
     torchao's float8 styles cast tensorwise whatever the recipe: its other recipes get torch's.
     """
     plan = llama_tp_plan(model, sequence_parallel=sequence_parallel)
-    if name != "torchao tensorwise":
+    if name != GATHERED_PEER:
         return plan
     styles = candidates.torchao_styles
     for path, _ in model.named_modules():

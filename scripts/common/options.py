@@ -1,4 +1,4 @@
-"""The options of a training run: their parser, and every check that needs no process group."""
+"""Parsers of command lines, and the options of a training run with all checks of them."""
 
 import argparse
 import math
@@ -9,7 +9,8 @@ from scripts.common.candidates import BF16, RECIPES
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS
 
-AT_LEAST_ONE = ("tp", "steps", "batch_size", "seq_len")
+# The axes of a mesh; the ranks of the last one are consecutive.
+MESHES = (("dp", "tp"), ("replicate", "shard", "tp"))
 
 
 def positive(text: str) -> int:
@@ -20,37 +21,52 @@ def positive(text: str) -> int:
     return value
 
 
-def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser for `python -m MODULE`; names of options must be given in full."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {module}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def mesh_type(text: str) -> dict[str, int]:
+    """The type of `--mesh`: sizes of a mesh's axes as in "dp=2,tp=2"; those left out are 1.
 
-
-def make_parser(description: str | None, prog: str | None = None) -> argparse.ArgumentParser:
-    """Returns the parser of the training options; names must be given in full.
-
-    prog: what usage and errors call the program; None: the script's name.
+    The axes are dp and tp, or replicate, shard and tp (HSDP). "none" is a mesh of one rank.
     """
-    parser = argparse.ArgumentParser(
-        prog=prog,
+    sizes: dict[str, int] = {}
+    for part in [] if text == "none" else text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not (size.isdecimal() and int(size)) or name in sizes:
+            raise argparse.ArgumentTypeError(f"{text}: {part!r} is not NAME=SIZE of a new axis")
+        sizes[name] = int(size)
+    known = next((names for names in MESHES if set(sizes) <= set(names)), None)
+    if known is None:
+        shown = " or ".join(",".join(f"{name}=.." for name in names) for names in MESHES)
+        raise argparse.ArgumentTypeError(f"{text}: use {shown}")
+    return {name: sizes.get(name, 1) for name in known}
+
+
+def mesh_text(sizes: dict[str, int]) -> str:
+    """What `mesh_type` reads."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "none"
+
+
+def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser for `python -m MODULE`, or a script; names of options must be given in full."""
+    return argparse.ArgumentParser(
+        prog=module if module.endswith(".sh") else f"python -m {module}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of a training run."""
+    parser = command_parser(module, description)
     add, flag = parser.add_argument, argparse.BooleanOptionalAction
     add("--model", choices=MODELS, default="debug", help="size of the Llama")
     add("--recipe", choices=RECIPES, default=BF16, help="bf16, or a float8 recipe")
-    add("--dp", type=int, help="data-parallel (FSDP2) ranks; default: all that --tp leaves")
-    add("--tp", type=int, default=1, help="tensor-parallel ranks")
+    add("--dp", type=positive, help="data-parallel (FSDP2) ranks; default: all that --tp leaves")
+    add("--tp", type=positive, default=1, help="tensor-parallel ranks")
     add("--sequence-parallel", action=flag, help="default: on when --tp is above 1")
     add("--compile", action="store_true", help="torch.compile each transformer block")
-    add("--steps", type=int, default=120)
-    add("--batch-size", type=int, default=16, help="rows of the global batch, over all ranks")
-    add("--seq-len", type=int, default=128, help="tokens (bytes) per row")
+    add("--steps", type=positive, default=120)
+    add("--batch-size", type=positive, default=16, help="rows of the global batch, over all ranks")
+    add("--seq-len", type=positive, default=128, help="tokens (bytes) per row")
     add("--lr", type=float, default=1e-3, help="peak; falls linearly to 0 after the warmup")
     add("--warmup", type=int, default=40, help="steps in which --lr is reached linearly")
     add("--seed", type=int, default=0, help="of weights and data")
@@ -64,11 +80,10 @@ def parse_options(
 ) -> argparse.Namespace:
     """Parses and checks the options.
 
-    Errors end the process with status 2. Every rank decides alike: only the options, the number
-    of ranks and the file system are looked at.
+    Errors end the process with status 2, on every rank alike.
 
     Args:
-        parser: what `make_parser` returned, perhaps with other defaults.
+        parser: of `make_parser`, perhaps with other defaults.
         argv: None: the process's own arguments.
         world_size: how many ranks there are; None: as torchrun says, else 1.
 
@@ -90,9 +105,6 @@ def parse_options(
 
 
 def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    for name in AT_LEAST_ONE:
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.warmup < 0:
         parser.error(f"--warmup must not be negative, got {args.warmup}")
     if not (args.lr > 0 and math.isfinite(args.lr)):
@@ -105,8 +117,6 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace, world
     """Checks what the two axes must divide; fills in --dp and --sequence-parallel."""
     if args.dp is None:
         args.dp = max(world_size // args.tp, 1)
-    if args.dp < 1:
-        parser.error("--dp must be at least 1")
     if args.dp * args.tp != world_size:
         parser.error(
             f"--dp {args.dp} times --tp {args.tp} is {args.dp * args.tp}, but there are "

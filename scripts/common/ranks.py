@@ -26,11 +26,9 @@ def run_on_ranks(
 ) -> list[Any]:
     """Calls ``function(*arguments)`` on newly spawned ranks; returns the results by rank.
 
-    Args:
-        world_size: how many ranks, on a default process group.
-        function: at the top level of an importable module; arguments and results are pickled.
-        device: "cpu" (gloo), each rank on cores of its own, or "cuda" (nccl), one GPU per rank.
-        threads: of each rank.
+    The ranks share a default process group: on "cpu" gloo, each rank on cores of its own; on "cuda"
+    NCCL, one GPU per rank. `function` is at the top level of a module; arguments and results are
+    pickled.
 
     Raises:
         ValueError: there are too few GPUs.

@@ -27,7 +27,12 @@ class Check:
 
 
 def make_parser(
-    module: str, description: str | None, page: str | None, repeat: int | None = None
+    module: str,
+    description: str | None,
+    page: str | None,
+    *,
+    repeat: int | None = None,
+    asserts: str | None = None,
 ) -> argparse.ArgumentParser:
     """A parser with the options of all measurements.
 
@@ -35,21 +40,24 @@ def make_parser(
         module: such as "scripts.bench.linear".
         description: the module's docstring.
         page: the document in docs/ whose blocks `--write` replaces; None: there is no `--write`.
-        repeat: the default of `--repeat`; None: nothing is timed.
+        repeat: the default of `--repeat`; None: nothing is timed, and the device is the CPU.
+        asserts: when `--assert` fails; None: this parser does not add that option.
     """
     parser = command_parser(module, description)
-    parser.set_defaults(page=page)
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.set_defaults(page=page, device="cpu", json=None, write=False, asserted=False)
     add = parser.add_argument
     add("--threads", type=positive, default=1, help="of each process on a CPU; %(default)s")
-    add("--device", choices=["cpu", "cuda"], default=kind, help="default: %(default)s")
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
     if repeat is not None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        add("--device", choices=["cpu", "cuda"], default=kind, help="default: %(default)s")
+        add("--json", type=Path, metavar="FILE", help="write the figures there")
         add("--repeat", type=positive, default=repeat, help="turns of each candidate; %(default)s")
         clock = "cpu: CPU time of the process, where others use the machine; default: wall"
         add("--clock", choices=["wall", "cpu"], default="wall", help=clock)
     if page is not None:
         add("--write", action="store_true", help=f"replace the blocks in docs/{page}")
+    if asserts is not None:
+        add("--assert", dest="asserted", action="store_true", help=f"fail where {asserts}")
     return parser
 
 
@@ -68,23 +76,21 @@ def start(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 def finish(
     args: argparse.Namespace,
     blocks: Mapping[str, str],
-    data: Sequence[Any],
     checks: Sequence[Check] = (),
-    asserted: bool = False,
+    data: Sequence[Any] = (),
 ) -> int:
     """Prints and writes what the options ask for; returns the exit status.
 
     Args:
         args: what `start` returned.
         blocks: text by the name of its block.
+        checks: the conditions; with `--assert` the status is 1 if one does not hold.
         data: rows for `--json`, which may be dataclasses.
-        checks: the conditions.
-        asserted: whether the status is 1 if one does not hold.
     """
     where = machine(args.device, args.threads)
     for name, text in blocks.items():
         print(f"{name}\n\n{text}\n")
-        if getattr(args, "write", False):
+        if args.write:
             made = f"`{args.command}` on {where}."
             replace_block(DOCS / args.page, name, f"{made}\n\n{text}")
     for check in checks:
@@ -92,7 +98,7 @@ def finish(
     if args.json is not None:
         result = {"machine": where, "rows": data, "checks": checks}
         args.json.write_text(json.dumps(result, indent=1, default=dataclasses.asdict) + "\n")
-    return 1 if asserted and not all(check.holds for check in checks) else 0
+    return 1 if args.asserted and not all(check.holds for check in checks) else 0
 
 
 def machine(device: str, threads: int) -> str:

@@ -54,10 +54,10 @@ def saved_bytes(
     subclasses count as what they hold.
 
     Args:
-        forward: returns an output, whose graph is kept meanwhile, but not the output.
+        forward: returns an output, whose graph is kept meanwhile.
         kinds: what storages are, by their number of elements; all else is `OTHER`.
         known: tensors that are there anyway, such as parameters.
-        caches: afterwards, what is held beside autograd, to be counted too.
+        caches: returns what is held beside autograd, which counts too.
     """
     tensors: list[torch.Tensor] = []
 

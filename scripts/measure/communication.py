@@ -12,7 +12,7 @@ An *amax all-reduce* is one of forward or backward: of one number, or of one per
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,16 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8_dist.debug import comm_audit
 from fp8_dist.debug.collectives import IGNORED_OPS, read_collective
 from scripts.common import candidates
-from scripts.common.blocks import DOCS, replace_block
 from scripts.common.candidates import BF16
 from scripts.common.llama import LlamaConfig
 from scripts.common.markdown import table
 from scripts.common.models import after_step, build
-from scripts.common.options import command_parser
 from scripts.common.ranks import run_on_ranks
+from scripts.common.report import Check, finish, make_parser, start
 from scripts.common.saved_bytes import rewrites_ops
 
-PAGE = DOCS / "communication.md"
 LAYERS, SEQUENCE, BATCH = 4, 32, 2  # BATCH: sequences per data-parallel rank
 SIZES = LlamaConfig(64, LAYERS, 4, 4, 128, vocab_size=256, max_seq_len=SEQUENCE)
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -44,19 +42,12 @@ MESHES = {FSDP: (2, 1), TP: (1, 2), BOTH: (2, 2)}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
-    """What multiplies and communicates.
-
-    Attributes:
-        name: of the row.
-        candidate: see scripts/common/candidates.py.
-        update: whether precompute (for delayed scales: the sync) follows the optimizer's step.
-        float8: fields of the library's config that differ from the recipe's.
-    """
+    """What multiplies and communicates: a candidate (scripts/common/candidates.py) in some way."""
 
     name: str
     candidate: str
-    update: bool = True
-    float8: dict[str, Any] = dataclasses.field(default_factory=dict)
+    update: bool = True  # precompute, or the sync of delayed scales, follows the optimizer's step
+    float8: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to the config
 
 
 RANK: dict[str, Any] = {"amax_scope": "rank"}
@@ -73,29 +64,24 @@ ROWWISE = Variant("fp8_dist rowwise", "rowwise", update=False)
 TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
 TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
 VARIANTS = (PLAIN, OURS, OURS_PRECOMPUTED, OURS_RANK, FOLDED, FOLDED_RANK, DELAYED, ROWWISE)
+# Under tensor parallelism, with scales of weights known: of 4 inputs (of attention, wo,
+# feed-forward, w2) and 7 output gradients; with amax_scope="rank" of what is gathered, the inputs
+# of the two blocks and the output gradients of wo and w2; with rowwise_folded of the inputs of wo
+# and w2 and the output gradients of the five column-parallel layers.
+AMAX_PER_LAYER = {OURS_PRECOMPUTED: 11, OURS_RANK: 4, FOLDED: 7, FOLDED_RANK: 0, DELAYED: 0}
 
 
 class Row(NamedTuple):
-    """What one rank counts in one step; all ranks count alike.
-
-    Attributes:
-        mesh, variant: names.
-        counts: collectives of the step, precompute's included, by op.
-        sizes: bytes of their buffers, by op; as in `comm_audit`.
-        float8_gathered: those of `sizes["all_gather"]` that are float8.
-        precompute: collectives of precompute alone.
-        amax: amax all-reduces.
-        blocking: the blocking ones among them.
-    """
+    """What one rank counts in one step; all ranks count alike."""
 
     mesh: str
     variant: str
-    counts: dict[str, int]
-    sizes: dict[str, int]
-    float8_gathered: int
-    precompute: int
-    amax: int
-    blocking: int
+    counts: dict[str, int]  # collectives by op, those of precompute included
+    sizes: dict[str, int]  # bytes of their buffers by op, as in `comm_audit`
+    float8_gathered: int  # those of sizes["all_gather"] that are float8
+    precompute: int  # collectives of precompute alone
+    amax: int  # amax all-reduces
+    blocking: int  # the blocking ones among them
 
 
 class AmaxReductions(TorchDispatchMode):
@@ -196,85 +182,63 @@ def rows_table(rows: Sequence[Row]) -> str:
     return table([*head, "precompute", "amax / layer", "blocking / layer"], lines)
 
 
-def broken_promises(rows: Sequence[Row]) -> Iterator[str]:
-    """What does not hold of what is promised about the library's rows, a sentence each."""
-    known = {(row.mesh, row.variant): row for row in rows}
+def checks(rows: Sequence[Row]) -> list[Check]:
+    """The conditions of `--assert`, about the library's rows."""
+    found = []
 
-    def row(mesh: str, variant: Variant) -> Row:
-        return known[mesh, variant.name]
+    def add(row: Row, sentence: str, holds: bool) -> None:
+        found.append(Check(f"{row.mesh}, {row.variant}: {sentence}", holds))
 
-    for mesh in MESHES:
-        theirs = known.get((mesh, TORCHAO.name))
-        best = known.get((mesh, TORCHAO_PRECOMPUTED.name), theirs)
-        for variant, peer in ((OURS, theirs), (OURS_PRECOMPUTED, best), (OURS_RANK, best)):
-            ours = known.get((mesh, variant.name))
+    by_mesh = {mesh: {row.variant: row for row in rows if row.mesh == mesh} for mesh in MESHES}
+    for mesh, here in by_mesh.items():
+        plain = here.get(TORCHAO.name)
+        best = here.get(TORCHAO_PRECOMPUTED.name, plain)
+        for variant, peer in ((OURS, plain), (OURS_PRECOMPUTED, best), (OURS_RANK, best)):
+            ours = here.get(variant.name)
             if ours is not None and peer is not None:
-                yield from _above(ours, peer)
-        if row(mesh, DELAYED).precompute > 1:
-            yield f"{mesh}, {DELAYED.name}: more than one all-reduce per sync"
+                sentence = f"no more collectives or bytes of any kind than {peer.variant}"
+                add(ours, sentence, _at_most(ours, peer))
+        gathers = here[OURS.name].counts["all_gather"]
         for variant in (FOLDED, DELAYED):
-            if row(mesh, variant).counts["all_gather"] != row(mesh, OURS).counts["all_gather"]:
-                yield f"{mesh}, {variant.name}: other all-gathers than tensorwise"
-    fsdp, tp, both = (row(mesh, OURS_PRECOMPUTED) for mesh in (FSDP, TP, BOTH))
-    of_tp = tp.counts["all_reduce"] - tp.precompute
-    for ours, allowed in ((fsdp, 1), (both, 1 + of_tp)):
-        if ours.precompute != 1 or ours.counts["all_reduce"] > allowed:
-            yield (
-                f"{ours.mesh}, {ours.variant}: {ours.counts['all_reduce']} all-reduces, "
-                f"{ours.precompute} of them precompute's, where {allowed} and 1 are allowed"
-            )
-    folded = row(FSDP, FOLDED).counts["all_reduce"]
-    if folded:
-        yield f"{FSDP}, {FOLDED.name}: {folded} all-reduces, not 0"
-    # Amax all-reduces per layer where weights need none: of 4 inputs (of attention, wo,
-    # feed-forward, w2) and 7 output gradients; with amax_scope="rank" of what is gathered, the
-    # inputs of the two blocks and the output gradients of wo and w2; with rowwise_folded of the
-    # inputs of wo and w2 and the output gradients of the five column-parallel layers.
-    most = {OURS_PRECOMPUTED: 11, OURS_RANK: 4, FOLDED: 7, FOLDED_RANK: 0, DELAYED: 0}
-    for mesh in (TP, BOTH):
-        for variant, allowed in most.items():
-            found = row(mesh, variant).amax / LAYERS
-            if found > allowed:
-                yield f"{mesh}, {variant.name}: {found:g} amax all-reduces per layer, not {allowed}"
+            ours = here[variant.name]
+            same = ours.counts["all_gather"] == gathers
+            add(ours, f"{gathers} all-gathers, as tensorwise", same)
+        delayed = here[DELAYED.name]
+        add(delayed, "at most one all-reduce per sync", delayed.precompute <= 1)
+        for variant, most in {} if mesh == FSDP else AMAX_PER_LAYER.items():
+            ours = here[variant.name]
+            add(ours, f"at most {most} amax all-reduces per layer", ours.amax <= most * LAYERS)
+    of_tp = by_mesh[TP][OURS_PRECOMPUTED.name]
+    for mesh, most in ((FSDP, 1), (BOTH, 1 + of_tp.counts["all_reduce"] - of_tp.precompute)):
+        ours = by_mesh[mesh][OURS_PRECOMPUTED.name]
+        few = ours.precompute == 1 and ours.counts["all_reduce"] <= most
+        add(ours, f"at most {most} all-reduces, one of them precompute's", few)
+    folded = by_mesh[FSDP][FOLDED.name]
+    add(folded, "no all-reduce", folded.counts["all_reduce"] == 0)
+    return found
 
 
-def _above(ours: Row, theirs: Row) -> Iterator[str]:
-    """Where a row counts or moves more than another one on the same mesh."""
-    for op in OPS:
-        for what, mine, other in (
-            ("collectives", ours.counts, theirs.counts),
-            ("bytes", ours.sizes, theirs.sizes),
-        ):
-            if mine[op] > other[op]:
-                yield (
-                    f"{ours.mesh}, {ours.variant}: {mine[op]:,} {what} of {op}, above the "
-                    f"{other[op]:,} of {theirs.variant}"
-                )
+def _at_most(ours: Row, theirs: Row) -> bool:
+    return all(
+        ours.counts[op] <= theirs.counts[op] and ours.sizes[op] <= theirs.sizes[op] for op in OPS
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = command_parser("scripts.measure.communication", __doc__)
-    add = parser.add_argument
-    add("--write", action="store_true", help="replace the table of docs/communication.md")
-    add("--assert", dest="check", action="store_true", help="fail where a promise is broken")
-    args = parser.parse_args(argv)
+    asserts = "a row of the library has more collectives or bytes than it should"
+    parser = make_parser(
+        "scripts.measure.communication", __doc__, "communication.md", asserts=asserts
+    )
+    args = start(parser, argv)
     if args.write and candidates.torchao is None:
         parser.error("--write needs torchao, whose rows are part of the document: install it")
     rows: list[Row] = []
     for name, (dp, tp) in MESHES.items():
-        by_rank = run_on_ranks(dp * tp, rows_of, name, variants(name))
+        by_rank = run_on_ranks(dp * tp, rows_of, name, variants(name), threads=args.threads)
         assert all(theirs == by_rank[0] for theirs in by_rank), "ranks count differently"
         rows += by_rank[0]
-    print(rows_table(rows))
-    if args.write:
-        replace_block(PAGE, "rows", rows_table(rows))
-    broken = list(broken_promises(rows))
-    for sentence in broken:
-        print(f"broken: {sentence}", file=sys.stderr)
-    if not broken:
-        print("every promise holds")
-    return int(args.check and bool(broken))
+    return finish(args, {"rows": rows_table(rows)}, checks(rows))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from scripts.measure.operands import Operands, exact
 WAYS = ("rowwise", "direct", "ours", "chained")
 FIGURES = (
     "grad_input",
-    "worst rows of grad_input",
     "grad_weight",
     "worst rows of grad_weight",
     "worst columns of grad_weight",
@@ -82,7 +81,6 @@ def fold_figures(operands: Operands) -> ByWay:
     for way, (first, second) in gradients(operands).items():
         values = (
             sqnr(grad_input, first),
-            sqnr_of_worst(grad_input, first, 1),
             sqnr(grad_weight, second),
             sqnr_of_worst(grad_weight, second, 1),
             sqnr_of_worst(grad_weight, second, 0),

@@ -24,8 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fp8_dist import invalidate_float8_scales, selective_checkpoint_policy
-from fp8_dist.linear import float8_layers
+from fp8_dist import float8_layers, invalidate_float8_scales, selective_checkpoint_policy
 from scripts.common.candidates import BF16, OURS, TORCHAO, linear_of
 from scripts.common.llama import Block, LlamaConfig, rope_tables
 from scripts.common.markdown import table
@@ -214,12 +213,8 @@ def checks(layers: Mapping[str, Held], depths: Mapping[str, Mapping[int, Held]])
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.measure.memory", __doc__, page="memory.md")
-    asserted = "fail where more is kept"
-    parser.add_argument("--assert", dest="asserted", action="store_true", help=asserted)
+    parser = make_parser("scripts.measure.memory", __doc__, "memory.md", asserts="more is kept")
     args = start(parser, argv)
-    if args.device != "cpu":
-        parser.error("--device cpu: bytes are counted there; they are the same elsewhere")
     layers = {name: of_layer(name) for name in NAMES}
     blocks = {name: {mode: of_block(name, mode) for mode in MODES} for name in NAMES}
     depths = run_on_ranks(RANKS, of_depths, NAMES, DEPTHS)[0]
@@ -228,8 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "block": block_table(blocks),
         "depth": depth_table(depths),
     }
-    data = [{"layers": layers, "blocks": blocks, "depths": depths}]
-    return finish(args, tables, data, checks(layers, depths), args.asserted)
+    return finish(args, tables, checks(layers, depths))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from scripts.common.options import command_parser
 
 PAGE = DOCS / "mesh_grid.md"
 ROOT = DOCS.parent
+TESTS = "tests/distributed/test_mesh_grid.py"
 
 
 def results(junit: Path) -> list[dict[str, str]]:
@@ -44,15 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = command_parser("scripts.measure.mesh_grid", __doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    parser.add_argument("--junit", type=Path, help="results of an earlier run: run nothing")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        junit = args.junit or Path(folder) / "results.xml"
-        status = 0
-        if args.junit is None:
-            (tests,) = ROOT.glob("tests/**/test_mesh_grid.py")
-            command = [sys.executable, "-m", "pytest", "-q", str(tests), f"--junitxml={junit}"]
-            status = subprocess.run(command, cwd=ROOT).returncode
+        junit = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", "-q", TESTS, f"--junitxml={junit}"]
+        status = subprocess.run(command, cwd=ROOT).returncode
         found = verdicts_table(results(junit))
     if args.check:
         same = read_block(PAGE, "verdicts") == found

@@ -1,6 +1,5 @@
 """Operands of linear layers to multiply: of a training run, and made to be hard to cast."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +16,8 @@ MODEL, BATCH_SIZE, SEQ_LEN, LR, WARMUP = "debug", 8, 64, 1e-3, 40
 LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 LINEARS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 ZERO_ROWS = "10 % of weight rows zero"
+WEIGHT_ROWS = "weight rows of lognormal(2.5) size"
+INPUT_CHANNELS = "3 % of input channels x 30,000"
 OUTPUT_CHANNELS = "output channels of lognormal(2.5) size"
 
 
@@ -32,9 +33,6 @@ class Operands(NamedTuple):
     input: Tensor
     weight: Tensor
     grad_output: Tensor
-
-
-Change = Callable[[Operands], object]  # in place
 
 
 def exact(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,44 +113,15 @@ def _listen(
 
 
 def stress_cases(seed: int, m: int = 1024, k: int = 512, n: int = 768) -> dict[str, Operands]:
-    """Normal operands, and what training may do to them, one by one and together."""
+    """Normal operands, and what training may do to them, by name."""
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator)
-
-    def tokens(operands: Operands) -> None:
-        operands.input.mul_(torch.exp(2 * normal(m, 1)))
-        operands.grad_output.mul_(torch.exp(2 * normal(m, 1)))
-
-    def zero_tokens(operands: Operands) -> None:
-        operands.input[::50] = 0
-        operands.grad_output[::50] = 0
-
-    def channels(factor: float) -> Change:
-        return lambda operands: operands.input[:, ::37].mul_(factor)
-
-    def zero_weight_rows(operands: Operands) -> None:
-        operands.weight[::10] = 0
-
-    def weight_rows(operands: Operands) -> None:
-        operands.weight.mul_(torch.exp(2.5 * normal(n, 1)))
-
-    def output_channels(operands: Operands) -> None:
-        operands.grad_output.mul_(torch.exp(2.5 * normal(n)))
-
-    cases: dict[str, list[Change]] = {
-        "normal": [],
-        "tokens of lognormal(2) size": [tokens],
-        "2 % of tokens zero": [zero_tokens],
-        "3 % of input channels x 30": [channels(30)],
-        ZERO_ROWS: [zero_weight_rows],
-        "weight rows of lognormal(2.5) size": [weight_rows],
-        "all of these": [tokens, zero_tokens, channels(30), zero_weight_rows, weight_rows],
-        "3 % of input channels x 30,000": [channels(30_000)],
-        OUTPUT_CHANNELS: [output_channels],
+    cases = {
+        case: Operands(normal(m, k), 0.02 * normal(n, k), 1e-3 * normal(m, n))
+        for case in ("normal", ZERO_ROWS, WEIGHT_ROWS, INPUT_CHANNELS, OUTPUT_CHANNELS)
     }
-    made = {}
-    for name, changes in cases.items():
-        made[name] = Operands(normal(m, k), 0.02 * normal(n, k), 1e-3 * normal(m, n))
-        for change in changes:
-            change(made[name])
-    return made
+    cases[ZERO_ROWS].weight[::10] = 0
+    cases[WEIGHT_ROWS].weight.mul_(torch.exp(2.5 * normal(n, 1)))
+    cases[INPUT_CHANNELS].input[:, ::37].mul_(30_000)
+    cases[OUTPUT_CHANNELS].grad_output.mul_(torch.exp(2.5 * normal(n)))
+    return cases

@@ -7,8 +7,8 @@ float8 and compares with the product in fp64. SQNR is 20 log10(|exact| / |exact 
 """
 
 import dataclasses
+import math
 import sys
-from collections.abc import Iterator
 from statistics import fmean
 
 import torch
@@ -16,27 +16,25 @@ from torch import nn
 from tqdm import tqdm
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity
-from fp8_dist.config import Gemm
-from scripts.common.blocks import DOCS, replace_block
 from scripts.common.candidates import OURS
+from scripts.common.gemms import GEMMS
 from scripts.common.markdown import table
 from scripts.common.metrics import sqnr
-from scripts.common.options import command_parser, positive
+from scripts.common.options import positive
+from scripts.common.report import Check, finish, make_parser, start
 from scripts.measure.folds import FIGURES, WAYS, ByWay, fold_figures
 from scripts.measure.operands import Operands, Place, exact, record, stress_cases
 
-PAGE = DOCS / "sqnr.md"
 # A delayed scale is that of earlier steps, which a single record doesn't have.
 RECIPES = [name for name in OURS if name != "delayed"]
 TOLERANCE = 0.1  # dB that rowwise_folded may be behind rowwise
-GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 EXACT_SCALES = "rowwise, exact scales"
 E5M2_GRADIENTS = "rowwise, e5m2 gradients"
 ONE_SCALE = "tensorwise, e4m3 gradients"
 ONE_POWER_OF_2 = f"{ONE_SCALE}, power-of-two scale"
 VARIANTS = ("rowwise", EXACT_SCALES, E5M2_GRADIENTS, "tensorwise", ONE_SCALE, ONE_POWER_OF_2)
 
-Figures = dict[Place, dict[str, dict[Gemm, float]]]  # SQNR in dB, by config
+Figures = dict[Place, dict[str, dict[str, float]]]  # SQNR in dB, by config
 
 
 def configs() -> dict[str, Float8LinearConfig]:
@@ -57,7 +55,7 @@ def configs() -> dict[str, Float8LinearConfig]:
     }
 
 
-def products(operands: Operands, config: Float8LinearConfig) -> dict[Gemm, torch.Tensor]:
+def products(operands: Operands, config: Float8LinearConfig) -> dict[str, torch.Tensor]:
     """The output and the gradients of a Float8Linear, fp32."""
     n, k = operands.weight.shape
     linear = nn.Linear(k, n, bias=False)
@@ -71,7 +69,7 @@ def products(operands: Operands, config: Float8LinearConfig) -> dict[Gemm, torch
     return dict(zip(GEMMS, (output.detach(), x.grad, layer.weight.grad), strict=True))
 
 
-def measure(operands: Operands) -> dict[str, dict[Gemm, float]]:
+def measure(operands: Operands) -> dict[str, dict[str, float]]:
     """SQNR of the three GEMMs in dB, by config."""
     expected = dict(zip(GEMMS, exact(operands), strict=True))
     return {
@@ -81,17 +79,18 @@ def measure(operands: Operands) -> dict[str, dict[Gemm, float]]:
     }
 
 
-def broken_promises(figures: Figures) -> Iterator[str]:
-    """Where rowwise_folded is behind rowwise, a sentence each."""
-    for place, by_config in figures.items():
-        for gemm in GEMMS:
-            behind = by_config["rowwise"][gemm] - by_config["rowwise_folded"][gemm]
-            # (So that a NaN is a broken promise too.)
-            if not behind <= TOLERANCE:
-                yield (
-                    f"{place.linear}, step {place.step}, {gemm}: rowwise_folded is "
-                    f"{behind:.2f} dB behind rowwise, more than {TOLERANCE:g}"
-                )
+def checks(figures: Figures) -> list[Check]:
+    """The condition of `--assert`, said of the linear layer that is closest to breaking it."""
+    behind = {
+        (by_config["rowwise"][gemm] - by_config["rowwise_folded"][gemm], place, gemm)
+        for place, by_config in figures.items()
+        for gemm in GEMMS
+    }
+    # A NaN is a broken promise too.
+    worst, (linear, step), gemm = max(behind, key=lambda each: (math.isnan(each[0]), each[0]))
+    sentence = f"rowwise_folded is at most {TOLERANCE:g} dB behind rowwise"
+    furthest = f"furthest, {worst:.4f} dB, in {linear}, step {step}, {gemm}"
+    return [Check(f"{sentence}; {furthest}", worst <= TOLERANCE)]
 
 
 def decibels(value: float) -> str:
@@ -136,14 +135,13 @@ def folds_table(recorded: list[ByWay], stressed: dict[str, ByWay]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = command_parser("scripts.measure.sqnr", __doc__)
-    add = parser.add_argument
+    asserts = f"rowwise_folded is more than {TOLERANCE:g} dB behind rowwise"
+    parser = make_parser("scripts.measure.sqnr", __doc__, "sqnr.md", asserts=asserts)
     steps = "steps that are recorded; the last one ends the training (default: 5 300)"
-    add("--at", type=positive, nargs="+", default=[5, 300], metavar="STEP", help=steps)
-    add("--write", action="store_true", help="replace the tables of docs/sqnr.md")
-    failing = f"fail where rowwise_folded is more than {TOLERANCE:g} dB behind rowwise"
-    add("--assert", dest="check", action="store_true", help=failing)
-    args = parser.parse_args(argv)
+    parser.add_argument(
+        "--at", type=positive, nargs="+", default=[5, 300], metavar="STEP", help=steps
+    )
+    args = start(parser, argv)
     operands = record(args.at, seed=0)
     progress = tqdm(operands.items(), desc="multiplying", unit="layer")
     figures = {place: measure(each) for place, each in progress}
@@ -154,16 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         "variants": variants_table(figures),
         "folds": folds_table(recorded, stressed),
     }
-    for name, text in blocks.items():
-        print(f"{text}\n")
-        if args.write:
-            replace_block(PAGE, name, text)
-    broken = list(broken_promises(figures))
-    for sentence in broken:
-        print(f"broken: {sentence}", file=sys.stderr)
-    if not broken:
-        print(f"rowwise_folded is nowhere more than {TOLERANCE:g} dB behind rowwise")
-    return int(args.check and bool(broken))
+    return finish(args, blocks, checks(figures))
 
 
 if __name__ == "__main__":

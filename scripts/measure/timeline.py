@@ -1,110 +1,171 @@
-"""Shows which collectives of a training step run beside the main thread's work.
+"""Shows which collectives of a training step are issued before work that does not need them.
 
     python -m scripts.measure.timeline --assert --write
 
-Starts ranks on this machine (gloo, CPU) that train a Llama with float8 gathers, traces steps with
-torch.profiler on rank 0, and reads the trace of the shortest one. The order of events, which
-`--assert` checks, does not depend on the machine; times do.
+Starts two ranks (gloo, CPU) that train a Llama under FSDP2 with float8 gathers, traces a step with
+torch.profiler on rank 0, and reads the order of the main thread's events. The order does not
+depend on the machine.
+
+A collective is *issued* by a ``c10d::`` operator. Its result is *used* where FSDP2 copies it out of
+a gather, or where ``wait_tensor`` waits for the all-reduce of precompute. FSDP2 waits for a
+reduce-scatter where it issues it.
 """
 
-import argparse
-import math
 import sys
-import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from scripts.common.blocks import DOCS, replace_block
 from scripts.common.llama import MODELS
 from scripts.common.markdown import table
-from scripts.common.options import command_parser, positive
 from scripts.common.ranks import run_on_ranks
-from scripts.common.report import Check, machine
-from scripts.measure.trace import FLOAT8_WEIGHTS, KINDS, PRECOMPUTED, Timeline, read
-from scripts.measure.traced_step import BATCH_SIZE, FORWARD, PRECOMPUTE, events_of, trace_step
+from scripts.common.report import Check, finish, make_parser, start
+from scripts.measure.traced_step import FORWARD, PRECOMPUTE, STEP, traced_step
 
-PAGE = DOCS / "timeline.md"
-MODEL = MODELS["small"]
+MODEL, RANKS = MODELS["small"], 2
+FLOAT8_WEIGHTS = "weight all-gather, float8"
+OTHER_WEIGHTS = "weight all-gather, bf16"
+GRADIENTS = "gradient reduce-scatter"
+PRECOMPUTED = "amax all-reduce of precompute"
+KINDS = (PRECOMPUTED, FLOAT8_WEIGHTS, OTHER_WEIGHTS, GRADIENTS)
+WAIT = "_c10d_functional::wait_tensor"
+GATHER, COPY_OUT = "FSDP::all_gather", "FSDP::all_gather_copy_out"
+
+
+class Span(NamedTuple):
+    """An event of the main thread; times are microseconds since the step began.
+
+    `dtype` is that of the tensor that a collective, or a wait, is about.
+    """
+
+    name: str
+    begin: float
+    end: float
+    dtype: str = ""
+
+    def contains(self, other: "Span") -> bool:
+        """Whether the other one lasted within this one."""
+        return self.begin <= other.begin and other.end <= self.end
+
+
+class Collective(NamedTuple):
+    """A collective: its kind, the operator that issued it, the innermost range around that."""
+
+    kind: str
+    issued: Span
+    within: Span
+
+
+@dataclass
+class Timeline:
+    """The main thread's events in one step, in order."""
+
+    ranges: list[Span] = field(default_factory=list)
+    operators: list[Span] = field(default_factory=list)
+
+    def range(self, name: str) -> Span:
+        """The first range of a name."""
+        return next(span for span in self.ranges if span.name == name)
+
+    def around(self, span: Span) -> Span:
+        """The innermost range around an operator."""
+        return [each for each in self.ranges if each.contains(span)][-1]
+
+    def collectives(self) -> list[Collective]:
+        """All collectives, in the order of their issue."""
+        issued = [span for span in self.operators if span.name.startswith("c10d::")]
+        found = [(span, self.around(span)) for span in issued]
+        return [Collective(_kind(span, within), span, within) for span, within in found]
+
+    def waits_for_precompute(self) -> list[Span]:
+        """Where the main thread waits for the bits of amaxes, which are int32."""
+        return [span for span in self.operators if (span.name, span.dtype) == (WAIT, "int")]
+
+    def hidden(self, collective: Collective) -> bool:
+        """Whether other operators run between the issue of a collective and the first use."""
+        end = collective.within.end
+        if collective.kind == PRECOMPUTED:
+            uses = self.waits_for_precompute()
+        elif collective.within.name.startswith(GATHER):
+            name = collective.within.name.replace(GATHER, COPY_OUT)
+            uses = [span for span in self.ranges if span.name == name]
+        else:
+            return False
+        use = min((span.begin for span in uses if span.begin >= end), default=end)
+        return any(
+            end <= span.begin < use and not self.around(span).name.startswith("FSDP::")
+            for span in self.operators
+        )
+
+
+def _kind(issued: Span, within: Span) -> str:
+    if within.name == PRECOMPUTE:
+        return PRECOMPUTED
+    if issued.name.startswith("c10d::_reduce_scatter"):
+        return GRADIENTS
+    return FLOAT8_WEIGHTS if issued.dtype == "unsigned char" else OTHER_WEIGHTS
+
+
+def read(events: Sequence[dict[str, Any]]) -> Timeline:
+    """The main thread's part of a trace's events."""
+    (step,) = (event for event in events if event["name"] == STEP)
+    end = step["ts"] + step["dur"]
+    found = Timeline()
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        if event["tid"] == step["tid"] and step["ts"] <= event["ts"] < end and event is not step:
+            begin, types = event["ts"] - step["ts"], event.get("args", {}).get("Input type")
+            # Operators of c10d that have an output take it first, in the same dtype.
+            span = Span(event["name"], begin, begin + event["dur"], types[0] if types else "")
+            in_range = event["cat"] == "user_annotation"
+            (found.ranges if in_range else found.operators).append(span)
+    return found
 
 
 def collectives_table(timeline: Timeline) -> str:
-    """For each kind of collective: how many, how long, and how long beside the main thread's work.
-
-    Times of collectives that are under way together add up.
-    """
+    """For each kind of collective: how many there are, and how many are issued before work."""
     lines = []
     for kind in KINDS:
-        found = timeline.of(kind)
-        if found:
-            under_way = sum(c.under_way.end - c.under_way.begin for c in found)
-            beside = sum(map(timeline.overlapped, found))
-            share = f"{100 * beside / under_way:.0f} %"
-            lines.append([kind, str(len(found)), f"{under_way:.2f}", f"{beside:.2f}", share])
-    head = ["collective", "count", "under way, ms", "beside work, ms", "overlapped"]
-    return table(head, lines, "lr")
+        found = [each for each in timeline.collectives() if each.kind == kind]
+        lines.append([kind, str(len(found)), str(sum(map(timeline.hidden, found)))])
+    return table(["collective", "count", "with work before its result is used"], lines, "lr")
 
 
 def checks(timeline: Timeline) -> list[Check]:
-    """What is said of precompute's all-reduce, looked up in the order of the trace's events."""
-    call, forward = timeline.phases[PRECOMPUTE], timeline.phases[FORWARD]
-    reductions, waits = timeline.of(PRECOMPUTED), timeline.precompute_waits
-    gathers = timeline.of(FLOAT8_WEIGHTS)
+    """What is said of precompute's all-reduce and of gathers, in the order of the events."""
+    call, waits = timeline.range(PRECOMPUTE), timeline.waits_for_precompute()
+    found = timeline.collectives()
+    gathers = [each for each in found if each.kind == FLOAT8_WEIGHTS]
+    reductions = [each for each in found if each.kind == PRECOMPUTED]
+    in_call = [span for span in timeline.operators if span.name == WAIT and call.contains(span)]
     first_use = [
-        op
-        for op, within in waits
-        if gathers and gathers[0].within == within and op.end <= gathers[0].issued.begin
+        wait
+        for wait in waits
+        if gathers[0].within.contains(wait) and wait.end <= gathers[0].issued.begin
     ]
+    in_forward = [timeline.range(FORWARD).contains(wait) for wait in waits]
+    first, cast = "the wait is where the first float8 weights are cast", "just before their gather"
+    gather = "every float8 gather is issued before work that does not need it"
     return [
-        Check(
-            "precompute issues one all-reduce before it returns",
-            len(reductions) == 1 and call.contains(reductions[0].issued),
-        ),
-        Check("precompute waits for nothing", not any(map(call.contains, timeline.waits))),
-        Check(
-            "its result is waited for once, in forward",
-            len(waits) == 1 and forward.contains(waits[0][0]),
-        ),
-        Check(
-            "the wait is where the first float8 weights are cast, just before their gather",
-            len(first_use) == 1,
-        ),
+        Check("precompute issues one all-reduce before it returns", len(reductions) == 1),
+        Check("precompute waits for nothing", not in_call),
+        Check("its result is waited for once, in forward", in_forward == [True]),
+        Check(f"{first}, {cast}", len(first_use) == 1),
+        Check(gather, bool(gathers) and all(map(timeline.hidden, gathers))),
     ]
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with `mesh` as (dp, tp); errors end the process with status 2."""
-    parser = command_parser("scripts.measure.timeline", __doc__)
-    add = parser.add_argument
-    add("--dp", type=positive, default=2, help="FSDP2 ranks, 2 or more; %(default)s")
-    add("--tp", type=positive, default=1, help="tensor-parallel ranks; %(default)s")
-    add("--repeat", type=positive, default=20, help="steps that are traced; %(default)s")
-    add("--trace", type=Path, metavar="FILE", help="keep the trace there, for Perfetto")
-    add("--write", action="store_true", help="replace the table of docs/timeline.md")
-    add("--assert", dest="asserted", action="store_true", help="fail if the order is another one")
-    args = parser.parse_args(argv)
-    if args.dp < 2:
-        parser.error(f"--dp {args.dp}: use 2 or more, it is about FSDP2's gathers")
-    if BATCH_SIZE % args.dp:
-        parser.error(f"--dp {args.dp} does not divide the {BATCH_SIZE} rows of a batch")
-    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    args = parse(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        trace = (args.trace or Path(folder) / "trace.json").absolute()
-        mesh = (args.dp, args.tp)
-        run_on_ranks(math.prod(mesh), trace_step, trace, MODEL, mesh, args.repeat)
-        timeline = read(events_of(trace))
-    found = checks(timeline)
-    verdicts = [f"{'holds' if check.holds else 'BROKEN'}: {check.sentence}" for check in found]
-    shown = collectives_table(timeline)
-    print("\n".join([shown, "", *verdicts]))
-    if args.write:
-        listed = "\n".join(f"- {verdict}" for verdict in verdicts)
-        replace_block(PAGE, "timeline", f"{shown}\n\n{listed}\n\nOn {machine('cpu', 1)}.")
-    return int(args.asserted and not all(check.holds for check in found))
+    asserts = "the order is another one"
+    parser = make_parser("scripts.measure.timeline", __doc__, "timeline.md", asserts=asserts)
+    trace_help = "keep the trace there, for Perfetto"
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
+    args = start(parser, argv)
+    trace = args.trace and args.trace.absolute()
+    timeline = read(run_on_ranks(RANKS, traced_step, MODEL, trace, threads=args.threads)[0])
+    blocks = {"timeline": collectives_table(timeline)}
+    return finish(args, blocks, checks(timeline))
 
 
 if __name__ == "__main__":

@@ -13,39 +13,31 @@ import json
 import math
 import os
 import sys
-from dataclasses import fields
+from dataclasses import astuple, fields
 from pathlib import Path
 
 from scripts.common.blocks import DOCS, replace_block
 from scripts.common.candidates import BF16, RECIPES, TORCHAO
 from scripts.common.llama import MODELS, LlamaConfig
-from scripts.common.options import command_parser, positive
+from scripts.common.options import command_parser, mesh_text, mesh_type, positive
 from scripts.plan.links import Links
 from scripts.plan.run import run_all
 from scripts.plan.step import PEER, Plan, Step
-from scripts.plan.tables import (
-    collectives_table,
-    cost_table,
-    growth_table,
-    memory_table,
-    time_table,
-)
+from scripts.plan.tables import collectives_table, growth_table, memory_table, time_table
 
 PAGE = DOCS / "plan.md"
 MOST_RANKS = 16_384
 WORLDS = (8, 64, 1024, 4096, 16_384)  # of --scale
-# The ranks of the last axis are consecutive.
-MESHES = (("dp", "tp"), ("replicate", "shard", "tp"))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options, with `config`, `axes` and `links`; errors end the process with status 2."""
+    """The options, with `config` and `links`; errors end the process with status 2."""
     parser = command_parser("scripts.plan", __doc__)
     add = parser.add_argument
     models = f"{'|'.join(MODELS)}|FILE"
     add("--model", default="405b", metavar=models, help="FILE: JSON with LlamaConfig's fields")
     meshes = f"dp=..,tp=.., or replicate=..,shard=..,tp=.. (HSDP); up to {MOST_RANKS:,} ranks"
-    add("--mesh", default="dp=2048,tp=8", help=meshes)
+    add("--mesh", type=mesh_type, default="dp=2048,tp=8", help=meshes)
     add("--recipe", nargs="+", choices=RECIPES, default=["tensorwise"], metavar="NAME")
     add("--batch-size", type=positive, default=1, help="sequences per data-parallel rank")
     add("--seq-len", type=positive, help="tokens of each; default: the longest of the model")
@@ -58,20 +50,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         args.config = read_model(args.model)
-        args.axes = read_mesh(args.mesh)
         args.links = Links(**{field.name: getattr(args, field.name) for field in fields(Links)})
     except ValueError as error:
         parser.error(str(error))
-    if args.config.n_kv_heads % args.axes["tp"]:
-        heads = f"the {args.config.n_kv_heads} key/value heads of the model"
-        parser.error(f"tp={args.axes['tp']} does not divide {heads}")
-    args.seq_len = args.seq_len or args.config.max_seq_len
-    if args.seq_len > args.config.max_seq_len:
-        most = f"the model's max_seq_len={args.config.max_seq_len}"
+    config, tp = args.config, args.mesh["tp"]
+    args.seq_len = args.seq_len or config.max_seq_len
+    if math.prod(args.mesh.values()) > MOST_RANKS:
+        parser.error(f"--mesh {mesh_text(args.mesh)}: more than {MOST_RANKS:,} ranks")
+    if config.n_kv_heads % tp:
+        parser.error(
+            f"tp={tp} does not divide the {config.n_kv_heads} key/value heads of the model"
+        )
+    if args.seq_len > config.max_seq_len:
+        most = f"the model's max_seq_len={config.max_seq_len}"
         parser.error(f"--seq-len {args.seq_len} is above {most}")
     if args.write and not args.scale:
         parser.error("--write needs --scale: the growth table is part of the page")
-    if args.scale and "dp" not in args.axes:
+    if args.scale and "dp" not in args.mesh:
         parser.error("--scale changes dp: give a --mesh dp=..,tp=..")
     return args
 
@@ -85,51 +80,24 @@ def read_model(model: str) -> LlamaConfig:
     if model in MODELS:
         return MODELS[model]
     try:
-        sizes = json.loads(Path(model).read_text())
-        wrong = [n for n, v in sizes.items() if isinstance(v, bool | str | None) or not v > 0]
-        if wrong:
-            raise ValueError(f"{wrong[0]} must be a positive number, got {sizes[wrong[0]]!r}")
-        return LlamaConfig(**sizes)
+        config = LlamaConfig(**json.loads(Path(model).read_text()))
+        if min(astuple(config)) <= 0:
+            raise ValueError("all sizes must be positive")
+        return config
     except FileNotFoundError:
-        raise ValueError(
-            f"--model {model}: no such file, and none of {', '.join(MODELS)}"
-        ) from None
-    except (AttributeError, TypeError, ValueError) as error:
-        fields_needed = "a JSON object with the fields of LlamaConfig is needed"
-        raise ValueError(f"--model {model}: {fields_needed}: {error}") from error
-
-
-def read_mesh(mesh: str) -> dict[str, int]:
-    """The sizes of a mesh's axes, in their order; those left out are 1.
-
-    Raises:
-        ValueError: the text is no list of NAME=SIZE, an axis is unknown, or there are too many
-            ranks.
-    """
-    sizes: dict[str, int] = {}
-    for part in mesh.split(","):
-        name, equals, size = part.strip().partition("=")
-        if not (equals and size.isdecimal() and size.isascii() and int(size)):
-            raise ValueError(f"--mesh {mesh}: {part.strip()!r} is not NAME=SIZE; use dp=..,tp=..")
-        if name in sizes:
-            raise ValueError(f"--mesh {mesh}: {name} is there twice")
-        sizes[name] = int(size)
-    known = next((names for names in MESHES if set(sizes) <= set(names)), None)
-    if known is None:
-        shown = " or ".join(",".join(f"{name}=.." for name in names) for names in MESHES)
-        raise ValueError(f"--mesh {mesh}: use {shown}")
-    if math.prod(sizes.values()) > MOST_RANKS:
-        ranks = math.prod(sizes.values())
-        raise ValueError(f"--mesh {mesh}: {ranks:,} ranks, more than {MOST_RANKS:,}")
-    return {name: sizes.get(name, 1) for name in known}
+        known = ", ".join(MODELS)
+        raise ValueError(f"--model {model}: no such file, and none of {known}") from None
+    except (TypeError, ValueError) as error:
+        needed = "a JSON object with the fields of LlamaConfig is needed"
+        raise ValueError(f"--model {model}: {needed}: {error}") from error
 
 
 def plans_of(args: argparse.Namespace) -> list[Plan]:
     """The recipes, bf16 and torchao on the chosen mesh; the first of them on --scale's."""
     others = [BF16, *([PEER] if PEER in TORCHAO else [])]
-    chosen = [(args.axes, variant) for variant in (*args.recipe, *others)]
+    chosen = [(args.mesh, variant) for variant in (*args.recipe, *others)]
     if args.scale:
-        tp = args.axes["tp"]
+        tp = args.mesh["tp"]
         grown = [{"dp": ranks // tp, "tp": tp} for ranks in WORLDS if ranks % tp == 0]
         chosen += [(axes, variant) for axes in grown for variant in (args.recipe[0], *others)]
     plans: list[Plan] = []
@@ -146,9 +114,9 @@ def main(argv: list[str] | None = None) -> int:
     plans = plans_of(args)
     found = list(zip(plans, run_all(plans, args.jobs), strict=True))
     runs = [(plan, step) for plan, step in found if isinstance(step, Step)]
-    here = [(plan, step) for plan, step in runs if plan.axes == args.axes]
+    here = [(plan, step) for plan, step in runs if plan.axes == args.mesh]
     first, step = here[0]
-    mesh = " x ".join(f"{name} {size:,}" for name, size in args.axes.items())
+    mesh = " x ".join(f"{name} {size:,}" for name, size in args.mesh.items())
     blocks = {
         "model": f"{args.model}: {step.parameters:,} parameters, {step.weights} converted weights, "
         f"{args.config.n_layers} blocks; {first.ranks:,} ranks ({mesh}); {args.batch_size} x "
@@ -160,7 +128,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.scale:
         runs.sort(key=lambda run: run[0].ranks)
         blocks["growth"] = growth_table(runs, args.links)
-    blocks["cost"] = cost_table(runs)
     for name, text in blocks.items():
         print(f"{text}\n")
         if args.write:

@@ -1,13 +1,6 @@
 """An alpha-beta model of the links: how long a collective takes if nothing else happens.
 
-A collective over n ranks, L of them on each of N nodes, with a buffer of S bytes (the output of an
-all-gather, the input of a reduce-scatter, the tensor of an all-reduce) takes
-
-    launch + hops + S (n - 1) / n / bandwidth
-
-and an all-reduce takes the last two terms twice. There are ceil(log2 L) hops inside a node and
-ceil(log2 N) between nodes. The bandwidth is that of the link inside a node if N is 1. Otherwise it
-is L times that of a network link, since every rank has one, and at most that inside a node.
+docs/plan.md has the formula, and says where the default values are from.
 """
 
 import math
@@ -35,21 +28,14 @@ class Collectives(NamedTuple):
 
 @dataclass(frozen=True)
 class Links:
-    """The machine that is assumed; docs/plan.md says where the defaults are from.
+    """The machine that is assumed."""
 
-    Attributes:
-        gpus_per_node: ranks on a node; consecutive ranks share one.
-        launch_us: start of any collective, microseconds.
-        intra_us, inter_us: a hop inside a node, between nodes, microseconds.
-        intra_gb, inter_gb: GB/s per rank and direction inside a node, between nodes.
-    """
-
-    gpus_per_node: int = 8
-    launch_us: float = 7.0
-    intra_us: float = 0.6
-    inter_us: float = 5.0
-    intra_gb: float = 360.0
-    inter_gb: float = 45.0
+    gpus_per_node: int = 8  # consecutive ranks share a node
+    launch_us: float = 7.0  # start of any collective, microseconds
+    intra_us: float = 0.6  # a hop inside a node
+    inter_us: float = 5.0  # a hop between nodes
+    intra_gb: float = 360.0  # GB/s per rank and direction inside a node
+    inter_gb: float = 45.0  # GB/s per rank and direction between nodes
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -58,11 +44,9 @@ class Links:
 
 
 def ranks_along(axis: str, axes: dict[str, int]) -> list[int]:
-    """The ranks of rank 0's group over an axis of a mesh, over "a+b", or over the "world".
+    """The ranks of rank 0's group over an axis as `comm_audit` names it: "a", "a+b" or "world".
 
-    Args:
-        axis: as `comm_audit` names it.
-        axes: sizes of the mesh's axes; the last one's ranks are consecutive.
+    axes: sizes of the mesh's axes; the ranks of the last one are consecutive.
     """
     wanted = list(axes) if axis == "world" else axis.split("+")
     if not set(wanted) <= set(axes):

@@ -1,9 +1,6 @@
 """Runs planned steps, each in a process of its own: a fake world can't be left."""
 
 import multiprocessing
-import resource
-import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
@@ -34,12 +31,8 @@ def run_fake(plan: Plan) -> Step | str:
     torch.set_num_threads(1)
     try:
         with fake_world(plan.ranks):
-            step = run_step(plan, make_mesh(plan), fake_tensors=True)
+            return run_step(plan, make_mesh(plan), fake_tensors=True)
     except Exception as error:
         if plan.variant != PEER:
             raise
         return f"{PEER} on {plan.ranks:,} ranks stopped: {type(error).__name__}: {error}"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    step.peak_bytes = peak if sys.platform == "darwin" else peak * 1024
-    step.cpu_seconds = time.process_time()
-    return step

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fp8_dist import float8_layers
 from fp8_dist.debug import comm_audit
 from fp8_dist.debug.table import CommRow, CommTable
 from fp8_dist.fsdp import clip_grad_norm_
-from fp8_dist.linear import float8_layers
 from scripts.common.llama import Llama, LlamaConfig
 from scripts.common.models import after_step, build
 from scripts.plan.links import Collectives
@@ -34,20 +34,12 @@ PHASES = ("precompute", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Plan:
-    """A run to be planned.
-
-    Attributes:
-        model: sizes of the Llama.
-        axes: sizes of the mesh's axes: "dp", or "replicate" and "shard"; then "tp".
-        variant: "bf16", the name of a recipe, or `PEER` (with its own styles and precompute).
-        batch_size: sequences per data-parallel rank.
-        seq_len: tokens of each.
-    """
+    """A run to be planned."""
 
     model: LlamaConfig
-    axes: dict[str, int]
-    variant: str
-    batch_size: int
+    axes: dict[str, int]  # sizes of the mesh's axes
+    variant: str  # "bf16", the name of a recipe, or `PEER`
+    batch_size: int  # sequences per data-parallel rank
     seq_len: int
 
     @property
@@ -58,22 +50,12 @@ class Plan:
 
 @dataclass
 class Step:
-    """What one rank sees of a step.
+    """What one rank sees of a step."""
 
-    Attributes:
-        collectives: in the order of the phases, sorted within each.
-        memory: bytes by kind.
-        weights: converted weights (of bf16: those that a recipe would convert).
-        parameters: elements of the whole model.
-        cpu_seconds, peak_bytes: of the process that ran it; set in a fake world.
-    """
-
-    collectives: list[Collectives] = field(default_factory=list)
-    memory: dict[str, int] = field(default_factory=dict)
-    weights: int = 0
-    parameters: int = 0
-    cpu_seconds: float = 0.0
-    peak_bytes: int = 0
+    collectives: list[Collectives] = field(default_factory=list)  # in the order of the phases
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by kind
+    weights: int = 0  # that a recipe converts
+    parameters: int = 0  # elements of the whole model
 
 
 def make_mesh(plan: Plan) -> DeviceMesh:
@@ -83,11 +65,9 @@ def make_mesh(plan: Plan) -> DeviceMesh:
 
 
 def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
-    """Builds the model and runs one step, as it is from the second one on.
+    """Builds the model and runs one step, as it is from the second one on, on the plan's mesh.
 
-    Args:
-        plan: what to run; `mesh` is its mesh.
-        fake_tensors: the default group is a fake one.
+    fake_tensors: the default group is a fake one.
     """
     model = build(plan.variant, plan.model, mesh, "meta", shard=True)
     for layer in float8_layers(model).values():
@@ -122,7 +102,7 @@ def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
         loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     del logits
     kept = [layer.float8_weight.cache.float8 or () for layer in float8_layers(model).values()]
-    shards = bytes_of(tensor for casts in kept for cast in casts for tensor in cast)
+    shards = bytes_of(part for casts in kept for cast in casts for part in (cast.qdata, cast.scale))
     del kept
     with phase("backward"), meter:
         loss.backward()

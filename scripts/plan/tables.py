@@ -82,19 +82,6 @@ def growth_table(runs: Runs, links: Links) -> str:
     return table([*head, "precompute bytes", "predicted ms"], lines, "lllr")
 
 
-def cost_table(runs: Runs) -> str:
-    """What the plan itself cost; a line per run."""
-    lines = [
-        [
-            f"{plan.variant} on {plan.ranks:,} ranks",
-            f"{step.cpu_seconds:.0f}",
-            f"{step.peak_bytes / 1e9:.2f}",
-        ]
-        for plan, step in runs
-    ]
-    return table(["run", "CPU seconds", "peak GB"], lines, "lr")
-
-
 def _variants(runs: Runs) -> list[str]:
     return [plan.variant for plan, _ in runs]
 

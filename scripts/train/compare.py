@@ -6,6 +6,7 @@ python -m scripts.train.compare runs/bf16 runs/tensorwise --assert
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any, get_args
 
 import matplotlib as mpl
@@ -26,12 +27,7 @@ SHORTEST_ROW = 16  # of a weight; what float8 GEMMs demand
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Reads what scripts.train.train wrote into `folder`.
-
-    Returns:
-        name, losses (one per step), tokens_per_second (mean of the last steps), the bytes of one
-        step's collectives as one rank sees them (bytes, float8_bytes, all_gather_bytes),
-        gathers_float8, whether its recipe promises that, and unexpected_gathers, see there.
+    """What scripts.train.train wrote into a folder: losses, speed, bytes of one step's collectives.
 
     Raises:
         SystemExit: a file is missing or cut off, or steps are missing.
@@ -40,20 +36,17 @@ def read_run(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text())
         steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         rows = json.loads((folder / "comm.json").read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
+        if len(steps) != config["steps"]:
+            raise ValueError(f"metrics.jsonl holds {len(steps)} of {config['steps']} steps")
+    except (FileNotFoundError, ValueError) as error:
         sys.exit(f"{folder} is not a finished run of scripts.train.train: {error}")
-    if len(steps) != config["steps"]:
-        sys.exit(
-            f"{folder} is not a finished run of scripts.train.train: metrics.jsonl holds "
-            f"{len(steps)} of {config['steps']} steps"
-        )
     # The very last step ran under the audit, which takes time of its own.
     speeds = [step["tokens_per_second"] for step in steps[:-1][-LAST_STEPS:] or steps]
     promised = gathers_float8(config["recipe"])
     return {
         "name": config["recipe"],
         "losses": [step["loss"] for step in steps],
-        "tokens_per_second": sum(speeds) / len(speeds),
+        "tokens_per_second": fmean(speeds),
         "bytes": sum(row["bytes"] for row in rows),
         "float8_bytes": sum(row["float8_bytes"] for row in rows),
         "all_gather_bytes": sum(row["bytes"] for row in rows if row["op"] == "all_gather"),
@@ -70,20 +63,14 @@ def gathers_float8(recipe: str) -> bool:
 
 
 def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> list[str]:
-    """Finds all-gathers in high precision that a float8 run should have made in float8.
+    """A sentence for each module and mesh axis that gathers more in high precision than it should.
 
-    A module without float8 layers may gather what it likes. Any other one, and the code outside
-    of modules (module "", where FSDP2's prefetches run too), may gather the parameters in it that
-    are not of float8 layers, and no more. Neither a float8 layer's weight nor its input or output
-    gradient fits. Scales that travel with float8 rows are not counted.
+    A module without float8 layers may gather anything. Any other one, and the code outside of
+    modules (module "", where FSDP2's prefetches run too), may gather its parameters that are not of
+    float8 layers. Neither a float8 layer's weight nor its input or output gradient fits. Scales
+    that travel with float8 rows are not counted.
 
-    Args:
-        rows: of comm.json, one per op, axis, dtype and module.
-        config: of config.json: `float8_layers`, names; `high_precision_gather`, elements that a
-            gather of a parameter moves, by its name.
-
-    Returns:
-        A line for each module and axis that gathers too much.
+    rows, config: of comm.json and config.json, which `RunWriter` describes.
     """
     places: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
@@ -118,10 +105,9 @@ def lies_in(name: str, module: str) -> bool:
     return not module or f"{name}.".startswith(f"{module}.")
 
 
-def mean_of_last(values: list[float]) -> float:
-    """Averages the last `LAST_STEPS` values, or all if there are fewer."""
-    last = values[-LAST_STEPS:]
-    return sum(last) / len(last)
+def last_loss(run: dict[str, Any]) -> float:
+    """The mean of the last `LAST_STEPS` losses, or of all if there are fewer."""
+    return fmean(run["losses"][-LAST_STEPS:])
 
 
 def problems(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
@@ -130,7 +116,7 @@ def problems(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
     if not abs(loss_difference(baseline, run)) <= MAX_DIFFERENCE:
         found.append(f"the losses differ by more than {MAX_DIFFERENCE:.0%}")
     for each in (baseline, run):
-        if not mean_of_last(each["losses"]) < MAX_FRACTION_OF_FIRST * each["losses"][0]:
+        if not last_loss(each) < MAX_FRACTION_OF_FIRST * each["losses"][0]:
             below = f"{MAX_FRACTION_OF_FIRST:.0%} of its first loss"
             found.append(f"{each['name']} did not get below {below}")
     # A run that gathers anything gathers float8, if its recipe can.
@@ -141,7 +127,7 @@ def problems(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
 
 def loss_difference(baseline: dict[str, Any], run: dict[str, Any]) -> float:
     """The relative difference of the last losses."""
-    return mean_of_last(run["losses"]) / mean_of_last(baseline["losses"]) - 1
+    return last_loss(run) / last_loss(baseline) - 1
 
 
 def report(baseline: dict[str, Any], run: dict[str, Any]) -> str:
@@ -152,7 +138,7 @@ def report(baseline: dict[str, Any], run: dict[str, Any]) -> str:
         [
             each["name"],
             f"{each['losses'][0]:.4f}",
-            f"{mean_of_last(each['losses']):.4f}",
+            f"{last_loss(each):.4f}",
             f"{each['bytes']:,}",
             f"{each['float8_bytes']:,}",
             f"{each['tokens_per_second']:,.0f}",
@@ -180,34 +166,17 @@ def report(baseline: dict[str, Any], run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def running_mean(values: list[float], width: int) -> list[float]:
-    """Averages each value with up to `width - 1` values before it."""
-    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
-    return [sum(window) / len(window) for window in windows]
-
-
-def plot(losses: dict[str, list[float]], path: Path) -> None:
-    """Draws the losses of runs by name, smoothed, over their distances to the first run's."""
-    figure, (axes, below) = plt.subplots(
-        2, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained"
-    )
-    first, *_ = losses
-    reference = running_mean(losses[first], LAST_STEPS)
-    for index, (name, values) in enumerate(losses.items()):
-        steps = range(1, len(values) + 1)
-        style = {"color": f"C{index}", "linestyle": ("-", "--")[index % 2]}
-        axes.plot(steps, running_mean(values, SMOOTHING_STEPS), label=name, **style)
-        means = running_mean(values, LAST_STEPS)
-        distances = [100 * (a / b - 1) for a, b in zip(means, reference, strict=False)]
-        below.plot(range(1, len(distances) + 1), distances, **style)
-    axes.set_ylabel("loss (nats per byte)")
+def plot(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draws the losses of runs, each the mean of up to `SMOOTHING_STEPS` steps."""
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for run, style in zip(runs, ("-", "--"), strict=True):
+        losses, steps = run["losses"], range(1, len(run["losses"]) + 1)
+        windows = [losses[max(0, step - SMOOTHING_STEPS) : step] for step in steps]
+        axes.plot(steps, [*map(fmean, windows)], style, label=run["name"])
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.set_title(f"Training loss, mean of the last {SMOOTHING_STEPS} steps")
+    axes.grid(alpha=0.3)
     axes.legend()
-    below.set_xlabel("step")
-    below.set_ylabel(f"% of {first}\n(mean of {LAST_STEPS})")
-    below.set_ylim(-200 * MAX_DIFFERENCE, 200 * MAX_DIFFERENCE)
-    for each in (axes, below):
-        each.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -226,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     if baseline["name"] == run["name"]:
         parser.error(f"both runs are {run['name']} runs: compare different recipes")
     args.out.mkdir(parents=True, exist_ok=True)
-    plot({each["name"]: each["losses"] for each in (baseline, run)}, args.out / "loss.png")
+    plot([baseline, run], args.out / "loss.png")
     print(report(baseline, run))
     print(f"written: {args.out / 'loss.png'}")
     return 1 if args.strict and problems(baseline, run) else 0

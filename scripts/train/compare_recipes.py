@@ -4,8 +4,7 @@
 
 Every run is a process of its own with one thread; --jobs of them run at a time. A seed gives a run
 its weights and its data, so that the runs of one seed differ in their recipe alone: differences
-are taken between these. Finished runs stay in --out and are used again when the same options are
-asked for, also after the library has changed: delete the folder to train anew.
+are taken between these. The runs stay in --out.
 """
 
 import argparse
@@ -17,10 +16,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from scripts.common.blocks import DOCS, replace_block
@@ -41,50 +38,8 @@ FOLDED, ROWWISE = "rowwise_folded", "rowwise"
 Losses = dict[str, list[list[float]]]
 
 
-class Run(NamedTuple):
-    """A run of scripts.train.train.
-
-    Attributes:
-        options: its options, by name.
-        data: `data` and `data_bytes` of its config.json.
-        out: its folder.
-    """
-
-    options: dict[str, Any]
-    data: dict[str, Any]
-    out: Path
-
-    def losses(self) -> list[float] | None:
-        """The loss of every step, if the run is finished and had these options."""
-        try:
-            config = json.loads((self.out / "config.json").read_text())
-            lines = (self.out / "metrics.jsonl").read_text().splitlines()
-            losses = [json.loads(line)["loss"] for line in lines]
-        except (FileNotFoundError, json.JSONDecodeError):
-            return None
-        wanted = self.options | self.data | {"torch": torch.__version__}
-        same = config.items() >= wanted.items() and len(losses) == config["steps"]
-        return losses if same else None
-
-    def train(self, *more: str) -> list[float]:
-        """Trains, and returns the loss of every step; more: options.
-
-        Raises:
-            SystemExit: it did not end well.
-        """
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in self.options.items()]
-        command = [sys.executable, "-m", "scripts.train.train", *options, *more]
-        command.append(f"--out={self.out}")
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        losses = self.losses()
-        if done.returncode or losses is None:
-            raise SystemExit(f"{shlex.join(command)} did not end well:\n{done.stderr[-2000:]}")
-        return losses
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options, with the text as `corpus`; errors end the process with status 2."""
+    """The options; errors end the process with status 2, before any run starts."""
     parser = command_parser("scripts.train.compare_recipes", __doc__)
     add = parser.add_argument
     add("--recipes", nargs="+", choices=OURS, default=OURS, help="default: all of float8")
@@ -104,57 +59,47 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.seeds < 2:
         parser.error("--seeds must be at least 2: differences have a standard error")
     try:
-        args.corpus = load_corpus(args.data, seq_len=args.seq_len)
+        load_corpus(args.data, seq_len=args.seq_len)
     except ValueError as error:
         parser.error(f"--data: {error}")
     return args
 
 
-def planned_runs(args: argparse.Namespace) -> list[Run]:
-    """The runs to compare, in the order in which they start."""
-    shared = {name: getattr(args, name) for name in ("steps", "batch_size", "seq_len", "lr")}
-    data = {"data": args.corpus.source, "data_bytes": args.corpus.tokens.numel()}
-    folder = args.out / f"{args.steps}x{args.batch_size}x{args.seq_len}-lr{args.lr:g}"
-    return [
-        Run(shared | {"recipe": recipe, "seed": seed}, data, folder / f"{recipe}-{seed}")
-        for seed in range(args.seeds)
-        for recipe in (BF16, *args.recipes)
-    ]
+def train(args: argparse.Namespace, recipe: str, seed: int) -> list[float]:
+    """Trains, and returns the loss of every step.
+
+    Raises:
+        SystemExit: the run did not end well.
+    """
+    out = args.out / f"{recipe}-{seed}"
+    options = {name: getattr(args, name) for name in ("steps", "batch_size", "seq_len", "lr")}
+    options |= {"recipe": recipe, "seed": seed, "out": out}
+    options |= {} if args.data is None else {"data": args.data}
+    command = [sys.executable, "-m", "scripts.train.train"]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)} did not end well:\n{done.stderr[-2000:]}")
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").open()]
 
 
 def losses_of(args: argparse.Namespace) -> Losses:
-    """Trains what is not finished yet; returns the losses of all runs."""
-    runs = planned_runs(args)
-    found = {run.out: run.losses() for run in runs}
-    missing = [run for run in runs if found[run.out] is None]
-    more = [] if args.data is None else [f"--data={args.data}"]
-    if len(missing) < len(runs):
-        finished = len(runs) - len(missing)
-        print(f"{finished} of {len(runs)} runs are finished already, in {runs[0].out.parent}")
+    """Trains with every recipe from every seed, `--jobs` runs at a time."""
+    recipes = (BF16, *args.recipes)
     with ThreadPoolExecutor(args.jobs) as pool:
-        running = {pool.submit(run.train, *more): run for run in missing}
+        runs = [
+            (recipe, pool.submit(train, args, recipe, seed))
+            for seed in range(args.seeds)
+            for recipe in recipes
+        ]
         try:
-            for future in tqdm(as_completed(running), total=len(running), unit="run"):
-                found[running[future].out] = future.result()
+            for future in tqdm(as_completed(run for _, run in runs), total=len(runs), unit="run"):
+                future.result()  # an error ends it all
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    by_recipe: Losses = {}
-    for run in runs:
-        losses = found[run.out]
-        assert losses is not None
-        by_recipe.setdefault(run.options["recipe"], []).append(losses)
-    return by_recipe
-
-
-class Difference(NamedTuple):
-    """Of the last losses of two recipes, in %: the mean over seeds, and its standard error."""
-
-    mean: float
-    error: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} % ± {self.error:.3f} %"
+    return {recipe: [run.result() for name, run in runs if name == recipe] for recipe in recipes}
 
 
 def last_loss(losses: list[float]) -> float:
@@ -162,24 +107,29 @@ def last_loss(losses: list[float]) -> float:
     return statistics.fmean(losses[-LAST_STEPS:])
 
 
-def difference(losses: Losses, recipe: str, reference: str) -> Difference:
-    """Of the last losses of two recipes; runs of the same seed are compared."""
+def difference(losses: Losses, recipe: str, reference: str) -> tuple[float, float]:
+    """Of the last losses of two recipes, in %: the mean over seeds, and its standard error."""
     values, references = (np.array([*map(last_loss, losses[r])]) for r in (recipe, reference))
     percent = 100 * (values / references - 1)
-    return Difference(float(percent.mean()), float(percent.std(ddof=1)) / len(percent) ** 0.5)
+    return float(percent.mean()), float(percent.std(ddof=1)) / len(percent) ** 0.5
+
+
+def shown(mean: float, error: float) -> str:
+    """A difference for people."""
+    return f"{mean:+.3f} % ± {error:.3f} %"
 
 
 def problems(losses: Losses) -> list[str]:
     """What is worse than it should be. (Written so that a NaN is a problem too.)"""
     pairs = [(recipe, BF16, MAX_TO_BF16) for recipe in losses]
     if FOLDED in losses and ROWWISE in losses:
-        error = difference(losses, FOLDED, ROWWISE).error
+        _, error = difference(losses, FOLDED, ROWWISE)
         pairs.append((FOLDED, ROWWISE, max(MAX_TO_ROWWISE, 2 * error)))
     return [
-        f"{recipe} differs from {reference} by {distance}, more than {allowed:.3g} %"
+        f"{recipe} differs from {reference} by {shown(mean, error)}, more than {allowed:.3g} %"
         for recipe, reference, allowed in pairs
-        for distance in [difference(losses, recipe, reference)]
-        if not abs(distance.mean) <= allowed
+        for mean, error in [difference(losses, recipe, reference)]
+        if not abs(mean) <= allowed
     ]
 
 
@@ -200,7 +150,9 @@ def verdict(losses: Losses) -> str:
         return f"Not as expected: {bad}."
     text = f"Every recipe is within {MAX_TO_BF16:g} % of bf16."
     if FOLDED in losses and ROWWISE in losses:
-        text += f" {FOLDED} differs from {ROWWISE} by {difference(losses, FOLDED, ROWWISE)}."
+        text += (
+            f" {FOLDED} differs from {ROWWISE} by {shown(*difference(losses, FOLDED, ROWWISE))}."
+        )
     return text
 
 
@@ -208,10 +160,10 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
     losses = losses_of(args)
-    shown = f"{results_table(losses)}\n\n{verdict(losses)}"
-    print(shown)
+    text = f"{results_table(losses)}\n\n{verdict(losses)}"
+    print(text)
     if args.write:
-        replace_block(PAGE, "losses", shown)
+        replace_block(PAGE, "losses", text)
     return 1 if args.strict and problems(losses) else 0
 
 

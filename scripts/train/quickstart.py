@@ -23,7 +23,7 @@ DEFAULTS = {"dp": 2, "tp": 2, "recipe": "tensorwise", "out": ROOT / "runs/quicks
 
 def parse_args(argv: list[str]) -> Namespace:
     """Checks the options once, before any rank starts; errors end the process with status 2."""
-    parser = make_parser(__doc__, prog="quickstart.sh")
+    parser = make_parser("quickstart.sh", __doc__)
     parser.set_defaults(**DEFAULTS)
     asked = parser.parse_args(argv)
     if asked.recipe == BF16:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8_dist import float8_layers
 from fp8_dist.debug import CommAudit
-from fp8_dist.linear import float8_layers
 
 
 class RunWriter:

@@ -36,7 +36,7 @@ MAX_GRAD_NORM = 1.0
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses and checks the options; errors end the process with status 2, on every rank alike."""
-    return parse_options(make_parser(__doc__, prog="scripts.train.train"), argv)
+    return parse_options(make_parser("scripts.train.train", __doc__), argv)
 
 
 def choose_device(local_rank: int, local_ranks: int) -> tuple[torch.device, str]:

@@ -234,11 +234,11 @@ def stale_scales(change: str) -> list[str]:
     original = Float8Weight._casts_of_unsharded
 
     def checking(self: Any, shard: torch.Tensor, source: Any) -> Any:
-        found, scales = original(self, shard, source), self._scales
+        found = original(self, shard, source)
         kept = [found.casts[0].scale, found.recast[1]]
         casts = [self._config.cast("weight", gemm) for gemm in ("output", "grad_input")]
         for cast, scale in zip(casts, kept, strict=True):
-            expected = scales._scaling_of(scales.parameter(), shard.detach(), cast)[1]
+            expected = self._scaling_of(self.parameter(), shard.detach(), cast)[1]
             if not same_bits(scale, expected):
                 stale.append(self._fqn)
         return found

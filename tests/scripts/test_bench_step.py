@@ -9,7 +9,6 @@ from expecttest import assert_expected_inline
 from ranks import RankPools
 
 from scripts.bench import step
-from scripts.bench.step import Run
 from scripts.common import models
 from scripts.common.blocks import read_block
 from scripts.common.candidates import BF16, OURS, TORCHAO
@@ -30,18 +29,19 @@ def test_a_run(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.main([*SMALL, "--json", str(data), "--write", "--assert", "1000000"]) == 1
     result = json.loads(data.read_text())
     ((row,), (check,)) = result["rows"], result["checks"]
-    assert list(row["seconds"]) == [BF16, *OURS, *TORCHAO]
-    assert all(median > 0 for median in row["seconds"].values())
+    seconds = row["step debug none"]
+    assert list(seconds) == [BF16, *OURS, *TORCHAO]
+    assert all(median > 0 for median in seconds.values())
     assert not check["holds"]
     block = read_block(documents / "benchmarks.md", "step debug none")
-    assert step.step_table(row["seconds"]) in block
-    assert len(built) == len(row["seconds"])
+    assert step.step_table(seconds) in block
+    assert len(built) == len(seconds)
     for model in built:
         assert all(block.attention.dtype is torch.float32 for block in model.layers)
 
 
-@pytest.mark.parametrize("mesh", [(2, 1), (1, 2)])
-def test_on_a_mesh(ranks: RankPools, mesh: tuple[int, int]) -> None:
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}])
+def test_on_a_mesh(ranks: RankPools, mesh: step.Mesh) -> None:
     names = [BF16, "delayed", *TORCHAO[:1]]
     first, second = ranks(2).run(step.measure, mesh, names, step.parse(SMALL))
     assert first == second  # the slowest rank's, on both
@@ -70,7 +70,7 @@ def test_steps_train() -> None:
 
 def test_the_blocks_of_the_document(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the two commands that the module's docstring names."""
-    seconds = dict.fromkeys((BF16, *OURS, *TORCHAO), 0.01)
+    seconds = dict.fromkeys((BF16, *OURS, *TORCHAO), 0.01) | {"torchao tensorwise": 0.02}
 
     def measured(*args: object, **options: object) -> dict[str, dict[str, float]]:
         return {"debug": seconds, "small": seconds}
@@ -78,7 +78,9 @@ def test_the_blocks_of_the_document(documents: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(step, "measure", measured)
     monkeypatch.setattr(step, "run_on_ranks", lambda ranks, task, **options: [task()])
     meshes = ["dp=2", "tp=2", "dp=2,tp=2"]
-    assert step.main(["--mesh", *meshes, "--model", "debug", "small", "--write"]) == 0
+    options = ["--mesh", *meshes, "--model", "debug", "small", "--write", "--assert"]
+    assert step.main([*options, "2"]) == 0
+    assert step.main([*options, "2.1"]) == 1
     assert step.main(["--compile", "--write"]) == 0
     names = [f"step {model} {mesh}" for model in ("debug", "small") for mesh in meshes]
     for name in [*names, "step debug none compiled"]:
@@ -103,20 +105,14 @@ def test_the_table() -> None:
     )
 
 
-def test_verdicts() -> None:
-    seconds = {"tensorwise": 0.02, "torchao tensorwise": 0.05}
-    runs = [Run("small", (2, 1), False, seconds), Run("debug", (1, 1), True, {"tensorwise": 0.02})]
-    assert [check.holds for check in step.checks(runs, 2.5)] == [True, False]
-    assert [check.holds for check in step.checks(runs, 2.6)] == [False, False]
-
-
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["none", "dp=2", "tp=2", "dp=2,tp=4"]
     args = step.parse(["--mesh", *words])
-    assert args.mesh == [(1, 1), (2, 1), (1, 2), (2, 4)]
+    assert [(*mesh.values(),) for mesh in args.mesh] == [(1, 1), (2, 1), (1, 2), (2, 4)]
     assert list(map(step.mesh_text, args.mesh)) == words
     wrong = {
-        "expected none, dp=N": ["--mesh", "pp=2"],
+        "pp=2: use dp=..,tp=.. or": ["--mesh", "pp=2"],
+        "the axes are dp and tp": ["--mesh", "shard=2"],
         "--compile is for --mesh none": ["--mesh", "tp=2", "--compile"],
     }
     for message, options in wrong.items():

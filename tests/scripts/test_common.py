@@ -140,14 +140,16 @@ def test_reports(
     page.write_text(before)
     checks = [Check("first", True), Check("second", holds)]
     for option in ("--threads=1", "--write"):
-        parser = report.make_parser("scripts.some", "A measurement.", "page.md")
-        args = report.start(parser, ["--json", str(data), option])
-        assert report.finish(args, {"a": "| table |"}, [{"ms": 1.5}], checks, asserted) == status
+        parser = report.make_parser(
+            "scripts.some", "A measurement.", "page.md", repeat=1, asserts="it fails"
+        )
+        args = report.start(parser, ["--json", str(data), option, *["--assert"] * asserted])
+        assert report.finish(args, {"a": "| table |"}, checks, [{"ms": 1.5}]) == status
         printed = capsys.readouterr().out
         assert "a\n\n| table |\n" in printed
         assert f"holds: first\n{'holds' if holds else 'BROKEN'}: second\n" in printed
         assert (page.read_text() == before) is (option != "--write")
-    command = f"`python -m scripts.some --json {data} --write`"
+    command = f"`python -m scripts.some --json {data} --write{' --assert' * asserted}`"
     assert read_block(page, "a") == f"{command} on {report.machine('cpu', 1)}.\n\n| table |"
     found = json.loads(data.read_text())
     assert found["rows"] == [{"ms": 1.5}]

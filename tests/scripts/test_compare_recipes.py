@@ -1,4 +1,4 @@
-"""The comparison of recipes over several seeds: its runs, what it uses again, its verdict."""
+"""The comparison of recipes over several seeds: its runs and its verdict."""
 
 from pathlib import Path
 
@@ -7,67 +7,33 @@ from expecttest import assert_expected_inline
 
 from scripts.common.blocks import read_block
 from scripts.train import compare_recipes
-from scripts.train.compare_recipes import (
-    Losses,
-    Run,
-    parse,
-    planned_runs,
-    problems,
-    results_table,
-    verdict,
-)
+from scripts.train.compare_recipes import Losses, parse, problems, results_table, train, verdict
 
 QUICK = "--data text.txt --recipes tensorwise --steps 2 --seeds 2 --batch-size 2 --seq-len 16"
 
 
 @pytest.fixture(autouse=True)
-def text(documents: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def text(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text in the current folder, whose documents are copies."""
     monkeypatch.setenv("PYTHONPATH", str(Path(compare_recipes.__file__).parents[2]))
     monkeypatch.setattr(compare_recipes, "PAGE", documents / "recipes.md")
     monkeypatch.chdir(documents.parent)
-    path = Path("text.txt")
-    path.write_text("All work and no play makes float8 a dull dtype.\n" * 21)
-    return path
+    Path("text.txt").write_text("All work and no play makes float8 a dull dtype.\n" * 21)
 
 
-def not_again(run: Run, *options: str) -> list[float]:
-    """In the place of `Run.train`."""
-    raise AssertionError(f"{run.out} was trained again")
+def test_a_run(documents, capsys):
+    assert compare_recipes.main([*QUICK.split(), "--jobs", "2", "--write", "--assert"]) == 0
+    shown = capsys.readouterr().out
+    assert "| tensorwise |" in shown
+    assert f"{read_block(documents / 'recipes.md', 'losses')}\n" == shown
+    metrics = [path.read_text() for path in Path("runs/recipes").glob("*/metrics.jsonl")]
+    assert len(set(metrics)) == 4, "seeds and recipes differ"
 
 
-def test_runs_are_made_once(text, documents, monkeypatch, capsys):
-    argv = [*QUICK.split(), "--jobs", "2", "--write", "--assert"]
-    assert compare_recipes.main(argv) == 0
-    first = capsys.readouterr().out
-    assert "| tensorwise |" in first
-    folder = Path("runs/recipes/2x2x16-lr0.0005")
-    names = ["bf16-0", "bf16-1", "tensorwise-0", "tensorwise-1"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-    runs = planned_runs(parse(argv))
-    assert len({str(run.losses()) for run in runs}) == 4, "seeds and recipes differ"
-    assert f"{read_block(documents / 'recipes.md', 'losses')}\n" == first
-
-    monkeypatch.setattr(Run, "train", not_again)
-    assert compare_recipes.main(argv) == 0
-    again = capsys.readouterr().out
-    assert again == f"4 of 4 runs are finished already, in {folder}\n{first}"
-
-    metrics = runs[0].out / "metrics.jsonl"
-    whole = metrics.read_text()
-    for cut_off in (whole[:-5], whole[: whole.index("\n") + 1]):
-        metrics.write_text(cut_off)
-        assert runs[0].losses() is None
-    metrics.write_text(whole)
-    assert runs[0].losses() is not None
-    text.write_text(text.read_text() + "!")
-    assert [run.losses() for run in planned_runs(parse(argv))] == [None] * 4
-
-
-def test_run_that_fails(text):
-    run = planned_runs(parse(QUICK.split()))[0]
+def test_run_that_fails():
+    args = parse([*QUICK.split(), "--lr", "0"])
     with pytest.raises(SystemExit, match=r"(?s)train\.train .* did not end well:.*--lr"):
-        run._replace(options=run.options | {"lr": 0}).train()
+        train(args, "bf16", 0)
 
 
 def test_refused_options(capsys):

@@ -52,7 +52,7 @@ def test_options_are_refused_once(capsys, text):
     )
     assert "--data: nowhere: no such file or folder" in refused(capsys, "--data", "nowhere")
     assert "--out text.txt: text.txt is a file" in refused(capsys, "--out", "text.txt")
-    assert "--dp must be at least 1" in refused(capsys, "--dp", "0")
+    assert "argument --dp: 0 is not positive" in refused(capsys, "--dp", "0")
 
 
 def test_help(capsys):

@@ -9,10 +9,8 @@ import pytest
 import torch
 from ranks import RankPools, device_mesh
 
-from fp8_dist import precompute_float8_dynamic_scale, sync_float8_amax_and_scale_history
-from scripts.common.candidates import RECIPES, gathers_float8
+from scripts.common.candidates import RECIPES
 from scripts.common.llama import MODELS, LlamaConfig
-from scripts.common.models import after_step
 from scripts.train import compare, train
 
 TINY = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
@@ -20,15 +18,7 @@ QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"
 GATHER_FLOAT8 = ["tensorwise", "rowwise_folded", "delayed"]
 
 
-def test_what_follows_the_optimizers_step():
-    calls = {recipe: after_step(recipe, sharded=True) for recipe in RECIPES}
-    assert calls.pop("delayed") is sync_float8_amax_and_scale_history
-    called = [recipe for recipe, c in calls.items() if c is precompute_float8_dynamic_scale]
-    assert called == ["tensorwise", "rowwise_folded"]
-
-
 def test_weights_are_gathered_in_float8_where_the_recipe_allows_it():
-    assert [recipe for recipe in RECIPES if gathers_float8(recipe)] == GATHER_FLOAT8
     assert [recipe for recipe in RECIPES if compare.gathers_float8(recipe)] == GATHER_FLOAT8
 
 

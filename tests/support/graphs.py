@@ -21,7 +21,7 @@ from fp8_dist.debug import audit as debug
 from fp8_dist.debug.collectives import read_collective
 from fp8_dist.debug.table import CommRow, CommTable
 from fp8_dist.linear.scale_query import QUERIES
-from fp8_dist.linear.weight_scales import SHARD_SCALINGS_OP
+from fp8_dist.linear.weight import shard_scalings
 
 # Passes over tensors, GEMMs, collectives; and the queries of scales.
 OPS = (
@@ -41,7 +41,7 @@ def counted(func: Any) -> str | None:
     if not isinstance(func, torch._ops.OpOverload):
         return None
     if func in QUERIES:
-        return None if func is SHARD_SCALINGS_OP else "scale_query"
+        return None if func is shard_scalings.overload else "scale_query"
     name = func._schema.name.partition("::")[2]
     for op in OPS:
         if name in (op, f"{op}_into_tensor", f"{op}_tensor"):

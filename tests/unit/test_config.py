@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     ),
     "delayed on one rank": (ValueError, lambda: recipe("delayed", amax_scope="rank")),
     "gather": (ValueError, lambda: Float8LinearConfig(enable_fsdp_float8_all_gather="on")),  # type: ignore[arg-type]
-    "gather type": (ValueError, lambda: Float8LinearConfig(enable_fsdp_float8_all_gather=1)),  # type: ignore[arg-type]
+    "gather type": (TypeError, lambda: Float8LinearConfig(enable_fsdp_float8_all_gather=1)),  # type: ignore[arg-type]
     "gather of two casts": (
         ValueError,
         lambda: recipe("rowwise", enable_fsdp_float8_all_gather=True),
@@ -229,7 +229,7 @@ no history: Float8LinearConfig.amax_history_len=0: use an integer of at least 1
 delayed once: Float8LinearConfig: input has a DELAYED scale in one GEMM and a DYNAMIC one in the other; use one scaling_type for both, or DISABLED
 delayed on one rank: Float8LinearConfig.amax_scope='rank': the scale of input, weight, grad_output is DELAYED, it costs no all-reduce in the step and is that of the global tensor; use 'global'
 gather: Float8LinearConfig.enable_fsdp_float8_all_gather='on': use True, False or 'auto'
-gather type: Float8LinearConfig.enable_fsdp_float8_all_gather=1: use True, False or 'auto'
+gather type: Float8LinearConfig.enable_fsdp_float8_all_gather must be a bool or str, got 1
 gather of two casts: Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy of the weight, but its GEMMs take two, with one scale per row and one per column; leave it off (FSDP2 then gathers in high precision), or use the recipe rowwise_folded
 gather of two granularities: Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy of the weight, but its GEMMs take two, with one scale per row and one per tensor; leave it off (FSDP2 then gathers in high precision), or use the recipe rowwise_folded
 fold of tensors: Float8LinearConfig: fold_row_scales=True needs one scale per row, and input has another cast; use ScalingGranularity.AXISWISE, ScalingType.DYNAMIC (or DISABLED) in all of its GEMMs

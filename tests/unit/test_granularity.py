@@ -7,17 +7,23 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from reference import raised, reference_cast, same_bits, sqnr
-from row_pairs import CONFIG, ROW_PAIRS
+from row_pairs import COLUMN_PAIRS, CONFIG, ROW_PAIRS
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    cast_to_float8,
+)
 from fp8_dist.config import GEMM_OPERANDS, CastSpec, Operand
 from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity, covering
 from fp8_dist.linear.operands import plan_operand
 from fp8_dist.linear.recording import record_gemms
 
 E4M3 = torch.float8_e4m3fn
-ALL = [TENSOR, ROW, COLUMN, covering((1,), 3), ROW_PAIRS]
+ALL = [TENSOR, ROW, COLUMN, covering((1,), 3), ROW_PAIRS, COLUMN_PAIRS]
 
 
 def test_granularities_as_a_table() -> None:
@@ -35,7 +41,8 @@ tensor                 scales []             offset []            amax over (0, 
 row                    scales [4, 6, 1]      offset [2, 4, 0]     amax over (2,)      moves from [0, 1]
 column                 scales [1, 1, 8]      offset [0, 0, 4]     amax over (0, 1)    moves from []
 slice of the dims (1,) scales [4, 1, 8]      offset [2, 0, 4]     amax over (1,)      moves from []
-pair of rows           scales [4, 3, 1, 1]   offset [2, 2, 0, 0]  amax over (2,)      moves from []""",
+pair of rows           scales [4, 3, 1, 1]   offset [2, 2, 0, 0]  amax over (2,)      moves from []
+pair of columns        scales [1, 1, 4, 1]   offset [0, 0, 2, 0]  amax over (0, 1)    moves from []""",
     )
 
 
@@ -51,11 +58,37 @@ def test_the_axes_of_an_amax() -> None:
 def test_a_copy_is_the_same_granularity(granularity: Granularity) -> None:
     assert copy.deepcopy(granularity) is granularity
     assert pickle.loads(pickle.dumps(granularity)) is granularity
-    assert Granularity.named(granularity.name) is granularity
 
 
 def test_two_granularities_need_two_names() -> None:
-    assert "two granularities" in raised(AssertionError, type(ROW_PAIRS))
+    assert "called 'pair of rows' already" in raised(ValueError, type(ROW_PAIRS))
+
+
+class Thirds(Granularity):
+    name = "third of a row"
+
+    def grouped(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (3, -1))
+
+    def covered_dims(self, ndim: int) -> tuple[int, ...]:
+        return (ndim - 1,)
+
+
+def test_what_a_new_granularity_must_say() -> None:
+    thirds = Thirds()
+    for call in (lambda: thirds.offset((0, 0)), lambda: thirds.amax_axes((Shard(0),), 2)):
+        assert "must override offset and amax_axes" in raised(NotImplementedError, call)
+    config = CastConfig(scaling_granularity=thirds)
+    assert "is for layers" in raised(
+        ValueError, lambda: cast_to_float8(torch.ones(3, 3), config, dim=0)
+    )
+    # One copy serves both GEMMs, but no Float8Tensor carries its scales.
+    same = {f"cast_config_{o}": config for o in ("input", "weight", "grad_output")}
+    assert Float8LinearConfig(**same).gather_cast("weight") is None
+    text = raised(
+        ValueError, lambda: Float8LinearConfig(**same, enable_fsdp_float8_all_gather=True)
+    )
+    assert "it can't be gathered, with one scale per third of a row" in text
 
 
 def plan_line(
@@ -136,16 +169,13 @@ Shard(-1) -> R       gw_hp    global move high, then cast row, high             
     )
 
 
-def expected_operand(
-    x: torch.Tensor, cast: CastSpec, power_of_2: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales ``[M, K]`` of a matrix, pair by pair or column by column, in fp64."""
-    pairs = cast.granularity is ROW_PAIRS
-    parts = x.split(2) if pairs else x.split(1, dim=1)
-    made = [reference_cast(part, cast.dtype, power_of_2) for part in parts]
-    values = torch.cat([values for values, _ in made], dim=0 if pairs else 1)
+def expected_operand(x: torch.Tensor, cast: CastSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales ``[M, K]`` of a matrix, pair by pair, in fp64."""
+    dim = 0 if cast.granularity is ROW_PAIRS else 1
+    parts = x.split(2, dim)
+    made = [reference_cast(part, cast.dtype) for part in parts]
     scales = [torch.full(part.shape, s) for part, (_, s) in zip(parts, made, strict=True)]
-    return values, torch.cat(scales, dim=0 if pairs else 1)
+    return torch.cat([values for values, _ in made], dim), torch.cat(scales, dim)
 
 
 @pytest.mark.parametrize("ndim", [2, 3])
@@ -168,7 +198,7 @@ def test_a_new_granularity_on_one_device(ndim: int) -> None:
         for operand, found in zip(GEMM_OPERANDS[record.gemm], (record.a, record.b), strict=True):
             cast = CONFIG.cast(operand, record.gemm)
             assert cast is not None
-            values, scales = expected_operand(matrices[operand], cast, False)
+            values, scales = expected_operand(matrices[operand], cast)
             if found.shape != values.shape:
                 values, scales = values.t(), scales.t()
             assert torch.equal(found.qdata.double(), values), (record.gemm, operand)
@@ -192,7 +222,7 @@ def test_a_gather_of_two_copies_is_refused() -> None:
             enable_fsdp_float8_all_gather=True,
         ),
     )
-    assert "one scale per pair of rows and one per column" in text
+    assert "one scale per pair of rows and one per pair of columns" in text
 
 
 @pytest.mark.parametrize("recipe", [r.value for r in Float8LinearRecipeName])

@@ -1,0 +1,147 @@
+"""What is known of a weight's scales: the states, copies of a layer, models in several threads."""
+
+import copy
+import gc
+import pickle
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+
+from fp8_dist import Float8Linear, precompute_float8_dynamic_scale
+from fp8_dist.linear import optimizer_steps
+from fp8_dist.linear.weight_cache import ScaleState
+
+X = torch.ones(4, 32)
+
+
+def forward(layer: Float8Linear) -> None:
+    layer(X).sum().backward()
+
+
+def evaluate(layer: Float8Linear) -> None:
+    with torch.no_grad():
+        layer(X)
+
+
+def step(layer: Float8Linear) -> None:
+    layer.weight.grad = torch.ones_like(layer.weight)
+    torch.optim.SGD([layer.weight], lr=0.5).step()
+
+
+def step_of_another(layer: Float8Linear) -> None:
+    step(Float8Linear(32, 16))
+
+
+def write(layer: Float8Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def wait(layer: Float8Linear) -> None:
+    assert layer.float8_weight.cache.scaling
+
+
+def gather(layer: Float8Linear) -> None:
+    layer.float8_weight.gather_casts(layer.float8_weight.shard())
+
+
+def drop(layer: Float8Linear) -> None:
+    layer.float8_weight.cache.drop()
+
+
+def look(layer: Float8Linear) -> None:
+    """A new version is noticed when the weight is next used."""
+    layer.float8_weight.cache.is_fresh(layer.weight)
+
+
+Events = tuple[Callable[[Float8Linear], None], ...]
+precompute = precompute_float8_dynamic_scale
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ((), ScaleState.UNKNOWN),
+        ((forward,), ScaleState.FROM_FORWARD),
+        ((gather,), ScaleState.FROM_GATHER),
+        ((precompute,), ScaleState.PRECOMPUTED),
+        ((precompute, wait), ScaleState.PRECOMPUTED),
+        ((precompute, forward), ScaleState.PRECOMPUTED),
+        ((forward, precompute), ScaleState.PRECOMPUTED),
+        ((precompute, drop), ScaleState.STALE),
+        ((precompute, step), ScaleState.STALE),
+        ((precompute, write, look), ScaleState.STALE),
+        ((precompute, step, forward), ScaleState.FROM_FORWARD),
+        ((precompute, step, precompute), ScaleState.PRECOMPUTED),
+        ((precompute, step_of_another), ScaleState.PRECOMPUTED),
+        ((forward, step), ScaleState.UNKNOWN),
+        ((gather, step), ScaleState.UNKNOWN),
+        ((forward, write, look), ScaleState.UNKNOWN),
+        ((forward, drop), ScaleState.UNKNOWN),
+        # The weight may be a copy of a parameter that the other optimizer updates.
+        ((forward, step_of_another), ScaleState.UNKNOWN),
+        ((forward, step, forward, step_of_another), ScaleState.FROM_FORWARD),
+        ((forward, evaluate), ScaleState.UNKNOWN),
+        ((precompute, evaluate), ScaleState.PRECOMPUTED),
+        ((precompute, Float8Linear.double), ScaleState.UNKNOWN),
+        ((forward, Float8Linear.double), ScaleState.UNKNOWN),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*the weight changed")
+def test_states(events: Events, state: ScaleState) -> None:
+    layer = Float8Linear(32, 16)
+    for event in events:
+        event(layer)
+    assert layer.float8_weight.cache.state is state
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
+)
+def test_a_copy_has_a_weight_of_its_own(
+    copied: Callable[[Float8Linear], Float8Linear],
+) -> None:
+    layer = Float8Linear(32, 16)
+    precompute(layer)
+    twin = copied(layer)
+    assert twin.float8_weight.cache.state is ScaleState.UNKNOWN
+    assert layer.float8_weight.cache.state is ScaleState.PRECOMPUTED
+    # (A shallow copy of a module shares the dict of its parameters.)
+    twin._parameters = {**twin._parameters, "weight": nn.Parameter(torch.full((16, 32), 2.0))}
+    assert (twin.float8_weight.shard() == 2).all()
+    assert not (layer.float8_weight.shard() == 2).all()
+
+
+def test_nothing_is_kept_of_a_layer_that_is_freed() -> None:
+    gc.collect()
+    before = len(optimizer_steps._watchers)
+    layer = Float8Linear(32, 16)
+    forward(layer)
+    assert len(optimizer_steps._watchers) == before + 1
+    del layer  # without the garbage collector: the weight refers to its layer weakly
+    assert len(optimizer_steps._watchers) == before
+
+
+def test_models_train_in_several_threads() -> None:
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            for _ in range(20):
+                layers = [Float8Linear(32, 16) for _ in range(5)]
+                optimizer = torch.optim.SGD([layer.weight for layer in layers], lr=0.1)
+                for layer in layers:
+                    forward(layer)
+                optimizer.step()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
