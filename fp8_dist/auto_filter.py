@@ -34,40 +34,24 @@ TOO_SMALL: dict[str, tuple[Limits, ...]] = {
 
 @dataclass(frozen=True)
 class FilterDecision:
-    """What was decided about one linear layer.
+    """What was decided about one linear layer, and why."""
 
-    Attributes:
-        fqn: the layer's name; ``""`` for a model that is itself a linear layer.
-        shape: global ``(out_features, in_features)``.
-        local_shape: the smallest part that a tensor-parallel rank holds.
-        convert: what the filter returned.
-        reason: why.
-    """
-
-    fqn: str
-    shape: Shape
-    local_shape: Shape
-    convert: bool
+    fqn: str  # "" for a model that is itself a linear layer
+    shape: Shape  # global (out_features, in_features)
+    local_shape: Shape  # the smallest part that a tensor-parallel rank holds
+    convert: bool  # what the filter returned
     reason: str
 
 
 @dataclass(frozen=True)
 class AutoFilterReport:
-    """What an :class:`AutoFilter` decided so far; ``str()`` of it is a table.
-
-    Attributes:
-        recipe: the recipe's name.
-        tp_size: number of tensor-parallel ranks.
-        planned: whether a plan says how layers are divided.
-        rows: one decision for each layer, in the order in which they were first asked for.
-        unmatched_fqns: entries of ``filter_fqns`` that no layer's name contains.
-    """
+    """What an :class:`AutoFilter` decided so far; ``str()`` of it is a table."""
 
     recipe: str
     tp_size: int
-    planned: bool
-    rows: tuple[FilterDecision, ...]
-    unmatched_fqns: tuple[str, ...]
+    planned: bool  # whether a plan says how layers are divided
+    rows: tuple[FilterDecision, ...]  # one for each layer, in the order of the first questions
+    unmatched_fqns: tuple[str, ...]  # entries of filter_fqns that no layer's name contains
 
     def __str__(self) -> str:
         converted = sum(row.convert for row in self.rows)
@@ -190,9 +174,8 @@ def auto_filter(
             ``llama_tp_plan`` of a model that is not converted yet will do.
 
     Returns:
-        The filter, to be used for one model. Its ``report`` has ``rows`` (fqn, shape, local_shape,
-        convert, reason), ``unmatched_fqns``, and a text that shows it all. ``convert`` means that
-        the filter admitted the layer; the conversion warns of layers that it can't convert.
+        The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport`: what
+        it admitted. The conversion warns of layers that it then can't convert.
 
     Raises:
         ValueError: ``recipe`` is no recipe, ``tp_size`` is below 1, or an entry of
@@ -247,9 +230,8 @@ def _shards(shape: Shape, dim: int | None, ranks: int) -> tuple[Shape, Shape]:
         return shape, shape
     largest = -(-shape[dim] // ranks)
     smallest = max(0, shape[dim] - largest * (ranks - 1))
-    if dim == 0:
-        return (largest, shape[1]), (smallest, shape[1])
-    return (shape[0], largest), (shape[0], smallest)
+    out, in_ = shape
+    return ((largest, in_), (smallest, in_)) if dim == 0 else ((out, largest), (out, smallest))
 
 
 def _why_skip(largest: Shape, smallest: Shape, too_small: tuple[Limits, ...]) -> str:

@@ -32,12 +32,11 @@ def cast_to_float8(
         round_scales_to_power_of_2: round the quantization multiplier down to a power of two.
 
     Returns:
-        Float8Tensor of the input's shape (qdata in the float8 dtype; a fp32 scale, 0-dim or of
-        size 1 along ``dim``; the formula is in :mod:`fp8_dist.kernels.scale`), or
-        DTensor(Float8Tensor) with the placements of the input (Partial became Replicate). Its
-        ``redistribute`` moves 1 byte per element, and scales of the last dim with their rows;
-        tensors with scales along other dims can't be redistributed. The gradient passes
-        unchanged.
+        Float8Tensor of the input's shape (a fp32 scale, 0-dim or of size 1 along ``dim``, by the
+        formula of :mod:`fp8_dist.kernels.scale`), or DTensor(Float8Tensor) with the placements of
+        the input (Partial became Replicate). Its ``redistribute`` moves 1 byte per element, and
+        scales of the last dim with their rows; tensors with scales along other dims can't be
+        redistributed. The gradient passes unchanged.
 
     Collectives: at most one all-reduce of 4 bytes per scale, none for scales of a ``dim`` that is
     not sharded (and those of Partial axes, in high precision).

@@ -1,13 +1,13 @@
 """What to cast, how, and to which dtype: frozen configs, recipes, and every error of theirs.
 
-The field names are those of ``torchao.float8`` 0.18, so that a config carries over. A config is
-never changed after construction: ``None`` stays ``None`` in the fields, and the methods
-:meth:`Float8LinearConfig.cast_config` and :meth:`CastConfig.dtype_for` say what it means.
+The field names are those of ``torchao.float8`` 0.18, so that a config carries over. ``None`` stays
+``None`` in the fields; :meth:`Float8LinearConfig.cast_config` and :meth:`CastConfig.dtype_for` say
+what it means.
 """
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,13 +28,7 @@ GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
 
 
 class CastSpec(NamedTuple):
-    """A cast of an operand as its GEMM takes it.
-
-    Attributes:
-        dtype: the float8 dtype.
-        granularity: what one scale covers.
-        delayed: the scale comes from the amax history.
-    """
+    """A cast of an operand as its GEMM takes it: ``delayed``, if by a scale from its history."""
 
     dtype: torch.dtype
     granularity: Granularity = TENSOR
@@ -44,27 +38,22 @@ class CastSpec(NamedTuple):
 class ScalingType(enum.Enum):
     """Where the scale of a cast comes from."""
 
-    DYNAMIC = "dynamic"
-    """From the amax of the tensor itself, now."""
-    DELAYED = "delayed"
-    """From the tensor's amax history."""
-    DISABLED = "disabled"
-    """No cast: the operand stays in high precision."""
+    DYNAMIC = "dynamic"  # the amax of the tensor itself, now
+    DELAYED = "delayed"  # the tensor's amax history
+    DISABLED = "disabled"  # no cast: the operand stays in high precision
 
     def short_str(self) -> str:
-        return {"dynamic": "dyn", "delayed": "del", "disabled": "dis"}[self.value]
+        return str(self.value)[:3]
 
 
 class ScalingGranularity(enum.Enum):
     """What one scale covers."""
 
-    TENSORWISE = "tensorwise"
-    """The whole (global) tensor."""
-    AXISWISE = "axiswise"
-    """One row or column: size 1 along the reduced dim."""
+    TENSORWISE = "tensorwise"  # the whole (global) tensor
+    AXISWISE = "axiswise"  # one row or column: size 1 along the reduced dim
 
     def short_str(self) -> str:
-        return {"tensorwise": "ten", "axiswise": "axs"}[self.value]
+        return "ten" if self is ScalingGranularity.TENSORWISE else "axs"
 
 
 def _check_type(owner: object, field: str, *expected: type) -> None:
@@ -128,10 +117,8 @@ class CastConfig:
         if not self.enabled:
             return self.scaling_type.short_str()
         dtype = short_name(self.dtype_for(operand))
-        granularity = self.scaling_granularity
-        shown = (
-            granularity.name if isinstance(granularity, Granularity) else granularity.short_str()
-        )
+        covers = self.scaling_granularity
+        shown = covers.name if isinstance(covers, Granularity) else covers.short_str()
         return f"{self.scaling_type.short_str()}_{shown}_{dtype}"
 
 
@@ -140,8 +127,8 @@ class Float8GemmConfig:
     """How one float8 GEMM accumulates.
 
     Attributes:
-        use_fast_accum: accumulate in the reduced precision of the tensor cores (Hopper). It
-            allows a faster kernel and never demands one: the emulation stays exact.
+        use_fast_accum: allow accumulation in the reduced precision of the tensor cores (Hopper).
+            The emulation stays exact.
     """
 
     use_fast_accum: bool = False
@@ -157,10 +144,10 @@ class Float8LinearRecipeName(enum.Enum):
     """One dynamic scale per tensor; float8 weight, input and output-gradient gathers."""
     ROWWISE = "rowwise"
     """One scale per row of each GEMM's operands, hence two casts of each tensor, along different
-    dims: one float8 copy can't serve both, so gathers stay in high precision."""
+    dims. Gathers stay in high precision."""
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
     """As rowwise; the weight in the GEMM of grad_input has one scale, and the GEMM of grad_weight
-    is left in high precision. Gathers stay in high precision."""
+    is left in high precision."""
     ROWWISE_FOLDED = "rowwise_folded"
     """One scale per row; what runs along a contraction is folded into grad_output (see
     :mod:`fp8_dist.linear.rowwise_folded`), so that one copy serves all GEMMs and float8 weight,
@@ -176,7 +163,6 @@ class _Resolved(NamedTuple):
     by_use: dict[tuple[Operand, Gemm], CastSpec | None]
     casts: dict[Operand, tuple[CastSpec, ...]]
     gather_casts: dict[Operand, CastSpec | None]
-    gemm_options: dict[Gemm, tuple[bool, bool, bool]]
 
     @staticmethod
     def of(config: "Float8LinearConfig") -> "_Resolved":
@@ -193,14 +179,6 @@ class _Resolved(NamedTuple):
             by_use,
             casts={o: tuple(cast for cast in casts if cast) for o, casts in uses.items()},
             gather_casts={operand: _gather_cast(casts) for operand, casts in uses.items()},
-            gemm_options={
-                gemm: (
-                    getattr(config, f"gemm_config_{gemm}").use_fast_accum,
-                    config.pad_inner_dim or gemm == "grad_weight",
-                    config.emulate,
-                )
-                for gemm in GEMM_OPERANDS
-            },
         )
 
 
@@ -277,13 +255,8 @@ class Float8LinearConfig:
 
     def cast_config(self, operand: Operand, gemm: Gemm) -> CastConfig:
         """The cast of ``operand`` in ``gemm``, with ``None`` fields resolved."""
-        first = getattr(self, f"cast_config_{operand}")
-        second = {
-            ("input", "grad_weight"): self.cast_config_input_for_grad_weight,
-            ("weight", "grad_input"): self.cast_config_weight_for_grad_input,
-            ("grad_output", "grad_weight"): self.cast_config_grad_output_for_grad_weight,
-        }.get((operand, gemm))
-        return second or first
+        second = getattr(self, f"cast_config_{operand}_for_{gemm}", None)
+        return second or getattr(self, f"cast_config_{operand}")
 
     @property
     def fsdp_float8_all_gather(self) -> bool:
@@ -301,11 +274,7 @@ class Float8LinearConfig:
         return _Resolved.of(self)  # made by the checks above, before any graph could ask for it
 
     def cast(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
-        """How ``operand`` is cast for ``gemm``; ``None``: it stays in high precision there.
-
-        Rows and columns are those of the operand as it is stored: a GEMM's operands are scaled
-        along the dims that its result keeps.
-        """
+        """How ``operand``, as it is stored, is cast for ``gemm``; ``None``: in high precision."""
         return self._resolved.by_use[operand, gemm]
 
     def casts(self, operand: Operand) -> tuple[CastSpec, ...]:
@@ -313,20 +282,17 @@ class Float8LinearConfig:
         return self._resolved.casts[operand]
 
     def gather_cast(self, operand: Operand) -> CastSpec | None:
-        """The cast in which ``operand`` is gathered; ``None``: in high precision.
-
-        One copy must serve both of its GEMMs.
-        """
+        """The one cast of ``operand`` in both of its GEMMs; ``None``: gather high precision."""
         return self._resolved.gather_casts[operand]
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """How one of the three GEMMs is run: (use_fast_accum, pad_inner_dim, emulate).
 
-        The inner dim of grad_weight is the number of rows of the input. That is data, and may be
-        misaligned on one data-parallel rank alone, where refusing would hang the others: it is
-        padded in any case.
+        The inner dim of grad_weight is padded in any case: it is the number of rows of the input,
+        and an error on the one rank where that is misaligned would hang the others.
         """
-        return self._resolved.gemm_options[gemm]
+        fast = getattr(self, f"gemm_config_{gemm}").use_fast_accum
+        return fast, self.pad_inner_dim or gemm == "grad_weight", self.emulate
 
     def _cast_spec(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
         config = self.cast_config(operand, gemm)
@@ -341,20 +307,15 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: "Float8LinearRecipeName | str") -> "Float8LinearConfig":
-        """The config of a ready-made recipe.
-
-        Args:
-            recipe_name: a :class:`Float8LinearRecipeName` or its value, e.g. ``"tensorwise"``.
+        """The config of a ready-made recipe: a :class:`Float8LinearRecipeName` or its value.
 
         Raises:
             ValueError: for a name that is no recipe.
         """
         names = [recipe.value for recipe in Float8LinearRecipeName]
-        if not isinstance(recipe_name, Float8LinearRecipeName):
-            if recipe_name not in names:
-                raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
-            recipe_name = Float8LinearRecipeName(recipe_name)
-        return _RECIPES[recipe_name]()
+        if recipe_name not in (*Float8LinearRecipeName, *names):
+            raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
+        return _RECIPES[Float8LinearRecipeName(recipe_name)]()
 
     def _check_types(self) -> None:
         for each in fields(self):
@@ -441,15 +402,12 @@ class Float8LinearConfig:
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length!r}: use an integer of at least 1"
             )
-        delayed = [
-            operand
-            for operand in get_args(Operand)
-            if any(cast.delayed for cast in self.casts(operand))
-        ]
+        operands = get_args(Operand)
+        delayed = [o for o in operands if any(cast.delayed for cast in self.casts(o))]
         if length != 16 and not delayed:
             raise ValueError(
-                f"Float8LinearConfig.amax_history_len={length} has no effect: it "
-                "belongs to ScalingType.DELAYED, which no operand of this config uses"
+                f"Float8LinearConfig.amax_history_len={length} has no effect: it belongs to "
+                "ScalingType.DELAYED, which no operand of this config uses"
             )
         if delayed and self.amax_scope == "rank":
             raise ValueError(
@@ -461,13 +419,7 @@ class Float8LinearConfig:
 
 def _rowwise(**changes: Any) -> Float8LinearConfig:
     rows = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=e4m3())
-    arguments: dict[str, Any] = {
-        "cast_config_input": rows,
-        "cast_config_weight": rows,
-        "cast_config_grad_output": rows,
-        "round_scales_to_power_of_2": True,
-    }
-    return Float8LinearConfig(**(arguments | changes))
+    return replace(_of_casts(rows), round_scales_to_power_of_2=True, **changes)
 
 
 def _rowwise_with_gw_hp() -> Float8LinearConfig:
@@ -479,10 +431,10 @@ def _rowwise_with_gw_hp() -> Float8LinearConfig:
     )
 
 
-def _delayed() -> Float8LinearConfig:
-    delayed = CastConfig(scaling_type=ScalingType.DELAYED)
+def _of_casts(cast: CastConfig) -> Float8LinearConfig:
+    """All operands are cast alike."""
     return Float8LinearConfig(
-        cast_config_input=delayed, cast_config_weight=delayed, cast_config_grad_output=delayed
+        cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast
     )
 
 
@@ -491,5 +443,5 @@ _RECIPES: dict[Float8LinearRecipeName, Callable[[], Float8LinearConfig]] = {
     Float8LinearRecipeName.ROWWISE: _rowwise,
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP: _rowwise_with_gw_hp,
     Float8LinearRecipeName.ROWWISE_FOLDED: partial(_rowwise, fold_row_scales=True),
-    Float8LinearRecipeName.DELAYED: _delayed,
+    Float8LinearRecipeName.DELAYED: lambda: _of_casts(CastConfig(ScalingType.DELAYED)),
 }

@@ -30,8 +30,7 @@ def convert_to_float8_training(
     (``weight_norm``), and layers whose weight nn.MultiheadAttention reads.
 
     Args:
-        module: the model. If it is itself an nn.Linear it is not changed, and the converted layer
-            is returned.
+        module: the model.
         module_filter_fn: ``(module, fqn) -> bool``, called for each linear layer; False leaves the
             layer unconverted. ``None`` converts all.
         config: defaults to the ``tensorwise`` recipe.
@@ -56,9 +55,15 @@ def convert_to_float8_training(
     config = config or Float8LinearConfig()
     _check_not_distributed(chosen)
     _check_shared_weights(module, chosen, config)
-    converted = _convert_each(chosen, config)
+    converted: dict[nn.Module, Float8Linear] = {}
+    weights: dict[int, nn.Parameter] = {}
+    for fqn, layer in chosen.items():
+        new = Float8Linear.from_float(layer, config, fqn=fqn)
+        # Layers that share a weight share the new parameter, too.
+        new.weight = weights.setdefault(id(layer.weight), cast(nn.Parameter, new.weight))
+        converted[layer] = new
     if module in converted:
-        return converted[module]  # type: ignore[index]
+        return converted[module]
     for parent in module.modules():
         for name, child in list(parent._modules.items()):
             if child in converted:
@@ -79,45 +84,27 @@ def _choose(
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
             reasons[fqn] = "module_filter_fn returned False"
         elif isinstance(layer, Float8Linear):
-            _check_same_config(fqn, layer, config)
+            if config not in (None, layer.config):
+                raise ValueError(
+                    f"convert_to_float8_training: {fqn or 'the module'} is converted already, with "
+                    f"another config: {layer.extra_repr()}. Convert it once, or exclude it in "
+                    "module_filter_fn"
+                )
             reasons[fqn] = "it is a Float8Linear already"
         elif reason := _unconvertible(layer):
             reasons[fqn] = reason
-            left.append(fqn)
+            left.append(f"{fqn} ({reason})")
         else:
             chosen[fqn] = layer
     if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
         raise ValueError(_nothing_converted(module, reasons))
     if left:
-        shown = "; ".join(f"{fqn} ({reasons[fqn]})" for fqn in left)
         warnings.warn(
-            f"convert_to_float8_training left these layers in high precision: {shown}. Exclude "
-            "them in module_filter_fn to say that this is meant",
+            "convert_to_float8_training left these layers in high precision: "
+            f"{'; '.join(left)}. Exclude them in module_filter_fn to say that this is meant",
             stacklevel=3,
         )
     return chosen
-
-
-def _check_same_config(fqn: str, layer: Float8Linear, config: Float8LinearConfig | None) -> None:
-    if config not in (None, layer.config):
-        raise ValueError(
-            f"convert_to_float8_training: {fqn or 'the module'} is converted already, with "
-            f"another config: {layer.extra_repr()}. Convert it once, or exclude it in "
-            "module_filter_fn"
-        )
-
-
-def _convert_each(
-    chosen: dict[str, nn.Linear], config: Float8LinearConfig
-) -> dict[nn.Module, Float8Linear]:
-    converted: dict[nn.Module, Float8Linear] = {}
-    weights: dict[int, nn.Parameter] = {}
-    for fqn, layer in chosen.items():
-        new = Float8Linear.from_float(layer, config, fqn=fqn)
-        # Layers that share a weight share the new parameter, too.
-        new.weight = weights.setdefault(id(layer.weight), cast(nn.Parameter, new.weight))
-        converted[layer] = new
-    return converted
 
 
 def _unconvertible(layer: nn.Linear) -> str:
@@ -136,15 +123,12 @@ def _unconvertible(layer: nn.Linear) -> str:
 
 
 def _nothing_converted(module: nn.Module, skipped: dict[str, str]) -> str:
+    kind = type(module).__name__
     if not skipped:
-        return (
-            f"convert_to_float8_training: {type(module).__name__} contains no nn.Linear, so "
-            "nothing was converted"
-        )
-    lines = "\n".join(f"  {fqn or '(the module itself)'}: {why}" for fqn, why in skipped.items())
-    return (
-        f"convert_to_float8_training: no layer of {type(module).__name__} was converted:\n{lines}"
-    )
+        return f"convert_to_float8_training: {kind} contains no nn.Linear, so nothing was converted"
+    lines = [f"convert_to_float8_training: no layer of {kind} was converted:"]
+    lines += [f"  {fqn or '(the module itself)'}: {why}" for fqn, why in skipped.items()]
+    return "\n".join(lines)
 
 
 def _check_not_distributed(chosen: dict[str, nn.Linear]) -> None:
@@ -177,6 +161,6 @@ def _check_shared_weights(
         raise ValueError(
             "convert_to_float8_training: enable_fsdp_float8_all_gather="
             f"{config.enable_fsdp_float8_all_gather!r} gathers a weight in float8 for all of its "
-            f"users, but {'; '.join(shared)}. Leave these layers "
-            "unconverted (module_filter_fn), or untie them"
+            f"users, but {'; '.join(shared)}. Leave these layers unconverted (module_filter_fn), "
+            "or untie them"
         )

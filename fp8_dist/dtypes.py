@@ -14,32 +14,28 @@ FLOAT8_DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e5m2fnuz,
 )
 
-_FNUZ = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
-
 
 @cache
 def _rocm_arch() -> str:
     """The AMD architecture of the first device ("gfx942"), or "" where there is none."""
-    if not torch.cuda.is_available():
+    if torch.version.hip is None or not torch.cuda.is_available():
         return ""
     return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
 
 
-def _native(dtype: torch.dtype) -> torch.dtype:
+def _reads_fnuz() -> bool:
     # MI300-class matrix cores read the fnuz encodings only.
-    if torch.version.hip is None:
-        return dtype
-    return _FNUZ[dtype] if _rocm_arch() in ("gfx940", "gfx941", "gfx942") else dtype
+    return _rocm_arch() in ("gfx940", "gfx941", "gfx942")
 
 
 def e4m3() -> torch.dtype:
     """The e4m3 dtype that this machine multiplies: the default of inputs and weights."""
-    return _native(torch.float8_e4m3fn)
+    return torch.float8_e4m3fnuz if _reads_fnuz() else torch.float8_e4m3fn
 
 
 def e5m2() -> torch.dtype:
     """The e5m2 dtype that this machine multiplies: the default of output gradients."""
-    return _native(torch.float8_e5m2)
+    return torch.float8_e5m2fnuz if _reads_fnuz() else torch.float8_e5m2
 
 
 def is_float8(dtype: torch.dtype) -> bool:

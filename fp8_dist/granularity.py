@@ -38,10 +38,7 @@ class Granularity:
 
     @property
     def second_use(self) -> "Granularity":
-        """What a scale covers in the operand's second GEMM, which contracts another dim.
-
-        The granularity itself if one float8 copy serves both GEMMs.
-        """
+        """What a scale covers in the operand's second GEMM; ``self`` if one copy serves both."""
         return self
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,10 +46,7 @@ class Granularity:
         return x
 
     def covered_dims(self, ndim: int) -> tuple[int, ...] | None:
-        """The dims of the grouped view, of ``ndim`` dims, that one scale covers; ``None``: all.
-
-        A scale has size 1 along these dims; it is 0-dim where it covers all.
-        """
+        """The dims of the grouped view that one scale covers, with size 1; ``None``: all, 0-dim."""
         raise NotImplementedError
 
     def scale_shape(self, shape: Sequence[int]) -> list[int]:
@@ -83,7 +77,7 @@ class Granularity:
 
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
         """Whether float8 data can be redistributed, after its cast, from shards of these dims."""
-        raise NotImplementedError
+        return not dims
 
     def gemm_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """The scale of an operand, as the matrix ``[M, K]``, in the shape that a GEMM takes.
@@ -146,9 +140,6 @@ class _PerColumn(Granularity):
     def covered_dims(self, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim - 1))
 
-    def can_move(self, dims: Sequence[int], ndim: int) -> bool:
-        return not dims
-
     def gemm_scale(self, scale: torch.Tensor) -> torch.Tensor:
         return scale.reshape(1, -1)
 
@@ -162,9 +153,6 @@ class _PerSlice(Granularity):
 
     def covered_dims(self, ndim: int) -> tuple[int, ...]:
         return self._dims
-
-    def can_move(self, dims: Sequence[int], ndim: int) -> bool:
-        return not dims
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return _per_slice, (self._dims,)

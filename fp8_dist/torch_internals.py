@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
@@ -41,6 +40,7 @@ try:
     from torch.utils._pytree import tree_map_only as tree_map_only
 
     StridedShard = _StridedShard
+    resolve_process_group: Any = _resolve_process_group
     without_dispatch_modes = _disable_current_modes
     _current_graph_task_id = torch._C._current_graph_task_id
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
@@ -115,11 +115,6 @@ def op_arguments(op: OpOverload) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
-def resolve_process_group(name: str) -> ProcessGroup:
-    """The process group that functional collectives know by a name."""
-    return _resolve_process_group(name)  # type: ignore[arg-type]
-
-
 def is_selectively_checkpointed() -> bool:
     """True inside of selective activation checkpointing, its recomputation included."""
     return _len_torch_dispatch_stack() > 0 and any(
@@ -131,8 +126,7 @@ def is_selectively_checkpointed() -> bool:
 def can_skip_dispatch(tensor: torch.Tensor) -> bool:
     """True where an operator's implementation may be called directly, which costs less.
 
-    The tensor is a real one of no subclass, no dispatch mode is active, and dynamo is not tracing.
-    (Other ways of making graphs have a dispatch mode.)
+    That is on a real tensor of no subclass, without dispatch modes, while dynamo is not tracing.
     """
     return (
         not torch.compiler.is_dynamo_compiling()

@@ -92,9 +92,9 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     """Compute the scales of all float8 weights of a model, once their values have changed.
 
     Call it on all ranks after ``optimizer.step()``; :func:`attach_precompute` does so by itself.
-    The next forward and backward then need no amax collective for weights. It covers weights
-    sharded by FSDP2, by tensor parallelism, by both, and not at all, in any mixture. Code that is
-    compiled may call it: the graph breaks there. ``module`` may be a part of the model.
+    The next forward and backward then need no amax collective for weights, sharded by FSDP2, by
+    tensor parallelism, by both, or not at all. ``module`` may be a part of the model. Code that is
+    compiled may call it: the graph breaks there. Graphs that use scales are not compiled anew.
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per scale that needs it (more for weights
     that don't live on all axes, see above), none if no scale does. With one scale per row these

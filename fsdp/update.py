@@ -77,19 +77,14 @@ def _layers_to_precompute(
     module: nn.Module, layers: dict[str, Float8Linear]
 ) -> dict[str, Float8Linear]:
     """The layers whose next forward or FSDP2 gather takes a precomputed scale."""
-    sharded_by_fsdp = {
-        user
-        for part in module.modules()
-        if isinstance(part, FSDPModule)
-        for user, name in fsdp_parameter_users(part)
-        if name == "weight"
-    }
+    fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    users = {user for part in fsdp_modules for user in fsdp_parameter_users(part)}
 
     def takes_precomputed_scale(layer: Float8Linear) -> bool:
         if all(cast.delayed for cast in layer.config.casts("weight")):
             return False
         if layer.config.fsdp_float8_all_gather:
             return True
-        return isinstance(layer.weight, DTensor) and layer not in sharded_by_fsdp
+        return isinstance(layer.weight, DTensor) and (layer, "weight") not in users
 
     return {name: layer for name, layer in layers.items() if takes_precomputed_scale(layer)}

@@ -74,11 +74,12 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     ``histories["prepared_input"]``.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
-        use_local_output: as in torch's ``PrepareModuleInput``.
         float8_dtype: the dtype to cast to; ``None``: the input dtype of the followed layers.
         fwd_config_submodule_fqn: the Float8Linear in the module whose config is followed;
             ``None``: all of them are, and they must agree.
+        torch_arguments: those of torch's ``PrepareModuleInput``: input_layouts,
+            desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
+            use_local_output.
 
     Collectives: per input, one all-gather of 1 byte per element, and one all-reduce of 4 bytes for
     a dynamic scale per tensor; scales of rows travel in the gather, 4 bytes each.
@@ -91,21 +92,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def __init__(
         self,
         *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_output: bool = False,
         float8_dtype: torch.dtype | None = None,
         fwd_config_submodule_fqn: str | None = None,
+        **torch_arguments: Any,
     ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_output,
-        )
+        super().__init__(**torch_arguments)
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
@@ -127,13 +118,10 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 # Looked up by name, because a copy of the module has the same hooks.
                 layer: Any = module.get_submodule(name)
                 history = layer.histories[_PREPARED_INPUT]
-            into = (device_mesh, cast, power_of_2, history)
-            layouts = self.input_layouts or ()
-            cast_args = [_cast_input(x, at, *into) for x, at in zip(args, layouts, strict=False)]
-            cast_kwargs = {
-                key: _cast_input(x, self.input_kwarg_layouts.get(key), *into)
-                for key, x in kwargs.items()
-            }
+            how = (device_mesh, cast, power_of_2, history)
+            layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
+            cast_args = [_cast_input(x, at, *how) for x, at in zip(args, layouts, strict=False)]
+            cast_kwargs = {k: _cast_input(x, by_name.get(k), *how) for k, x in kwargs.items()}
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
 
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)

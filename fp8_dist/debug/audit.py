@@ -43,14 +43,10 @@ class CommAudit(CommTable):
         self._copied_in: dict[int, dict[torch.dtype, int]] = {}
 
     def table(self, by_module: bool = False) -> str:
-        """The rows as text, with totals.
+        """The rows as text, with totals; ``by_module``: one line per module, instead of their sum.
 
         ``+`` instead of a count: what this line adds up travelled inside the collectives of another
-        line of the same op and axis, FSDP2's mixed gathers. ``bytes`` are sizes of buffers, see
-        :class:`CommRow`.
-
-        Args:
-            by_module: one line per module, instead of their sum.
+        line of the same op and axis, FSDP2's mixed gathers.
         """
         return (self if by_module else self.without_modules()).text(with_modules=by_module)
 
@@ -106,9 +102,11 @@ class CommAudit(CommTable):
 
     def _copied_in_sizes(self, collective: Collective) -> dict[torch.dtype, int] | None:
         """What FSDP2 has copied into the input of this collective, if it is one of its gathers."""
-        if collective.op != "all_gather" or isinstance(collective.tensors[0], Float8Tensor):
+        if not self._copied_in or collective.op != "all_gather":
             return None
-        return self._copied_in.pop(_storage(collective.tensors[0]), None)
+        first = collective.tensors[0]
+        is_float8_tensor = isinstance(first, Float8Tensor)
+        return None if is_float8_tensor else self._copied_in.pop(_storage(first), None)
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Bytes by payload dtype, in order of first appearance."""
@@ -148,13 +146,10 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
         print(audit.table())
 
     Every call of an op of torch's communication namespaces is recorded, but for barriers, waits
-    and signals, which move no data. Ops whose arguments are not known, such as fused ones of
-    symmetric memory, have rows under their own qualified names. Not seen: compiled graphs, what a
-    custom op sends inside its own kernel, and direct reads of symmetric memory.
-
-    The bytes are sizes of buffers (the output of an all-gather, the input of a reduce-scatter, the
-    tensor of an all-reduce), not what crosses the wire, which also depends on the algorithm and
-    on the size of the group.
+    and signals, which move no data. Not seen: compiled graphs, what a custom op sends inside its
+    own kernel, and direct reads of symmetric memory. The bytes are sizes of buffers, see
+    :class:`CommRow`, not what crosses the wire, which also depends on the algorithm and on the size
+    of the group.
 
     Args:
         mesh: names the axes whose process groups don't tell their own: the default group is also

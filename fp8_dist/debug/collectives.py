@@ -35,17 +35,11 @@ NAMESPACES = {
 
 
 class CollectiveSchema(NamedTuple):
-    """How the arguments of one communication op are read.
+    """How the arguments of one communication op are read."""
 
-    Attributes:
-        op: the common name of the collective, the same for all its variants.
-        buffer: name of the argument that holds the buffer.
-        times_group_size: that argument holds one rank's share of the buffer.
-    """
-
-    op: str
-    buffer: str
-    times_group_size: bool = False
+    op: str  # the common name of the collective, the same for all its variants
+    buffer: str  # name of the argument that holds the buffer
+    times_group_size: bool  # that argument holds one rank's share of the buffer
 
 
 # Qualified op name, then the fields of its CollectiveSchema.
@@ -109,18 +103,11 @@ IGNORED_OPS = set(_IGNORED.split())
 
 
 class Collective(NamedTuple):
-    """One call of a communication op.
+    """One call of a communication op."""
 
-    Attributes:
-        op: common name of the collective; the op's qualified name if it is not in ``SCHEMAS``.
-        group: its process group; None if the op names none.
-        tensors: they hold the buffer, or ``1 / factor`` of it.
-        factor: see ``tensors``.
-    """
-
-    op: str
-    group: dist.ProcessGroup | None
-    tensors: tuple[torch.Tensor, ...]
+    op: str  # common name of the collective; the op's qualified name if it is not in SCHEMAS
+    group: dist.ProcessGroup | None  # None if the op names none
+    tensors: tuple[torch.Tensor, ...]  # the buffer, or 1 / factor of it
     factor: int
 
 

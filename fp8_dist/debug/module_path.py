@@ -17,16 +17,13 @@ WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 class ModulePath:
-    """A context manager that tells which module is running.
+    """A context manager: ``current`` is the FQN of the innermost module that is running.
 
-    Attributes:
-        current: FQN of the innermost module that is running. FQNs count from the outermost module
-            that was called, as in its ``named_modules()``: that module itself is ``""``, and so
-            is code outside of any module.
-
-    ``current`` covers what torch runs around a module's own forward and backward too: hooks of
-    FSDP2 and of tensor parallel styles. (``torch.utils.module_tracker`` takes a module for left
-    before its own forward hooks run, which is where a row-parallel layer reduces its output.)
+    FQNs count from the outermost module that was called, as in its ``named_modules()``: that module
+    itself is ``""``, and so is code outside of any module. ``current`` covers what torch runs
+    around a module's own forward and backward too: hooks of FSDP2 and of tensor parallel styles.
+    (``torch.utils.module_tracker`` takes a module for left before its own forward hooks run, which
+    is where a row-parallel layer reduces its output.)
     """
 
     def __init__(self) -> None:

@@ -49,27 +49,18 @@ class CustomOp(Generic[P, R]):
             return run(x.detach(), *args[1:], **kwargs)  # type: ignore[arg-type]
         return run(*args, **kwargs)
 
-    def register(self, device_type: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """A decorator: the implementation for one type of device ("cpu", "cuda")."""
+    def register(
+        self, device_type: str, run: Callable[P, R], *, direct: Callable[P, R] | None = None
+    ) -> None:
+        """Use another implementation on one type of device ("cpu", "cuda").
 
-        def add(implementation: Callable[P, R]) -> Callable[P, R]:
-            _LIB.impl(self._name, implementation, device_type.upper())
-            return self.register_direct(device_type)(implementation)
-
-        return add
-
-    def register_direct(self, device_type: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """A decorator: the implementation for calls that skip the dispatcher.
-
-        It may keep state between calls. The one that graphs call may not: a graph reuses the memory
-        of its tensors without a new version or a new object.
+        Args:
+            direct: the one for calls that skip the dispatcher, if it differs. It may keep state
+                between calls. The one that graphs call may not: a graph reuses the memory of its
+                tensors without a new version or a new object.
         """
-
-        def add(implementation: Callable[P, R]) -> Callable[P, R]:
-            self._direct[device_type] = implementation
-            return implementation
-
-        return add
+        _LIB.impl(self._name, run, device_type.upper())
+        self._direct[device_type] = direct or run
 
     def register_fake(self, fake: Callable[P, R]) -> Callable[P, R]:
         """A decorator: shapes and dtypes of the result, for tensors without data."""

@@ -1,5 +1,7 @@
 """Casts of local tensors to float8, by the formula of :mod:`fp8_dist.kernels.scale`."""
 
+from typing import Any
+
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
@@ -25,13 +27,6 @@ def quantize(
     return multiplied(x.contiguous(), multiplier, dtype, fits).to(dtype)
 
 
-@quantize.register_fake
-def _quantize_fake(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, fits: bool = False
-) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
 def multiplied(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, fits: bool
 ) -> torch.Tensor:
@@ -52,8 +47,11 @@ def quantize_after(
     return quantize(x, multiplier, dtype)
 
 
-@quantize_after.register_fake
-def _quantize_after_fake(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
+def _fake(
+    x: torch.Tensor, multiplier: Any, dtype: torch.dtype, after: Any = None, *, fits: bool = False
 ) -> torch.Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+quantize.register_fake(_fake)
+quantize_after.register_fake(_fake)

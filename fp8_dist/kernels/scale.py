@@ -72,8 +72,4 @@ def scaling_from_amax(
     return m, torch.reciprocal(m)
 
 
-@scaling_from_amax.register_fake
-def _scaling_from_amax_fake(
-    amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
-) -> Scaling:
-    return torch.empty_like(amax), torch.empty_like(amax)
+scaling_from_amax.register_fake(lambda amax, *_: (torch.empty_like(amax), torch.empty_like(amax)))

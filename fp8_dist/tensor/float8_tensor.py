@@ -1,9 +1,8 @@
 """``Float8Tensor``: float8 bytes, their scale, and the dtype they stand for.
 
-DTensor is outermost: a distributed float8 tensor is ``DTensor(Float8Tensor(qdata, scale))``, and
-DTensor's own rules move its shapes and placements. A scale is that of the *global* tensor, or of a
-whole row or column of it. One scale for all is the same on every rank, and a float8 gather moves
-the bytes only; the scales of rows travel with their rows.
+DTensor is outermost: a distributed float8 tensor is ``DTensor(Float8Tensor(qdata, scale))``. A
+scale is that of the *global* tensor, or of a whole row or column of it. One scale for all is the
+same on every rank, and a float8 gather moves the bytes only; those of rows travel with their rows.
 """
 
 from collections.abc import Callable
@@ -31,8 +30,8 @@ class Float8Tensor(torch.Tensor):
 
     The constructor takes these; it raises TypeError for other dtypes, ValueError for a scale that
     does not fit. ``covered=None``: the last dim if there is a scale per row, else those of size 1
-    in ``scale``. Usually :func:`fp8_dist.cast_to_float8` makes it. Operators that move or multiply
-    float8 data work on it (``fp8_dist.tensor.ops``); any other raises NotImplementedError.
+    in ``scale``. Operators that move or multiply float8 data work on it (``fp8_dist.tensor.ops``);
+    any other raises NotImplementedError.
     """
 
     qdata: torch.Tensor
@@ -80,8 +79,13 @@ class Float8Tensor(torch.Tensor):
         self.qdata = qdata
         self.scale = scale
         self.orig_dtype = orig_dtype
-        known = covered is not None and scale.ndim > 0
-        self.covered = covered if known else _covered_dims(qdata, scale)  # type: ignore[assignment]
+        if scale.ndim == 0:
+            covered = ()
+        elif covered is None and scale.shape == (*qdata.shape[:-1], 1):
+            covered = (qdata.ndim - 1,)
+        elif covered is None:
+            covered = tuple(dim for dim, n in enumerate(scale.shape) if n == 1)
+        self.covered = covered
         return self
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
@@ -99,11 +103,10 @@ class Float8Tensor(torch.Tensor):
         return _Dequantize.apply(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        known = type(self.scale) is torch.Tensor and self.scale.device.type != "meta"
         scale = "?"
         if self.scale.ndim:
             scale = f"fp32{list(self.scale.shape)}"
-        elif known:
+        elif type(self.scale) is torch.Tensor and not self.scale.is_meta:
             scale = f"{self.scale.item():.6g}"
         return (
             f"Float8Tensor(shape={tuple(self.shape)}, qdata={short_name(self.qdata.dtype)}, "
@@ -154,14 +157,6 @@ def granularity_of(x: Float8Tensor) -> Granularity:
 def dequantized(x: Float8Tensor) -> torch.Tensor:
     """``dequantize()`` outside of autograd."""
     return (x.qdata.to(torch.float32) * x.scale).to(x.orig_dtype)
-
-
-def _covered_dims(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...]:
-    if scale.ndim == 0:
-        return ()
-    if scale.shape == (*qdata.shape[:-1], 1):
-        return (qdata.ndim - 1,)
-    return tuple(dim for dim, n in enumerate(scale.shape) if n == 1)
 
 
 class _Dequantize(torch.autograd.Function):

@@ -1,9 +1,8 @@
 """What operators do to a local ``Float8Tensor``: the table behind its ``__torch_dispatch__``.
 
 An operator that only moves elements runs on the bytes, and on the scale as if it had been expanded
-to their shape: a tensorwise one stays as it is, those of rows move with their rows. Bytes are moved
-as ``uint8`` where a backend lacks float8 kernels: all collectives (gloo, old NCCL and MPI refuse
-float8), ``cat`` and padding.
+to their shape: a tensorwise one stays as it is, those of rows move with their rows. Collectives,
+``cat`` and padding, which lack float8 on some backends, move bytes as ``uint8``.
 """
 
 from collections.abc import Callable
@@ -14,12 +13,7 @@ import torch
 from fp8_dist import kernels
 from fp8_dist.dtypes import is_float8
 from fp8_dist.granularity import COLUMN, ROW
-from fp8_dist.tensor.float8_tensor import (
-    FLOAT8_OPS,
-    Float8Tensor,
-    dequantized,
-    granularity_of,
-)
+from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantized, granularity_of
 from fp8_dist.torch_internals import (
     STAND_INS,
     AsyncCollectiveTensor,
@@ -159,18 +153,15 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
                 "or cast_to_float8 the second"
             )
         if x.qdata.dtype != first.qdata.dtype:
-            raise ValueError(
-                f"torch.cat of float8 tensors of {first.qdata.dtype} and {x.qdata.dtype}"
-            )
+            dtypes = f"{first.qdata.dtype} and {x.qdata.dtype}"
+            raise ValueError(f"torch.cat of float8 tensors of {dtypes}")
         if (x.scale.ndim, x.covered) != (first.scale.ndim, first.covered):
             raise ValueError(
                 "torch.cat of float8 tensors whose scales cover different dims; dequantize() them"
             )
     scales = [x.scale for x in tensors]
-    if first.scale.ndim and dim % first.ndim not in first.covered:
-        scale = func(scales, dim)
-    else:
-        scale = _common_scale(scales)
+    along_scales = first.scale.ndim and dim % first.ndim not in first.covered
+    scale = func(scales, dim) if along_scales else _common_scale(scales)
     out = func([as_bytes(x.qdata) for x in tensors], dim)
     return first.rewrap(qdata=out.view(first.qdata.dtype), scale=scale)
 
@@ -244,7 +235,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     # High precision: what is made like a float8 tensor holds its gradients.
     x = args[0]
-    return func(x.qdata, *args[1:], **({"dtype": x.orig_dtype} | _given(kwargs)))
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    return func(x.qdata, *args[1:], **({"dtype": x.orig_dtype} | given))
 
 
 @implements(aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default)
@@ -293,14 +285,12 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
             "cast it then"
         )
     packed = func(as_bytes(pack_rows(x.qdata, x.scale)), *rest, **kwargs)
-    if _is_traced(x):
-        # In a graph one wait would not do for two views, and inductor (2.13) reads a view of bytes
-        # as fp32 wrongly where it is strided anew.
+    traced = _is_traced(x)
+    if traced:  # in a graph one wait would not do for two views
         packed = funcol.wait_tensor(packed)
-        qdata, (scale,) = unpack_rows(packed, x.qdata.dtype, x.shape[-1])
-        return x.rewrap(qdata=qdata, scale=scale.clone())
     qdata, (scale,) = unpack_rows(packed, x.qdata.dtype, x.shape[-1])
-    return x.rewrap(qdata=qdata, scale=scale)
+    # Inductor (2.13) reads a view of bytes as fp32 wrongly where it is strided anew.
+    return x.rewrap(qdata=qdata, scale=scale.clone() if traced else scale)
 
 
 @implements(funcol.wait_tensor.default)
@@ -319,15 +309,10 @@ def _is_traced(x: Float8Tensor) -> bool:
 
 
 def pack_rows(qdata: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
-    """Rows of float8 data with some fp32 numbers each, as one message.
+    """Rows of float8 data ``[..., K]`` and of fp32 ``columns`` ``[..., 1]``, as one message.
 
-    Args:
-        qdata: ``[..., K]``, a float8 dtype.
-        columns: fp32, ``[..., 1]``.
-
-    Returns:
-        ``[..., K']`` of the dtype of the data: the data, zeros up to a multiple of 4, the 4 bytes
-        of each number.
+    ``[..., K']`` of the dtype of the data: the data, zeros up to a multiple of 4, the 4 bytes of
+    each number.
     """
     data = torch.nn.functional.pad(as_bytes(qdata), (0, -qdata.shape[-1] % 4))
     # Flat first: a column counts as contiguous with any stride in its last dim, and inductor (2.11)
@@ -339,13 +324,7 @@ def pack_rows(qdata: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
 def unpack_rows(
     packed: torch.Tensor, dtype: torch.dtype, columns: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What :func:`pack_rows` was given, as views (of data that may still be in flight).
-
-    Args:
-        packed: its result as uint8, after rows were moved.
-        dtype: the float8 dtype of the data.
-        columns: K.
-    """
+    """What :func:`pack_rows` was given, as views of its result (uint8, may still be in flight)."""
     start = columns + -columns % 4
     numbers = packed[..., start:].view(torch.float32)
     return packed[..., :columns].view(dtype), list(numbers.split(1, dim=-1))
@@ -359,10 +338,6 @@ if wrapped_in_flight is not None:
         return AsyncCollectiveTensor(args[0])
 
 
-def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if value is not None}
-
-
 def scaled_mm(
     a: Float8Tensor,
     b: Float8Tensor,
@@ -372,22 +347,13 @@ def scaled_mm(
     pad_inner_dim: bool = False,
     emulate: bool = False,
 ) -> torch.Tensor:
-    """Matrix product of two local float8 matrices, scaled along the dims that the product keeps.
+    """Matrix product ``[M, N]`` of two local float8 matrices, with no collectives.
 
     Args:
         a: ``[M, K]``, any strides, a float8 dtype; its scale is 0-dim or ``[M, 1]``.
         b: ``[K, N]``, likewise; its scale is 0-dim or ``[1, N]``.
         out_dtype: dtype of the result (fp32, bf16 or fp16).
-        use_fast_accum: accumulate in reduced precision where the device offers it.
-        pad_inner_dim: pad K and N with zeros to multiples of 16 where the device needs that.
-        emulate: use the emulation also where the device has a float8 GEMM.
-
-    Returns:
-        ``[M, N]`` in ``out_dtype``. No collectives.
-
-    Raises:
-        ValueError: K or N is no multiple of 16 on a device (or under
-            ``FP8_DIST_STRICT_ALIGNMENT=1``) that needs it, and ``pad_inner_dim`` is off.
+        use_fast_accum, pad_inner_dim, emulate: as in :func:`fp8_dist.kernels.scaled_mm`, as errors.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
     # Not the direct call: it may keep what it derives from an operand, whose data the owner of a
@@ -396,26 +362,17 @@ def scaled_mm(
     return run(a.qdata, b.qdata, a.scale, b.scale, *options)
 
 
-def _check_both_float8(func: Any, *operands: torch.Tensor) -> None:
-    for x in operands:
+@implements(aten.mm.default, aten.addmm.default)
+def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    *bias, a, b = args
+    for x in (a, b):
         if not isinstance(x, Float8Tensor):
             raise NotImplementedError(
                 f"{func} of a Float8Tensor and a {type(x).__name__} of {x.dtype}: "
                 "cast_to_float8 the second, or dequantize() the first. (A weight that FSDP2 "
                 "gathers in float8 can be used by Float8Linear layers alone.)"
             )
-
-
-@implements(aten.mm.default)
-def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    a, b = args
-    _check_both_float8(func, a, b)
-    return scaled_mm(a, b, out_dtype=a.orig_dtype)
-
-
-@implements(aten.addmm.default)
-def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    bias, a, b = args
-    _check_both_float8(func, a, b)
     product = scaled_mm(a, b, out_dtype=a.orig_dtype)
-    return kwargs.get("beta", 1) * bias + kwargs.get("alpha", 1) * product
+    if not bias:
+        return product
+    return kwargs.get("beta", 1) * bias[0] + kwargs.get("alpha", 1) * product

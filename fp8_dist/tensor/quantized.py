@@ -8,14 +8,8 @@ from fp8_dist.granularity import TENSOR, Granularity
 
 
 class Quantized(NamedTuple):
-    """A local tensor in float8. (Where no tensor is needed it costs less than a Float8Tensor.)
+    """A local tensor in float8. (Where no tensor is needed it costs less than a Float8Tensor.)"""
 
-    Attributes:
-        qdata: the float8 bytes, any shape.
-        scale: fp32, of the shape that ``granularity`` gives it.
-        granularity: what one scale covers.
-    """
-
-    qdata: torch.Tensor
-    scale: torch.Tensor
+    qdata: torch.Tensor  # the float8 bytes, any shape
+    scale: torch.Tensor  # fp32, of the shape that the granularity gives it
     granularity: Granularity = TENSOR

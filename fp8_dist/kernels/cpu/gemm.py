@@ -59,5 +59,8 @@ def _are_powers_of_2(scale: Tensor) -> bool:
 # FSDP2 refills without a new version: a copy that is kept of it would be wrong.
 left_upcasts = UpcastCache()
 
-scaled_mm.register("cpu")(partial(scaled_mm_with, partial(_emulated, upcast)))
-scaled_mm.register_direct("cpu")(partial(scaled_mm_with, partial(_emulated, left_upcasts.upcast)))
+scaled_mm.register(
+    "cpu",
+    partial(scaled_mm_with, partial(_emulated, upcast)),
+    direct=partial(scaled_mm_with, partial(_emulated, left_upcasts.upcast)),
+)

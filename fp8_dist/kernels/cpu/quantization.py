@@ -10,7 +10,6 @@ from fp8_dist.kernels.quantization import multiplied, quantize
 _BLOCK = 65536  # elements
 
 
-@quantize.register("cpu")
 def _quantize(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, fits: bool = False
 ) -> torch.Tensor:
@@ -42,3 +41,6 @@ def _blocks(
         return [(x, multiplier, qdata)]
     blocks, results = (t.view(-1, columns).split(rows) for t in (x, qdata))
     return zip(blocks, parts, results, strict=False)
+
+
+quantize.register("cpu", _quantize)

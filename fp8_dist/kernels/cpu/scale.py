@@ -1,8 +1,7 @@
 """amax and scale on CPUs: the bits of the portable implementations, in less time.
 
-One amax and one scale are computed as Python numbers, which are fp64 like the formula. On a tensor
-of one element each operator costs more than all of that arithmetic, and in small layers such
-overhead is most of the time.
+One amax and one scale are computed as Python numbers, which are fp64 like the formula: an operator
+on a tensor of one element costs more than that, and is most of the time of a small layer.
 """
 
 import math
@@ -18,7 +17,6 @@ _FP32 = Struct("f")
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
-@amax.register("cpu")
 def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     integer = _INTEGERS.get(x.dtype)
     if x.numel() == 0 or integer is None:
@@ -34,7 +32,6 @@ def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     return torch.amax(bits, tuple(dims), keepdim=True).view(x.dtype).to(torch.float32)
 
 
-@scaling_from_amax.register("cpu")
 def _scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
 ) -> Scaling:
@@ -48,3 +45,7 @@ def _scaling_from_amax(
 
 def _scalar(number: float) -> torch.Tensor:
     return torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
+
+
+amax.register("cpu", _amax)
+scaling_from_amax.register("cpu", _scaling_from_amax)

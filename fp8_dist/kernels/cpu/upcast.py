@@ -2,12 +2,8 @@
 
 torch converts float8 to bf16 one element at a time. But a float8 number is a bf16 number with its
 sign and its 7 other bits moved into place: the same mantissa, and an exponent that is off by a
-constant, which one multiplication repairs (subnormal numbers included). Six vectorized passes, two
-of them the look for NaN and inf, take a fraction of the time.
-
-The multiplication starts from subnormal bf16 numbers, so it can't be had where the CPU was told to
-flush them (``torch.set_flush_denormal``); and the bits of NaN and inf would come out as ordinary
-numbers. Both are looked for, and left to torch's conversion.
+constant, which one multiplication repairs (subnormal numbers included). NaN and inf, and subnormal
+bf16 numbers on a CPU that flushes them (``torch.set_flush_denormal``), are left to torch.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,7 @@
 """The bf16 copy of the last left operand, for GEMMs in a row that have the same one.
 
-Layers that share an input (``wq``, ``wk`` and ``wv`` of an attention) multiply it in turn, and each
-output gradient is multiplied twice: as it is for grad_input, transposed for grad_weight. Its float8
-data is then upcast once.
+Layers that share an input multiply it in turn, and each output gradient is multiplied twice: as it
+is for grad_input, transposed for grad_weight. Its float8 data is then upcast once.
 """
 
 from typing import NamedTuple
@@ -15,12 +14,9 @@ from fp8_dist.kernels.cpu.upcast import FEW, upcast
 
 
 class _Entry(NamedTuple):
-    """A matrix, known by the tensor that it is a view of, with its bf16 copy.
+    """A matrix, known by the tensor that it is a view of, with its bf16 copy."""
 
-    (Autograd may be the only owner of what ``root`` refers to: it is compared, never used.)
-    """
-
-    root: ReferenceType[torch.Tensor]
+    root: ReferenceType[torch.Tensor]  # compared, never used: autograd may be the only owner
     version: int
     address: int
     shape: torch.Size
@@ -38,11 +34,9 @@ class UpcastCache:
         # A matrix and its transpose are stored as one contiguous matrix.
         transposed = not data.is_contiguous()
         stored = data.t() if transposed else data
-        if (
-            data.numel() < FEW
-            or not is_float8(data.dtype)
-            or data.is_inference()  # has no version
-            or not stored.is_contiguous()
+        has_version = not data.is_inference()
+        if data.numel() < FEW or not (
+            is_float8(data.dtype) and has_version and stored.is_contiguous()
         ):
             return upcast(data, dtype)
         copy = self._copy(stored)
