@@ -183,14 +183,13 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
     for members in groups.values():
         group = [histories[i] for i in members]
         new = values[torch.tensor(members, device=values.device)].unsqueeze(1)
-        if group[0].history is None:
-            advance_to(group, new)
-            continue
-        old = torch.stack([h.history for h in group if h.history is not None]).to(values.device)
-        length = group[0].length
-        longer = torch.cat([new, old], dim=1)[:, :length]
-        same = torch.cat([old, old[:, -1:]], dim=1)[:, :length]
-        advance_to(group, torch.where((new > 0) & new.isfinite(), longer, same))
+        before = [history.history for history in group if history.history is not None]
+        if before:
+            old, length = torch.stack(before).to(values.device), group[0].length
+            longer = torch.cat([new, old], dim=1)[:, :length]
+            same = torch.cat([old, old[:, -1:]], dim=1)[:, :length]
+            new = torch.where((new > 0) & new.isfinite(), longer, same)
+        advance_to(group, new)
 
 
 def advance_to(histories: Sequence[AmaxHistory], rows: torch.Tensor) -> None:

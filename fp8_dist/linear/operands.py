@@ -173,7 +173,7 @@ def prepare_gradients(
     """The left and the right operand of each gradient GEMM.
 
     Args:
-        grad: grad_output ``[..., N]``, prepared as :func:`prepare_operand` does.
+        grad: grad_output ``[..., N]``, high precision, no Partial placements.
         gemms: the GEMMs that take it.
         placements: where they need a DTensor.
         input: the right operand of grad_weight.

@@ -181,9 +181,9 @@ class Float8Weight:
         return float8
 
     def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
-        """The casts of a parameter that FSDP2 gathered in high precision: for the output alone.
+        """What a forward takes of a parameter that FSDP2 gathered in high precision.
 
-        The backward casts anew, by a scaling that is found here.
+        It is the cast for the output, and the scaling by which the backward casts again.
         """
         of_output = self._config.cast("weight", "output")
         of_grad_input = self._config.cast("weight", "grad_input")
@@ -211,11 +211,8 @@ class Float8Weight:
         """The scaling of the shard for each cast, known or new; by an operator where one is needed.
 
         One call finds all of them. In a graph, a call for the casts of the backward would move to
-        the backward, where FSDP2 has gathered the weight anew and nothing is known.
-
-        Args:
-            shard: the parameter's shard, perhaps on another device.
-            source: who asks, FROM_GATHER or FROM_FORWARD; None: new ones are not kept.
+        the backward, where FSDP2 has gathered the weight anew and nothing is known. ``source`` is
+        the state in which new scalings are kept; None: they are not.
         """
         if not must_query():
             found, device = self._answer(shard, source), shard.device
@@ -239,8 +236,8 @@ class Float8Weight:
     ) -> Scalings:
         """The scaling for each cast from the parameter's values or history; the cache is told.
 
-        (Not of a tensor in the parameter's place, such as FSDP1's view of what it gathered: it
-        changes unnoticed.)
+        (Except of a tensor in the parameter's place, such as FSDP1's view of what it gathered,
+        which changes unnoticed.)
         """
         casts = self._config.casts("weight")
         new = {cast: self._scaling_of(parameter, shard, cast) for cast in casts}
@@ -295,18 +292,18 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 def weight_scalings(
     x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool
 ) -> list[torch.Tensor]:
-    """The scalings of a :class:`Float8Weight` where a forward asks for them, flat."""
+    """The (multiplier, scale) of each cast of a weight, flat, as a forward asks for them."""
     source = ScaleState.FROM_FORWARD if keep else None
     return copies(owner_of(handle)._answer(x, source).values(), x.device)
 
 
-# FSDP2 may gather in a checkpointed forward and not in its recomputation, which therefore mustn't
-# count on the results of one: so this is another operator.
+# This is another operator because selective checkpointing must not save its results: FSDP2 may
+# gather in a checkpointed forward and not in its recomputation.
 @query("shard_scalings(Tensor x, Tensor handle, str[] granularities) -> Tensor[]")
 def shard_scalings(
     x: torch.Tensor, handle: torch.Tensor, granularities: list[str]
 ) -> list[torch.Tensor]:
-    """The same where FSDP2 asks for them."""
+    """The same, as FSDP2 asks for them."""
     return copies(owner_of(handle)._answer(x, ScaleState.FROM_GATHER).values(), x.device)
 
 
