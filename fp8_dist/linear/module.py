@@ -183,9 +183,12 @@ class Float8Linear(nn.Linear):
         return own + [h.mesh for h in self.histories.values() if h.mesh is not None]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
-        if name == "weight" and "float8_weight" in self.__dict__:
-            self.float8_weight.parameter_replaced(self._parameters.get("weight"), value)
+        if "float8_weight" in self.__dict__:
+            # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
+            if name == "weight":
+                self.float8_weight.parameter_replaced(self._parameters.get("weight"), value)
+            elif name in ("config", "fqn"):
+                setattr(self.float8_weight, name, value)
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:

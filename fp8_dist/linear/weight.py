@@ -60,6 +60,7 @@ class Float8Weight:
     A copy of the layer gets a new one, which knows nothing yet. The layer is referred to weakly.
 
     Attributes:
+        config, fqn: the layer's.
         cache: scalings and float8 casts, while they are known to be fresh.
         gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
             it.
@@ -76,8 +77,8 @@ class Float8Weight:
     ) -> None:
         self.cache = WeightCache()
         self._layer = weakref.ref(layer)
-        self._config = config
-        self._fqn = fqn
+        self.config = config
+        self.fqn = fqn
         self._histories = histories
         self._handle = register_handle(self)
         # FSDP2 exchanges the parameter: nothing made of an unsharded one may outlive it.
@@ -86,7 +87,7 @@ class Float8Weight:
     def parameter(self) -> torch.Tensor:
         """The parameter, as it is registered now."""
         layer = self._layer()
-        assert layer is not None, f"{self._fqn} was freed"
+        assert layer is not None, f"{self.fqn} was freed"
         return layer.weight
 
     def shard(self) -> torch.Tensor:
@@ -99,12 +100,12 @@ class Float8Weight:
         Collectives: for each cast one all-reduce of 4 bytes per scale, if what a scale covers is
         sharded and the scales are not known.
         """
-        casts = self._config.casts("weight")
+        casts = self.config.casts("weight")
         if not casts:
             return WeightCasts()
         local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
-            check_gathered(self._config, local, self._fqn)
+            check_gathered(self.config, local, self.fqn)
             scale = self._recorded(local.scale)
             return WeightCasts((Quantized(local.qdata, scale, granularity_of(local)),))
         compiling = torch.compiler.is_compiling()
@@ -176,7 +177,7 @@ class Float8Weight:
         else:
             scalings = self._new_scalings(parameter, shard, source)
             float8 = self._quantized(shard, scalings, fits=True)
-        keeps = _is_parameter(parameter) and self._config.cache_float8_shards
+        keeps = _is_parameter(parameter) and self.config.cache_float8_shards
         cache.float8 = float8 if keeps and shard.device == parameter.device else None
         return float8
 
@@ -185,8 +186,8 @@ class Float8Weight:
 
         It is the cast for the output, and the scaling by which the backward casts again.
         """
-        of_output = self._config.cast("weight", "output")
-        of_grad_input = self._config.cast("weight", "grad_input")
+        of_output = self.config.cast("weight", "output")
+        of_grad_input = self.config.cast("weight", "grad_input")
         with torch.inference_mode(False), torch.no_grad():
             scalings = self._scalings(shard, source)
             wanted = {cast: scaling for cast, scaling in scalings.items() if cast == of_output}
@@ -217,7 +218,7 @@ class Float8Weight:
         if not must_query():
             found, device = self._answer(shard, source), shard.device
             return {cast: (m.to(device), scale.to(device)) for cast, (m, scale) in found.items()}
-        casts = self._config.casts("weight")
+        casts = self.config.casts("weight")
         names = [cast.granularity.name for cast in casts]
         if source is ScaleState.FROM_GATHER:
             flat = shard_scalings.overload(shard, self._handle, names)
@@ -239,9 +240,9 @@ class Float8Weight:
         (Except of a tensor in the parameter's place, such as FSDP1's view of what it gathered,
         which changes unnoticed.)
         """
-        casts = self._config.casts("weight")
+        casts = self.config.casts("weight")
         new = {cast: self._scaling_of(parameter, shard, cast) for cast in casts}
-        self.cache.warn_if_stale(parameter, self._fqn)
+        self.cache.warn_if_stale(parameter, self.fqn)
         if source is not None and _is_parameter(parameter):
             self.cache.store(parameter, new, source)
         return new
@@ -251,7 +252,7 @@ class Float8Weight:
             layout = Layout.of(parameter)
             tensor = shard if layout is None else layout.wrap(shard)
             return self._histories["weight"].scaling_of(tensor, record=False)
-        power_of_2 = self._config.round_scales_to_power_of_2
+        power_of_2 = self.config.round_scales_to_power_of_2
         return scaling_over(parameter, cast, power_of_2, local=shard)
 
     def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
@@ -264,19 +265,19 @@ class Float8Weight:
         return self._histories["weight"].recorded(scale)
 
     def _warn_if_flags_have_no_effect(self, parameter: torch.Tensor, wrapped: bool) -> None:
-        if wrapped and self._config.enable_fsdp_float8_all_gather == "auto":
+        if wrapped and self.config.enable_fsdp_float8_all_gather == "auto":
             return  # "auto" also stands for models that FSDP2 does not shard
         if wrapped:
             warn_once(
                 "float8 gather without FSDP2",
-                f"{self._fqn}: enable_fsdp_float8_all_gather=True has no effect on this layer: "
+                f"{self.fqn}: enable_fsdp_float8_all_gather=True has no effect on this layer: "
                 "FSDP2 does not manage its weight. Call fully_shard on the model (after "
                 "convert_to_float8_training), or leave the flag off",
             )
         elif self.cache.precomputed_for_another(parameter):
             warn_once(
                 "precompute without float8 gather",
-                f"{self._fqn}: the precomputed scale is not used, because the weight of this "
+                f"{self.fqn}: the precomputed scale is not used, because the weight of this "
                 "forward is not the parameter that it was computed from: FSDP2 gathered it in "
                 "high precision (set enable_fsdp_float8_all_gather=True), or functional_call "
                 "replaced it",

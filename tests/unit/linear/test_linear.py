@@ -142,3 +142,21 @@ def test_every_flag_reaches_the_three_gemms(flag: str) -> None:
         place = 1 if flag == "pad_inner_dim" else 2
         assert [record.options[place] for record in records] == expected
         assert [record.options[0] for record in records] == [True, True, False]
+
+
+def test_a_layer_follows_another_config() -> None:
+    _, layer = twins(bias=False)
+    other = Float8LinearConfig.from_recipe_name("rowwise")
+    _, expected = twins(other, bias=False)
+    expected.load_state_dict(layer.state_dict())
+    layer.config = other
+    x = torch.randn(16, 128)
+    assert same_bits(layer(x), expected(x))
+
+
+def test_the_bias_is_not_differentiated_twice_either() -> None:
+    _, float8 = twins()
+    loss = float8(torch.randn(4, 128)).square().sum()
+    (gradient,) = torch.autograd.grad(loss, float8.bias, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        gradient.sum().backward()
