@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from reference import raised, sqnr
+from reference import raised, same_bits, sqnr
 
 import fp8_dist.warn
 from fp8_dist import (
