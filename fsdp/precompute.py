@@ -157,10 +157,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def attach_precompute(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
-    """Call :func:`precompute_float8_dynamic_scale` after every step of an optimizer.
-
-    Returns:
-        A handle whose ``remove()`` ends it.
+    """:func:`precompute_float8_dynamic_scale` after every step, until ``remove()`` of the result.
 
     Raises:
         ValueError: ``module`` has no converted layer.

@@ -48,14 +48,11 @@ def update_float8_scales(module: nn.Module) -> None:
 
 
 def attach_update(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
-    """Call :func:`update_float8_scales` after every step of an optimizer.
+    """Call :func:`update_float8_scales` after every step, until ``remove()`` of what it returns.
 
     Attach it to one optimizer of a model; with several, to the one that steps last. No hook runs
     for a step that ``torch.amp.GradScaler`` skips: with DELAYED scales call
     :func:`update_float8_scales` in the loop instead.
-
-    Returns:
-        A handle whose ``remove()`` ends it.
 
     Raises:
         ValueError: ``module`` has no converted layer.
