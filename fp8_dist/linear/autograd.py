@@ -156,19 +156,18 @@ class _LinearFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
-        ctx.recasts = needs_input and recast_multiplier is not None
+        multiplier = recast_multiplier if needs_input else None
         ctx.input_cast = ctx.weight_cast = None
-        saved: list[torch.Tensor | None] = [None, None]
+        saved_x: list[torch.Tensor | None] = [None, None]
+        saved_w: list[torch.Tensor | None] = [None, None]
         if needs_weight:
-            saved, ctx.input_cast = _flat(wait_local(x["grad_weight"]))
-        if ctx.recasts:
-            saved += [weight, first_scale if recast_scale is None else recast_scale]
-            saved.append(recast_multiplier)
+            saved_x, ctx.input_cast = _flat(wait_local(x["grad_weight"]))
+        if multiplier is not None:
+            saved_w = [weight, first_scale if recast_scale is None else recast_scale]
         elif needs_input:
-            tensors, ctx.weight_cast = _flat(weight_operand(weight, casts, "grad_input", config))
-            saved += tensors
+            saved_w, ctx.weight_cast = _flat(weight_operand(weight, casts, "grad_input", config))
         # Plain tensors: hooks on saved tensors see the real bytes.
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*saved_x, *saved_w, multiplier)
         ctx.bias_layout = Layout.of(bias)
         if w_layout is None or layouts is None:
             return output if bias is None else output + bias.to(output.dtype)
@@ -185,30 +184,22 @@ class _LinearFunction(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = reduced(grad)
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if needs_bias else None
-        gemms: tuple[Gemm, ...] = ("grad_input",) if needs_input else ()
-        if needs_weight:
-            gemms += ("grad_weight",)
-        if not gemms:
+        if not (needs_input or needs_weight):
             return None, None, grad_bias, *unused
         spec, layouts = ctx.spec, ctx.layouts
-        data, scale, *of_the_weight = ctx.saved_tensors
-        x = w = data
-        if needs_weight:
-            x = _unflat(data, scale, ctx.input_cast)
-        if ctx.recasts:
+        x_data, x_scale, w_data, w_scale, multiplier = ctx.saved_tensors
+        # (torch.autograd.grad may ask for fewer gradients than the forward saved operands for.)
+        x = _unflat(x_data, x_scale, ctx.input_cast) if needs_weight else None
+        w = _unflat(w_data, w_scale, ctx.weight_cast) if needs_input else None
+        if needs_input and multiplier is not None:
             # The weight has its values again. (A graph would keep the float8 copy of the forward,
             # if this cast did not depend on the gradient.)
-            weight, w_scale, multiplier = of_the_weight
             cast = spec.config.cast("weight", "grad_input")
-            local = local_tensor(weight)
+            local = local_tensor(w_data)
             grouped = cast.granularity.grouped(local)
-            w_data = quantize_after(grouped, multiplier, cast.dtype, local_tensor(grad))
-            w = Quantized(w_data.view(local.shape), w_scale, cast.granularity)
-        elif needs_input:
-            w_data, w_scale = of_the_weight
-            w = _unflat(w_data, w_scale, ctx.weight_cast)
-        needed = layouts and layouts.grad_output
-        operands = prepare_gradients(grad, gemms, needed, x, w, spec)
+            qdata = quantize_after(grouped, multiplier, cast.dtype, local_tensor(grad))
+            w = Quantized(qdata.view(local.shape), w_scale, cast.granularity)
+        operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
         grad_input = grad_weight = None
         if needs_input:
             left, right = operands["grad_input"]
@@ -233,12 +224,9 @@ def _flat(operand: Local) -> tuple[list[torch.Tensor | None], Granularity | None
     return [operand.qdata, operand.scale], operand.granularity
 
 
-def _unflat(
-    data: torch.Tensor, scale: torch.Tensor | None, granularity: Granularity | None
-) -> Local:
-    if scale is None or granularity is None:
-        return data
-    return Quantized(data, scale, granularity)
+def _unflat(data: Any, scale: Any, granularity: Granularity | None) -> Any:
+    """The operand that :func:`_flat` took apart."""
+    return data if granularity is None else Quantized(data, scale, granularity)
 
 
 class _FinishOutput(torch.autograd.Function):
@@ -296,12 +284,8 @@ def _redistribute_grad_input(
     already keeps a Partial gradient, so that consumers of the same input share one reduction.
     """
     result = input_layout._replace(placements=layouts.grad_input).wrap(grad_input)
-    target = tuple(
-        grad if now == needed else now
-        for now, needed, grad in zip(
-            input_layout.placements, layouts.input, layouts.grad_input, strict=True
-        )
-    )
+    each_axis = zip(input_layout.placements, layouts.input, layouts.grad_input, strict=True)
+    target = tuple(grad if now == needed else now for now, needed, grad in each_axis)
     return result.redistribute(placements=target, async_op=True)
 
 

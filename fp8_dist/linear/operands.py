@@ -164,24 +164,27 @@ def prepare_operand(
 
 def prepare_gradients(
     grad: torch.Tensor,
-    gemms: tuple[Gemm, ...],
     placements: Placements | None,
-    input: Local,
-    weight: Local,
+    input: Local | None,
+    weight: Local | None,
     spec: LinearSpec,
 ) -> dict[Gemm, tuple[Local, Local]]:
     """The left and the right operand of each gradient GEMM.
 
     Args:
         grad: grad_output ``[..., N]``, high precision, no Partial placements.
-        gemms: the GEMMs that take it.
-        placements: where they need a DTensor.
-        input: the right operand of grad_weight.
-        weight: the right operand of grad_input.
+        placements: where the GEMMs need a DTensor.
+        input: the right operand of grad_weight; None: that GEMM is left out.
+        weight: the right operand of grad_input; None: that GEMM is left out.
         spec: the call's config, name and histories.
     """
-    right: dict[Gemm, Local] = {"grad_input": weight, "grad_weight": input}
-    folds = {g: o for g, o in right.items() if g in gemms and isinstance(o, Quantized)}
+    right: dict[Gemm, Local] = {}
+    if weight is not None:
+        right["grad_input"] = weight
+    if input is not None:
+        right["grad_weight"] = input
+    gemms = tuple(right)
+    folds = {gemm: x for gemm, x in right.items() if isinstance(x, Quantized)}
     if not (spec.config.fold_row_scales and folds):
         left = prepare_operand(grad, "grad_output", gemms, placements, spec)
         return {gemm: (left[gemm], right[gemm]) for gemm in gemms}

@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,6 @@ _watchers_lock = threading.Lock()  # models may be trained in several threads
 _calls: "weakref.WeakKeyDictionary[Optimizer, OrderedDict[int, Callable[[], None]]]" = (
     weakref.WeakKeyDictionary()
 )
-_hook: RemovableHandle | None = None
 
 
 def watch_steps(watcher: WatchesSteps) -> None:
@@ -45,10 +45,9 @@ def after_step(optimizer: Optimizer, call: Callable[[], None]) -> RemovableHandl
     return handle
 
 
-def _install_hook() -> None:
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_post_hook(_on_optimizer_step)
+@cache
+def _install_hook() -> RemovableHandle:
+    return register_optimizer_step_post_hook(_on_optimizer_step)
 
 
 @torch.compiler.disable
