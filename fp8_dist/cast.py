@@ -137,7 +137,7 @@ def amax_group(
     """The group over which amaxes of a tensor are reduced; arguments as in :func:`global_amax`."""
     if not isinstance(tensor, DTensor):
         return None
-    # (Dynamo warns of caches, and looks behind them.)
+    # Dynamo warns of functions with a cache.
     find = _amax_axes.__wrapped__ if torch.compiler.is_compiling() else _amax_axes
     over, same = find(tuple(tensor.placements), tensor.ndim, granularity, axes)
     return group_for_amax(tensor.device_mesh, over, same)

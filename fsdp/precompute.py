@@ -99,7 +99,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     Collectives: exactly one all-reduce (MAX) of 4 bytes per scale that needs it (more for weights
     that don't live on all axes, see above), none if no scale does. With one scale per row these
     are the rows that are sharded along themselves (row-parallel weights), or unevenly by FSDP2.
-    On CPUs it goes on while other things run: who first needs a scale waits.
+    On CPUs it runs in the background; the first use of a scale waits for it.
 
     Raises:
         ValueError: ``module`` has no converted layer whose weight has a DYNAMIC scale, or a weight

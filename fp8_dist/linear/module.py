@@ -207,7 +207,7 @@ class Float8Linear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
             destination[prefix + "weight"] = self.float8_weight.plain(self.weight)
-        # Not among the keys, which are nn.Linear's: torch hands the metadata to whoever loads.
+        # Not among the keys, which are nn.Linear's: load_state_dict passes metadata back.
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if self.histories and metadata is not None:
             saved = {name: h.history for name, h in self.histories.items()}

@@ -79,7 +79,7 @@ def plan_operand(
     ndim: int,
     amax_scope: str = "global",
 ) -> OperandPlan:
-    """Decide how an operand is cast and moved. By facts that all ranks share.
+    """Decide how an operand is cast and moved, from facts that all ranks share.
 
     Args:
         casts: the cast that each GEMM takes; ``None``: high precision.
@@ -116,7 +116,7 @@ def _plan_of(
     now = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
     scope = spec.config.amax_scope
     if torch.compiler.is_compiling():
-        # (Dynamo warns of caches, and looks behind them.)
+        # Dynamo warns of functions with a cache.
         return plan_operand.__wrapped__(casts, now, placements, tensor.ndim, scope)
     plan = plan_operand(casts, now, placements, tensor.ndim, scope)
     if plan.first_cast is None and spec.config.gather_cast(operand) is not None:

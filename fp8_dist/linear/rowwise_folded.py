@@ -131,7 +131,7 @@ def _moved(
     qdata: torch.Tensor, columns: list[torch.Tensor], layout: Layout, placements: Placements
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Rows and what belongs to them at other placements, in one message."""
-    # As float8 data, which is what nearly all of it is: so it is sent, and so it is counted.
+    # Wrapped as float8, which most of the bytes are, so that comm_audit counts it as float8.
     packed = pack_rows(qdata, *columns)
     shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
     carrier = Float8Tensor(packed, columns[0].new_ones(()), torch.float32)

@@ -50,7 +50,7 @@ def last_cast(x: torch.Tensor, key: Any) -> Quantized | None:
     qdata = last.qdata()
     if qdata is None:
         return None
-    # A tensor that autograd alone kept alive must be told of its new owner.
+    # TensorWeakRef revives the Python object of a tensor that autograd alone still owns.
     return Quantized(TensorWeakRef(qdata)(), last.scale, last.granularity)
 
 

@@ -161,7 +161,7 @@ class Float8Weight:
     ) -> tuple[Quantized, ...]:
         """The casts of a parameter's shard, outside of graphs; kept where they may be."""
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # training may save what is kept
+            with torch.inference_mode(False):  # autograd can't save inference tensors
                 return self._casts(parameter, shard, source)
         cache, shard = self.cache, shard.detach()
         fresh, queried = cache.is_fresh(parameter), is_selectively_checkpointed()

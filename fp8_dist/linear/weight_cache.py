@@ -90,7 +90,7 @@ class PendingScales:
         """Wait for the scales, and hand them to the caches that are still PENDING on them."""
         if self._find is not None:
             find, self._find = self._find, None
-            # An evaluation under inference_mode may be the first to ask; training may save these.
+            # Autograd can't save inference tensors, and an evaluation may be the first to ask.
             with torch.inference_mode(False), torch.no_grad():
                 found = find()
             for cache, scaling, all_rows in found:

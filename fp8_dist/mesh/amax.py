@@ -24,7 +24,7 @@ def group_for_amax(
     """
     axes = [axis for axis in axes if mesh.size(axis) > 1]
     if len(axes) > 1:
-        axes = sorted({*axes, *replicated})  # nearer to a group that exists: the world
+        axes = sorted({*axes, *replicated})  # the world's group exists
     return group_over(mesh, tuple(axes)) if axes else None
 
 

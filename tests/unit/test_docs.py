@@ -87,3 +87,8 @@ def test_what_the_checks_find() -> None:
 def test_the_index_lists_every_page() -> None:
     linked = set(LINK.findall((ROOT / "docs/README.md").read_text()))
     assert {page.name for page in DOCS} - {"README.md"} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_no_placeholder_is_left(page: Path) -> None:
+    assert not [line for line in page.read_text().splitlines() if re.fullmatch(r"[A-Z_]{4,}", line)]

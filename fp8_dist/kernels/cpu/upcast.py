@@ -35,7 +35,7 @@ def upcast(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return qdata.bfloat16() if dtype is torch.bfloat16 else qdata.to(dtype)
     known = _FORMATS.get(qdata.dtype)
     if known is None or _flushes() or not _is_finite(qdata, known.last_finite):
-        # (By way of bf16, here too: the bits of a NaN remember the way.)
+        # By way of bf16 here too, so that both ways give a NaN the same bits.
         return qdata.bfloat16().to(dtype)
     # int8 to int16 repeats the sign in all upper bits: it stands in bit 15 already. (A product is
     # a shift, but faster.)
