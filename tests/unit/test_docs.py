@@ -89,6 +89,6 @@ def test_the_index_lists_every_page() -> None:
     assert {page.name for page in DOCS} - {"README.md"} <= linked
 
 
-@pytest.mark.parametrize("page", PAGES, ids=shown)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_no_placeholder_is_left(page: Path) -> None:
     assert not [line for line in page.read_text().splitlines() if re.fullmatch(r"[A-Z_]{4,}", line)]
