@@ -194,3 +194,32 @@ def test_too_long_a_sequence():
         str(error.value),
         """the sequence has 17 tokens, more than max_seq_len=16: shorten it or build the model with a larger one""",
     )
+
+
+def test_a_shard_of_the_heads_gives_their_part_of_the_attention():
+    """What tensor parallelism relies on: local head counts come from the projections."""
+    attention = Attention(TINY)
+    x = torch.randn(2, 16, TINY.dim)
+    cos, sin = rope_tables(TINY)
+    parts = []
+    for rank in range(2):
+        local = Attention(TINY)
+        for name, dim in (("wq", 0), ("wk", 0), ("wv", 0), ("wo", 1)):
+            weight = getattr(attention, name).weight.detach().chunk(2, dim=dim)[rank]
+            getattr(local, name).weight = torch.nn.Parameter(weight)
+        parts.append(local(x, cos=cos, sin=sin))
+    torch.testing.assert_close(parts[0] + parts[1], attention(x, cos=cos, sin=sin))
+
+
+def test_rotated_products_depend_on_the_distance_only():
+    cos, sin = rope_tables(TINY)
+    q, k = torch.randn(2, TINY.head_dim, dtype=torch.float32)
+    at_all = (1, TINY.max_seq_len, 1, TINY.head_dim)
+    rotated_q = apply_rope(q.expand(at_all), cos, sin)[0, :, 0]
+    rotated_k = apply_rope(k.expand(at_all), cos, sin)[0, :, 0]
+    products = rotated_q @ rotated_k.T
+    for distance in (-5, 0, 3):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm().expand(TINY.max_seq_len))
+    torch.testing.assert_close(rotated_q[0], q)

@@ -245,3 +245,9 @@ def test_an_old_run_is_gone_before_a_new_one_starts(tmp_path, small_text):
     assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.name in names} == {
         "metrics.jsonl": ""
     }
+
+
+def test_shortest_text_that_serves():
+    corpus = Corpus(torch.arange(9, dtype=torch.uint8), "a test")
+    inputs, targets = corpus.batch(seed=0, step=1, batch_size=1, seq_len=8)
+    assert (inputs.tolist(), targets.tolist()) == ([list(range(8))], [list(range(1, 9))])
