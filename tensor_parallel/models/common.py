@@ -24,10 +24,7 @@ class ResidualRowwiseParallel(RowwiseParallel):
 
     The output is a plain local tensor, which is the cheapest form, where the ranks share the
     sharded dim evenly. Otherwise it is a DTensor: a plain tensor doesn't know the lengths of the
-    other ranks' shards, which later gathers need.
-
-    Args:
-        layouts: ``input_layouts`` and ``output_layouts``, as in torch's style.
+    other ranks' shards, which later gathers need. The arguments are torch's layouts.
     """
 
     def __init__(self, **layouts: Placement) -> None:
@@ -100,16 +97,13 @@ def residual_style(layer: nn.Module, output: Placement) -> ParallelStyle:
 
 
 def prepare_style(block: nn.Module, consumers: tuple[str, ...], layout: Placement) -> ParallelStyle:
-    """The style of a module that gathers its first input, placed as ``layout``, for its consumers.
+    """The style of a module that gathers its first input, placed as ``layout``, for linear layers.
 
-    One float8 copy if all consumers, linear layers by name, cast it alike; else high precision.
+    In float8 if all of these consumers cast it alike, else in high precision.
     """
     at: dict[str, Any] = {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
-    layers = [block.get_submodule(name) for name in consumers]
-    casts = {
-        shared_input_cast(layer) if isinstance(layer, Float8Linear) else None for layer in layers
-    }
-    # One consumer that needs the input in high precision, or another cast of it, decides.
+    layers = map(block.get_submodule, consumers)
+    casts = {shared_input_cast(x) if isinstance(x, Float8Linear) else None for x in layers}
     if len(casts) > 1 or None in casts:
         return PrepareModuleInput(**at)
     return PrepareFloat8ModuleInput(**at, fwd_config_submodule_fqn=consumers[0])

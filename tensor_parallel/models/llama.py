@@ -9,13 +9,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.tensor_parallel.models.common import (
-    EmbeddingRowwiseParallel,
-    check_names,
-    colwise_style,
-    prepare_style,
-    residual_style,
-)
+from fp8_dist.tensor_parallel.models import common
 
 # Each block of a layer: its norm, its consumers, its writer.
 _BLOCKS = {
@@ -53,7 +47,7 @@ def llama_tp_plan(
     layer_names = _layer_names(model)
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
-        "tok_embeddings": EmbeddingRowwiseParallel(
+        "tok_embeddings": common.EmbeddingRowwiseParallel(
             input_layouts=Replicate(), output_layouts=between
         )
     }
@@ -63,13 +57,13 @@ def llama_tp_plan(
                 plan[f"{layer}.{norm}"] = SequenceParallel()
             path = f"{layer}.{block}"
             module = model.get_submodule(path)
-            plan[path] = prepare_style(module, consumers, between)
+            plan[path] = common.prepare_style(module, consumers, between)
             for name in consumers:
-                plan[f"{path}.{name}"] = colwise_style(module.get_submodule(name))
-            plan[f"{path}.{writer}"] = residual_style(module.get_submodule(writer), between)
+                plan[f"{path}.{name}"] = common.colwise_style(module.get_submodule(name))
+            plan[f"{path}.{writer}"] = common.residual_style(module.get_submodule(writer), between)
     if sequence_parallel:
         plan["norm"] = SequenceParallel()
-    plan["output"] = colwise_style(
+    plan["output"] = common.colwise_style(
         model.get_submodule("output"),
         input_layouts=between,
         output_layouts=Shard(-1) if loss_parallel else Replicate(),
@@ -87,5 +81,5 @@ def _layer_names(model: nn.Module) -> list[str]:
         for block, (norm, consumers, writer) in _BLOCKS.items():
             expected += [f"{layer}.{norm}", f"{layer}.{block}"]
             expected += [f"{layer}.{block}.{name}" for name in (*consumers, writer)]
-    check_names(model, expected, "llama_tp_plan")
+    common.check_names(model, expected, "llama_tp_plan")
     return layers
