@@ -235,11 +235,13 @@ def _some_are_empty(layout: Layout) -> bool:
 
 def _padded_bytes(qdata: torch.Tensor, outer: torch.Size, world_size: int) -> torch.Tensor:
     """A shard as uint8, with zeros up to the size that FSDP2 gives every rank's."""
-    data = qdata.view(torch.uint8)
     rows = -(-outer[0] // world_size)
     if qdata.shape[1:] != outer[1:] or len(qdata) == rows:
-        return data.contiguous()  # FSDP2 refuses uneven shards of other dims than the first
-    return torch.nn.functional.pad(data, (0, 0, 0, rows - len(data)))
+        padded = qdata.contiguous()  # FSDP2 refuses uneven shards of other dims than the first
+    else:
+        pad = (0, 0, 0, rows - len(qdata))
+        padded = torch.nn.functional.pad(qdata.view(torch.uint8), pad).view(qdata.dtype)
+    return padded.view(torch.uint8)  # by this view an audit learns the dtype of what is gathered
 
 
 # FSDP2 calls inspect.signature before each gather; a stored one takes a third of the time.

@@ -74,12 +74,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     ``histories["prepared_input"]``.
 
     Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
+        use_local_output: as in torch's ``PrepareModuleInput``.
         float8_dtype: the dtype to cast to; ``None``: the input dtype of the followed layers.
         fwd_config_submodule_fqn: the Float8Linear in the module whose config is followed;
             ``None``: all of them are, and they must agree.
-        torch_arguments: those of torch's ``PrepareModuleInput``: input_layouts,
-            desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
-            use_local_output.
 
     Collectives: per input, one all-gather of 1 byte per element, and one all-reduce of 4 bytes for
     a dynamic scale per tensor; scales of rows travel in the gather, 4 bytes each.
@@ -92,11 +91,21 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def __init__(
         self,
         *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
         float8_dtype: torch.dtype | None = None,
         fwd_config_submodule_fqn: str | None = None,
-        **torch_arguments: Any,
     ) -> None:
-        super().__init__(**torch_arguments)
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+        )
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
