@@ -51,7 +51,9 @@ class Granularity:
 
     def scale_shape(self, shape: Sequence[int]) -> list[int]:
         """The shape of the scales of a tensor, which is that of its amaxes."""
-        grouped = self.grouped(torch.empty(tuple(shape), device="meta")).shape
+        grouped = shape
+        if self._groups():
+            grouped = self.grouped(torch.empty(tuple(shape), device="meta")).shape
         covered = self.covered_dims(len(grouped))
         if covered is None:
             return []
@@ -86,8 +88,11 @@ class Granularity:
         """
         raise NotImplementedError
 
+    def _groups(self) -> bool:
+        return type(self).grouped is not Granularity.grouped
+
     def _check_not_grouped(self) -> None:
-        if type(self).grouped is not Granularity.grouped:
+        if self._groups():
             raise NotImplementedError(
                 f"{type(self).__name__} overrides grouped, so it must override offset and amax_axes"
             )
