@@ -176,8 +176,7 @@ def quantize_over(
 
 def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     """The cast of a tensor's local part as a Float8Tensor; a DTensor of one where ``tensor`` is."""
-    qdata, scale, granularity = quantized
-    float8 = Float8Tensor(qdata, scale, tensor.dtype, granularity.covered_dims(qdata.ndim))
+    float8 = quantized.as_tensor(tensor.dtype)
     layout = Layout.of(tensor)
     return float8 if layout is None else layout.wrap(float8)
 

@@ -37,6 +37,7 @@ from fp8_dist.mesh import (
     group_for_amax,
     local_sizes,
     local_tensor,
+    narrowed,
     union_of,
 )
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -74,9 +75,7 @@ class _Amaxes(NamedTuple):
     def local_part(self, values: torch.Tensor) -> torch.Tensor:
         """Of one value for each amax, flat, those of the local shard in the shape of its scales."""
         if values.numel() != self.local.numel():
-            values = values.view(self.shape)
-            for dim, (n, start) in enumerate(zip(self.local.shape, self.offset, strict=True)):
-                values = values.narrow(dim, start, n)
+            values = narrowed(values.view(self.shape), self.offset, self.local.shape)
         return values.reshape(self.local.shape)
 
 
@@ -283,7 +282,7 @@ def _scalings(
     weights: dict[Float8Linear, int],
     reduced: dict[tuple[int, Granularity], tuple[_Amaxes, torch.Tensor | None]],
 ) -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
-    """For each layer its scaling by cast, and the scales of all rows where they were reduced."""
+    """For each layer its scaling by cast, and the scales of the global weight where needed."""
     # By what the formula depends on: all scales of a kind are computed at once.
     wanted: dict[tuple[torch.dtype, bool], list[tuple[Float8Linear, CastSpec]]] = {}
     for layer in weights:
@@ -300,12 +299,12 @@ def _scalings(
         scalings |= {key: (m, scale) for key, m, scale in each}
     results = []
     for layer, weight in weights.items():
-        local, all_rows = dict[CastSpec, Scaling](), None
+        local, all_scales = dict[CastSpec, Scaling](), None
         for cast in layer.config.casts("weight"):
             amaxes, whole = reduced[weight, cast.granularity]
             m, scale = scalings[layer, cast]
             local[cast] = (amaxes.local_part(m), amaxes.local_part(scale))
             if cast.granularity.scales_move and whole is not None:
-                all_rows = scale.view(amaxes.shape)
-        results.append((layer.float8_weight.cache, local, all_rows))
+                all_scales = scale.view(amaxes.shape)
+        results.append((layer.float8_weight.cache, local, all_scales))
     return results

@@ -7,7 +7,7 @@ import torch
 from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
 from fp8_dist.mesh import Layout, local_sizes
-from fp8_dist.tensor import Float8Tensor, granularity_of
+from fp8_dist.tensor import Float8Tensor
 
 
 def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
@@ -49,11 +49,11 @@ def check_gathered(config: Float8LinearConfig, weight: Float8Tensor, fqn: str) -
 
 
 def _is_cast_as(cast: CastSpec, tensor: Float8Tensor) -> bool:
-    return (cast.dtype, cast.granularity) == (tensor.qdata.dtype, granularity_of(tensor))
+    return (cast.dtype, cast.granularity.name) == (tensor.qdata.dtype, tensor.granularity)
 
 
 def _description(tensor: Float8Tensor) -> str:
-    return f"{tensor.qdata.dtype} with one scale per {granularity_of(tensor).name}"
+    return f"{tensor.qdata.dtype} with one scale per {tensor.granularity}"
 
 
 def check_alignment(

@@ -18,7 +18,7 @@ from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
 from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
-from fp8_dist.tensor import Float8Tensor, Quantized, granularity_of
+from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
 from fp8_dist.warn import warn_once
 
@@ -119,12 +119,14 @@ def _plan_of(
         # Dynamo warns of functions with a cache.
         return plan_operand.__wrapped__(casts, now, placements, tensor.ndim, scope)
     plan = plan_operand(casts, now, placements, tensor.ndim, scope)
-    if plan.first_cast is None and spec.config.gather_cast(operand) is not None:
+    one_copy = spec.config.gather_cast(operand)
+    if plan.first_cast is None and one_copy is not None:
         warn_once(
-            f"rows in parts: {operand}",
-            f"{spec.fqn}: {operand} is gathered in high precision, because its rows, which have a "
-            "scale each, are sharded themselves (Shard(-1)); shard the sequence or the batch "
-            "instead (Shard(0), Shard(1)), or use a recipe with one scale per tensor",
+            f"scales in parts: {operand}",
+            f"{spec.fqn}: {operand} is gathered in high precision, because it has one scale per "
+            f"{one_copy.granularity.name} and is sharded along its last "
+            "dim (Shard(-1)); shard the sequence or the batch instead (Shard(0), Shard(1)), or use "
+            "a recipe with one scale per tensor",
         )
     return plan
 
@@ -250,7 +252,7 @@ def wait_local(operand: Local) -> Local:
     local = local_tensor(operand)
     if not isinstance(local, Float8Tensor):
         return local
-    return Quantized(local.qdata, local.scale, granularity_of(local))
+    return Quantized.of(local)
 
 
 def weight_operand(

@@ -31,7 +31,7 @@ import torch.nn as nn
 
 from fp8_dist.cast import quantize_local, scaling_over
 from fp8_dist.config import CastSpec, Float8LinearConfig
-from fp8_dist.granularity import Granularity
+from fp8_dist.granularity import granularity_named
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
@@ -39,7 +39,7 @@ from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
 from fp8_dist.linear.weight_cache import ScaleState, Scalings, WeightCache
 from fp8_dist.mesh import Layout, local_tensor
-from fp8_dist.tensor import Float8Tensor, Quantized, granularity_of
+from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import is_selectively_checkpointed
 from fp8_dist.warn import warn_once
 
@@ -106,8 +106,8 @@ class Float8Weight:
         local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self.config, local, self.fqn)
-            scale = self._recorded(local.scale)
-            return WeightCasts((Quantized(local.qdata, scale, granularity_of(local)),))
+            gathered = Quantized.of(local)
+            return WeightCasts((gathered._replace(scale=self._recorded(gathered.scale)),))
         compiling = torch.compiler.is_compiling()
         # No end_of_evaluation follows in a graph: what it finds without gradients is not kept.
         keeps = torch.is_grad_enabled() or not compiling
@@ -196,6 +196,8 @@ class Float8Weight:
         if of_grad_input is None:
             return WeightCasts(casts)
         multiplier, scale = scalings[of_grad_input]
+        if of_grad_input == of_output:
+            return WeightCasts(casts, (multiplier, casts[0].scale))
         return WeightCasts(casts, (multiplier, self._recorded(scale)))
 
     def _quantized(
@@ -311,7 +313,7 @@ def shard_scalings(
 def _fake_scalings(
     x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool = False
 ) -> list[torch.Tensor]:
-    shapes = [Granularity.named(name).scale_shape(x.shape) for name in granularities]
+    shapes = [granularity_named(name).scale_shape(x.shape) for name in granularities]
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]
 
 

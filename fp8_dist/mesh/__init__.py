@@ -12,6 +12,7 @@ from fp8_dist.mesh.layout import (
     is_shard,
     local_sizes,
     local_tensor,
+    narrowed,
     reduced,
 )
 from fp8_dist.mesh.rules import LinearLayouts, linear_layouts
@@ -30,6 +31,7 @@ __all__ = [
     "linear_layouts",
     "local_sizes",
     "local_tensor",
+    "narrowed",
     "reduce_amax",
     "reduced",
     "union_of",

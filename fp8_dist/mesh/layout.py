@@ -1,5 +1,6 @@
 """Where a tensor lives on a mesh: its layout, its local part, the sizes of all ranks' parts."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,13 @@ def global_offset(layout: Layout, dim: int) -> int:
         layout.shape, layout.mesh, layout.placements
     )
     return offset[dim] if shape[dim] else 0
+
+
+def narrowed(whole: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    """A view of the part of a tensor that begins at ``offset`` and has the given sizes."""
+    for dim, (start, n) in enumerate(zip(offset, size, strict=True)):
+        whole = whole.narrow(dim, start, n)
+    return whole
 
 
 def reduced(tensor: torch.Tensor) -> torch.Tensor:

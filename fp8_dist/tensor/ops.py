@@ -12,7 +12,7 @@ import torch
 
 from fp8_dist import kernels
 from fp8_dist.dtypes import is_float8
-from fp8_dist.granularity import COLUMN, ROW
+from fp8_dist.granularity import covering
 from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantized, granularity_of
 from fp8_dist.torch_internals import (
     STAND_INS,
@@ -61,26 +61,33 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     qdata = func(x.qdata, *rest, **kwargs)
     if x.scale.ndim == 0:
         return x.rewrap(qdata=qdata)
-    return _with_expanded_scale(x, qdata, func(_expanded(x), *rest, **kwargs))
+    return _with_expanded_scale(func, x, qdata, func(_expanded(x), *rest, **kwargs))
 
 
 def _expanded(x: Float8Tensor) -> torch.Tensor:
     """The scale as a view of the data's shape: stride 0 along the dims that it covers."""
-    stride = [0 if dim in x.covered else n for dim, n in enumerate(x.scale.stride())]
+    fixed = granularity_of(x).fixed_dims(x.ndim)
+    stride = [0 if dim in fixed else n for dim, n in enumerate(x.scale.stride())]
     return x.scale.as_strided(x.qdata.shape, stride, x.scale.storage_offset())
 
 
 def _with_expanded_scale(
-    x: Float8Tensor, qdata: torch.Tensor, expanded: torch.Tensor
+    func: Any, x: Float8Tensor, qdata: torch.Tensor, expanded: torch.Tensor
 ) -> Float8Tensor:
-    """``x`` with moved data, and a scale that was expanded and moved likewise."""
-    pairs = zip(expanded.shape, expanded.stride(), strict=True)
-    size = [1 if stride == 0 else n for n, stride in pairs]
+    """``x`` with data moved by ``func``, and a scale that was expanded and moved likewise."""
+    granularity = granularity_of(x)
+    covered = tuple(dim for dim, stride in enumerate(expanded.stride()) if stride == 0)
+    size = [1 if dim in covered else n for dim, n in enumerate(expanded.shape)]
     # (A stride of 0 would be as good, but graphs are compiled for strides.)
     strides = [max(stride, 1) for stride in expanded.stride()]
+    if granularity.is_grouped:  # several numbers for each row, which must stay whole
+        if covered != (qdata.ndim - 1,) or qdata.shape[-1] != x.shape[-1]:
+            raise _no_scale_for(func, x)
+        size[-1], strides[-1] = x.scale.shape[-1], x.scale.stride(-1)
+    else:
+        granularity = covering(covered, qdata.ndim)
     scale = expanded.as_strided(size, strides, expanded.storage_offset())
-    covered = tuple(dim for dim, stride in enumerate(expanded.stride()) if stride == 0)
-    return x.rewrap(qdata=qdata, scale=scale, covered=covered)
+    return x.rewrap(qdata=qdata, scale=scale, granularity=granularity.name)
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
@@ -97,11 +104,12 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     qdata = func(x.qdata, size, **kwargs)
     if x.scale.ndim == 0 or qdata.shape == x.shape:
         return x.rewrap(qdata=qdata)
-    granularity = granularity_of(x)
-    if granularity in (ROW, COLUMN) and qdata.ndim and qdata.shape[-1] == x.shape[-1]:
-        scale = x.scale.reshape(granularity.scale_shape(qdata.shape))
-        covered = granularity.covered_dims(qdata.ndim)
-        return x.rewrap(qdata=qdata, scale=scale, covered=covered)
+    last, fixed = x.ndim - 1, granularity_of(x).fixed_dims(x.ndim)
+    if fixed == (last,):
+        return x.rewrap(qdata=qdata, scale=x.scale.reshape(*qdata.shape[:-1], x.scale.shape[-1]))
+    if fixed == tuple(range(last)):
+        scale = x.scale.reshape([1] * (qdata.ndim - 1) + [x.scale.shape[-1]])
+        return x.rewrap(qdata=qdata, scale=scale)
     raise _no_scale_for(func, x)
 
 
@@ -119,8 +127,8 @@ def _restride(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float
 def _no_scale_for(func: Any, x: Float8Tensor) -> NotImplementedError:
     return NotImplementedError(
         f"{func} of a Float8Tensor of shape {tuple(x.shape)} with a scale of shape "
-        f"{tuple(x.scale.shape)}: its result has no scale per row or column; call .dequantize() "
-        "first"
+        f"{tuple(x.scale.shape)} ({granularity_of(x)!r}): its result has no such scales; call "
+        ".dequantize() first"
     )
 
 
@@ -138,7 +146,7 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Flo
     if x.scale.ndim == 0:
         return [x.rewrap(qdata=q) for q in parts]
     scales = func(_expanded(x), *rest, **kwargs)
-    return [_with_expanded_scale(x, q, s) for q, s in zip(parts, scales, strict=True)]
+    return [_with_expanded_scale(func, x, q, s) for q, s in zip(parts, scales, strict=True)]
 
 
 @implements(aten.cat.default)
@@ -155,12 +163,13 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
         if x.qdata.dtype != first.qdata.dtype:
             dtypes = f"{first.qdata.dtype} and {x.qdata.dtype}"
             raise ValueError(f"torch.cat of float8 tensors of {dtypes}")
-        if (x.scale.ndim, x.covered) != (first.scale.ndim, first.covered):
+        if x.granularity != first.granularity:
             raise ValueError(
                 "torch.cat of float8 tensors whose scales cover different dims; dequantize() them"
             )
     scales = [x.scale for x in tensors]
-    along_scales = first.scale.ndim and dim % first.ndim not in first.covered
+    fixed = granularity_of(first).fixed_dims(first.ndim)
+    along_scales = first.scale.ndim and dim % first.ndim not in fixed
     scale = func(scales, dim) if along_scales else _common_scale(scales)
     out = func([as_bytes(x.qdata) for x in tensors], dim)
     return first.rewrap(qdata=out.view(first.qdata.dtype), scale=scale)
@@ -193,7 +202,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
         # From the last dim on, a pair for each: nothing is added along a dim that a scale covers.
         added = list(pad)
         for i in range(0, len(added), 2):
-            if x.ndim - 1 - i // 2 in x.covered:
+            if x.ndim - 1 - i // 2 in granularity_of(x).fixed_dims(x.ndim):
                 added[i : i + 2] = [0, 0]
         scale = func(scale, added, 0)
     qdata = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype)
@@ -224,7 +233,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
         )
     if dst.qdata.dtype != src.qdata.dtype:
         raise ValueError(f"copy_ from {src.qdata.dtype} to {dst.qdata.dtype} data")
-    if (dst.scale.ndim, dst.covered) != (src.scale.ndim, src.covered):
+    if dst.granularity != src.granularity:
         raise ValueError("copy_ between float8 tensors whose scales cover different dims")
     func(dst.qdata, src.qdata, *args[2:], **kwargs)
     func(dst.scale, src.scale, *args[2:], **kwargs)
@@ -250,7 +259,9 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
         size = args[1]
         if len(size) != scale.ndim:
             raise _no_scale_for(func, x)
-        scale = scale.new_zeros([1 if dim in x.covered else n for dim, n in enumerate(size)])
+        fixed = granularity_of(x).fixed_dims(x.ndim)
+        sizes = zip(size, scale.shape, strict=True)
+        scale = scale.new_zeros([c if d in fixed else n for d, (n, c) in enumerate(sizes)])
     return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scale)
 
 
@@ -277,10 +288,9 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
         out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
     dims = [d % x.ndim for d in rest[:2]] if func is shard_dim_alltoall else [0]
-    granularity = granularity_of(x)
-    if not (granularity.scales_move and granularity.can_move(dims, x.ndim)):
+    if not (granularity_of(x).scales_move and granularity_of(x).can_move(dims, x.ndim)):
         raise NotImplementedError(
-            f"{func} of a Float8Tensor whose scales cover the dims {x.covered} of {x.ndim}: only "
+            f"{func} of a Float8Tensor of shape {tuple(x.shape)} with {granularity_of(x)!r}: only "
             "whole rows travel, each with its scale; redistribute the high-precision tensor and "
             "cast it then"
         )
@@ -288,7 +298,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
     traced = _is_traced(x)
     if traced:  # in a graph one wait would not do for two views
         packed = funcol.wait_tensor(packed)
-    qdata, (scale,) = unpack_rows(packed, x.qdata.dtype, x.shape[-1])
+    qdata, scale = unpack_rows(packed, x.qdata.dtype, x.shape[-1])
     # Inductor (2.13) reads a view of bytes as fp32 wrongly where it is strided anew.
     return x.rewrap(qdata=qdata, scale=scale.clone() if traced else scale)
 
@@ -308,8 +318,8 @@ def _is_traced(x: Float8Tensor) -> bool:
     return isinstance(x.qdata, STAND_INS)
 
 
-def pack_rows(qdata: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
-    """Rows of float8 data ``[..., K]`` and of fp32 ``columns`` ``[..., 1]``, as one message.
+def pack_rows(qdata: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows of float8 data ``[..., K]`` and of fp32 numbers ``[..., C]``, as one message.
 
     ``[..., K']`` of the dtype of the data: the data, zeros up to a multiple of 4, the 4 bytes of
     each number.
@@ -317,17 +327,17 @@ def pack_rows(qdata: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
     data = torch.nn.functional.pad(as_bytes(qdata), (0, -qdata.shape[-1] % 4))
     # Flat first: a column counts as contiguous with any stride in its last dim, and inductor (2.11)
     # then refuses to view it as bytes.
-    numbers = [c.reshape(-1).contiguous().view(torch.uint8).view(*c.shape[:-1], 4) for c in columns]
-    return torch.cat([data, *numbers], dim=-1).view(qdata.dtype)
+    flat = numbers.reshape(-1).contiguous().view(torch.uint8)
+    tail = flat.view(*numbers.shape[:-1], 4 * numbers.shape[-1])
+    return torch.cat([data, tail], dim=-1).view(qdata.dtype)
 
 
 def unpack_rows(
     packed: torch.Tensor, dtype: torch.dtype, columns: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`pack_rows` was given, as views of its result (uint8, may still be in flight)."""
     start = columns + -columns % 4
-    numbers = packed[..., start:].view(torch.float32)
-    return packed[..., :columns].view(dtype), list(numbers.split(1, dim=-1))
+    return packed[..., :columns].view(dtype), packed[..., start:].view(torch.float32)
 
 
 # torch >= 2.13 wraps the result of a collective by an operator, older ones by a plain call.
