@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -27,7 +28,7 @@ from scripts.common.saved_bytes import rewrites_ops
 
 GEMMS = ("_scaled_mm", "mm", "addmm", "bmm")
 REDUCTIONS = ("amax", "amin", "aminmax", "linalg_vector_norm", "max", "sum", "_foreach_norm")
-COPIES = ("clone", "copy_", "_to_copy")
+COPIES = ("clone", "contiguous", "copy_", "reshape", "_to_copy")
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # What makes the host wait for the device. (Copies that block do, too.)
 _READS_BY_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero")
@@ -60,27 +61,25 @@ class Kernel(NamedTuple):
         return self.read + self.written
 
 
-class KernelCounter(TorchDispatchMode):
-    """Counts what runs while it is entered, on fake CUDA tensors.
+@dataclass
+class Counts:
+    """What ran on the device.
 
     Attributes:
         kernels: in the order of their launch.
         collectives: by name.
         syncs: each time the host had to wait for the device, with the reason.
-        problems: what the device's float8 GEMM would refuse or copy of its operands.
+        problems: what the device's float8 GEMM would refuse of its operands.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels: list[Kernel] = []
-        self.collectives: Counter[str] = Counter()
-        self.syncs: list[str] = []
-        self.problems: list[str] = []
-        self._triton = _triton_launches_go_to(self._triton_kernel)
+    kernels: list[Kernel] = field(default_factory=list)
+    collectives: Counter[str] = field(default_factory=Counter)
+    syncs: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     @property
     def launches(self) -> int:
-        """How many kernels were launched."""
+        """How many kernels were launched, GEMMs included."""
         return sum(kernel.launches for kernel in self.kernels)
 
     @property
@@ -88,9 +87,18 @@ class KernelCounter(TorchDispatchMode):
         """Bytes that all kernels but the GEMMs move."""
         return sum(kernel.bytes for kernel in self.kernels if kernel.kind != "gemm")
 
-    def copies(self) -> list[Kernel]:
-        """The large copies that change the order of elements."""
-        return [kernel for kernel in self.kernels if kernel.kind == "transposing copy"]
+    def of_kind(self, kind: str) -> list[Kernel]:
+        """The kernels of a kind."""
+        return [kernel for kernel in self.kernels if kernel.kind == kind]
+
+
+class KernelCounter(TorchDispatchMode):
+    """Counts what runs on fake CUDA tensors while it is entered, in ``counts``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+        self._triton = _triton_launches_go_to(self._triton_kernel)
 
     def __enter__(self) -> "KernelCounter":
         self._triton.__enter__()
@@ -110,13 +118,13 @@ class KernelCounter(TorchDispatchMode):
         if space == "fp8_dist":
             return self._inside(func, args, kwargs)
         if name in _READS_BY_HOST and any(map(_is_cuda, tree_leaves((args, kwargs)))):
-            self.syncs.append(name)
+            self.counts.syncs.append(name)
             if name == "_local_scalar_dense":
                 return 1 if args[0].dtype.is_floating_point is False else 1.0
         result = func(*args, **kwargs)
         if space in ("c10d", "_c10d_functional", "_dtensor"):
             if name != "wait_tensor":
-                self.collectives[name] += 1
+                self.counts.collectives[name] += 1
         elif space != "prim":
             self._note(func, name, args, kwargs, result)
         return result
@@ -134,24 +142,24 @@ class KernelCounter(TorchDispatchMode):
         if name in COPIES and not all(map(_is_cuda, (*reads, *writes))):
             blocking = not kwargs.get("non_blocking", len(args) > 2 and args[2])
             if blocking:
-                self.syncs.append(f"{name} from {reads[0].device.type} to {writes[0].device.type}")
+                self.counts.syncs.append(f"{name} from {reads[0].device.type} to {writes[0].device.type}")
         if name in _ALLOCATIONS or not writes:
             return
         if not any(t.numel() for t in writes):
             return
         if name == "_scaled_mm":
-            self.problems += scaled_mm_problems(func, args, kwargs)
+            self.counts.problems += scaled_mm_problems(func, args, kwargs)
         reads = [*reads, *updates]
         read, written = sum(map(_bytes, reads)), sum(map(_bytes, writes))
         kind, flops = _kind(name, reads, writes, read + written), 0
         if kind == "gemm":
             flops = 2 * math.prod(writes[0].shape) * reads[1 if name == "addmm" else 0].shape[-1]
         launches = _launches_of(name, args, writes)
-        self.kernels.append(Kernel(name, kind, launches, read, written, flops))
+        self.counts.kernels.append(Kernel(name, kind, launches, read, written, flops))
 
     def _triton_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         size = sum(map(_bytes, tensors))
-        self.kernels.append(Kernel(name, "elementwise" if size >= _LARGE else "tiny", 1, size, 0))
+        self.counts.kernels.append(Kernel(name, "elementwise" if size >= _LARGE else "tiny", 1, size, 0))
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_dist import torch_internals
 from scripts.common.fake_cuda import streams
-from scripts.plan.world import fake
+from scripts.plan.world import HostValues
 
 # Of an H200, as far as libraries ask.
 _PROPERTIES = SimpleNamespace(
@@ -67,6 +67,24 @@ def fake_tensors() -> Iterator[None]:
     with (
         patch.object(torch_internals, "_PLAIN", plain),
         patch.object(torch_internals, "_len_torch_dispatch_stack", lambda: 0),
-        fake(),
+        _FakeTensors(allow_non_fake_inputs=True),
+        _ValuesOnHost(),
     ):
         yield
+
+
+class _FakeTensors(FakeTensorMode):
+    # torch.tensor(..., device="cuda") is a tensor on the CPU, which is then copied.
+    avoid_device_init = True
+
+
+class _ValuesOnHost(HostValues):
+    """Tensors on the CPU keep their values; what is made on the device has none."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        device = (kwargs or {}).get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
