@@ -29,7 +29,7 @@ from scripts.common.saved_bytes import rewrites_ops
 GEMMS = ("_scaled_mm", "mm", "addmm", "bmm")
 REDUCTIONS = ("amax", "amin", "aminmax", "linalg_vector_norm", "max", "sum", "_foreach_norm")
 COPIES = ("clone", "contiguous", "copy_", "reshape", "_to_copy")
-_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # What makes the host wait for the device. (Copies that block do, too.)
 _READS_BY_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero")
 _LARGE = 2**20  # bytes; below, a launch takes longer than the data
@@ -136,14 +136,14 @@ class KernelCounter(TorchDispatchMode):
             return func.redispatch(cuda, *args, **kwargs)
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        reads, writes, updates = _traffic(func, args, kwargs, result)
+        reads, writes, updates = traffic(func, args, kwargs, result)
         if not any(map(_is_cuda, (*reads, *writes))):
             return
         if name in COPIES and not all(map(_is_cuda, (*reads, *writes))):
             blocking = not kwargs.get("non_blocking", len(args) > 2 and args[2])
             if blocking:
                 self.counts.syncs.append(f"{name} from {reads[0].device.type} to {writes[0].device.type}")
-        if name in _ALLOCATIONS or not writes:
+        if name in ALLOCATIONS or not writes:
             return
         if not any(t.numel() for t in writes):
             return
@@ -186,7 +186,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return math.prod(size for size, stride in pairs if stride or not size) * tensor.itemsize
 
 
-def _traffic(
+def traffic(
     func: Any, args: Any, kwargs: Any, result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """The tensors that an operator reads alone, writes, and reads before it writes them."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.util import Finalize
@@ -41,6 +42,9 @@ class FakeCudaProcess:
 
         function: at the top level of an importable module.
         timeout: seconds.
+
+        Raises:
+            RuntimeError: the function raised an error; has its traceback.
         """
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
@@ -50,7 +54,7 @@ class FakeCudaProcess:
         # torch looks for CUDA while it is imported: only a preloaded guard is there before it.
         os.environ["LD_PRELOAD"] = str(built_guard())
         try:
-            future = self._pool.submit(function, *args)  # starts the process
+            future = self._pool.submit(_call, function, args)  # starts the process
         finally:
             del os.environ["LD_PRELOAD"]
             if before is not None:
@@ -81,6 +85,13 @@ def built_guard() -> Path:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
     unfinished.replace(library)
     return library
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return function(*args)
+    except Exception:  # which may hold what can't be pickled
+        raise RuntimeError(traceback.format_exc()) from None
 
 
 def _start() -> None:

@@ -33,10 +33,10 @@ class Stream(torch.Stream):
         return self.clock.get(stream_id, 0) >= number
 
     def wait_stream(self, stream: "Stream") -> None:
-        self._merge(stream.clock)
+        self.merge(stream.clock)
 
     def wait_event(self, event: "Event") -> None:
-        self._merge(event.clock)
+        self.merge(event.clock)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = event or Event()
@@ -46,7 +46,8 @@ class Stream(torch.Stream):
     def synchronize(self) -> None:
         """The host waits: nothing that this simulation follows depends on it."""
 
-    def _merge(self, clock: Clock) -> None:
+    def merge(self, clock: Clock) -> None:
+        """From now on this stream runs after what another stream's clock said."""
         for stream_id, number in clock.items():
             self.clock[stream_id] = max(number, self.clock.get(stream_id, 0))
 
