@@ -36,7 +36,9 @@ class Access:
     stream: Stream
     number: int
     name: str
-    clock: Clock | None = None  # of the stream then, for collectives, which are waited for one by one
+    clock: Clock | None = (
+        None  # of the stream then, for collectives, which are waited for one by one
+    )
 
     def known_to(self, stream: Stream) -> bool:
         """Whether a stream runs after it."""

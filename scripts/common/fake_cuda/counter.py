@@ -142,7 +142,9 @@ class KernelCounter(TorchDispatchMode):
         if name in COPIES and not all(map(_is_cuda, (*reads, *writes))):
             blocking = not kwargs.get("non_blocking", len(args) > 2 and args[2])
             if blocking:
-                self.counts.syncs.append(f"{name} from {reads[0].device.type} to {writes[0].device.type}")
+                self.counts.syncs.append(
+                    f"{name} from {reads[0].device.type} to {writes[0].device.type}"
+                )
         if name in ALLOCATIONS or not writes:
             return
         if not any(t.numel() for t in writes):
@@ -159,7 +161,9 @@ class KernelCounter(TorchDispatchMode):
 
     def _triton_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         size = sum(map(_bytes, tensors))
-        self.counts.kernels.append(Kernel(name, "elementwise" if size >= _LARGE else "tiny", 1, size, 0))
+        self.counts.kernels.append(
+            Kernel(name, "elementwise" if size >= _LARGE else "tiny", 1, size, 0)
+        )
 
 
 @contextmanager
