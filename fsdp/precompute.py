@@ -8,7 +8,7 @@ rows (and columns) stand at their global positions: the scales of all become kno
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -145,6 +145,16 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
         # On a GPU this only queues the wait. Later it would be queued on whichever stream asks
         # first (FSDP2 gathers on one of its own), behind what others don't wait for.
         pending.wait()
+        note_scales_made(weights)
+
+
+def note_scales_made(layers: Iterable[Float8Linear]) -> None:
+    """Let later gathers of these weights wait for the scales that were made on this stream."""
+    weights = [layer.float8_weight for layer in layers if layer.float8_weight.shard().is_cuda]
+    if weights:
+        event = torch.cuda.current_stream().record_event()
+        for weight in weights:
+            weight.scales_made = event
 
 
 def reshard(module: nn.Module) -> None:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.fsdp.precompute import reshard
+from fp8_dist.fsdp.precompute import note_scales_made, reshard
 from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.mesh import all_reduce_max, group_along, reduce_amax, union_of
@@ -49,6 +49,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     values = torch.stack([zero if h.current is None else h.current.to(device) for h in histories])
     values = _reduce(values, meshes)
     advance(histories, values)
+    note_scales_made(layers)
     for layer in layers:
         if "weight" in layer.histories:
             layer.float8_weight.cache.drop()

@@ -99,6 +99,9 @@ class AmaxHistory:
     def _record_last(self) -> None:
         value, self._last = self._last, None
         if value is not None:
+            if value.is_cuda:
+                # A weight's amax is of the stream on which FSDP2 gathers; it is freed here.
+                value.record_stream(torch.cuda.current_stream(value.device))
             # The same op the first time too: selective activation checkpointing counts them.
             current = value if self.current is None else self.current.to(value.device)
             self.current = torch.maximum(current, value)

@@ -62,6 +62,8 @@ class Float8Weight:
     Attributes:
         config, fqn: the layer's.
         cache: scalings and float8 casts, while they are known to be fresh.
+        scales_made: on a GPU, the event after which the scales of the last precompute or sync are
+            there for streams other than the one that made them.
         gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
             it.
     """
@@ -83,6 +85,7 @@ class Float8Weight:
         self._handle = register_handle(self)
         # FSDP2 exchanges the parameter: nothing made of an unsharded one may outlive it.
         self._is_exchanged = False
+        self.scales_made: torch.cuda.Event | None = None
 
     def parameter(self) -> torch.Tensor:
         """The parameter, as it is registered now."""
@@ -134,6 +137,9 @@ class Float8Weight:
 
         Collectives: as :meth:`forward_casts`.
         """
+        if self.scales_made is not None:
+            # FSDP2 gathers on a stream that waits for the optimizer alone (set_post_optim_event).
+            self.scales_made.wait()
         return self._casts(self.parameter(), shard, ScaleState.FROM_GATHER)
 
     def parameter_replaced(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:

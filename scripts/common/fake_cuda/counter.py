@@ -1,0 +1,258 @@
+"""Counts the kernels that eager code launches, and the bytes that they move.
+
+A *kernel* is one launch on the device: of an operator that computes or copies, or of a Triton
+kernel. Views and allocations launch nothing. Operators that are known to launch several kernels
+count several times (:func:`_launches_of`). Its *bytes* are those of the tensors that it reads and
+writes, each once, as if nothing stayed in a cache. Collectives are counted apart.
+
+Custom operators of the library count as what their CUDA implementation does. Triton kernels are
+not run: a launch counts as reading or writing each of its tensor arguments once.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+from scripts.common.fake_cuda.layouts import scaled_mm_problems
+from scripts.common.saved_bytes import rewrites_ops
+
+GEMMS = ("_scaled_mm", "mm", "addmm", "bmm")
+REDUCTIONS = ("amax", "amin", "aminmax", "linalg_vector_norm", "max", "sum", "_foreach_norm")
+COPIES = ("clone", "contiguous", "copy_", "reshape", "_to_copy")
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+# What makes the host wait for the device. (Copies that block do, too.)
+_READS_BY_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero")
+_LARGE = 2**20  # bytes; below, a launch takes longer than the data
+# torch's multi-tensor kernels: elements of a chunk; chunks and tensors of one launch.
+_CHUNK, _CHUNKS, _TENSORS = 65536, 320, (110, 64, 48, 36, 30)
+
+
+class Kernel(NamedTuple):
+    """A launch, or several of one operator.
+
+    Attributes:
+        name: of the operator or the Triton kernel.
+        kind: "gemm", "reduction", "transposing copy", "elementwise", "tiny" (less than 1 MiB).
+        launches: how many.
+        read, written: bytes.
+        flops: of a GEMM.
+    """
+
+    name: str
+    kind: str
+    launches: int
+    read: int
+    written: int
+    flops: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes moved."""
+        return self.read + self.written
+
+
+@dataclass
+class Counts:
+    """What ran on the device.
+
+    Attributes:
+        kernels: in the order of their launch.
+        collectives: by name.
+        syncs: each time the host had to wait for the device, with the reason.
+        problems: what the device's float8 GEMM would refuse of its operands.
+    """
+
+    kernels: list[Kernel] = field(default_factory=list)
+    collectives: Counter[str] = field(default_factory=Counter)
+    syncs: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def launches(self) -> int:
+        """How many kernels were launched, GEMMs included."""
+        return sum(kernel.launches for kernel in self.kernels)
+
+    @property
+    def bytes_besides_gemms(self) -> int:
+        """Bytes that all kernels but the GEMMs move."""
+        return sum(kernel.bytes for kernel in self.kernels if kernel.kind != "gemm")
+
+    def of_kind(self, kind: str) -> list[Kernel]:
+        """The kernels of a kind."""
+        return [kernel for kernel in self.kernels if kernel.kind == kind]
+
+
+class KernelCounter(TorchDispatchMode):
+    """Counts what runs on fake CUDA tensors while it is entered, in ``counts``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+        self._triton = _triton_launches_go_to(self._triton_kernel)
+
+    def __enter__(self) -> "KernelCounter":
+        self._triton.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._triton.__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if rewrites_ops(types):
+            return NotImplemented
+        space, _, name = func._schema.name.partition("::")
+        if space == "fp8_dist":
+            return self._inside(func, args, kwargs)
+        if name in _READS_BY_HOST and any(map(_is_cuda, tree_leaves((args, kwargs)))):
+            self.counts.syncs.append(name)
+            if name == "_local_scalar_dense":
+                return 1 if args[0].dtype.is_floating_point is False else 1.0
+        result = func(*args, **kwargs)
+        if space in ("c10d", "_c10d_functional", "_dtensor"):
+            if name != "wait_tensor":
+                self.counts.collectives[name] += 1
+        elif space != "prim":
+            self._note(func, name, args, kwargs, result)
+        return result
+
+    def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A custom operator: the kernel that the dispatcher would run on the device."""
+        cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+        with self:
+            return func.redispatch(cuda, *args, **kwargs)
+
+    def _note(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        reads, writes, updates = traffic(func, args, kwargs, result)
+        if not any(map(_is_cuda, (*reads, *writes))):
+            return
+        if name in COPIES and not all(map(_is_cuda, (*reads, *writes))):
+            blocking = not kwargs.get("non_blocking", len(args) > 2 and args[2])
+            if blocking:
+                self.counts.syncs.append(
+                    f"{name} from {reads[0].device.type} to {writes[0].device.type}"
+                )
+        if name in ALLOCATIONS or not writes:
+            return
+        if not any(t.numel() for t in writes):
+            return
+        if name == "_scaled_mm":
+            self.counts.problems += scaled_mm_problems(func, args, kwargs)
+        reads = [*reads, *updates]
+        read, written = sum(map(_bytes, reads)), sum(map(_bytes, writes))
+        kind, flops = _kind(name, reads, writes, read + written), 0
+        if kind == "gemm":
+            flops = 2 * math.prod(writes[0].shape) * reads[1 if name == "addmm" else 0].shape[-1]
+        launches = _launches_of(name, args, writes)
+        self.counts.kernels.append(Kernel(name, kind, launches, read, written, flops))
+
+    def _triton_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        size = sum(map(_bytes, tensors))
+        self.counts.kernels.append(
+            Kernel(name, "elementwise" if size >= _LARGE else "tiny", 1, size, 0)
+        )
+
+
+@contextmanager
+def _triton_launches_go_to(note: Any) -> Iterator[None]:
+    """Replaces the launch of a Triton kernel by a note of its name and its tensors."""
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        note(self.__name__, [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)])
+
+    def tuned(self: Autotuner, *args: Any, **kwargs: Any) -> None:
+        self.fn.run(*args, **kwargs)  # with any configuration
+
+    with patch.object(JITFunction, "run", run), patch.object(Autotuner, "run", tuned):
+        yield
+
+
+def _is_cuda(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_cuda
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of the elements that a tensor has in memory: expanded dims count once."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in pairs if stride or not size) * tensor.itemsize
+
+
+def traffic(
+    func: Any, args: Any, kwargs: Any, result: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that an operator reads alone, writes, and reads before it writes them."""
+    schema = func._schema
+    reads: list[torch.Tensor] = []
+    mutated: list[torch.Tensor] = []
+    updates: list[torch.Tensor] = []
+    overwrites = schema.name.partition("::")[2] in _OVERWRITE
+    for i, argument in enumerate(schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            reads += tensors
+            continue
+        mutated += tensors
+        if not overwrites and not argument.is_out:
+            updates += tensors
+    storages = {t.untyped_storage()._cdata for t in (*reads, *mutated)}
+    returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    new = [t for t in returned if t.untyped_storage()._cdata not in storages]
+    return reads, mutated + new, updates
+
+
+_OVERWRITE = (
+    "copy_",
+    "fill_",
+    "zero_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+    "all_gather_copy_in",
+    "split_with_sizes_copy",
+    "chunk_cat",
+)
+
+
+def _kind(name: str, reads: Any, writes: Any, size: int) -> str:
+    if name in GEMMS:
+        return "gemm"
+    if size < _LARGE:
+        return "tiny"
+    if name in REDUCTIONS:
+        return "reduction"
+    if name in COPIES and _order(reads[0]) != _order(writes[0]):
+        return "transposing copy"
+    return "elementwise"
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """The dims of a tensor as they follow each other in memory, the slowest first."""
+    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    return sorted(dims, key=tensor.stride, reverse=True)
+
+
+def _launches_of(name: str, args: Any, writes: Sequence[torch.Tensor]) -> int:
+    if name == "constant_pad_nd":
+        return 2  # fills all, then copies
+    if name.startswith(("_foreach_", "_fused_")):
+        lists = [a for a in args if isinstance(a, list | tuple) and a and _is_cuda(a[0])]
+        chunks = sum(-(-t.numel() // _CHUNK) for t in lists[0])
+        most = _TENSORS[min(len(lists) - (name.endswith("_")), 4)]
+        launches = max(-(-chunks // _CHUNKS), -(-len(lists[0]) // most))
+        return launches + (name == "_foreach_norm")  # which adds up the norms of chunks
+    if name in ("cat", "stack"):
+        return -(-len(args[0]) // 128)
+    return 1

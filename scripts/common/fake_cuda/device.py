@@ -1,0 +1,90 @@
+"""What torch.cuda says in a process with the guard, and tensors on its device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fp8_dist import torch_internals
+from scripts.common.fake_cuda import streams
+from scripts.plan.world import HostValues
+
+# Of an H200, as far as libraries ask.
+_PROPERTIES = SimpleNamespace(
+    name="fake CUDA device",
+    type="cuda",
+    index=0,
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=141 * 10**9,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block_optin=232448,
+    L2_cache_size=50 * 2**20,
+    gcnArchName="",
+)
+
+
+def pretend() -> None:
+    """Makes torch.cuda answer for a device of compute capability 9.0, for good."""
+    answers: dict[str, Any] = {
+        "current_device": lambda: 0,
+        "device": lambda device: nullcontext(),
+        "device_count": lambda: 8,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: _PROPERTIES.name,
+        "get_device_properties": lambda device=None: _PROPERTIES,
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "is_initialized": lambda: True,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "current_stream": streams.current_stream,
+        "Event": streams.Event,
+        "Stream": streams.Stream,
+        "stream": streams.stream,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch.accelerator.current_stream = streams.current_stream
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors are fake, and the library takes them, under dispatch modes too, for real ones.
+
+    So it goes the ways of eager code that nothing observes: no dispatcher between it and its own
+    operators, one cast for layers that share an input. (Graphs can't be compiled in here.)
+    """
+    plain = (*torch_internals._PLAIN, FakeTensor)
+    with (
+        patch.object(torch_internals, "_PLAIN", plain),
+        patch.object(torch_internals, "_len_torch_dispatch_stack", lambda: 0),
+        _FakeTensors(allow_non_fake_inputs=True),
+        _ValuesOnHost(),
+    ):
+        yield
+
+
+class _FakeTensors(FakeTensorMode):
+    # torch.tensor(..., device="cuda") is a tensor on the CPU, which is then copied.
+    avoid_device_init = True
+
+
+class _ValuesOnHost(HostValues):
+    """Tensors on the CPU keep their values; what is made on the device has none."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        device = (kwargs or {}).get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)

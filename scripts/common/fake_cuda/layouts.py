@@ -1,0 +1,47 @@
+"""What cuBLASLt and CUTLASS ask of the operands of a float8 GEMM."""
+
+from typing import Any
+
+import torch
+
+ALIGNMENT = 16  # bytes, which are elements of float8 data
+
+
+def scaled_mm_problems(func: Any, args: Any, kwargs: Any) -> list[str]:
+    """What is wrong with the arguments of ``aten::_scaled_mm``; an empty list: nothing.
+
+    The data: ``a`` row-major, ``b`` column-major, dims, leading dims and addresses multiples of 16
+    bytes. The scales: fp32, one for all, or one for each row of ``a`` and each column of ``b``,
+    contiguous, with a bf16 output.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    a, b = given["self"], given["mat2"]
+    problems = _matrix_problems("a", a) + _matrix_problems("b", b.t())
+    scales = (given["scale_a"], given["scale_b"])
+    if any(scale.dtype is not torch.float32 or not scale.is_contiguous() for scale in scales):
+        problems.append("scales are not contiguous fp32")
+    shapes = tuple(tuple(scale.shape) for scale in scales)
+    if all(scale.numel() == 1 for scale in scales):
+        return problems
+    if shapes != ((a.shape[0], 1), (1, b.shape[1])):
+        problems.append(f"scales of shapes {shapes}")
+    if given["out_dtype"] is not torch.bfloat16:
+        problems.append(f"rowwise scales with an output in {given['out_dtype']}")
+    if b.dtype is not torch.float8_e4m3fn:
+        problems.append(f"rowwise scales with b in {b.dtype}")
+    return problems
+
+
+def _matrix_problems(name: str, matrix: torch.Tensor) -> list[str]:
+    rows, columns = matrix.shape
+    problems = []
+    if matrix.stride(1) != 1 or matrix.stride(0) < columns:
+        problems.append(f"{name} has strides {matrix.stride()}, transposed if it is b")
+    if columns % ALIGNMENT or matrix.stride(0) % ALIGNMENT:
+        problems.append(f"{name} has rows of {columns} bytes, {matrix.stride(0)} apart")
+    if matrix.storage_offset() % ALIGNMENT:
+        problems.append(f"{name} begins {matrix.storage_offset()} bytes into its memory")
+    if name == "b" and rows % ALIGNMENT:
+        problems.append(f"b has {rows} columns")
+    return problems

@@ -1,0 +1,108 @@
+"""Runs functions in a process in which torch takes "cuda" for a device that exists."""
+
+import hashlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.common.fake_cuda.device import pretend
+
+_SOURCE = Path(__file__).with_name("guard.cpp")
+_TORCH = Path(torch.__file__).parent
+
+
+class FakeCudaProcess:
+    """A process whose torch has a CUDA device; it starts at the first :meth:`run`.
+
+    Use it as a context manager.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "FakeCudaProcess":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
+        """Calls ``function(*args)`` there. Arguments and results are pickled.
+
+        function: at the top level of an importable module.
+        timeout: seconds.
+
+        Raises:
+            RuntimeError: the function raised an error; has its traceback.
+        """
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                max_workers=1, mp_context=multiprocessing.get_context("spawn"), initializer=_start
+            )
+        before = os.environ.get("LD_PRELOAD")
+        # torch looks for CUDA while it is imported: only a preloaded guard is there before it.
+        os.environ["LD_PRELOAD"] = str(built_guard())
+        try:
+            future = self._pool.submit(_call, function, args)  # starts the process
+        finally:
+            del os.environ["LD_PRELOAD"]
+            if before is not None:
+                os.environ["LD_PRELOAD"] = before
+        return future.result(timeout)
+
+
+def built_guard() -> Path:
+    """The compiled guard for this release of torch, kept in the folder for temporary files.
+
+    Raises:
+        RuntimeError: the compiler failed; has what it said.
+    """
+    key = hashlib.sha256(f"{torch.__version__} {_TORCH}".encode() + _SOURCE.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"fp8_dist_fake_cuda_{os.getuid()}"
+    library = folder / f"guard_{key.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    folder.mkdir(exist_ok=True)
+    unfinished = library.with_suffix(f".{os.getpid()}")
+    abi = int(torch.compiled_with_cxx11_abi())
+    command = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-std=c++20", "-O0"]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{_TORCH / 'include'}", str(_SOURCE)]
+    command += ["-o", str(unfinished), f"-L{_TORCH / 'lib'}", f"-Wl,-rpath,{_TORCH / 'lib'}"]
+    command += ["-ltorch_cpu", "-lc10"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    unfinished.replace(library)
+    return library
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return function(*args)
+    except Exception:  # which may hold what can't be pickled
+        raise RuntimeError(traceback.format_exc()) from None
+
+
+def _start() -> None:
+    os.environ.pop("LD_PRELOAD", None)  # not for compilers that this process starts
+    torch.set_num_threads(1)
+    pretend()
+    # Autograd's thread for the device never ends, and the interpreter would abort over it.
+    Finalize(None, _end, exitpriority=0)
+
+
+def _end() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

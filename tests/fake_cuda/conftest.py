@@ -1,0 +1,14 @@
+"""What tests on the fake CUDA device get."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from scripts.common.fake_cuda.process import FakeCudaProcess
+
+
+@pytest.fixture(scope="session")
+def fake_cuda() -> Iterator[FakeCudaProcess]:
+    """`fake_cuda.run(f, *args)` calls a function where torch has a CUDA device."""
+    with FakeCudaProcess() as process:
+        yield process

@@ -1,0 +1,43 @@
+"""Kernels and bytes of one layer's step in eager code."""
+
+from expecttest import assert_expected_inline
+
+from scripts.common.candidates import BF16, OURS
+from scripts.common.fake_cuda.counter import Counts
+from scripts.common.fake_cuda.layer import LayerShape, count_layer
+from scripts.common.fake_cuda.process import FakeCudaProcess
+
+SHAPE = LayerShape()
+
+
+def _row(name: str, counts: Counts) -> str:
+    gemms, copies = counts.of_kind("gemm"), counts.of_kind("transposing copy")
+    return (
+        f"{name:28} {counts.launches:3} kernels {len(gemms)} GEMMs {len(copies)} transposing copies "
+        f"{counts.bytes_besides_gemms / 1e9:6.2f} GB"
+    )
+
+
+def test_a_step_of_one_layer(fake_cuda: FakeCudaProcess) -> None:
+    rows = []
+    for name in (BF16, *OURS):
+        for changed in (True, False):
+            counts = fake_cuda.run(count_layer, name, SHAPE, changed)
+            rows.append(_row(name + ("" if changed else ", weight cached"), counts))
+            assert counts.syncs == counts.problems == []
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+bf16                           3 kernels 3 GEMMs 0 transposing copies   0.00 GB
+bf16, weight cached            3 kernels 3 GEMMs 0 transposing copies   0.00 GB
+tensorwise                    48 kernels 3 GEMMs 3 transposing copies   4.82 GB
+tensorwise, weight cached     34 kernels 3 GEMMs 3 transposing copies   3.59 GB
+rowwise                      102 kernels 3 GEMMs 3 transposing copies  10.91 GB
+rowwise, weight cached        70 kernels 3 GEMMs 3 transposing copies   7.97 GB
+rowwise_with_gw_hp            70 kernels 3 GEMMs 1 transposing copies   6.60 GB
+rowwise_with_gw_hp, weight cached  37 kernels 3 GEMMs 1 transposing copies   3.89 GB
+rowwise_folded                91 kernels 3 GEMMs 3 transposing copies  17.53 GB
+rowwise_folded, weight cached  75 kernels 3 GEMMs 3 transposing copies  16.06 GB
+delayed                       45 kernels 3 GEMMs 3 transposing copies   6.50 GB
+delayed, weight cached        32 kernels 3 GEMMs 3 transposing copies   4.80 GB""",
+    )

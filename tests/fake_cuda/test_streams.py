@@ -1,0 +1,210 @@
+"""FSDP2's training steps on simulated CUDA streams: no data races, no memory reused too early."""
+
+import dataclasses
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from stream_hazards import Hazards
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_layers,
+    update_float8_scales,
+)
+from scripts.common.candidates import OURS
+from scripts.common.fake_cuda import streams
+from scripts.common.fake_cuda.device import fake_tensors
+from scripts.common.fake_cuda.process import FakeCudaProcess
+
+BLOCKS, DIM, STEPS = 3, 64, 2
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained.
+
+    Attributes:
+        update: call ``update_float8_scales`` after each step (precompute, sync, or both).
+        prefetch: each block prefetches the next in forward, the one before in backward.
+        explicit: unshard all blocks before the forward.
+        evaluate: a forward without gradients, twice, before each optimizer step.
+        micro_batches: per step.
+        event: the event given to ``set_post_optim_event`` is recorded before the update.
+        unshard_async: unshards of the second step are asynchronous.
+        cache: keep float8 shards between micro-batches.
+    """
+
+    recipe: str
+    update: bool = True
+    gather: bool = True
+    prefetch: bool = False
+    explicit: bool = False
+    evaluate: bool = False
+    micro_batches: int = 2
+    event: bool = False
+    unshard_async: bool = False
+    cache: bool = True
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, 2 * DIM, bias=False)
+        self.down = nn.Linear(2 * DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.up(x)))
+
+
+@cache
+def _mesh() -> DeviceMesh:
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    return init_device_mesh("cuda", (8,), mesh_dim_names=("dp",))
+
+
+def _model(training: Training, mesh: DeviceMesh) -> nn.Sequential:
+    with torch.device("cuda"):
+        model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(training.recipe),
+        enable_fsdp_float8_all_gather="auto" if training.gather else False,
+        cache_float8_shards=training.cache,
+    )
+    convert_to_float8_training(model, config=config)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    if training.prefetch:
+        for before, after in pairwise(model):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+    return model
+
+
+def hazards_of(training: Training) -> Counter[str]:
+    """The hazards in some steps of a training; called in the process with the device."""
+    mesh = _mesh()
+    with fake_tensors():
+        model = _model(training, mesh)
+        for layer in float8_layers(model).values():
+            for history in layer.histories.values():  # a first sync reads values on the host
+                history.load(torch.ones(1, device="cuda"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Hazards() as hazards:
+            for step in range(STEPS):
+                if step == 1 and training.unshard_async:
+                    model._set_unshard_async_op(True)
+                for _ in range(training.micro_batches):
+                    x = torch.empty(32, DIM, device="cuda", dtype=torch.bfloat16)
+                    if training.explicit:
+                        for block in model:
+                            block.unshard()
+                    model(x).sum().backward()
+                if training.evaluate:
+                    with torch.no_grad():
+                        model(x)
+                        model(x)
+                optimizer.step()
+                optimizer.zero_grad()
+                if training.event:
+                    model.set_post_optim_event(torch.cuda.Event().record())
+                if training.update:
+                    update_float8_scales(model)
+    return hazards.found
+
+
+def hazards_without(name: str, training: Training) -> Counter[str]:
+    """The hazards where a method, given by its full name, does nothing."""
+    with patch(name, lambda *args, **kwargs: None):
+        return hazards_of(training)
+
+
+# Every option at least twice, with others.
+OPTIONS = {
+    "no update": {"update": False, "evaluate": True},
+    "prefetch": {"prefetch": True, "evaluate": True},
+    "event, prefetch": {"event": True, "prefetch": True, "micro_batches": 1},
+    "event, explicit": {"event": True, "explicit": True, "cache": False},
+    "event, asynchronous": {"event": True, "unshard_async": True, "micro_batches": 3},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("recipe", OURS)
+def test_steps(recipe: str, options: str, fake_cuda: FakeCudaProcess) -> None:
+    found = fake_cuda.run(hazards_of, Training(recipe, **OPTIONS[options]))
+    assert not found, shown(found)
+
+
+@pytest.mark.parametrize(
+    ("method", "recipe", "expected"),
+    [
+        ("torch.Tensor.record_stream", "delayed", ".*before maximum on compute.*amax_history.py.*"),
+        (f"{streams.__name__}.Event.wait", "delayed", "add on .* reads what .*advance_to.*"),
+        (f"{streams.__name__}.Event.wait", "tensorwise", "mul on .* reads what .*precompute.py.*"),
+        (f"{streams.__name__}.Event.wait", "rowwise_folded", "mul on .* reads what .*precompute.*"),
+    ],
+)
+def test_what_the_library_must_not_leave_out(
+    method: str, recipe: str, expected: str, fake_cuda: FakeCudaProcess
+) -> None:
+    found = fake_cuda.run(hazards_without, method, Training(recipe, event=True))
+    assert found
+    for hazard in found:
+        assert re.fullmatch(expected, hazard), shown(found)
+
+
+@pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
+def test_waits_of_fsdp(wait: str, fake_cuda: FakeCudaProcess) -> None:
+    found = fake_cuda.run(
+        hazards_without, f"{streams.__name__}.Stream.{wait}", Training("tensorwise")
+    )
+    assert any("reads what" in hazard for hazard in found), shown(found)
+
+
+def shown(found: Counter[str]) -> str:
+    return "\n".join(f"{count} x {hazard}" for hazard, count in found.most_common(10))
+
+
+def two_streams(waits: bool, records: bool, keeps: bool) -> list[str]:
+    """Hazards where a tensor of one stream is read by another, and its memory is used again."""
+    other = streams.Stream(name="other")
+    with fake_tensors(), Hazards() as hazards:
+        with streams.stream(other):
+            x = torch.ones(1000, device="cuda")
+        if waits:
+            streams.current_stream().wait_stream(other)
+        y = x + 1
+        if records:
+            x.record_stream(streams.current_stream())
+        kept = [y, x] if keeps else [y]
+        del x
+        with streams.stream(other):
+            kept.append(torch.zeros(100, device="cuda"))
+    return list(hazards.found)
+
+
+def test_hazards_of_two_streams(fake_cuda: FakeCudaProcess) -> None:
+    def found(**options: bool) -> str:
+        return "\n".join(fake_cuda.run(two_streams, *options.values()))
+
+    early = found(waits=True, records=False, keeps=False)
+    assert early == (
+        "memory of other is allocated again before add on compute is known to be done; "
+        "made at torch"
+    )
+    assert found(waits=True, records=True, keeps=False) == ""
+    assert found(waits=True, records=False, keeps=True) == ""
+    unordered = found(waits=False, records=True, keeps=True)
+    assert unordered == "add on compute reads what ones on other may still be at; made at torch"

@@ -1,0 +1,196 @@
+"""Finds what a GPU's streams may get wrong: data races, and memory that is reused too early.
+
+CUDA kernels of one stream run in order; those of two streams do only where one waits for an event
+of the other. And the caching allocator hands a freed block to the next allocation on the stream
+that the block was allocated on, at once: what other streams still do with it must be known to that
+stream, or be declared by ``record_stream``. :class:`Hazards` follows both rules for all storages of
+fake CUDA tensors, on the simulated streams of ``scripts/common/fake_cuda/streams.py``.
+"""
+
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from scripts.common.fake_cuda.counter import ALLOCATIONS, traffic
+from scripts.common.fake_cuda.streams import Clock, Stream, current_stream
+from scripts.common.saved_bytes import rewrites_ops
+
+ROOT = f"{Path(__file__).resolve().parents[2]}/"
+LIBRARY = tuple(ROOT + folder for folder in ("fp8_dist/", "fsdp/", "tensor_parallel/"))
+_COLLECTIVES = ("c10d", "_c10d_functional")
+_SMALL = 2**20  # bytes; larger blocks have pools of their own
+
+
+@dataclass
+class Access:
+    """The last operator of a stream that read (or wrote) a block."""
+
+    stream: Stream
+    number: int
+    name: str
+    clock: Clock | None = (
+        None  # of the stream then, for collectives, which are waited for one by one
+    )
+
+    def known_to(self, stream: Stream) -> bool:
+        """Whether a stream runs after it."""
+        return stream is self.stream or stream.knows(self.stream.stream_id, self.number)
+
+
+@dataclass
+class Memory:
+    """The memory of one storage.
+
+    Attributes:
+        pool: the stream that it was allocated on.
+        made: the line of the library that did.
+        recorded: the streams that the allocator was told of.
+    """
+
+    reference: StorageWeakRef
+    size: int
+    pool: Stream
+    made: str
+    written: Access | None = None
+    uses: dict[int, Access] = field(default_factory=dict)  # by the id of the stream
+    recorded: set[int] = field(default_factory=set)
+
+    def is_freed(self) -> bool:
+        """Whether Python freed it, or FSDP2, which resizes storages."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
+        return storage is None or storage.nbytes() != self.size
+
+
+class Hazards(TorchDispatchMode):
+    """Follows the streams of what runs while it is entered; ``found`` has each hazard's count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self._compute = current_stream()
+        self._nccl = Stream(name="NCCL")
+        self._memories: dict[int, Memory] = {}
+        # Those that another stream than their pool's has used: no others are reused too early.
+        self._shared: dict[int, Memory] = {}
+        self._freed: defaultdict[int, list[Memory]] = defaultdict(list)  # by the id of the pool
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if rewrites_ops(types):
+            return NotImplemented
+        space, _, name = func._schema.name.partition("::")
+        stream = current_stream()
+        if name == "record_stream":
+            self._memory_of(args[0], self._compute).recorded.add(args[1].stream_id)
+            return None
+        result = func(*args, **kwargs)
+        if name == "wait_tensor":
+            written = self._memory_of(args[0], self._compute).written
+            if written is not None and written.clock is not None:
+                stream.merge(written.clock)
+            return args[0]  # of fake tensors the result is another one
+        if space != "prim":
+            reads, writes, updates = traffic(func, args, kwargs, result)
+            new = [t for t in writes if id(t) not in map(id, tree_leaves((args, kwargs)))]
+            for tensor in filter(_is_cuda, new):
+                self._memory_of(tensor, stream)
+            if writes and name not in ALLOCATIONS:
+                self._run(space, name, [*reads, *updates], writes)
+        return result
+
+    def _run(
+        self, space: str, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor]
+    ) -> None:
+        """An operator that reads and writes."""
+        stream, clock = current_stream(), None
+        runs_on = self._nccl if space in _COLLECTIVES else stream
+        if runs_on is self._nccl:
+            runs_on.wait_stream(stream)
+        number = runs_on.tick()
+        if runs_on is self._nccl:
+            clock = dict(runs_on.clock)
+        access = Access(runs_on, number, name, clock)
+        for tensor in filter(_is_cuda, reads):
+            self._use(self._memory_of(tensor, self._compute), access, writes=False)
+        for tensor in filter(_is_cuda, writes):
+            self._use(self._memory_of(tensor, self._compute), access, writes=True)
+        if space == "c10d":
+            # FSDP2 waits at once; for asynchronous unshards later, but on the same stream.
+            stream.wait_stream(self._nccl)
+
+    def _use(self, memory: Memory, access: Access, writes: bool) -> None:
+        before = list(memory.uses.values()) if writes else [memory.written]
+        for other in before:
+            if other is not None and not other.known_to(access.stream):
+                self._note(
+                    f"{access.name} on {access.stream.name} {'writes' if writes else 'reads'} what "
+                    f"{other.name} on {other.stream.name} may still be at; made at {memory.made}"
+                )
+        memory.uses[access.stream.stream_id] = access
+        if writes:
+            memory.written = access
+        if access.stream is not memory.pool:
+            self._shared[id(memory)] = memory
+        if access.stream is self._nccl:
+            memory.recorded.add(self._nccl.stream_id)  # torch keeps it until the wait
+
+    def _memory_of(self, tensor: torch.Tensor, pool: Stream) -> Memory:
+        """The memory of a tensor; one that was not seen before was allocated on the given stream."""
+        storage = tensor.untyped_storage()
+        memory = self._memories.get(storage._cdata)
+        if memory is None or memory.is_freed():
+            memory = Memory(StorageWeakRef(storage), storage.nbytes(), pool, _where())
+            self._memories[storage._cdata] = memory
+            self._reuse(memory)
+        return memory
+
+    def _reuse(self, new: Memory) -> None:
+        """A new allocation takes the memory of any freed block of its pool that it fits into."""
+        for key, memory in list(self._shared.items()):
+            if memory.is_freed():
+                self._freed[memory.pool.stream_id].append(self._shared.pop(key))
+        kept = []
+        for old in self._freed[new.pool.stream_id]:
+            unknown = [
+                use
+                for stream_id, use in old.uses.items()
+                if stream_id not in old.recorded and not use.known_to(new.pool)
+            ]
+            fits = new.size <= max(old.size, 512) and (new.size <= _SMALL) == (old.size <= _SMALL)
+            if unknown and fits:
+                self._note(
+                    f"memory of {old.pool.name} is allocated again before {unknown[0].name} on "
+                    f"{unknown[0].stream.name} is known to be done; made at {old.made}"
+                )
+            elif unknown:
+                kept.append(old)
+        self._freed[new.pool.stream_id] = kept
+
+    def _note(self, hazard: str) -> None:
+        self.found[hazard] += 1
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _where() -> str:
+    """The innermost functions of the library on the stack."""
+    names: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(names) < 3:
+        path = frame.f_code.co_filename
+        if path.startswith(LIBRARY):
+            names.append(f"{path.removeprefix(ROOT)}:{frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(names) or "torch"
