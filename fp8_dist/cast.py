@@ -1,5 +1,6 @@
 """Casts to float8, differentiable and DTensor-aware."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -7,11 +8,25 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.config import CastConfig, CastSpec, ScalingGranularity, ScalingType
-from fp8_dist.granularity import TENSOR, Granularity, covering
-from fp8_dist.kernels import Scaling, amax, quantize, scaling_from_amax
+from fp8_dist.config import CastConfig, CastSpec, CopySpec, ScalingGranularity, ScalingType
+from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity, covering
+from fp8_dist.kernels import (
+    Scaling,
+    amax,
+    amaxes,
+    cast_copies,
+    cast_rows,
+    fuses_rows,
+    quantize,
+    quantize_copies,
+    scaling_from_amax,
+)
 from fp8_dist.mesh import Layout, Placements, all_reduce_max, group_for_amax, local_tensor, reduced
 from fp8_dist.tensor import Float8Tensor, Quantized
+
+# For each cast: (quantization multiplier, scale). For each copy: the copy.
+Scalings = dict[CastSpec, Scaling]
+Copies = dict[CopySpec, Quantized]
 
 
 def cast_to_float8(
@@ -169,9 +184,78 @@ def quantize_over(
     axes: tuple[int, ...] | None = None,
 ) -> Quantized:
     """The local part of a tensor in float8, by :func:`scaling_over`; outside of autograd."""
-    m, scale = scaling_over(tensor, cast, round_scales_to_power_of_2, axes)
-    qdata = quantize_local(local_tensor(tensor), m, cast, fits=True)
-    return Quantized(qdata, scale, cast.granularity)
+    copy = CopySpec(cast)
+    return copies_over(tensor, (copy,), round_scales_to_power_of_2, axes)[1][copy]
+
+
+def copies_over(
+    tensor: torch.Tensor,
+    copies: Sequence[CopySpec],
+    round_scales_to_power_of_2: bool,
+    axes: tuple[int, ...] | None = None,
+    *,
+    local: torch.Tensor | None = None,
+) -> tuple[Scalings, Copies]:
+    """Float8 copies of the local part of a tensor, and the scaling for each cast among them.
+
+    Arguments and collectives as those of :func:`scaling_over`, for each cast.
+    """
+    x = local_tensor(tensor) if local is None else local
+    casts = list(dict.fromkeys(copy.cast for copy in copies))
+    if not _in_one_pass(casts):
+        each = {
+            c: scaling_over(tensor, c, round_scales_to_power_of_2, axes, local=x) for c in casts
+        }
+        return each, copies_by(x, copies, each, fits=True)
+    dtype, granularities = casts[0].dtype, [cast.granularity for cast in casts]
+    of, transposed = [casts.index(copy.cast) for copy in copies], [c.transposed for c in copies]
+    if granularities == [ROW] and fuses_rows(x) and amax_group(tensor, ROW, axes) is None:
+        flat = cast_rows(x, dtype, round_scales_to_power_of_2, transposed)
+    else:
+        if len(casts) > 1:
+            values = amaxes(x, [granularity.name for granularity in granularities])
+        else:
+            values = [local_amax(x, granularities[0])]
+        found = zip(values, granularities, strict=True)
+        values = [global_amax(value, tensor, each, axes) for value, each in found]
+        flat = cast_copies(x, values, dtype, round_scales_to_power_of_2, of, transposed)
+    n = 2 * len(casts)
+    scalings = dict(zip(casts, zip(flat[:n:2], flat[1:n:2], strict=True), strict=True))
+    return scalings, _copies(x, copies, flat[n:], scalings)
+
+
+def copies_by(
+    x: torch.Tensor, copies: Sequence[CopySpec], scalings: Scalings, *, fits: bool = False
+) -> Copies:
+    """Float8 copies of a local tensor with known scalings; ``fits``: those of its own amaxes."""
+    casts = list(dict.fromkeys(copy.cast for copy in copies))
+    if _in_one_pass(casts) and copies != (CopySpec(casts[0]),):
+        of, transposed = [casts.index(copy.cast) for copy in copies], [c.transposed for c in copies]
+        multipliers = [scalings[cast][0] for cast in casts]
+        data = quantize_copies(x, multipliers, casts[0].dtype, of, transposed, fits=fits)
+    else:
+        data = []
+        for cast, transposed_ in copies:
+            qdata = quantize_local(x, scalings[cast][0], cast, fits=fits)
+            data.append(qdata.view(-1, x.shape[-1]).t().contiguous() if transposed_ else qdata)
+    return _copies(x, copies, data, scalings)
+
+
+def _in_one_pass(casts: Sequence[CastSpec]) -> bool:
+    """Whether one kernel makes copies in all of these casts."""
+    same_dtype = len({cast.dtype for cast in casts}) == 1
+    return same_dtype and all(cast.granularity in (TENSOR, ROW, COLUMN) for cast in casts)
+
+
+def _copies(
+    x: torch.Tensor, copies: Sequence[CopySpec], data: Sequence[torch.Tensor], scalings: Scalings
+) -> Copies:
+    found = {}
+    for copy, qdata in zip(copies, data, strict=True):
+        if copy.transposed:
+            qdata = qdata.t() if x.ndim == 2 else qdata.t().view(x.shape)
+        found[copy] = Quantized(qdata, scalings[copy.cast][1], copy.cast.granularity)
+    return found
 
 
 def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from fp8_dist.dtypes import FLOAT8_DTYPES, e4m3, e5m2, short_name
 from fp8_dist.granularity import ROW, TENSOR, Granularity
+from fp8_dist.kernels import takes_transposed
 
 Operand = Literal["input", "weight", "grad_output"]
 Gemm = Literal["output", "grad_input", "grad_weight"]
@@ -33,6 +34,13 @@ class CastSpec(NamedTuple):
     dtype: torch.dtype
     granularity: Granularity = TENSOR
     delayed: bool = False
+
+
+class CopySpec(NamedTuple):
+    """A float8 copy of an operand; ``transposed``: in memory it is ``[K, M]``."""
+
+    cast: CastSpec
+    transposed: bool = False
 
 
 class ScalingType(enum.Enum):
@@ -157,12 +165,18 @@ class Float8LinearRecipeName(enum.Enum):
     all-reduce per step in ``sync_float8_amax_and_scale_history``."""
 
 
+def _is_second(operand: Operand, gemm: Gemm) -> bool:
+    """Whether it is the GEMM that contracts the rows of the operand."""
+    return gemm == "grad_weight" or (operand, gemm) == ("weight", "grad_input")
+
+
 class _Resolved(NamedTuple):
     """What follows from the fields of a config; each forward and backward asks for it."""
 
     by_use: dict[tuple[Operand, Gemm], CastSpec | None]
     casts: dict[Operand, tuple[CastSpec, ...]]
     gather_casts: dict[Operand, CastSpec | None]
+    copies: dict[tuple[Operand, bool], dict[Gemm, CopySpec]]
 
     @staticmethod
     def of(config: "Float8LinearConfig") -> "_Resolved":
@@ -179,6 +193,15 @@ class _Resolved(NamedTuple):
             by_use,
             casts={o: tuple(cast for cast in casts if cast) for o, casts in uses.items()},
             gather_casts={operand: _gather_cast(casts) for operand, casts in uses.items()},
+            copies={
+                (operand, transposes): {
+                    gemm: CopySpec(cast, transposes and _is_second(operand, gemm))
+                    for (o, gemm), cast in by_use.items()
+                    if o == operand and cast
+                }
+                for operand in get_args(Operand)
+                for transposes in (False, True)
+            },
         )
 
 
@@ -285,6 +308,11 @@ class Float8LinearConfig:
         """The one cast of ``operand`` in both of its GEMMs; ``None``: gather high precision."""
         return self._resolved.gather_casts[operand]
 
+    def copies(self, operand: Operand, device: torch.device) -> dict[Gemm, CopySpec]:
+        """The float8 copy of ``operand`` that each GEMM takes; others take it in high precision."""
+        transposes = not self.emulate and takes_transposed(device)
+        return self._resolved.copies[operand, transposes]
+
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """How one of the three GEMMs is run: (use_fast_accum, pad_inner_dim, emulate).
 
@@ -299,8 +327,7 @@ class Float8LinearConfig:
         if not config.enabled:
             return None
         granularity = config.granularity
-        is_second = gemm == "grad_weight" or (operand, gemm) == ("weight", "grad_input")
-        if is_second and not self.fold_row_scales:
+        if _is_second(operand, gemm) and not self.fold_row_scales:
             granularity = granularity.second_use
         delayed = config.scaling_type is ScalingType.DELAYED
         return CastSpec(config.dtype_for(operand), granularity, delayed)

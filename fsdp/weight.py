@@ -159,7 +159,7 @@ class Float8AllGatherWeight(torch.Tensor):
             )
         check_layer(module, module.fqn)
         _check_other_shards(module, mesh)
-        (cast,) = module.float8_weight.gather_casts(self._tensor)
+        cast = module.float8_weight.gather_cast(self._tensor)
         inputs: tuple[torch.Tensor, ...] = (_padded_bytes(cast.qdata, outer_size, mesh.size()),)
         if (
             not cast.granularity.scales_move

@@ -7,8 +7,16 @@ operator with a portable implementation and others for some devices. Emulation o
 
 # The import of cpu registers its implementations.
 from fp8_dist.kernels import cpu
+from fp8_dist.kernels.copies import (
+    amaxes,
+    cast_copies,
+    cast_rows,
+    covered_dims,
+    fuses_rows,
+    quantize_copies,
+)
 from fp8_dist.kernels.custom_op import CustomOp, custom_op
-from fp8_dist.kernels.gemm import ALIGNMENT, needs_alignment, scaled_mm
+from fp8_dist.kernels.gemm import ALIGNMENT, needs_alignment, scaled_mm, takes_transposed
 from fp8_dist.kernels.quantization import quantize, quantize_after
 from fp8_dist.kernels.scale import Scaling, amax, scaling_from_amax
 
@@ -17,11 +25,18 @@ __all__ = [
     "CustomOp",
     "Scaling",
     "amax",
+    "amaxes",
+    "cast_copies",
+    "cast_rows",
+    "covered_dims",
     "cpu",
     "custom_op",
+    "fuses_rows",
     "needs_alignment",
     "quantize",
     "quantize_after",
+    "quantize_copies",
     "scaled_mm",
     "scaling_from_amax",
+    "takes_transposed",
 ]

@@ -25,6 +25,15 @@ def needs_alignment(device: torch.device, emulate: bool) -> bool:
     return not emulate and (device_has_float8_gemm(device) or strict_alignment())
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def takes_transposed(device: torch.device) -> bool:
+    """True where the float8 GEMM reads a row-major by a column-major matrix, and no others.
+
+    A GEMM that contracts the rows of an operand needs it transposed in memory then.
+    """
+    return device_has_float8_gemm(device)
+
+
 def apply_scales(product: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     """Multiply the product of the float8 data by both scales, in place and in its dtype."""
     scale_a, scale_b = scale_a.to(product.dtype), scale_b.to(product.dtype)

@@ -47,7 +47,7 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
 
 
 @amax.register_fake
-def _amax_fake(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
+def amax_fake(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     return x.new_empty(_amax_shape(x, dims), dtype=torch.float32)
 
 

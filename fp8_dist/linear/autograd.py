@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.config import Gemm
+from fp8_dist.config import CastSpec, Gemm
 from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import quantize_after, scaled_mm
 from fp8_dist.linear.once import Gradients, differentiable_once
@@ -29,7 +29,6 @@ from fp8_dist.linear.operands import (
     prepare_operand,
     redistributed,
     wait_local,
-    weight_operand,
 )
 from fp8_dist.linear.recording import note_gemm
 from fp8_dist.mesh import Layout, LinearLayouts, Placements, linear_layouts, local_tensor, reduced
@@ -56,11 +55,14 @@ def float8_linear(
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    flat = [tensor for cast in weight_casts.casts for tensor in cast[:2]]
-    flat += [None] * (4 - len(flat))  # type: ignore[list-item]
+    first, second = weight_casts.output, weight_casts.grad_input
     multiplier, scale = weight_casts.recast or (None, None)
+    flat: list[torch.Tensor | None] = []
+    # Dynamo refuses to pass a tensor twice.
+    for each in (*(first or (None, None))[:2], *(second or (None, None))[:2]):
+        flat.append(None if any(each is tensor for tensor in flat) else each)
     if any(scale is tensor for tensor in flat):
-        scale = None  # dynamo refuses to pass a tensor twice
+        scale = None
     # Compiled code has one function for all. Dynamo assumes that the gradient of an output has the
     # output's placements; between the two functions it has those of the final output.
     in_two = isinstance(input, DTensor) and not torch.compiler.is_compiling()
@@ -143,13 +145,8 @@ class _LinearFunction(torch.autograd.Function):
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         x = prepare_operand(input, "input", gemms, layouts and layouts.input, spec)
-        pairs = ((first_qdata, first_scale), (second_qdata, second_scale))
-        casts = [
-            Quantized(qdata, scale, cast.granularity)
-            for (qdata, scale), cast in zip(pairs, config.casts("weight"), strict=False)
-            if qdata is not None and scale is not None
-        ]
-        w = weight_operand(weight, casts, "output", config)
+        local_weight = local_tensor(weight)
+        w = _as_operand(first_qdata, first_scale, config.cast("weight", "output"), local_weight)
         # The gather of the input is waited for here, after the weight's cast was issued.
         left = wait_local(x["output"])
         output = _unflattened(_gemm(left, w, "output", spec, input.dtype), left)
@@ -165,7 +162,10 @@ class _LinearFunction(torch.autograd.Function):
         if multiplier is not None:
             saved_w = [weight, first_scale if recast_scale is None else recast_scale]
         elif needs_input:
-            saved_w, ctx.weight_cast = _flat(weight_operand(weight, casts, "grad_input", config))
+            qdata = first_qdata if second_qdata is None else second_qdata
+            scale = first_scale if second_scale is None else second_scale
+            cast = config.cast("weight", "grad_input")
+            saved_w, ctx.weight_cast = _flat(_as_operand(qdata, scale, cast, local_weight))
         # Plain tensors: hooks on saved tensors see the real bytes.
         ctx.save_for_backward(*saved_x, *saved_w, multiplier)
         ctx.bias_layout = Layout.of(bias)
@@ -215,6 +215,15 @@ class _LinearFunction(torch.autograd.Function):
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
         return grad_input, grad_weight, grad_bias, *unused
+
+
+def _as_operand(
+    qdata: torch.Tensor | None, scale: torch.Tensor | None, cast: CastSpec | None, high: Any
+) -> Local:
+    """A copy of the weight for a GEMM; ``high``, if that takes it in high precision."""
+    if cast is None or qdata is None or scale is None:
+        return high
+    return Quantized(qdata, scale, cast.granularity)
 
 
 def _flat(operand: Local) -> tuple[list[torch.Tensor | None], Granularity | None]:

@@ -4,15 +4,15 @@ One float8 copy that serves all GEMMs of an operand is made where the operand is
 float8. Otherwise the operand moves in high precision and is cast where it arrives.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import as_float8_of, quantize_local, quantize_over
-from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm, Operand
+from fp8_dist.cast import Copies, as_float8_of, copies_by, copies_over
+from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig, Gemm, Operand
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.rowwise_folded import folded_gradients
@@ -37,13 +37,14 @@ class WeightCasts(NamedTuple):
     """The local weight in float8, as a forward takes it.
 
     Attributes:
-        casts: one for each of ``config.casts("weight")``; with a ``recast``, for those of them that
-            the forward uses.
+        output, grad_input: the copies that these GEMMs take, perhaps the same; ``None``: they take
+            it in high precision, or by ``recast``.
         recast: (multiplier, scale) of the cast that the backward makes. The weight is FSDP2's
             high-precision copy then, which FSDP2 frees in between; a float8 copy would outlive it.
     """
 
-    casts: tuple[Quantized, ...] = ()
+    output: Quantized | None = None
+    grad_input: Quantized | None = None
     recast: Scaling | None = None
 
 
@@ -151,17 +152,18 @@ def prepare_operand(
         return dict.fromkeys(gemms, _moved(tensor, placements))
     casts = tuple(spec.config.cast(operand, gemm) for gemm in gemms)
     plan = _plan_of(tensor, operand, casts, placements, spec)
-    if plan.first_cast is not None:
-        quantized = _quantized(tensor, operand, plan.first_cast, spec, plan.amax_axes)
-        if not plan.moves:
-            return dict.fromkeys(gemms, quantized)
+    if plan.first_cast is not None and plan.moves:
+        copy = CopySpec(plan.first_cast)
+        quantized = _copies(tensor, operand, (copy,), spec, plan.amax_axes)[copy]
         return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
-    high, tensor = _moved_in_high_precision(tensor, placements)
-    made: dict[CastSpec | None, Local] = {None: high}
-    for cast in plan.later_casts:
-        if cast is not None and cast not in made:
-            made[cast] = _quantized(tensor, operand, cast, spec, plan.amax_axes)
-    return {gemm: made[cast] for gemm, cast in zip(gemms, plan.later_casts, strict=True)}
+    high = local_tensor(tensor)
+    if plan.moves:
+        high, tensor = _moved_in_high_precision(tensor, placements)
+    by_gemm = spec.config.copies(operand, tensor.device)
+    taken = {gemm: by_gemm[gemm] for gemm in gemms if gemm in by_gemm}
+    wanted = tuple(dict.fromkeys(taken.values()))
+    made = _copies(tensor, operand, wanted, spec, plan.amax_axes) if wanted else {}
+    return {gemm: made[taken[gemm]] if gemm in taken else high for gemm in gemms}
 
 
 def prepare_gradients(
@@ -203,25 +205,26 @@ def prepare_gradients(
     return operands | folded_gradients(grad, cast, placements, w, x, axes)
 
 
-def _quantized(
+def _copies(
     tensor: torch.Tensor,
     operand: Operand,
-    cast: CastSpec,
+    copies: tuple[CopySpec, ...],
     spec: LinearSpec,
     axes: tuple[int, ...] | None,
-) -> Quantized:
+) -> Copies:
     """The local part of an operand in float8, where the operand is."""
-    if cast.delayed:
+    cast = copies[0].cast
+    if cast.delayed:  # its two casts are the same: they have one scale per tensor
         record = spec.record or operand == "grad_output"
-        m, scale = spec.histories[operand].scaling_of(tensor, record)
-        return Quantized(quantize_local(local_tensor(tensor), m, cast), scale, cast.granularity)
+        scalings = {cast: spec.histories[operand].scaling_of(tensor, record)}
+        return copies_by(local_tensor(tensor), copies, scalings)
     power_of_2 = spec.config.round_scales_to_power_of_2
     if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
-        return quantize_over(tensor, cast, power_of_2, axes)
-    key = cast_key(tensor, (cast, power_of_2))
+        return copies_over(tensor, copies, power_of_2, axes)[1]
+    key = cast_key(tensor, (copies, power_of_2))
     known = last_cast(tensor, key)
     if known is None:
-        known = quantize_over(tensor, cast, power_of_2, axes)
+        known = copies_over(tensor, copies, power_of_2, axes)[1]
         note_cast(tensor, key, known)
     return known
 
@@ -253,16 +256,6 @@ def wait_local(operand: Local) -> Local:
     if not isinstance(local, Float8Tensor):
         return local
     return Quantized.of(local)
-
-
-def weight_operand(
-    weight: torch.Tensor, casts: Sequence[Quantized], gemm: Gemm, config: Float8LinearConfig
-) -> Local:
-    """The weight for a GEMM; ``casts``: the local weight in each of ``config.casts("weight")``."""
-    cast = config.cast("weight", gemm)
-    if cast is None:
-        return local_tensor(weight)
-    return casts[config.casts("weight").index(cast)]
 
 
 def redistributed(tensor: DTensor, placements: Placements) -> DTensor:

@@ -1,26 +1,22 @@
-"""The float8 copy of an input that several layers take: one slot, for the last input cast.
+"""The float8 copies of an input that several layers take: one slot, for the last input cast.
 
 ``wq``, ``wk`` and ``wv`` of an attention, ``w1`` and ``w3`` of a feed-forward take one tensor each.
-Its float8 copy serves all of them: one cast, and one copy saved for backward, as nn.Linear layers
-save the one tensor. The slot owns nothing: it refers weakly to what autograd saves.
+Its float8 copies serve all of them: one cast, and one copy saved for backward, as nn.Linear layers
+save the one tensor. The slot lives as long as the input that was cast.
 """
 
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
-from fp8_dist.granularity import Granularity
-from fp8_dist.tensor import Quantized
+from fp8_dist.cast import Copies
 
 
 class _LastCast(NamedTuple):
     source: ReferenceType[torch.Tensor]  # compared, never used
     key: Any
-    qdata: ReferenceType[torch.Tensor]
-    scale: torch.Tensor
-    granularity: Granularity
+    copies: Copies
 
 
 _last: _LastCast | None = None
@@ -42,21 +38,20 @@ def cast_key(x: torch.Tensor, kind: Any) -> Any:
     return x._version, kind, torch.cuda.current_stream(x.device)
 
 
-def last_cast(x: torch.Tensor, key: Any) -> Quantized | None:
-    """The last cast that was noted, if it still exists and is that of ``x`` by the same key."""
+def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
+    """The last copies that were noted, if they are those of ``x`` by the same key."""
     last = _last  # another thread may note its own
-    if last is None or last.source() is not x or last.key != key:
-        return None
-    qdata = last.qdata()
-    if qdata is None:
-        return None
-    # TensorWeakRef revives the Python object of a tensor that autograd alone still owns.
-    return Quantized(TensorWeakRef(qdata)(), last.scale, last.granularity)
+    return last.copies if last and last.source() is x and last.key == key else None
 
 
-def note_cast(x: torch.Tensor, key: Any, cast: Quantized) -> None:
+def note_cast(x: torch.Tensor, key: Any, copies: Copies) -> None:
     """Note that ``x`` was cast, and how."""
     global _last
-    _last = None
-    if key is not None:
-        _last = _LastCast(ref(x), key, ref(cast.qdata), cast.scale, cast.granularity)
+    _last = None if key is None else _LastCast(ref(x, _forget), key, copies)
+
+
+def _forget(source: ReferenceType[torch.Tensor]) -> None:
+    """The input is gone: its copies can't be asked for any more."""
+    global _last
+    if _last is not None and _last.source is source:
+        _last = None

@@ -29,15 +29,15 @@ from typing import ClassVar, Protocol
 import torch
 import torch.nn as nn
 
-from fp8_dist.cast import quantize_local, scaling_over
-from fp8_dist.config import CastSpec, Float8LinearConfig
+from fp8_dist.cast import Copies, Scalings, copies_by, copies_over, scaling_over
+from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig
 from fp8_dist.granularity import granularity_named
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
-from fp8_dist.linear.weight_cache import ScaleState, Scalings, WeightCache
+from fp8_dist.linear.weight_cache import ScaleState, WeightCache
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import is_selectively_checkpointed
@@ -110,7 +110,8 @@ class Float8Weight:
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self.config, local, self.fqn)
             gathered = Quantized.of(local)
-            return WeightCasts((gathered._replace(scale=self._recorded(gathered.scale)),))
+            gathered = gathered._replace(scale=self._recorded(gathered.scale))
+            return WeightCasts(gathered, gathered)
         compiling = torch.compiler.is_compiling()
         # No end_of_evaluation follows in a graph: what it finds without gradients is not kept.
         keeps = torch.is_grad_enabled() or not compiling
@@ -120,17 +121,21 @@ class Float8Weight:
             self._warn_if_flags_have_no_effect(parameter, shard is not local)
         if self._is_exchanged:
             return self._casts_of_unsharded(shard, source)
+        by_gemm = self.config.copies("weight", shard.device)
+        copies = tuple(dict.fromkeys(by_gemm.values()))
         if compiling:
             with torch.no_grad():
-                float8 = self._quantized(shard, self._scalings(shard, source))
+                float8 = copies_by(shard, copies, self._scalings(shard, source))
         else:
-            float8 = self._casts(parameter, shard, ScaleState.FROM_FORWARD)
+            float8 = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD)
         if "weight" in self._histories:
-            float8 = tuple(q._replace(scale=self._recorded(q.scale)) for q in float8)
-        return WeightCasts(float8)
+            scale = self._recorded(next(iter(float8.values())).scale)
+            float8 = {copy: q._replace(scale=scale) for copy, q in float8.items()}
+        taken = {gemm: float8[copy] for gemm, copy in by_gemm.items()}
+        return WeightCasts(taken.get("output"), taken.get("grad_input"))
 
-    def gather_casts(self, shard: torch.Tensor) -> tuple[Quantized, ...]:
-        """The casts of the sharded parameter, for FSDP2 to gather.
+    def gather_cast(self, shard: torch.Tensor) -> Quantized:
+        """The cast of the sharded parameter, for FSDP2 to gather.
 
         Args:
             shard: its shard, perhaps moved off the parameter's device (CPU offload).
@@ -140,7 +145,9 @@ class Float8Weight:
         if self.scales_made is not None:
             # FSDP2 gathers on a stream that waits for the optimizer alone (set_post_optim_event).
             self.scales_made.wait()
-        return self._casts(self.parameter(), shard, ScaleState.FROM_GATHER)
+        (cast,) = self.config.casts("weight")
+        copies = (CopySpec(cast),)
+        return self._casts(self.parameter(), shard, copies, ScaleState.FROM_GATHER)[copies[0]]
 
     def parameter_replaced(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """The layer's parameter is about to be replaced: by FSDP2, or by anyone."""
@@ -163,26 +170,35 @@ class Float8Weight:
         return nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
 
     def _casts(
-        self, parameter: torch.Tensor, shard: torch.Tensor, source: ScaleState
-    ) -> tuple[Quantized, ...]:
-        """The casts of a parameter's shard, outside of graphs; kept where they may be."""
+        self,
+        parameter: torch.Tensor,
+        shard: torch.Tensor,
+        copies: tuple[CopySpec, ...],
+        source: ScaleState,
+    ) -> Copies:
+        """Copies of a parameter's shard, outside of graphs; kept where they may be."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # autograd can't save inference tensors
-                return self._casts(parameter, shard, source)
+                return self._casts(parameter, shard, copies, source)
         cache, shard = self.cache, shard.detach()
         fresh, queried = cache.is_fresh(parameter), is_selectively_checkpointed()
         float8 = cache.float8 if fresh else None
-        if float8 is not None and float8[0].qdata.device == shard.device:
+        if float8 is not None and all(
+            copy in float8 and float8[copy].qdata.device == shard.device for copy in copies
+        ):
             if queried:
                 # A recomputation takes the saved results in turn, so it queries as the forward did.
                 self._scalings(shard, source)
             return float8
         if fresh or queried:
             # Known scalings may be stale unnoticed: the values may exceed their amax.
-            float8 = self._quantized(shard, self._scalings(shard, source))
+            float8 = copies_by(shard, copies, self._scalings(shard, source))
+        elif copies[0].cast.delayed:
+            float8 = copies_by(shard, copies, self._new_scalings(parameter, shard, source))
         else:
-            scalings = self._new_scalings(parameter, shard, source)
-            float8 = self._quantized(shard, scalings, fits=True)
+            power_of_2 = self.config.round_scales_to_power_of_2
+            scalings, float8 = copies_over(parameter, copies, power_of_2, local=shard)
+            self._note(parameter, scalings, source)
         keeps = _is_parameter(parameter) and self.config.cache_float8_shards
         cache.float8 = float8 if keeps and shard.device == parameter.device else None
         return float8
@@ -196,25 +212,17 @@ class Float8Weight:
         of_grad_input = self.config.cast("weight", "grad_input")
         with torch.inference_mode(False), torch.no_grad():
             scalings = self._scalings(shard, source)
-            wanted = {cast: scaling for cast, scaling in scalings.items() if cast == of_output}
-            casts = self._quantized(shard, wanted)
-        casts = tuple([q._replace(scale=self._recorded(q.scale)) for q in casts])
+            output = None
+            if of_output is not None:
+                copy = CopySpec(of_output)
+                output = copies_by(shard, (copy,), scalings)[copy]
+        if output is not None:
+            output = output._replace(scale=self._recorded(output.scale))
         if of_grad_input is None:
-            return WeightCasts(casts)
+            return WeightCasts(output)
         multiplier, scale = scalings[of_grad_input]
-        if of_grad_input == of_output:
-            return WeightCasts(casts, (multiplier, casts[0].scale))
-        return WeightCasts(casts, (multiplier, self._recorded(scale)))
-
-    def _quantized(
-        self, shard: torch.Tensor, scalings: Scalings, fits: bool = False
-    ) -> tuple[Quantized, ...]:
-        """The shard in the given casts; ``fits``: the scalings are those of its own amaxes."""
-        float8 = []
-        for cast, (multiplier, scale) in scalings.items():
-            qdata = quantize_local(shard, multiplier, cast, fits=fits and not cast.delayed)
-            float8.append(Quantized(qdata, scale, cast.granularity))
-        return tuple(float8)
+        scale = output.scale if output and of_grad_input == of_output else self._recorded(scale)
+        return WeightCasts(output, recast=(multiplier, scale))
 
     def _scalings(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
         """The scaling of the shard for each cast, known or new; by an operator where one is needed.
@@ -250,10 +258,14 @@ class Float8Weight:
         """
         casts = self.config.casts("weight")
         new = {cast: self._scaling_of(parameter, shard, cast) for cast in casts}
+        self._note(parameter, new, source)
+        return new
+
+    def _note(self, parameter: torch.Tensor, new: Scalings, source: ScaleState | None) -> None:
+        """Tell the cache the scaling for each cast of a parameter's values."""
         self.cache.warn_if_stale(parameter, self.fqn)
         if source is not None and _is_parameter(parameter):
             self.cache.store(parameter, new, source)
-        return new
 
     def _scaling_of(self, parameter: torch.Tensor, shard: torch.Tensor, cast: CastSpec) -> Scaling:
         if cast.delayed:

@@ -39,17 +39,12 @@ from typing import Any
 
 import torch
 
-from fp8_dist.config import CastSpec
-from fp8_dist.kernels import Scaling
+from fp8_dist.cast import Copies, Scalings
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor import Quantized
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.warn import warn_once
 
-# For each cast of a weight: (quantization multiplier, scale) of its local shard. They are those of
-# the global weight, or of its global rows or columns.
-Scalings = dict[CastSpec, Scaling]
 _Values = tuple[torch.Tensor, int | None]  # a parameter and its version stand for its values
 
 
@@ -122,14 +117,14 @@ class WeightCache:
 
     Attributes:
         state: see the table.
-        float8: the local shard as float8, one for each cast, where they are kept.
+        float8: the local shard as float8, in each copy that was taken, where they are kept.
         all_scales: those of the global weight, where FSDP2's gather can't carry them (0 for those
             of parts that it does not gather).
     """
 
     def __init__(self) -> None:
         self.state = ScaleState.UNKNOWN
-        self.float8: tuple[Quantized, ...] | None = None
+        self.float8: Copies | None = None
         self.all_scales: torch.Tensor | None = None
         self._scaling: Scalings | PendingScales | None = None
         # The parameter, with its version and that of its local tensor. (A strong reference: tensors

@@ -65,7 +65,7 @@ def test_what_a_graph_wrote_is_what_it_sees() -> None:
     torch.compile(update, backend="inductor")(net)
     for layer in float8_layers(net).values():
         assert layer.float8_weight.cache.is_fresh(layer.weight)
-        (cast,) = layer.float8_weight.forward_casts(layer.weight).casts
+        cast = layer.float8_weight.forward_casts(layer.weight).output
         assert same_bits(cast.scale, cast_to_float8(layer.weight, CastConfig()).scale)
 
 

@@ -235,7 +235,7 @@ def stale_scales(change: str) -> list[str]:
 
     def checking(self: Any, shard: torch.Tensor, source: Any) -> Any:
         found = original(self, shard, source)
-        kept = [found.casts[0].scale, found.recast[1]]
+        kept = [found.output.scale, found.recast[1]]
         casts = [self.config.cast("weight", gemm) for gemm in ("output", "grad_input")]
         for cast, scale in zip(casts, kept, strict=True):
             expected = self._scaling_of(self.parameter(), shard.detach(), cast)[1]

@@ -45,7 +45,7 @@ def wait(layer: Float8Linear) -> None:
 
 
 def gather(layer: Float8Linear) -> None:
-    layer.float8_weight.gather_casts(layer.float8_weight.shard())
+    layer.float8_weight.gather_cast(layer.float8_weight.shard())
 
 
 def drop(layer: Float8Linear) -> None:

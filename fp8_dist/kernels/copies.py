@@ -1,0 +1,153 @@
+"""Several float8 copies of one local tensor, from one pass over it.
+
+The GEMMs that take a tensor may need copies whose scales cover other things (a row, a column), or
+of another memory layout: a GEMM that contracts the rows of a matrix reads it transposed. A
+*transposed* copy of ``[..., K]`` is the contiguous matrix ``[K, M]``, with M the product of the
+other sizes.
+
+Two lists say which copies are made: ``of[i]`` is the index of the multiplier (or amax) of copy i,
+``transposed[i]`` its layout.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.quantization import quantize
+from fp8_dist.kernels.scale import amax, amax_fake, scaling_from_amax
+
+Tensors = list[torch.Tensor]
+
+
+def covered_dims(covers: str, ndim: int) -> tuple[int, ...] | None:
+    """The dims that a scale of a "tensor", a "row" or a "column" covers; ``None``: all."""
+    if covers == "tensor":
+        return None
+    return (ndim - 1,) if covers == "row" else tuple(range(ndim - 1))
+
+
+@custom_op("amaxes(Tensor x, str[] covers) -> Tensor[]")
+def amaxes(x: torch.Tensor, covers: Sequence[str]) -> Tensors:
+    """The :func:`fp8_dist.kernels.amax` over each of the :func:`covered_dims`."""
+    return [amax(x, covered_dims(name, x.ndim)) for name in covers]
+
+
+@custom_op(
+    "quantize_copies(Tensor x, Tensor[] multipliers, ScalarType dtype, int[] of, "
+    "bool[] transposed, *, bool fits=False) -> Tensor[]"
+)
+def quantize_copies(
+    x: torch.Tensor,
+    multipliers: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+    *,
+    fits: bool = False,
+) -> Tensors:
+    """:func:`fp8_dist.kernels.quantize` for several copies."""
+    made: dict[int, torch.Tensor] = {}
+    for i in of:
+        if i not in made:
+            made[i] = quantize(x, multipliers[i], dtype, fits=fits)
+    copies = zip(of, transposed, strict=True)
+    return [_as_matrix(made[i]).t().contiguous() if turned else made[i] for i, turned in copies]
+
+
+@custom_op(
+    "cast_copies(Tensor x, Tensor[] amaxes, ScalarType dtype, bool round_scales_to_power_of_2, "
+    "int[] of, bool[] transposed) -> Tensor[]"
+)
+def cast_copies(
+    x: torch.Tensor,
+    amaxes: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+) -> Tensors:
+    """The multiplier and the scale of each amax, flat, and then the copies.
+
+    No value of ``x`` may exceed the amax of what covers it.
+    """
+    scalings = [scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
+    multipliers = [multiplier for multiplier, _ in scalings]
+    copies = quantize_copies(x, multipliers, dtype, of, transposed, fits=True)
+    return [*(each for scaling in scalings for each in scaling), *copies]
+
+
+@custom_op(
+    "cast_rows(Tensor x, ScalarType dtype, bool round_scales_to_power_of_2, bool[] transposed) "
+    "-> Tensor[]"
+)
+def cast_rows(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    transposed: Sequence[bool],
+) -> Tensors:
+    """:func:`cast_copies` of a tensor with a scale per row, and the amaxes of its own rows."""
+    rows = amax(x, (x.ndim - 1,))
+    of = [0] * len(transposed)
+    return cast_copies(x, [rows], dtype, round_scales_to_power_of_2, of, transposed)
+
+
+def fuses_rows(x: torch.Tensor) -> bool:
+    """Whether :func:`cast_rows` reads the tensor once on this device."""
+    return x.is_cuda
+
+
+def _as_matrix(x: torch.Tensor) -> torch.Tensor:
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+@amaxes.register_fake
+def _amaxes_fake(x: torch.Tensor, covers: Sequence[str]) -> Tensors:
+    return [amax_fake(x, covered_dims(name, x.ndim)) for name in covers]
+
+
+def _empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
+    turned = (x.shape[-1] if x.ndim else 1, math.prod(x.shape[:-1]))
+    return [
+        torch.empty(turned if each else x.shape, dtype=dtype, device=x.device)
+        for each in transposed
+    ]
+
+
+@quantize_copies.register_fake
+def _quantize_copies_fake(
+    x: torch.Tensor,
+    multipliers: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+    *,
+    fits: bool = False,
+) -> Tensors:
+    return _empty_copies(x, dtype, transposed)
+
+
+@cast_copies.register_fake
+def _cast_copies_fake(
+    x: torch.Tensor,
+    amaxes: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+) -> Tensors:
+    scalings = [torch.empty_like(each) for each in amaxes for _ in range(2)]
+    return [*scalings, *_empty_copies(x, dtype, transposed)]
+
+
+@cast_rows.register_fake
+def _cast_rows_fake(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    transposed: Sequence[bool],
+) -> Tensors:
+    scalings = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2)]
+    return [*scalings, *_empty_copies(x, dtype, transposed)]
