@@ -20,6 +20,7 @@ from fp8_dist.kernels import (
     quantize,
     quantize_copies,
     scaling_from_amax,
+    transposed_copy,
 )
 from fp8_dist.mesh import Layout, Placements, all_reduce_max, group_for_amax, local_tensor, reduced
 from fp8_dist.tensor import Float8Tensor, Quantized
@@ -237,7 +238,7 @@ def copies_by(
         data = []
         for cast, transposed_ in copies:
             qdata = quantize_local(x, scalings[cast][0], cast, fits=fits)
-            data.append(qdata.view(-1, x.shape[-1]).t().contiguous() if transposed_ else qdata)
+            data.append(transposed_copy(qdata.view(-1, x.shape[-1])) if transposed_ else qdata)
     return _copies(x, copies, data, scalings)
 
 

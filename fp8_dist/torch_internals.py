@@ -136,6 +136,11 @@ def can_skip_dispatch(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether what is computed from a tensor now goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
     """The parameter groups of a module that ``fully_shard`` was called on."""
     return _groups_of_state(module._get_fsdp_state())

@@ -24,7 +24,7 @@ from fp8_dist.cast import local_amax
 from fp8_dist.config import CastSpec
 from fp8_dist.fsdp.resharding import check_sharded_module
 from fp8_dist.granularity import TENSOR, Granularity
-from fp8_dist.kernels import Scaling, scaling_from_amax
+from fp8_dist.kernels import Scaling, amax_of_each, scaling_from_amax
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.optimizer_steps import after_step
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
@@ -124,12 +124,7 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
         layers = _float8_layers(module, "precompute_float8_dynamic_scale")
     reshard(module)  # unsharded weights are those of before the optimizer step
     _check_weights(layers)
-    # Layers that share a weight share its amaxes.
-    amaxes: dict[tuple[int, Granularity], _Amaxes] = {}
-    for layer in layers.values():
-        for cast in layer.config.casts("weight"):
-            if (id(layer.weight), cast.granularity) not in amaxes:
-                amaxes[id(layer.weight), cast.granularity] = _local_amaxes(layer, cast.granularity)
+    amaxes = _local_amaxes(layers.values())
     reduction = _start(list(amaxes.values()))
     # By the parameter that each layer has now: FSDP2 will put another in its place.
     weights = {layer: id(layer.weight) for layer in layers.values()}
@@ -213,8 +208,24 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
         )
 
 
-def _local_amaxes(layer: Float8Linear, granularity: Granularity) -> _Amaxes:
-    local = local_amax(layer.float8_weight.shard(), granularity)
+def _local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity], _Amaxes]:
+    """By the weight, which layers may share, and the granularity."""
+    wanted = {
+        (id(layer.weight), cast.granularity): layer
+        for layer in layers
+        for cast in layer.config.casts("weight")
+    }
+    shards = {key: layer.float8_weight.shard() for key, layer in wanted.items()}
+    whole = [key for key in wanted if key[1] is TENSOR]
+    local = dict(zip(whole, amax_of_each([shards[key] for key in whole]), strict=True))
+    found = {}
+    for key, layer in wanted.items():
+        value = local[key] if key in local else local_amax(shards[key], key[1])
+        found[key] = _with_position(layer, value, key[1])
+    return found
+
+
+def _with_position(layer: Float8Linear, local: torch.Tensor, granularity: Granularity) -> _Amaxes:
     layout = Layout.of(layer.weight)
     if layout is None:
         return _Amaxes(layer, local, list(local.shape), [0] * local.ndim, ())

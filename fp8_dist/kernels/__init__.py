@@ -16,15 +16,22 @@ from fp8_dist.kernels.copies import (
     quantize_copies,
 )
 from fp8_dist.kernels.custom_op import CustomOp, custom_op
-from fp8_dist.kernels.gemm import ALIGNMENT, needs_alignment, scaled_mm, takes_transposed
+from fp8_dist.kernels.gemm import (
+    ALIGNMENT,
+    needs_alignment,
+    scaled_mm,
+    takes_transposed,
+    transposed_copy,
+)
 from fp8_dist.kernels.quantization import quantize, quantize_after
-from fp8_dist.kernels.scale import Scaling, amax, scaling_from_amax
+from fp8_dist.kernels.scale import Scaling, amax, amax_of_each, scaling_from_amax
 
 __all__ = [
     "ALIGNMENT",
     "CustomOp",
     "Scaling",
     "amax",
+    "amax_of_each",
     "amaxes",
     "cast_copies",
     "cast_rows",
@@ -39,4 +46,5 @@ __all__ = [
     "scaled_mm",
     "scaling_from_amax",
     "takes_transposed",
+    "transposed_copy",
 ]

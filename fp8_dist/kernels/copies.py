@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.gemm import transposed_copy
 from fp8_dist.kernels.quantization import quantize
 from fp8_dist.kernels.scale import amax, amax_fake, scaling_from_amax
 
@@ -53,7 +54,7 @@ def quantize_copies(
         if i not in made:
             made[i] = quantize(x, multipliers[i], dtype, fits=fits)
     copies = zip(of, transposed, strict=True)
-    return [_as_matrix(made[i]).t().contiguous() if turned else made[i] for i, turned in copies]
+    return [transposed_copy(_as_matrix(made[i])) if turned else made[i] for i, turned in copies]
 
 
 @custom_op(

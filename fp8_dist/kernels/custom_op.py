@@ -30,11 +30,13 @@ class CustomOp(Generic[P, R]):
         overload: the operator itself, as graphs and dispatch modes see it.
     """
 
-    def __init__(self, schema: str, portable: Callable[P, R]) -> None:
+    def __init__(
+        self, schema: str, portable: Callable[P, R], tags: tuple[torch.Tag, ...] = ()
+    ) -> None:
         self.portable = portable
         self._name = schema.partition("(")[0]
         self._direct: dict[str, Callable[P, R]] = {}
-        _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _LIB.impl(self._name, portable, "CompositeExplicitAutograd")
         self.overload: OpOverload = getattr(torch.ops.fp8_dist, self._name).default
         update_wrapper(self, portable)

@@ -164,13 +164,13 @@ def _native(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    if a.dtype == b.dtype == e5m2():
+    if a.dtype == b.dtype == e5m2() and torch.version.hip is None:
         raise ValueError(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}, both {a.dtype}: this device "
             f"multiplies none but {e4m3()} by any; set another target_dtype, or emulate=True"
         )
     # cuBLASLt multiplies a row-major by a column-major matrix.
-    a, b = a.contiguous(), b.t().contiguous().t()
+    a, b = _row_major(a), _row_major(b.t()).t()
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
     if scale_a.ndim == scale_b.ndim == 0:
         return run(scale_a, scale_b, out_dtype=out_dtype)
@@ -182,6 +182,19 @@ def _native(
     # The rowwise kernel writes bf16 alone; the tensorwise one writes fp32, which is scaled after.
     one = torch.ones((), device=a.device)
     return apply_scales(run(one, one, out_dtype=torch.float32), scale_a, scale_b).to(out_dtype)
+
+
+def _row_major(x: Tensor) -> Tensor:
+    return transposed_copy(x.t()) if x.t().is_contiguous() else x.contiguous()
+
+
+@custom_op("transposed_copy(Tensor x) -> Tensor")
+def transposed_copy(x: Tensor) -> Tensor:
+    """The transpose ``[K, M]`` of a contiguous matrix ``[M, K]``, contiguous too."""
+    return x.t().contiguous()
+
+
+transposed_copy.register_fake(lambda x: x.new_empty(x.shape[::-1]))
 
 
 def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]:

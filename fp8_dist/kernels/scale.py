@@ -55,6 +55,14 @@ def _amax_shape(x: torch.Tensor, dims: Sequence[int] | None) -> list[int]:
     return [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
 
 
+def amax_of_each(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The :func:`amax` of each of many local tensors, 0-dim; on a GPU in a few launches for all."""
+    full = [x for x in tensors if x.is_cuda and x.numel()]
+    # (The maximum norm keeps a NaN.)
+    norms = iter(torch._foreach_norm(full, torch.inf, dtype=torch.float32) if full else ())
+    return [next(norms) if x.is_cuda and x.numel() else amax(x) for x in tensors]
+
+
 @custom_op(
     "scaling_from_amax(Tensor amax, ScalarType dtype, bool round_scales_to_power_of_2=False) "
     "-> (Tensor, Tensor)"

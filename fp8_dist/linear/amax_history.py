@@ -24,6 +24,7 @@ from fp8_dist.kernels import Scaling, amax, scaling_from_amax
 from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
 from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.tensor import Quantized
+from fp8_dist.torch_internals import is_captured
 
 
 class AmaxHistory:
@@ -78,6 +79,11 @@ class AmaxHistory:
         return scale
 
     def _scaling_of_local(self, x: torch.Tensor, record: bool, group: str) -> Scaling:
+        if is_captured(x):
+            raise NotImplementedError(
+                "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
+                "amax history is kept by Python. Use ScalingType.DYNAMIC, or torch.compile"
+            )
         value = amax(x)
         if self.scaling is None and group:
             value = all_reduce_max(value, group)

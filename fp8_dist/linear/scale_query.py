@@ -62,7 +62,8 @@ def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
 
     def define(answer: Callable[P, R]) -> CustomOp[P, R]:
         implementation = torch.inference_mode(False)(torch.no_grad()(answer))
-        op = CustomOp(schema, implementation)
+        # A CUDA graph would replay the answer that it was captured with.
+        op = CustomOp(schema, implementation, (torch.Tag.cudagraph_unsafe,))
         QUERIES[op.overload] = implementation
         return op
 

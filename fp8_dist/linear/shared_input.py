@@ -2,21 +2,28 @@
 
 ``wq``, ``wk`` and ``wv`` of an attention, ``w1`` and ``w3`` of a feed-forward take one tensor each.
 Its float8 copies serve all of them: one cast, and one copy saved for backward, as nn.Linear layers
-save the one tensor. The slot lives as long as the input that was cast.
+save the one tensor. The slot lives as long as the copy that autograd saves.
 """
 
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from fp8_dist.cast import Copies
+from fp8_dist.config import CopySpec
+from fp8_dist.tensor import Quantized
+from fp8_dist.torch_internals import is_captured
 
 
 class _LastCast(NamedTuple):
     source: ReferenceType[torch.Tensor]  # compared, never used
     key: Any
-    copies: Copies
+    first: Copies  # what the forward alone takes
+    saved: CopySpec
+    data: ReferenceType[torch.Tensor]
+    scale: torch.Tensor
 
 
 _last: _LastCast | None = None
@@ -31,27 +38,35 @@ def cast_key(x: torch.Tensor, kind: Any) -> Any:
     """
     if x.is_inference():
         return None  # it keeps no version
-    if not x.is_cuda:
-        return x._version, kind
-    if torch.cuda.is_current_stream_capturing():
+    if is_captured(x):
         return None  # a CUDA graph must hold the cast itself
-    return x._version, kind, torch.cuda.current_stream(x.device)
+    return x._version, kind, torch.cuda.current_stream(x.device) if x.is_cuda else None
 
 
 def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
-    """The last copies that were noted, if they are those of ``x`` by the same key."""
+    """The copies that were noted last, if they still exist and are those of ``x`` by this key."""
     last = _last  # another thread may note its own
-    return last.copies if last and last.source() is x and last.key == key else None
+    if last is None or last.source() is not x or last.key != key:
+        return None
+    data = last.data()
+    if data is None:
+        return None
+    # TensorWeakRef revives the Python object of a tensor that autograd alone still owns.
+    saved = Quantized(TensorWeakRef(data)(), last.scale, last.saved.cast.granularity)
+    return {**last.first, last.saved: saved}
 
 
 def note_cast(x: torch.Tensor, key: Any, copies: Copies) -> None:
-    """Note that ``x`` was cast, and how."""
+    """Note how ``x`` was cast. Of the copies autograd saves the last."""
     global _last
-    _last = None if key is None else _LastCast(ref(x, _forget), key, copies)
+    _last = None
+    if key is not None:
+        *first, (copy, saved) = copies.items()
+        _last = _LastCast(ref(x), key, dict(first), copy, ref(saved.qdata, _forget), saved.scale)
 
 
-def _forget(source: ReferenceType[torch.Tensor]) -> None:
-    """The input is gone: its copies can't be asked for any more."""
+def _forget(data: ReferenceType[torch.Tensor]) -> None:
+    """Autograd has freed what it saved: the other copies go too."""
     global _last
-    if _last is not None and _last.source is source:
+    if _last is not None and _last.data is data:
         _last = None

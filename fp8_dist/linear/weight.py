@@ -40,7 +40,7 @@ from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, reg
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.tensor import Float8Tensor, Quantized
-from fp8_dist.torch_internals import is_selectively_checkpointed
+from fp8_dist.torch_internals import is_captured, is_selectively_checkpointed
 from fp8_dist.warn import warn_once
 
 
@@ -200,6 +200,7 @@ class Float8Weight:
             scalings, float8 = copies_over(parameter, copies, power_of_2, local=shard)
             self._note(parameter, scalings, source)
         keeps = _is_parameter(parameter) and self.config.cache_float8_shards
+        keeps &= not is_captured(parameter)
         cache.float8 = float8 if keeps and shard.device == parameter.device else None
         return float8
 
@@ -263,6 +264,8 @@ class Float8Weight:
 
     def _note(self, parameter: torch.Tensor, new: Scalings, source: ScaleState | None) -> None:
         """Tell the cache the scaling for each cast of a parameter's values."""
+        if is_captured(parameter):
+            return  # they belong to the graph
         self.cache.warn_if_stale(parameter, self.fqn)
         if source is not None and _is_parameter(parameter):
             self.cache.store(parameter, new, source)

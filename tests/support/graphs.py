@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8_dist.debug import audit as debug
 from fp8_dist.debug.collectives import read_collective
 from fp8_dist.debug.table import CommRow, CommTable
+from fp8_dist.kernels import cast_copies, cast_rows, quantize, quantize_after, quantize_copies
 from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.linear.weight import shard_scalings
 
@@ -36,15 +37,23 @@ OPS = (
 )
 
 
+# Each is one pass over a tensor, for one copy or for several.
+CASTS = {
+    each.overload for each in (quantize, quantize_after, quantize_copies, cast_copies, cast_rows)
+}
+
+
 def counted(func: Any) -> str | None:
     """The name in ``OPS`` of an operator, whatever its variant; None for all others."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
     if func in QUERIES:
         return None if func is shard_scalings.overload else "scale_query"
+    if func in CASTS:
+        return "quantize"
     name = func._schema.name.partition("::")[2]
     for op in OPS:
-        if name in (op, f"{op}_into_tensor", f"{op}_tensor"):
+        if name in (op, f"{op}es", f"{op}_into_tensor", f"{op}_tensor"):
             return op
     return None
 
