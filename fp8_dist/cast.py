@@ -203,22 +203,31 @@ def copies_over(
     """
     x = local_tensor(tensor) if local is None else local
     casts = list(dict.fromkeys(copy.cast for copy in copies))
+    reduces = any(amax_group(tensor, cast.granularity, axes) is not None for cast in casts)
+    if len(casts) > 1 and (reduces or not _in_one_pass(casts)):
+        # (A graph that needs one copy alone must not repeat the reduction for the other.)
+        scalings: Scalings = {}
+        made: Copies = {}
+        for cast in casts:
+            same = [copy for copy in copies if copy.cast == cast]
+            found = copies_over(tensor, same, round_scales_to_power_of_2, axes, local=local)
+            scalings, made = scalings | found[0], made | found[1]
+        return scalings, made
     if not _in_one_pass(casts):
-        each = {
-            c: scaling_over(tensor, c, round_scales_to_power_of_2, axes, local=x) for c in casts
-        }
-        return each, copies_by(x, copies, each, fits=True)
+        (cast,) = casts
+        scaling = scaling_over(tensor, cast, round_scales_to_power_of_2, axes, local=x)
+        return {cast: scaling}, copies_by(x, copies, {cast: scaling}, fits=True)
     dtype, granularities = casts[0].dtype, [cast.granularity for cast in casts]
     of, transposed = [casts.index(copy.cast) for copy in copies], [c.transposed for c in copies]
-    if granularities == [ROW] and fuses_rows(x) and amax_group(tensor, ROW, axes) is None:
+    if granularities == [ROW] and fuses_rows(x) and not reduces:
         flat = cast_rows(x, dtype, round_scales_to_power_of_2, transposed)
     else:
         if len(casts) > 1:
             values = amaxes(x, [granularity.name for granularity in granularities])
         else:
             values = [local_amax(x, granularities[0])]
-        found = zip(values, granularities, strict=True)
-        values = [global_amax(value, tensor, each, axes) for value, each in found]
+        if reduces:
+            values = [global_amax(values[0], tensor, granularities[0], axes)]
         flat = cast_copies(x, values, dtype, round_scales_to_power_of_2, of, transposed)
     n = 2 * len(casts)
     scalings = dict(zip(casts, zip(flat[:n:2], flat[1:n:2], strict=True), strict=True))
@@ -230,7 +239,7 @@ def copies_by(
 ) -> Copies:
     """Float8 copies of a local tensor with known scalings; ``fits``: those of its own amaxes."""
     casts = list(dict.fromkeys(copy.cast for copy in copies))
-    if _in_one_pass(casts) and copies != (CopySpec(casts[0]),):
+    if _in_one_pass(casts) and list(copies) != [CopySpec(casts[0])]:
         of, transposed = [casts.index(copy.cast) for copy in copies], [c.transposed for c in copies]
         multipliers = [scalings[cast][0] for cast in casts]
         data = quantize_copies(x, multipliers, casts[0].dtype, of, transposed, fits=fits)

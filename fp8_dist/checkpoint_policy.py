@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_dist.kernels import amax, scaled_mm
+from fp8_dist.kernels import amax, amaxes, scaled_mm
 from fp8_dist.linear.amax_history import history_scaling, record_amax
 from fp8_dist.linear.weight import weight_scalings
 from fp8_dist.torch_internals import funcol
@@ -25,6 +25,7 @@ aten = torch.ops.aten
 _SAVED: frozenset[Any] = frozenset(
     (
         amax.overload,
+        amaxes.overload,
         history_scaling.overload,
         record_amax.overload,
         scaled_mm.overload,

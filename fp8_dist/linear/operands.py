@@ -202,7 +202,9 @@ def prepare_gradients(
         operands = {gemm: (high, right[gemm]) for gemm in gemms}
     axes = () if spec.config.amax_scope == "rank" else None
     w, x = folds.get("grad_input"), folds.get("grad_weight")
-    return operands | folded_gradients(grad, cast, placements, w, x, axes)
+    second = spec.config.copies("grad_output", grad.device).get("grad_weight")
+    transposed = second is not None and second.transposed
+    return operands | folded_gradients(grad, cast, placements, w, x, axes, transposed)
 
 
 def _copies(

@@ -26,9 +26,8 @@ zeros would never get a gradient. (``scripts/measure/sqnr.py`` compares the two.
 r1 is taken from ``g * s`` in high precision, together with r0. Where N is sharded, one all-reduce
 serves both. Where rows travel, none is needed: r1 travels with them, 4 bytes a row.
 
-What is folded in is ``scale * UNIT``, about the largest value of the row and not 1/448 of it, which
-keeps products of small gradients away from the epsilon of :mod:`fp8_dist.kernels.scale`: gradients
-of 1e-12 lose nothing beside weights of usual size, and some dB beside weights of 1e-5.
+What is folded in is ``scale * UNIT`` (:mod:`fp8_dist.kernels.folding`): gradients of 1e-12 lose
+nothing beside weights of usual size, and some dB beside weights of 1e-5.
 
 What one float8 copy of g can't do: values that fall below the range of g0 beside the largest of
 their row are lost to grad_weight, whose columns might have kept them.
@@ -41,11 +40,10 @@ from fp8_dist.cast import global_amax, local_amax
 from fp8_dist.config import CastSpec, Gemm
 from fp8_dist.granularity import COLUMN, ROW
 from fp8_dist.kernels import quantize, scaling_from_amax
+from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes
 from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
-
-UNIT = 512.0
 
 
 def folded_gradients(
@@ -55,6 +53,7 @@ def folded_gradients(
     weight: Quantized | None,
     input: Quantized | None,
     axes: tuple[int, ...] | None,
+    transposed: bool,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
     """The operands of the two gradient GEMMs: g1 and wq, g2 and xq.
 
@@ -66,6 +65,7 @@ def folded_gradients(
         input: the local input ``[..., K]`` with scales t, as the GEMM of grad_weight takes it;
             ``None`` where g2 is not needed.
         axes: as in :func:`fp8_dist.cast.scaling_over`.
+        transposed: write g2 transposed, if the gradient is local.
 
     Returns:
         Local operands; the scale of the right one is 1, since it was folded into the left one.
@@ -74,39 +74,54 @@ def folded_gradients(
     all-reduce of 8 bytes per row where N is sharded; one of 4 bytes per column where rows are.
     """
     grad = _with_whole_rows(grad, placements)
-    local = local_tensor(grad)
-    rows = [local_amax(local, ROW)]
-    if weight is not None:
-        weight_fold = weight.scale.reshape(-1) * UNIT
-        rows.append(local_amax(local.to(torch.float32) * weight_fold, ROW))
-    value = global_amax(torch.cat(rows, dim=-1), grad, ROW, axes)
+    local, layout = local_tensor(grad), Layout.of(grad)
+    if layout is None:
+        return _folded_locally(local, cast, weight, input, transposed)
+    assert placements is not None
+    weight_fold = None if weight is None else weight.scale.reshape(-1) * UNIT
+    value = global_amax(row_amaxes(local, weight_fold), grad, ROW, axes)
     multipliers, scales = scaling_from_amax(value, cast.dtype, True)
     qdata = quantize(local, multipliers[..., :1], cast.dtype, fits=True)
     # What belongs to each row: its scale in g0, and the multiplier of g1.
     numbers = torch.cat([scales[..., :1], multipliers[..., 1:]], dim=-1)
 
-    layout = Layout.of(grad)
-    if layout is not None:
-        assert placements is not None
-        if layout.placements != placements:
-            qdata, numbers = _moved(qdata, numbers, layout, placements)
-        layout = layout._replace(placements=placements)
+    if layout.placements != placements:
+        qdata, numbers = _moved(qdata, numbers, layout, placements)
+    layout = layout._replace(placements=placements)
 
     g0 = qdata.to(torch.float32) * numbers[..., :1]
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
-    if weight is not None:
-        multiplier = numbers[..., 1:]
-        g1 = quantize(g0 * weight_fold, multiplier, cast.dtype)
-        left = Quantized(g1, 1 / (multiplier * UNIT), ROW)
-        operands["grad_input"] = (left, _with_unit_scale(weight))
+    if weight is not None and weight_fold is not None:
+        g1, scale = first_fold(g0, weight_fold, numbers[..., 1:], cast.dtype)
+        operands["grad_input"] = (Quantized(g1, scale, ROW), _with_unit_scale(weight))
     if input is not None:
         folded = g0 * (input.scale * UNIT)
-        whole = folded if layout is None else layout.wrap(folded)
-        value = global_amax(local_amax(folded, COLUMN), whole, COLUMN, axes)
+        value = global_amax(local_amax(folded, COLUMN), layout.wrap(folded), COLUMN, axes)
         multiplier, scale = scaling_from_amax(value, cast.dtype, True)
         g2 = quantize(folded, multiplier, cast.dtype, fits=True)
         left = Quantized(g2, scale / UNIT, COLUMN)
         operands["grad_weight"] = (left, _with_unit_scale(input))
+    return operands
+
+
+def _folded_locally(
+    grad: torch.Tensor,
+    cast: CastSpec,
+    weight: Quantized | None,
+    input: Quantized | None,
+    transposed: bool,
+) -> dict[Gemm, tuple[Quantized, Quantized]]:
+    s = None if weight is None else weight.scale.reshape(-1)
+    t = None if input is None else input.scale.reshape(-1)
+    made = iter(fold_gradient(grad.reshape(-1, grad.shape[-1]), cast.dtype, s, t, transposed))
+    operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
+    if weight is not None:
+        left = Quantized(next(made).view(grad.shape), next(made), ROW)
+        operands["grad_input"] = (left, _with_unit_scale(weight))
+    if input is not None:
+        g2 = next(made)
+        g2 = (g2.t() if transposed else g2).view(grad.shape)
+        operands["grad_weight"] = (Quantized(g2, next(made), COLUMN), _with_unit_scale(input))
     return operands
 
 

@@ -14,7 +14,7 @@ from fp8_dist import (
     ScalingType,
     sync_float8_amax_and_scale_history,
 )
-from fp8_dist.granularity import TENSOR
+from fp8_dist.config import CastSpec, CopySpec
 from fp8_dist.linear.shared_input import last_cast, note_cast
 from fp8_dist.tensor import Quantized
 
@@ -80,7 +80,10 @@ def test_what_has_outgrown_a_known_scale_saturates(scaling_type: ScalingType) ->
 
 def test_the_last_cast_is_read_at_once() -> None:
     ones, sevens = torch.ones(4), torch.full((4,), 7.0)
-    casts = [Quantized(x.to(torch.float8_e4m3fn), torch.ones(()), TENSOR) for x in (ones, sevens)]
+    copy = CopySpec(CastSpec(torch.float8_e4m3fn))
+    casts = [
+        {copy: Quantized(x.to(torch.float8_e4m3fn), torch.ones(()))} for x in (ones, sevens)
+    ]
 
     class Interrupted:
         """While it is compared another thread takes over."""
@@ -94,4 +97,4 @@ def test_the_last_cast_is_read_at_once() -> None:
     note_cast(ones, Interrupted(), casts[0])
     found = last_cast(ones, Interrupted())
     assert found is not None
-    assert found.qdata is casts[0].qdata
+    assert found[copy].qdata is casts[0][copy].qdata

@@ -1,0 +1,87 @@
+"""A gradient with the scales of the other operands folded in, cast for two GEMMs.
+
+The derivation is in :mod:`fp8_dist.linear.rowwise_folded`, whose words these are.
+"""
+
+import torch
+
+from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.gemm import transposed_copy
+from fp8_dist.kernels.quantization import quantize
+from fp8_dist.kernels.scale import amax, scaling_from_amax
+
+# Folded in is ``scale * UNIT``, about the largest value of a row and not 1/448 of it, which keeps
+# products of small gradients away from the epsilon of fp8_dist.kernels.scale.
+UNIT = 512.0
+
+
+@custom_op(
+    "fold_gradient(Tensor grad, ScalarType dtype, Tensor? weight_scale, Tensor? input_scale, "
+    "bool transposed) -> Tensor[]"
+)
+def fold_gradient(
+    grad: torch.Tensor,
+    dtype: torch.dtype,
+    weight_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    transposed: bool,
+) -> list[torch.Tensor]:
+    """The folds of a local gradient whose amaxes are its own.
+
+    Args:
+        grad: grad_output ``[M, N]``, high precision.
+        dtype: a float8 dtype.
+        weight_scale: s, ``[N]``; ``None`` where g1 is not needed.
+        input_scale: t, ``[M]``; ``None`` where g2 is not needed.
+        transposed: write g2 as ``[N, M]``.
+
+    Returns:
+        g1 ``[M, N]`` with its scale ``[M, 1]``, and g2 with its scale ``[1, N]``: those asked for.
+    """
+    weight_fold = None if weight_scale is None else weight_scale * UNIT
+    multipliers, scales = scaling_from_amax(row_amaxes(grad, weight_fold), dtype, True)
+    g0 = quantize(grad, multipliers[:, :1], dtype, fits=True).to(torch.float32) * scales[:, :1]
+    made: list[torch.Tensor] = []
+    if weight_fold is not None:
+        made += first_fold(g0, weight_fold, multipliers[:, 1:], dtype)
+    if input_scale is not None:
+        folded = g0 * (input_scale * UNIT).view(-1, 1)
+        multiplier, scale = scaling_from_amax(amax(folded, (0,)), dtype, True)
+        g2 = quantize(folded, multiplier, dtype, fits=True)
+        made += [transposed_copy(g2) if transposed else g2, scale / UNIT]
+    return made
+
+
+def row_amaxes(grad: torch.Tensor, weight_fold: torch.Tensor | None) -> torch.Tensor:
+    """The amaxes of the rows of g, and of ``g * s``: ``[..., 1]`` or ``[..., 2]``."""
+    rows = [amax(grad, (grad.ndim - 1,))]
+    if weight_fold is not None:
+        rows.append(amax(grad.to(torch.float32) * weight_fold, (grad.ndim - 1,)))
+    return torch.cat(rows, dim=-1)
+
+
+def first_fold(
+    g0: torch.Tensor, weight_fold: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """g1, and the scale of its rows."""
+    return [quantize(g0 * weight_fold, multiplier, dtype), 1 / (multiplier * UNIT)]
+
+
+@fold_gradient.register_fake
+def _fold_gradient_fake(
+    grad: torch.Tensor,
+    dtype: torch.dtype,
+    weight_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    transposed: bool,
+) -> list[torch.Tensor]:
+    rows, columns = grad.shape
+    made: list[torch.Tensor] = []
+    if weight_scale is not None:
+        made.append(grad.new_empty((rows, columns), dtype=dtype))
+        made.append(grad.new_empty((rows, 1), dtype=torch.float32))
+    if input_scale is not None:
+        shape = (columns, rows) if transposed else (rows, columns)
+        made.append(grad.new_empty(shape, dtype=dtype))
+        made.append(grad.new_empty((1, columns), dtype=torch.float32))
+    return made
