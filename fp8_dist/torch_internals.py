@@ -46,6 +46,7 @@ try:
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
+    foreach_norm = torch._foreach_norm
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default

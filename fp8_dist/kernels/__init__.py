@@ -1,9 +1,12 @@
 """Local computation on float8 data: amax, scale, cast, scaled GEMM.
 
 Plain tensors in, plain tensors out. A kernel knows no mesh, no config and no layer. Each is an
-operator with a portable implementation and others for some devices. Emulation on CPUs is in
-:mod:`fp8_dist.kernels.cpu` and known nowhere else. Other rooms import from here.
+operator with a portable implementation and others for some devices: fused kernels for GPUs in
+:mod:`fp8_dist.kernels.cuda`, emulation on CPUs in :mod:`fp8_dist.kernels.cpu`; both are known
+nowhere else. Other rooms import from here.
 """
+
+import torch
 
 # The import of cpu registers its implementations.
 from fp8_dist.kernels import cpu
@@ -25,6 +28,9 @@ from fp8_dist.kernels.gemm import (
 )
 from fp8_dist.kernels.quantization import quantize, quantize_after
 from fp8_dist.kernels.scale import Scaling, amax, amax_of_each, scaling_from_amax
+
+if torch.version.cuda is not None or torch.version.hip is not None:
+    from fp8_dist.kernels.cuda import registration as registration
 
 __all__ = [
     "ALIGNMENT",

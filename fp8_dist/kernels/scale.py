@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.torch_internals import foreach_norm
 
 EPS = 1e-12
 
@@ -59,7 +60,7 @@ def amax_of_each(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The :func:`amax` of each of many local tensors, 0-dim; on a GPU in a few launches for all."""
     full = [x for x in tensors if x.is_cuda and x.numel()]
     # (The maximum norm keeps a NaN.)
-    norms = iter(torch._foreach_norm(full, torch.inf, dtype=torch.float32) if full else ())
+    norms = iter(foreach_norm(full, torch.inf, dtype=torch.float32) if full else ())
     return [next(norms) if x.is_cuda and x.numel() else amax(x) for x in tensors]
 
 

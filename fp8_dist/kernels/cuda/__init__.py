@@ -1,0 +1,60 @@
+"""The kernels on GPUs: fused ones in Triton, or torch's operators where there is no Triton.
+
+Both routes have the same functions, on matrices ``[M, K]``, with the bits of the portable
+implementations. A cast writes the layouts that are asked for, so that a GEMM needs no transposing
+copy. PyTorch brings Triton on Linux with CUDA.
+"""
+
+from importlib.util import find_spec
+
+from fp8_dist.kernels.cuda.results import DTYPES, Cast, FoldedRows, Layouts
+
+HAS_TRITON = find_spec("triton") is not None
+
+if HAS_TRITON:
+    from fp8_dist.kernels.cuda.triton import (
+        amax,
+        amax_of_rows_and_columns,
+        amaxes,
+        cast,
+        cast_rows,
+        cast_rows_and_columns,
+        fold_columns,
+        fold_rows,
+        folded_row_amaxes,
+        quantize,
+        transpose,
+    )
+else:
+    from fp8_dist.kernels.cuda.operators import (
+        amax,
+        amax_of_rows_and_columns,
+        amaxes,
+        cast,
+        cast_rows,
+        cast_rows_and_columns,
+        fold_columns,
+        fold_rows,
+        folded_row_amaxes,
+        quantize,
+        transpose,
+    )
+
+__all__ = [
+    "DTYPES",
+    "HAS_TRITON",
+    "Cast",
+    "FoldedRows",
+    "Layouts",
+    "amax",
+    "amax_of_rows_and_columns",
+    "amaxes",
+    "cast",
+    "cast_rows",
+    "cast_rows_and_columns",
+    "fold_columns",
+    "fold_rows",
+    "folded_row_amaxes",
+    "quantize",
+    "transpose",
+]

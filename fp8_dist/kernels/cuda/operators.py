@@ -1,0 +1,172 @@
+"""The route without Triton: torch's operators, few of them and with few passes, the same bits.
+
+Launches and bytes are torch's. A transpose is an ordinary copy, which reads or writes single bytes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8_dist.kernels.cuda.results import Cast, FoldedRows, Layouts
+from fp8_dist.kernels.scale import amax as portable_amax
+from fp8_dist.kernels.scale import scaling_from_amax
+from fp8_dist.torch_internals import foreach_norm
+from fp8_dist.warn import warn_once
+
+INF = float("inf")
+UNIT = 512.0  # as in fp8_dist.linear.rowwise_folded
+
+
+def _note_no_triton(x: torch.Tensor) -> None:
+    if x.is_cuda:
+        warn_once(
+            "no Triton",
+            "fp8_dist: there is no Triton in this environment; casts to float8 use torch's "
+            "operators, which move several times as many bytes. pip install triton (the release "
+            "that torch's own metadata names)",
+        )
+
+
+def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
+    """:func:`fp8_dist.kernels.amax`; one or two launches."""
+    _note_no_triton(x)
+    if x.numel() == 0 or dims == []:
+        return portable_amax.portable(x, dims)
+    keepdim = dims is not None
+    # abs for the sign of a NaN; it is a launch of one element per scale.
+    return torch.linalg.vector_norm(
+        x, INF, None if dims is None else tuple(dims), keepdim, dtype=torch.float32
+    ).abs_()
+
+
+def amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The amaxes of the rows, ``[M, 1]``, and of the columns, ``[1, K]``, of a matrix."""
+    return amax(x, [1]), amax(x, [0])
+
+
+def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The amax of each of many tensors of one device: fp32, ``[len(tensors)]``."""
+    _note_no_triton(tensors[0])
+    # A norm of no elements is an error, and is 0 with one zero in their place.
+    filled = [t if t.numel() else t.new_zeros(1) for t in tensors]
+    return torch.stack(foreach_norm(filled, INF, dtype=torch.float32)).abs_()
+
+
+def cast(
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    *,
+    row_major: bool = True,
+    column_major: bool = False,
+) -> Cast:
+    """A matrix in float8, by amaxes that none of its values exceeds."""
+    multiplier, scale = scaling_from_amax.portable(amax, dtype, power_of_2)
+    layouts = quantize(
+        x, multiplier, dtype, fits=True, row_major=row_major, column_major=column_major
+    )
+    return Cast(*layouts, multiplier, scale)
+
+
+def quantize(
+    x: torch.Tensor,
+    multiplier: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    fits: bool = False,
+    row_major: bool = True,
+    column_major: bool = False,
+) -> Layouts:
+    """:func:`fp8_dist.kernels.quantize` of a matrix, in one layout or both."""
+    _note_no_triton(x)
+    qdata = torch.empty(x.shape, dtype=dtype, device=x.device)
+    # A 0-dim multiplier would not make the product fp32.
+    factor = multiplier if multiplier.ndim else multiplier.reshape(1)
+    if fits:
+        torch.mul(x, factor, out=qdata)
+    else:
+        limit = torch.finfo(dtype).max
+        torch.clamp(x * factor, -limit, limit, out=qdata)
+    qdata_t = qdata.t().contiguous() if column_major else None
+    return Layouts(qdata if row_major else None, qdata_t)
+
+
+def cast_rows(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    *,
+    row_major: bool = True,
+    column_major: bool = False,
+) -> Cast:
+    """A matrix in float8 with a scale for each row: its amaxes and the cast."""
+    layouts = {"row_major": row_major, "column_major": column_major}
+    return cast(x, amax(x, [1]), dtype, power_of_2, **layouts)
+
+
+def cast_rows_and_columns(
+    x: torch.Tensor,
+    row_amax: torch.Tensor,
+    column_amax: torch.Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+) -> tuple[Cast, Cast]:
+    """A matrix in float8 twice: by rows, row-major, and by columns, column-major."""
+    by_rows = cast(x, row_amax, dtype, power_of_2)
+    return by_rows, cast(x, column_amax, dtype, power_of_2, row_major=False, column_major=True)
+
+
+def folded_row_amaxes(grad: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    """The amaxes of the rows of g and of ``g * s``, ``[M, 2]``."""
+    return torch.cat([amax(grad, [1]), amax(grad * (weight_scale * UNIT), [1])], dim=1)
+
+
+def fold_rows(
+    grad: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    row_amaxes: torch.Tensor | None = None,
+) -> FoldedRows:
+    """g1, and what the second fold needs."""
+    if row_amaxes is None:
+        if weight_scale is None:
+            row_amaxes = amax(grad, [1])
+        else:
+            row_amaxes = folded_row_amaxes(grad, weight_scale)
+    multipliers, _ = scaling_from_amax.portable(row_amaxes, dtype, True)
+    multiplier = multipliers[:, :1]
+    g0 = _g0(grad, multiplier, dtype)
+    g1 = scale = column_amax = None
+    if input_scale is not None:
+        column_amax = amax(g0 * (input_scale * UNIT).view(-1, 1), [0])
+    if weight_scale is not None:
+        g1 = quantize(g0.mul_(weight_scale * UNIT), multipliers[:, 1:], dtype).qdata
+        scale = 1 / (multipliers[:, 1:] * UNIT)
+    return FoldedRows(multiplier, g1, scale, column_amax)
+
+
+def fold_columns(
+    grad: torch.Tensor,
+    multiplier: torch.Tensor,
+    input_scale: torch.Tensor,
+    column_amax: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """g2, transposed, and its scale c."""
+    folded = _g0(grad, multiplier, dtype).mul_((input_scale * UNIT).view(-1, 1))
+    g2 = cast(folded, column_amax, dtype, True, row_major=False, column_major=True)
+    assert g2.qdata_t is not None
+    return g2.qdata_t, g2.scale / UNIT
+
+
+def _g0(grad: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    qdata = quantize(grad, multiplier, dtype, fits=True).qdata
+    assert qdata is not None
+    return qdata.to(torch.float32) * torch.reciprocal(multiplier)
+
+
+def transpose(x: torch.Tensor) -> torch.Tensor:
+    """``x.t().contiguous()`` of a matrix with elements of one byte."""
+    return x.t().contiguous()

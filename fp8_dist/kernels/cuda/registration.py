@@ -1,0 +1,195 @@
+"""The operators' implementations on CUDA devices, by the kernels of this folder.
+
+Import it to register them. What the kernels do not take goes the portable way: other dtypes than
+bf16, fp16 and fp32, amaxes over other dims than a matrix has.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8_dist.kernels import cuda
+from fp8_dist.kernels.copies import (
+    Tensors,
+    amaxes,
+    cast_copies,
+    cast_rows,
+    covered_dims,
+    quantize_copies,
+)
+from fp8_dist.kernels.folding import fold_gradient
+from fp8_dist.kernels.gemm import transposed_copy
+from fp8_dist.kernels.quantization import quantize, quantize_after
+from fp8_dist.kernels.scale import amax
+
+
+def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
+    if x.dtype not in cuda.DTYPES:
+        return amax.portable(x, dims)
+    if dims is None:
+        return cuda.amax(x)
+    for covers, dim in (("row", 1), ("column", 0)):
+        if x.ndim > 1 and tuple(dims) == covered_dims(covers, x.ndim):
+            shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+            return cuda.amax(x.flatten(0, -2), [dim]).view(shape)
+    return amax.portable(x, dims)
+
+
+def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> Tensors:
+    if x.dtype not in cuda.DTYPES or x.ndim < 2:
+        return amaxes.portable(x, covers)
+    if set(covers) == {"row", "column"}:
+        row, column = cuda.amax_of_rows_and_columns(x.flatten(0, -2))
+        column = column.view(*[1] * (x.ndim - 1), -1)
+        found = {"row": row.view(*x.shape[:-1], 1), "column": column}
+    else:
+        found = {name: _amax(x, covered_dims(name, x.ndim)) for name in covers if name != "tensor"}
+        rows = found.get("row")
+        found["tensor"] = _amax(x) if rows is None or not rows.numel() else rows.amax()
+    return [found[name] for name in covers]
+
+
+def _quantize(
+    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, fits: bool = False
+) -> torch.Tensor:
+    if not _takes(x, [multiplier]):
+        return quantize.portable(x, multiplier, dtype, fits=fits)
+    qdata = cuda.quantize(_matrix(x), _of_matrix(multiplier), dtype, fits=fits).qdata
+    assert qdata is not None
+    return qdata.view(x.shape)
+
+
+def _quantize_after(
+    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
+) -> torch.Tensor:
+    return _quantize(x, multiplier, dtype)
+
+
+def _quantize_copies(
+    x: torch.Tensor,
+    multipliers: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+    *,
+    fits: bool = False,
+) -> Tensors:
+    if not _takes(x, multipliers):
+        return quantize_copies.portable(x, multipliers, dtype, of, transposed, fits=fits)
+    made: dict[tuple[int, bool], torch.Tensor | None] = {}
+    wanted = list(zip(of, transposed, strict=True))
+    for i in dict.fromkeys(of):
+        layouts = cuda.quantize(
+            _matrix(x),
+            _of_matrix(multipliers[i]),
+            dtype,
+            fits=fits,
+            row_major=(i, False) in wanted,
+            column_major=(i, True) in wanted,
+        )
+        made[i, False], made[i, True] = layouts
+    return [_shaped(made[each], x, each[1]) for each in wanted]
+
+
+def _cast_copies(
+    x: torch.Tensor,
+    amaxes: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+) -> Tensors:
+    if not _takes(x, amaxes):
+        return cast_copies.portable(x, amaxes, dtype, round_scales_to_power_of_2, of, transposed)
+    matrix, wanted = _matrix(x), list(zip(of, transposed, strict=True))
+    given = [_of_matrix(each) for each in amaxes]
+    rows_and_columns = [(len(matrix), 1), (1, matrix.shape[1])]
+    if wanted == [(0, False), (1, True)] and [each.shape for each in given] == rows_and_columns:
+        casts = list(
+            cuda.cast_rows_and_columns(matrix, *given, dtype, round_scales_to_power_of_2)
+        )
+    else:
+        casts = [
+            cuda.cast(
+                matrix,
+                each,
+                dtype,
+                round_scales_to_power_of_2,
+                row_major=(i, False) in wanted,
+                column_major=(i, True) in wanted,
+            )
+            for i, each in enumerate(given)
+        ]
+    scalings = [
+        number.view(each.shape)
+        for cast, each in zip(casts, amaxes, strict=True)
+        for number in (cast.multiplier, cast.scale)
+    ]
+    copies = [_shaped(casts[i][1 if turned else 0], x, turned) for i, turned in wanted]
+    return [*scalings, *copies]
+
+
+def _cast_rows(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    transposed: Sequence[bool],
+) -> Tensors:
+    if not _takes(x, []):
+        return cast_rows.portable(x, dtype, round_scales_to_power_of_2, transposed)
+    layouts = {"row_major": False in transposed, "column_major": True in transposed}
+    cast = cuda.cast_rows(_matrix(x), dtype, round_scales_to_power_of_2, **layouts)
+    shape = (*x.shape[:-1], 1)
+    copies = [_shaped(cast[1 if turned else 0], x, turned) for turned in transposed]
+    return [cast.multiplier.view(shape), cast.scale.view(shape), *copies]
+
+
+def _fold_gradient(
+    grad: torch.Tensor,
+    dtype: torch.dtype,
+    weight_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    transposed: bool,
+) -> Tensors:
+    if not transposed or grad.dtype not in cuda.DTYPES:
+        return fold_gradient.portable(grad, dtype, weight_scale, input_scale, transposed)
+    rows = cuda.fold_rows(grad, weight_scale, input_scale, dtype)
+    made: Tensors = []
+    if rows.qdata is not None and rows.scale is not None:
+        made += [rows.qdata, rows.scale]
+    if input_scale is not None and rows.column_amax is not None:
+        column_amax = rows.column_amax
+        made += cuda.fold_columns(grad, rows.multiplier, input_scale, column_amax, dtype)
+    return made
+
+
+def _takes(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> bool:
+    """Whether it is a matrix, perhaps of several leading dims, with scales of rows or columns."""
+    if x.dtype not in cuda.DTYPES or x.ndim < 2:
+        return False
+    row, column = (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])
+    return all(scale.ndim == 0 or scale.shape in (row, column) for scale in scales)
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, -2)
+
+
+def _of_matrix(scale: torch.Tensor) -> torch.Tensor:
+    return scale.flatten(0, -2) if scale.ndim > 2 else scale
+
+
+def _shaped(data: torch.Tensor | None, like: torch.Tensor, transposed: bool) -> torch.Tensor:
+    assert data is not None
+    return data if transposed else data.view(like.shape)
+
+
+amax.register("cuda", _amax)
+amaxes.register("cuda", _amaxes)
+quantize.register("cuda", _quantize)
+quantize_after.register("cuda", _quantize_after)
+quantize_copies.register("cuda", _quantize_copies)
+cast_copies.register("cuda", _cast_copies)
+cast_rows.register("cuda", _cast_rows)
+fold_gradient.register("cuda", _fold_gradient)
+transposed_copy.register("cuda", cuda.transpose)

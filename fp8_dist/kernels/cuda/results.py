@@ -1,0 +1,45 @@
+"""What the functions of both routes take and return."""
+
+from typing import NamedTuple
+
+import torch
+
+# What they take as input. Other dtypes are left to the portable implementations.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Layouts(NamedTuple):
+    """Float8 data of a matrix ``[M, K]``, in the layouts that were asked for.
+
+    Attributes:
+        qdata: ``[M, K]``, contiguous.
+        qdata_t: ``[K, M]``, contiguous: the transpose, the same bytes.
+    """
+
+    qdata: torch.Tensor | None
+    qdata_t: torch.Tensor | None
+
+
+class Cast(NamedTuple):
+    """:class:`Layouts`, with the multiplier and the scale: fp32, of the shape of the amax."""
+
+    qdata: torch.Tensor | None
+    qdata_t: torch.Tensor | None
+    multiplier: torch.Tensor
+    scale: torch.Tensor
+
+
+class FoldedRows(NamedTuple):
+    """The first fold of a gradient ``[M, N]`` (:mod:`fp8_dist.linear.rowwise_folded`).
+
+    Attributes:
+        multiplier: of g0, ``[M, 1]``; the scale is its reciprocal.
+        qdata: g1 ``[M, N]``, contiguous; ``None`` without the weight's scales.
+        scale: r1 ``[M, 1]``, of g1.
+        column_amax: of ``g0 * t``, ``[1, N]``; ``None`` without the input's scales.
+    """
+
+    multiplier: torch.Tensor
+    qdata: torch.Tensor | None
+    scale: torch.Tensor | None
+    column_amax: torch.Tensor | None

@@ -1,0 +1,24 @@
+"""Fused kernels in Triton: each reads its input once, and writes the layouts that GEMMs take.
+
+In Triton's interpreter they run on CPU tensors, with the same bits. Import this package only where
+there is Triton: :mod:`fp8_dist.kernels.cuda` decides.
+"""
+
+from fp8_dist.kernels.cuda.triton.reductions import amax, amax_of_rows_and_columns, amaxes
+from fp8_dist.kernels.cuda.triton.casts import cast, cast_rows, cast_rows_and_columns, quantize
+from fp8_dist.kernels.cuda.triton.folded import fold_columns, fold_rows, folded_row_amaxes
+from fp8_dist.kernels.cuda.triton.copies import transpose
+
+__all__ = [
+    "amax",
+    "amax_of_rows_and_columns",
+    "amaxes",
+    "cast",
+    "cast_rows",
+    "cast_rows_and_columns",
+    "fold_columns",
+    "fold_rows",
+    "folded_row_amaxes",
+    "quantize",
+    "transpose",
+]

@@ -1,0 +1,375 @@
+"""Casts to float8, in one layout or both: by a known amax or multiplier, or by rows in one launch.
+
+Both layouts in one pass move 4 bytes per bf16 element; a GEMM then finds each operand as it takes
+it, and no transposing copy is needed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8_dist.kernels.cuda.results import Cast, Layouts
+from fp8_dist.kernels.cuda.triton.launch import (
+    as_float8,
+    blocks,
+    empty_bytes,
+    float8_constants,
+    programs,
+    size_class,
+    tuned,
+)
+from fp8_dist.kernels.cuda.triton.rounding import (
+    indices,
+    load_tile,
+    magnitude,
+    multiplier_of,
+    reciprocal,
+    saturated,
+    store_tile,
+    to_float8,
+)
+
+_TILES = (
+    blocks(4, BM=64, BN=64),
+    blocks(8, BM=64, BN=128),
+    blocks(8, BM=128, BN=64),
+    blocks(4, BM=32, BN=128),
+)
+
+# What one scale covers.
+TENSOR, ROW, COLUMN = 0, 1, 2
+
+
+@triton.jit
+def _load_scales(
+    given: tl.tensor,
+    stride: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    OF: tl.constexpr,
+) -> tl.tensor:
+    # An amax or a multiplier for each row or column of a tile, or one.
+    if OF == 1:
+        scales = tl.load(given + i * stride, mask=i < M, other=1.0)
+    elif OF == 2:
+        scales = tl.load(given + j * stride, mask=j < K, other=1.0)
+    else:
+        scales = tl.load(given)
+    return scales
+
+
+@triton.jit
+def _store_scaling(
+    multiplier: tl.tensor,
+    scale: tl.tensor,
+    m: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    OF: tl.constexpr,
+) -> None:
+    # Each once: by the tiles of the first column, by those of the first row, or by the first tile.
+    if OF == 1:
+        if tl.program_id(1) == 0:
+            tl.store(multiplier + i, m, mask=i < M)
+            tl.store(scale + i, reciprocal(m), mask=i < M)
+    elif OF == 2:
+        if tl.program_id(0) == 0:
+            tl.store(multiplier + j, m, mask=j < K)
+            tl.store(scale + j, reciprocal(m), mask=j < K)
+    elif tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(multiplier, m)
+        tl.store(scale, reciprocal(m))
+
+
+@triton.jit
+def _times(x: tl.tensor, m: tl.tensor, OF: tl.constexpr) -> tl.tensor:
+    if OF == 1:
+        product = x * m[:, None]
+    elif OF == 2:
+        product = x * m[None, :]
+    else:
+        product = x * m
+    return product
+
+
+@tuned(*_TILES)
+@triton.jit
+def _cast(
+    x: tl.tensor,
+    given: tl.tensor,
+    qdata: tl.tensor,
+    qdata_t: tl.tensor,
+    multiplier: tl.tensor,
+    scale: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    stride_m: tl.tensor,
+    stride_k: tl.tensor,
+    stride_given: tl.tensor,
+    OF: tl.constexpr,
+    FROM_AMAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    SATURATE: tl.constexpr,
+    ROW_MAJOR: tl.constexpr,
+    COLUMN_MAJOR: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: a tile of [BM, BN]. Moves the bytes of x once, and 1 byte per element a layout.
+    i = indices(tl.program_id(0), BM)
+    j = indices(tl.program_id(1), BN)
+    m = _load_scales(given, stride_given, i, j, M, K, OF)
+    if FROM_AMAX:
+        m = multiplier_of(m, POWER_OF_2, BIAS)
+        _store_scaling(multiplier, scale, m, i, j, M, K, OF)
+    v = _times(load_tile(x, i, j, M, K, stride_m, stride_k), m, OF)
+    if SATURATE:
+        v = saturated(v, BIAS)
+    code = to_float8(v, BIAS, SOFT)
+    if ROW_MAJOR:
+        store_tile(qdata, code, i, j, M, K)
+    if COLUMN_MAJOR:
+        store_tile(qdata_t, tl.trans(code), j, i, K, M)
+
+
+@tuned(
+    blocks(4, BM=32, BN=128),
+    blocks(8, BM=32, BN=256),
+    blocks(8, BM=64, BN=128),
+    blocks(4, BM=16, BN=256),
+)
+@triton.jit
+def _cast_rows(
+    x: tl.tensor,
+    qdata: tl.tensor,
+    qdata_t: tl.tensor,
+    multiplier: tl.tensor,
+    scale: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    stride_m: tl.tensor,
+    stride_k: tl.tensor,
+    POWER_OF_2: tl.constexpr,
+    ROW_MAJOR: tl.constexpr,
+    COLUMN_MAJOR: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: BM rows, read for their amaxes, and again, mostly from the L2 cache, for the
+    # cast. Moves the bytes of x once to twice, and 1 byte per element a layout.
+    i = indices(tl.program_id(0), BM)
+    largest = tl.zeros([BM, BN], tl.int32)
+    for block in range(tl.cdiv(K, BN)):
+        j = indices(block, BN)
+        largest = tl.maximum(largest, magnitude(load_tile(x, i, j, M, K, stride_m, stride_k)))
+    m = multiplier_of(tl.max(largest, 1).to(tl.float32, bitcast=True), POWER_OF_2, BIAS)
+    tl.store(multiplier + i, m, mask=i < M)
+    tl.store(scale + i, reciprocal(m), mask=i < M)
+    for block in range(tl.cdiv(K, BN)):
+        j = indices(block, BN)
+        v = load_tile(x, i, j, M, K, stride_m, stride_k) * m[:, None]
+        code = to_float8(v, BIAS, SOFT)
+        if ROW_MAJOR:
+            store_tile(qdata, code, i, j, M, K)
+        if COLUMN_MAJOR:
+            store_tile(qdata_t, tl.trans(code), j, i, K, M)
+
+
+@tuned(*_TILES)
+@triton.jit
+def _cast_rows_and_columns(
+    x: tl.tensor,
+    row_amax: tl.tensor,
+    column_amax: tl.tensor,
+    by_rows: tl.tensor,
+    by_columns_t: tl.tensor,
+    row_multiplier: tl.tensor,
+    row_scale: tl.tensor,
+    column_multiplier: tl.tensor,
+    column_scale: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    stride_m: tl.tensor,
+    stride_k: tl.tensor,
+    POWER_OF_2: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: a tile of [BM, BN]. Moves the bytes of x once, and 2 bytes per element.
+    i = indices(tl.program_id(0), BM)
+    j = indices(tl.program_id(1), BN)
+    m_row = multiplier_of(_load_scales(row_amax, 1, i, j, M, K, 1), POWER_OF_2, BIAS)
+    m_column = multiplier_of(_load_scales(column_amax, 1, i, j, M, K, 2), POWER_OF_2, BIAS)
+    _store_scaling(row_multiplier, row_scale, m_row, i, j, M, K, 1)
+    _store_scaling(column_multiplier, column_scale, m_column, i, j, M, K, 2)
+    v = load_tile(x, i, j, M, K, stride_m, stride_k)
+    store_tile(by_rows, to_float8(v * m_row[:, None], BIAS, SOFT), i, j, M, K)
+    code = to_float8(v * m_column[None, :], BIAS, SOFT)
+    store_tile(by_columns_t, tl.trans(code), j, i, K, M)
+
+
+def _covered(scales: torch.Tensor, M: int, K: int) -> tuple[int, int]:
+    """What one of these scales covers, and the stride from one to the next."""
+    if scales.numel() == 1:
+        return TENSOR, 0
+    if scales.shape == (M, 1):
+        return ROW, scales.stride(0)
+    assert scales.shape == (1, K), (scales.shape, M, K)
+    return COLUMN, scales.stride(1)
+
+
+def cast(
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    *,
+    row_major: bool = True,
+    column_major: bool = False,
+) -> Cast:
+    """A matrix in float8, by amaxes that none of its values exceeds.
+
+    Args:
+        x: ``[M, K]``, bf16, fp16 or fp32, any strides.
+        amax: fp32, 0-dim, ``[M, 1]`` or ``[1, K]``.
+        dtype: a float8 dtype.
+        power_of_2: round multipliers down to powers of two.
+        row_major: whether to write ``qdata``.
+        column_major: whether to write ``qdata_t``.
+
+    One launch; 3 bytes per bf16 element, 4 for both layouts.
+    """
+    multiplier, scale = (torch.empty(amax.shape, device=x.device) for _ in range(2))
+    layouts = _cast_by(
+        x, amax, dtype, (multiplier, scale), power_of_2, False, row_major, column_major
+    )
+    return Cast(*layouts, multiplier, scale)
+
+
+def quantize(
+    x: torch.Tensor,
+    multiplier: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    fits: bool = False,
+    row_major: bool = True,
+    column_major: bool = False,
+) -> Layouts:
+    """:func:`fp8_dist.kernels.quantize` of a matrix, in one layout or both.
+
+    Args:
+        multiplier: fp32, 0-dim, ``[M, 1]`` or ``[1, K]``; the rest as in :func:`cast`.
+
+    One launch; 3 bytes per bf16 element, 4 for both layouts.
+    """
+    return _cast_by(x, multiplier, dtype, None, False, not fits, row_major, column_major)
+
+
+def _cast_by(
+    x: torch.Tensor,
+    given: torch.Tensor,
+    dtype: torch.dtype,
+    scaling: tuple[torch.Tensor, torch.Tensor] | None,
+    power_of_2: bool,
+    saturate: bool,
+    row_major: bool,
+    column_major: bool,
+) -> Layouts:
+    M, K = x.shape
+    of, stride = _covered(given, M, K)
+    qdata = empty_bytes(row_major, x, M, K)
+    qdata_t = empty_bytes(column_major, x, K, M)
+    _cast(
+        lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"])),
+        (x.dtype, size_class(M, K), x.stride(1) == 1, row_major, column_major),
+        x.device,
+        *(x, given, qdata, qdata_t, *(scaling or (None, None))),
+        *(M, K, *x.stride(), stride),
+        OF=of,
+        FROM_AMAX=scaling is not None,
+        POWER_OF_2=power_of_2,
+        SATURATE=saturate,
+        ROW_MAJOR=row_major,
+        COLUMN_MAJOR=column_major,
+        **float8_constants(dtype, x.device),
+    )
+    return Layouts(as_float8(qdata, dtype), as_float8(qdata_t, dtype))
+
+
+def cast_rows(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    *,
+    row_major: bool = True,
+    column_major: bool = False,
+) -> Cast:
+    """A matrix in float8 with a scale for each row: its amaxes and the cast.
+
+    Arguments as in :func:`cast`; multiplier and scale are ``[M, 1]``. One launch; 3 to 5 bytes per
+    bf16 element, 1 more for both layouts.
+    """
+    M, K = x.shape
+    multiplier, scale = (torch.empty(M, 1, device=x.device) for _ in range(2))
+    qdata = empty_bytes(row_major, x, M, K)
+    qdata_t = empty_bytes(column_major, x, K, M)
+    _cast_rows(
+        lambda chosen: (programs(M, chosen["BM"]),),
+        (x.dtype, size_class(M, K), x.stride(1) == 1, row_major, column_major),
+        x.device,
+        *(x, qdata, qdata_t, multiplier, scale, M, K, *x.stride()),
+        POWER_OF_2=power_of_2,
+        ROW_MAJOR=row_major,
+        COLUMN_MAJOR=column_major,
+        **float8_constants(dtype, x.device),
+    )
+    return Cast(as_float8(qdata, dtype), as_float8(qdata_t, dtype), multiplier, scale)
+
+
+def cast_rows_and_columns(
+    x: torch.Tensor,
+    row_amax: torch.Tensor,
+    column_amax: torch.Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+) -> tuple[Cast, Cast]:
+    """A matrix in float8 twice: with a scale for each row, and with one for each column.
+
+    Args:
+        x: ``[M, K]``, as in :func:`cast`.
+        row_amax: ``[M, 1]``.
+        column_amax: ``[1, K]``.
+
+    Returns:
+        By rows, ``qdata`` alone; by columns, ``qdata_t`` alone: the layouts in which the GEMMs of a
+        linear layer that take such scales take the operand.
+
+    One launch; 4 bytes per bf16 element.
+    """
+    M, K = x.shape
+    device = x.device
+    rows = [torch.empty(M, 1, device=device) for _ in range(2)]
+    columns = [torch.empty(1, K, device=device) for _ in range(2)]
+    qdata = torch.empty(M, K, dtype=dtype, device=device)
+    qdata_t = torch.empty(K, M, dtype=dtype, device=device)
+    _cast_rows_and_columns(
+        lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"])),
+        (x.dtype, size_class(M, K), x.stride(1) == 1),
+        device,
+        *(x, row_amax.contiguous(), column_amax.contiguous()),
+        *(qdata.view(torch.uint8), qdata_t.view(torch.uint8), *rows, *columns),
+        *(M, K, *x.stride()),
+        POWER_OF_2=power_of_2,
+        **float8_constants(dtype, device),
+    )
+    return Cast(qdata, None, *rows), Cast(None, qdata_t, *columns)

@@ -1,0 +1,292 @@
+"""The folded casts of grad_output, with the names of :mod:`fp8_dist.linear.rowwise_folded`.
+
+The fp32 intermediates stay in registers; the operations and their order are the same.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8_dist.kernels.cuda.results import FoldedRows
+from fp8_dist.kernels.cuda.triton.launch import (
+    blocks,
+    float8_constants,
+    programs,
+    size_class,
+    tuned,
+)
+from fp8_dist.kernels.cuda.triton.rounding import (
+    from_float8,
+    indices,
+    load_tile,
+    magnitude,
+    multiplier_of,
+    reciprocal,
+    saturated,
+    store_tile,
+    to_float8,
+)
+
+UNIT = tl.constexpr(512.0)
+
+_ROWS = (
+    blocks(4, BM=16, BN=128),
+    blocks(8, BM=16, BN=256),
+    blocks(8, BM=32, BN=128),
+    blocks(4, BM=32, BN=64),
+)
+
+
+@triton.jit
+def _row_amaxes(
+    grad: tl.tensor,
+    weight_scale: tl.tensor,
+    i: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    stride_m: tl.tensor,
+    stride_n: tl.tensor,
+    WEIGHT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> tl.tensor:
+    # The amaxes of rows of g, and of g * s (0 without a weight).
+    largest = tl.zeros([BM], tl.int32)
+    largest_folded = tl.zeros([BM], tl.int32)
+    for block in range(tl.cdiv(N, BN)):
+        j = indices(block, BN)
+        v = load_tile(grad, i, j, M, N, stride_m, stride_n)
+        largest = tl.maximum(largest, tl.max(magnitude(v), 1))
+        if WEIGHT:
+            s = tl.load(weight_scale + j, mask=j < N, other=0.0) * UNIT
+            largest_folded = tl.maximum(largest_folded, tl.max(magnitude(v * s[None, :]), 1))
+    return largest.to(tl.float32, bitcast=True), largest_folded.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _g0(
+    grad: tl.tensor,
+    m: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    stride_m: tl.tensor,
+    stride_n: tl.tensor,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+) -> tl.tensor:
+    # A tile of g, cast by rows and dequantized.
+    v = load_tile(grad, i, j, M, N, stride_m, stride_n) * m[:, None]
+    return from_float8(to_float8(v, BIAS, SOFT), BIAS, SOFT) * reciprocal(m)[:, None]
+
+
+@tuned(*_ROWS)
+@triton.jit
+def _amaxes(
+    grad: tl.tensor,
+    weight_scale: tl.tensor,
+    out: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    stride_m: tl.tensor,
+    stride_n: tl.tensor,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: BM rows. Moves the bytes of grad once.
+    i = indices(tl.program_id(0), BM)
+    a0, a1 = _row_amaxes(grad, weight_scale, i, M, N, stride_m, stride_n, True, BM, BN)
+    tl.store(out + 2 * i, a0, mask=i < M)
+    tl.store(out + 2 * i + 1, a1, mask=i < M)
+
+
+@tuned(*_ROWS)
+@triton.jit
+def _fold_rows(
+    grad: tl.tensor,
+    weight_scale: tl.tensor,
+    input_scale: tl.tensor,
+    row_amaxes: tl.tensor,
+    multiplier: tl.tensor,
+    g1: tl.tensor,
+    scale: tl.tensor,
+    column_amax: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    stride_m: tl.tensor,
+    stride_n: tl.tensor,
+    KNOWN: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    INPUT: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: BM rows, read for their amaxes, if these are not known, and again, mostly from
+    # the L2 cache. Moves the bytes of grad once to twice, and 1 byte per element for g1.
+    i = indices(tl.program_id(0), BM)
+    if KNOWN:
+        a0 = tl.load(row_amaxes + (1 + WEIGHT) * i, mask=i < M, other=0.0)
+        a1 = a0
+        if WEIGHT:
+            a1 = tl.load(row_amaxes + 2 * i + 1, mask=i < M, other=0.0)
+    else:
+        a0, a1 = _row_amaxes(grad, weight_scale, i, M, N, stride_m, stride_n, WEIGHT, BM, BN)
+    m = multiplier_of(a0, True, BIAS)
+    tl.store(multiplier + i, m, mask=i < M)
+    if WEIGHT:
+        m1 = multiplier_of(a1, True, BIAS)
+        tl.store(scale + i, reciprocal(m1 * UNIT), mask=i < M)
+    if INPUT:
+        t = tl.load(input_scale + i, mask=i < M, other=0.0) * UNIT
+    for block in range(tl.cdiv(N, BN)):
+        j = indices(block, BN)
+        g0 = _g0(grad, m, i, j, M, N, stride_m, stride_n, BIAS, SOFT)
+        if WEIGHT:
+            s = tl.load(weight_scale + j, mask=j < N, other=0.0) * UNIT
+            v = saturated(g0 * s[None, :] * m1[:, None], BIAS)
+            store_tile(g1, to_float8(v, BIAS, SOFT), i, j, M, N)
+        if INPUT:
+            largest = tl.max(magnitude(g0 * t[:, None]), 0)
+            tl.atomic_max(column_amax + j, largest, mask=j < N, sem="relaxed")
+
+
+@tuned(
+    blocks(4, BM=64, BN=64),
+    blocks(8, BM=64, BN=128),
+    blocks(8, BM=128, BN=64),
+    blocks(4, BM=32, BN=128),
+)
+@triton.jit
+def _fold_columns(
+    grad: tl.tensor,
+    multiplier: tl.tensor,
+    input_scale: tl.tensor,
+    column_amax: tl.tensor,
+    g2_t: tl.tensor,
+    scale: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    stride_m: tl.tensor,
+    stride_n: tl.tensor,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: a tile of [BM, BN]. Moves the bytes of grad once, and 1 byte per element.
+    i = indices(tl.program_id(0), BM)
+    j = indices(tl.program_id(1), BN)
+    m = tl.load(multiplier + i, mask=i < M, other=1.0)
+    t = tl.load(input_scale + i, mask=i < M, other=0.0) * UNIT
+    m2 = multiplier_of(tl.load(column_amax + j, mask=j < N, other=0.0), True, BIAS)
+    if tl.program_id(0) == 0:
+        tl.store(scale + j, reciprocal(m2) * (1 / UNIT), mask=j < N)
+    folded = _g0(grad, m, i, j, M, N, stride_m, stride_n, BIAS, SOFT) * t[:, None]
+    code = to_float8(folded * m2[None, :], BIAS, SOFT)
+    store_tile(g2_t, tl.trans(code), j, i, N, M)
+
+
+def folded_row_amaxes(grad: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    """The amaxes of the rows of g and of ``g * s``, ``[M, 2]``, where they are reduced over ranks.
+
+    Args:
+        grad: ``[M, N]``, bf16, fp16 or fp32, any strides.
+        weight_scale: s, ``[N]``, fp32, contiguous.
+
+    One launch; 2 bytes per bf16 element.
+    """
+    M, N = grad.shape
+    out = torch.empty(M, 2, device=grad.device)
+    _amaxes(
+        lambda chosen: (programs(M, chosen["BM"]),),
+        (grad.dtype, size_class(M, N), grad.stride(1) == 1),
+        grad.device,
+        *(grad, weight_scale, out, M, N, *grad.stride()),
+    )
+    return out
+
+
+def fold_rows(
+    grad: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    row_amaxes: torch.Tensor | None = None,
+) -> FoldedRows:
+    """g1, and what the second fold needs.
+
+    Args:
+        grad: ``[M, N]``, bf16, fp16 or fp32, any strides.
+        weight_scale: s, ``[N]``, fp32, contiguous; ``None`` where g1 is not needed.
+        input_scale: t, ``[M]``, fp32, contiguous; ``None`` where g2 is not needed.
+        dtype: a float8 dtype.
+        row_amaxes: of g and of ``g * s``, ``[M, 2]``, where they are known; of g alone, ``[M, 1]``,
+            without a weight.
+
+    Two launches, one without an input; 3 to 5 bytes per bf16 element.
+    """
+    M, N = grad.shape
+    device = grad.device
+    multiplier = torch.empty(M, 1, device=device)
+    g1 = scale = column_amax = None
+    if weight_scale is not None:
+        g1 = torch.empty(M, N, dtype=dtype, device=device)
+        scale = torch.empty(M, 1, device=device)
+    if input_scale is not None:
+        column_amax = torch.zeros(1, N, device=device)
+    _fold_rows(
+        lambda chosen: (programs(M, chosen["BM"]),),
+        (grad.dtype, size_class(M, N), g1 is None, column_amax is None, row_amaxes is None),
+        device,
+        *(grad, weight_scale, input_scale),
+        None if row_amaxes is None else row_amaxes.contiguous(),
+        multiplier,
+        None if g1 is None else g1.view(torch.uint8),
+        scale,
+        None if column_amax is None else column_amax.view(torch.int32),
+        *(M, N, *grad.stride()),
+        KNOWN=row_amaxes is not None,
+        WEIGHT=weight_scale is not None,
+        INPUT=input_scale is not None,
+        **float8_constants(dtype, device),
+    )
+    return FoldedRows(multiplier, g1, scale, column_amax)
+
+
+def fold_columns(
+    grad: torch.Tensor,
+    multiplier: torch.Tensor,
+    input_scale: torch.Tensor,
+    column_amax: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """g2, transposed, and its scale c.
+
+    Args:
+        grad: ``[M, N]``, as :func:`fold_rows` took it.
+        multiplier: ``[M, 1]``, from there.
+        input_scale: t, ``[M]``, fp32, contiguous.
+        column_amax: ``[1, N]``, from there, reduced over the ranks that have other rows.
+        dtype: a float8 dtype.
+
+    Returns:
+        g2 as ``[N, M]``, contiguous, and c, ``[1, N]``.
+
+    One launch; 3 bytes per bf16 element.
+    """
+    M, N = grad.shape
+    device = grad.device
+    g2_t = torch.empty(N, M, dtype=dtype, device=device)
+    scale = torch.empty(1, N, device=device)
+    _fold_columns(
+        lambda chosen: (programs(M, chosen["BM"]), programs(N, chosen["BN"])),
+        (grad.dtype, size_class(M, N), grad.stride(1) == 1),
+        device,
+        *(grad, multiplier, input_scale, column_amax.contiguous()),
+        *(g2_t.view(torch.uint8), scale, M, N, *grad.stride()),
+        **float8_constants(dtype, device),
+    )
+    return g2_t, scale

@@ -1,0 +1,117 @@
+"""How the host calls a Triton kernel: block sizes, float8 formats, empty outputs."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import triton
+
+# Triton runs kernels on CPU tensors, in Python, where TRITON_INTERPRET=1 was set before its import.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# A kernel knows a float8 format by the bias of its exponent.
+BIAS = {
+    torch.float8_e4m3fn: 7,
+    torch.float8_e4m3fnuz: 8,
+    torch.float8_e5m2: 15,
+    torch.float8_e5m2fnuz: 16,
+}
+
+Blocks = dict[str, int]
+
+
+def blocks(warps: int, **sizes: int) -> triton.Config:
+    """One choice of block sizes, each a ``tl.constexpr`` argument of the kernel."""
+    return triton.Config(sizes, num_warps=warps)
+
+
+class Tuned:
+    """A kernel with choices of block sizes: the fastest is found at the first call of each key.
+
+    No choice changes the result. The first one serves where nothing can be measured: in the
+    interpreter, and while a CUDA graph is captured.
+    """
+
+    def __init__(self, kernel: Any, configs: tuple[triton.Config, ...]) -> None:
+        self.kernel = kernel
+        self.configs = configs
+        self._fastest: dict[Hashable, dict[str, Any]] = {}
+
+    def __call__(
+        self,
+        grid: Callable[[Blocks], tuple[int, ...]],
+        key: Hashable,
+        device: torch.device,
+        *args: object,
+        **constants: object,
+    ) -> None:
+        """Launch on the current stream of the device.
+
+        Args:
+            grid: the number of program instances for the chosen block sizes.
+            key: what the fastest choice depends on; few values, since each is measured.
+        """
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(grid, key, device, *args, **constants)
+        # Every operation rounds, as torch's do.
+        constants["enable_fp_fusion"] = False
+        chosen = self._fastest.get(key)
+        if chosen is None:
+            if not INTERPRETED and not torch.cuda.is_current_stream_capturing():
+                tuner = triton.autotune(list(self.configs), key=[], do_bench=_time)(self.kernel)
+                tuner[grid](*args, **constants)
+                self._fastest[key] = tuner.best_config.all_kwargs()
+                return
+            chosen = self.configs[0].all_kwargs()
+        self.kernel[grid](*args, **constants, **chosen)
+
+
+def tuned(*configs: triton.Config) -> Callable[[Any], Tuned]:
+    """A decorator of a ``triton.jit`` function."""
+    return lambda kernel: Tuned(kernel, configs)
+
+
+def _time(call: Callable[[], None], quantiles: list[float]) -> Any:
+    return triton.testing.do_bench(call, warmup=2, rep=10, quantiles=quantiles)
+
+
+def size_class(*sizes: int) -> tuple[int, ...]:
+    """Part of a key: sizes up to a factor of two."""
+    return tuple(size.bit_length() for size in sizes)
+
+
+def float8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The constants of a kernel that rounds to ``dtype``."""
+    return {"BIAS": BIAS[dtype], "SOFT": not _converts(dtype, device)}
+
+
+def _converts(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device has an instruction from fp32 to ``dtype``, known to round as torch does.
+
+    (AMD's are not used: which formats and which rounding they have differs between generations.)
+    """
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    known = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return known and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def programs(size: int, block: int) -> int:
+    """Program instances along a dim; one for an empty dim, which may have scales to write."""
+    return max(1, triton.cdiv(size, block))
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` as ``[M, K]``, a view where strides allow that; fewer dims as one row."""
+    return x.flatten(0, -2) if x.ndim >= 2 else x.reshape(1, -1)
+
+
+def empty_bytes(wanted: bool, x: torch.Tensor, *shape: int) -> torch.Tensor | None:
+    """Uninitialized bytes on the device of ``x``; ``None`` for a layout that is not wanted."""
+    return torch.empty(shape, dtype=torch.uint8, device=x.device) if wanted else None
+
+
+def as_float8(data: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Bytes as a float8 dtype."""
+    return None if data is None else data.view(dtype)

@@ -1,0 +1,250 @@
+"""Maximum of absolute values: of a tensor, of rows or columns, of both at once, of many tensors.
+
+All of them are the maximum of the bits of ``|x|`` as integers, which keeps a NaN. A result that
+several program instances share is filled with zeros first: a launch more.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8_dist.kernels.cuda.triton.launch import as_matrix, blocks, programs, size_class, tuned
+from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
+
+_STEPS = 8  # blocks that one instance reads, of an amax of a tensor
+
+
+@tuned(blocks(4, BLOCK=2048), blocks(8, BLOCK=4096), blocks(8, BLOCK=8192))
+@triton.jit
+def _whole(
+    x: tl.tensor,
+    out: tl.tensor,
+    size: tl.tensor,
+    columns: tl.tensor,
+    stride_m: tl.tensor,
+    stride_k: tl.tensor,
+    CONTIGUOUS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One instance: STEPS * BLOCK elements. Moves the bytes of x once.
+    largest = tl.zeros([BLOCK], tl.int32)
+    for step in range(STEPS):
+        n = indices(tl.cast(tl.program_id(0), tl.int64) * STEPS + step, BLOCK)
+        offsets = n if CONTIGUOUS else n // columns * stride_m + n % columns * stride_k
+        largest = tl.maximum(largest, magnitude(tl.load(x + offsets, mask=n < size, other=0.0)))
+    tl.atomic_max(out, tl.max(largest, 0), sem="relaxed")
+
+
+@tuned(
+    blocks(4, BM=8, BN=256),
+    blocks(4, BM=4, BN=1024),
+    blocks(8, BM=16, BN=256),
+    blocks(8, BM=2, BN=2048),
+)
+@triton.jit
+def _rows(
+    x: tl.tensor,
+    out: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    stride_m: tl.tensor,
+    stride_k: tl.tensor,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: BM rows. Moves the bytes of x once.
+    i = indices(tl.program_id(0), BM)
+    largest = tl.zeros([BM, BN], tl.int32)
+    for block in range(tl.cdiv(K, BN)):
+        j = indices(block, BN)
+        largest = tl.maximum(largest, magnitude(load_tile(x, i, j, M, K, stride_m, stride_k)))
+    tl.store(out + i, tl.max(largest, 1), mask=i < M)
+
+
+@tuned(blocks(4, BM=32, BN=64), blocks(4, BM=16, BN=128), blocks(8, BM=32, BN=128))
+@triton.jit
+def _columns(
+    x: tl.tensor,
+    out: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    stride_m: tl.tensor,
+    stride_k: tl.tensor,
+    STEPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: BN columns of STEPS * BM rows. Moves the bytes of x once.
+    j = indices(tl.program_id(1), BN)
+    largest = tl.zeros([BM, BN], tl.int32)
+    for step in range(STEPS):
+        i = indices(tl.cast(tl.program_id(0), tl.int64) * STEPS + step, BM)
+        largest = tl.maximum(largest, magnitude(load_tile(x, i, j, M, K, stride_m, stride_k)))
+    tl.atomic_max(out + j, tl.max(largest, 0), mask=j < K, sem="relaxed")
+
+
+@tuned(blocks(4, BM=16, BN=128), blocks(8, BM=16, BN=256), blocks(8, BM=32, BN=128))
+@triton.jit
+def _rows_and_columns(
+    x: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    stride_m: tl.tensor,
+    stride_k: tl.tensor,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: BM rows, and its part of the maximum of all columns. Moves the bytes of x once.
+    i = indices(tl.program_id(0), BM)
+    largest = tl.zeros([BM], tl.int32)
+    for block in range(tl.cdiv(K, BN)):
+        j = indices(block, BN)
+        bits = magnitude(load_tile(x, i, j, M, K, stride_m, stride_k))
+        largest = tl.maximum(largest, tl.max(bits, 1))
+        tl.atomic_max(columns + j, tl.max(bits, 0), mask=j < K, sem="relaxed")
+    tl.store(rows + i, largest, mask=i < M)
+
+
+@tuned(blocks(4, BLOCK=2048), blocks(8, BLOCK=4096))
+@triton.jit
+def _many(
+    table: tl.tensor,
+    out: tl.tensor,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One instance: one of SPLITS parts of one tensor, whose address and size are in the table.
+    # Moves the bytes of all tensors once.
+    tensor = tl.program_id(0)
+    x = tl.load(table + 2 * tensor).to(tl.pointer_type(DTYPE))
+    size = tl.load(table + 2 * tensor + 1)
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+        size = tl.multiple_of(size, 16)
+    largest = tl.zeros([BLOCK], tl.int32)
+    for block in range(tl.program_id(1), tl.cdiv(size, BLOCK), SPLITS):
+        n = indices(block, BLOCK)
+        largest = tl.maximum(largest, magnitude(tl.load(x + n, mask=n < size, other=0.0)))
+    tl.atomic_max(out + tensor, tl.max(largest, 0), sem="relaxed")
+
+
+def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
+    """:func:`fp8_dist.kernels.amax` of a tensor, of its rows or of its columns.
+
+    Args:
+        x: bf16, fp16 or fp32, any strides. Any shape for ``None``, otherwise ``[M, K]``.
+        dims: ``None``: all, to a 0-dim tensor; ``[1]``: to ``[M, 1]``; ``[0]``: to ``[1, K]``.
+
+    Two launches, of rows one; 2 bytes per bf16 element.
+    """
+    if dims is None:
+        return _amax_of_tensor(x)
+    (dim,) = dims
+    # Where a column is contiguous, the rows of the transpose are what to read.
+    if x.stride(0) == 1 and x.stride(1) != 1:
+        return _amax_along(x.t(), 1 - dim).t()
+    return _amax_along(x, dim)
+
+
+def _amax_of_tensor(x: torch.Tensor) -> torch.Tensor:
+    x = as_matrix(x)
+    if not x.is_contiguous():
+        x = x.t() if x.stride(0) < x.stride(1) else x
+    out = torch.zeros((), dtype=torch.float32, device=x.device)
+    size = x.numel()
+    _whole(
+        lambda chosen: (programs(size, chosen["BLOCK"] * _STEPS),),
+        (x.dtype, size_class(size), x.is_contiguous()),
+        x.device,
+        *(x, out.view(torch.int32), size, max(1, x.shape[1]), *x.stride()),
+        CONTIGUOUS=x.is_contiguous(),
+        STEPS=_STEPS,
+    )
+    return out
+
+
+def _amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:
+    M, K = x.shape
+    key = (x.dtype, size_class(M, K), x.stride(1) == 1)
+    if dim == 1:
+        out = torch.empty(M, 1, dtype=torch.float32, device=x.device)
+        _rows(
+            lambda chosen: (programs(M, chosen["BM"]),),
+            key,
+            x.device,
+            *(x, out.view(torch.int32), M, K, *x.stride()),
+        )
+        return out
+    out = torch.zeros(1, K, dtype=torch.float32, device=x.device)
+    _columns(
+        lambda chosen: (programs(M, chosen["BM"] * _STEPS), programs(K, chosen["BN"])),
+        key,
+        x.device,
+        *(x, out.view(torch.int32), M, K, *x.stride()),
+        STEPS=_STEPS,
+    )
+    return out
+
+
+def amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The amaxes of the rows, ``[M, 1]``, and of the columns, ``[1, K]``, of a matrix ``[M, K]``.
+
+    Two launches; 2 bytes per bf16 element.
+    """
+    M, K = x.shape
+    rows = torch.empty(M, 1, dtype=torch.float32, device=x.device)
+    columns = torch.zeros(1, K, dtype=torch.float32, device=x.device)
+    _rows_and_columns(
+        lambda chosen: (programs(M, chosen["BM"]),),
+        (x.dtype, size_class(M, K), x.stride(1) == 1),
+        x.device,
+        *(x, rows.view(torch.int32), columns.view(torch.int32), M, K, *x.stride()),
+    )
+    return rows, columns
+
+
+_TRITON = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
+
+def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The amax of each of many contiguous tensors of one dtype and device: fp32 ``[len(tensors)]``.
+
+    Two launches, and a copy of the tensors' addresses to the device where they are not the same as
+    in the last calls; 2 bytes per bf16 element.
+    """
+    device, dtype = tensors[0].device, tensors[0].dtype
+    assert all(t.is_contiguous() and t.dtype == dtype and t.device == device for t in tensors)
+    addresses = tuple(t.data_ptr() for t in tensors)
+    sizes = tuple(t.numel() for t in tensors)
+    out = torch.zeros(len(tensors), dtype=torch.float32, device=device)
+    splits = min(256, programs(max(sizes), 2**15))
+    _many(
+        lambda chosen: (len(tensors), splits),
+        (dtype, size_class(len(tensors), max(sizes))),
+        device,
+        *(_table(addresses, sizes, device), out.view(torch.int32)),
+        DTYPE=_TRITON[dtype],
+        ALIGNED=all(n % 16 == 0 for n in addresses + sizes),
+        SPLITS=splits,
+    )
+    return out
+
+
+@lru_cache(maxsize=16)
+def _table(
+    addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    rows = list(zip(addresses, sizes, strict=True))
+    return torch.tensor(rows, dtype=torch.int64).to(device)

@@ -1,0 +1,166 @@
+"""What all kernels compute with: amax as bits, the formula of scales, fp32 to float8 and back.
+
+A format is known by the bias of its exponent: 7 is e4m3fn, 8 e4m3fnuz, 15 e5m2, 16 e5m2fnuz.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def magnitude(x: tl.tensor) -> tl.tensor:
+    """The bits of ``|x|`` in fp32. As integers they are ordered like the values, NaN above all."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def multiplier_of(amax: tl.tensor, POWER_OF_2: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
+    """The multiplier by the formula of fp8_dist.kernels.scale, fp32.
+
+    Its fp64 quotient, rounded to fp32, is the fp32 quotient: that of two numbers of 24 bits is
+    farther from the middle of two of them (2^-49 of it) than the fp64 one from the true one.
+    """
+    FP8_MAX: tl.constexpr = 448.0 if BIAS == 7 else (240.0 if BIAS == 8 else 57344.0)
+    # In fp32 1e-12 is below 1e-12, so that it is clamped too.
+    m = tl.where(amax <= 1e-12, FP8_MAX * 1e12, tl.math.div_rn(FP8_MAX, amax))
+    if POWER_OF_2:
+        m = _power_of_2(m)
+    return m
+
+
+@triton.jit
+def reciprocal(m: tl.tensor) -> tl.tensor:
+    """``1 / m``, rounded to nearest. (The operator ``/`` on a GPU is not.)"""
+    return tl.math.div_rn(1.0, m)
+
+
+@triton.jit
+def _power_of_2(m: tl.tensor) -> tl.tensor:
+    """``exp2(floor(log2(m)))`` in fp32, by integers; m is positive and normal, or 0, inf or NaN.
+
+    log2 of a number just below 2^k rounds to k, the farther below the larger |k| is: at most 44
+    steps of the number for an integral part of log2 in [64, 128), half for each binade below.
+    """
+    bits = m.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 127
+    integral = exponent ^ (exponent >> 31)  # of |log2(m)|
+    steps = tl.where(integral >= 8, 5, tl.where(integral >= 4, 2, tl.where(integral >= 2, 1, 0)))
+    steps = tl.where(integral >= 16, 11, steps)
+    steps = tl.where(integral >= 32, 22, steps)
+    steps = tl.where(integral >= 64, 44, steps)
+    up = (bits & 0x7FFFFF) + steps >= 0x800000
+    power = (bits & 0x7F800000) + tl.where(up, 0x800000, 0)
+    normal = (bits >= 0x800000) & (bits < 0x7F800000)
+    return tl.where(normal, power.to(tl.float32, bitcast=True), m)
+
+
+@triton.jit
+def saturated(v: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
+    """``v`` clamped to the finite values of the format; a NaN stays."""
+    FP8_MAX: tl.constexpr = 448.0 if BIAS == 7 else (240.0 if BIAS == 8 else 57344.0)
+    v = tl.where(v > FP8_MAX, FP8_MAX, v)
+    return tl.where(v < -FP8_MAX, -FP8_MAX, v)
+
+
+@triton.jit
+def to_float8(v: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr) -> tl.tensor:
+    """fp32 rounded to nearest, ties to even, as the bytes of the format.
+
+    What is too large becomes NaN or inf, by an instruction the largest finite value: saturate it
+    first where that may be.
+
+    Args:
+        SOFT: by integers, with torch's bits. An instruction may clear the sign of a NaN.
+    """
+    if SOFT:
+        code = _to_float8_soft(v, BIAS)
+    elif BIAS == 7:
+        code = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return code
+
+
+@triton.jit
+def _to_float8_soft(v: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
+    SHIFT: tl.constexpr = 20 if BIAS < 10 else 21  # bits of an fp32 mantissa that are dropped
+    # Adding this number drops the bits below the format's smallest subnormal.
+    MAGIC: tl.constexpr = (128 - BIAS + SHIFT) << 23
+    FNUZ: tl.constexpr = BIAS == 8 or BIAS == 16  # one NaN, 0x80, and no negative zero
+    bits = v.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    a = bits & 0x7FFFFFFF
+    magic = tl.full([], MAGIC, tl.int32)
+    shifted = a.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
+    subnormal = shifted.to(tl.int32, bitcast=True) - magic
+    odd = (a >> SHIFT) & 1
+    normal = (a + ((BIAS - 127) * 0x800000 + (1 << (SHIFT - 1)) - 1) + odd) >> SHIFT
+    code = tl.where(a < (128 - BIAS) * 0x800000, subnormal, normal)
+    if FNUZ:
+        code = tl.where(code == 0, 0, code | sign)
+        code = tl.where((normal > 0x7F) | (a > 0x7F800000), 0x80, code)
+    else:
+        code = tl.minimum(code, 0x7F if BIAS == 7 else 0x7C)  # NaN or inf
+        code = tl.where(a > 0x7F800000, 0x7F, code) | sign
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def from_float8(code: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr) -> tl.tensor:
+    """The bytes of the format as fp32."""
+    if SOFT:
+        v = _from_float8_soft(code, BIAS)
+    elif BIAS == 7:
+        v = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        v = code.to(tl.float8e5, bitcast=True).to(tl.float32)
+    return v
+
+
+@triton.jit
+def _from_float8_soft(code: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
+    SHIFT: tl.constexpr = 20 if BIAS < 10 else 21
+    MANTISSA: tl.constexpr = 23 - SHIFT
+    STEP: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA)  # the smallest subnormal
+    a = code.to(tl.int32) & 0x7F
+    sign = (code.to(tl.int32) & 0x80) << 24
+    normal = (a << SHIFT) + (127 - BIAS) * 0x800000
+    bits = tl.where(a < (1 << MANTISSA), (a * STEP).to(tl.int32, bitcast=True), normal) | sign
+    if BIAS == 7:
+        bits = tl.where(a == 0x7F, 0x7FC00000 | sign, bits)
+    elif BIAS == 15:
+        bits = tl.where(a >= 0x7C, 0x7F800000 | ((a & 3) << 21) | sign, bits)
+    else:
+        bits = tl.where(code == 0x80, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_tile(
+    x: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    stride_i: tl.tensor,
+    stride_j: tl.tensor,
+) -> tl.tensor:
+    """``x[i, j]`` as fp32, 0 outside; i and j are int64."""
+    offsets = i[:, None] * stride_i + j[None, :] * stride_j
+    mask = (i[:, None] < rows) & (j[None, :] < columns)
+    return tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(
+    out: tl.tensor, tile: tl.tensor, i: tl.tensor, j: tl.tensor, rows: tl.tensor, columns: tl.tensor
+) -> None:
+    """``out[i, j] = tile`` in a contiguous ``[rows, columns]``; i and j are int64."""
+    mask = (i[:, None] < rows) & (j[None, :] < columns)
+    tl.store(out + i[:, None] * columns + j[None, :], tile, mask=mask)
+
+
+@triton.jit
+def indices(block: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """The indices of a block along one dim, int64."""
+    return tl.cast(block, tl.int64) * SIZE + tl.arange(0, SIZE)
