@@ -11,17 +11,13 @@ not run: a launch counts as reading or writing each of its tensor arguments once
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from triton.runtime.autotuner import Autotuner
-from triton.runtime.jit import JITFunction
 
 from scripts.common.fake_cuda.layouts import scaled_mm_problems
 from scripts.common.saved_bytes import rewrites_ops
@@ -98,15 +94,6 @@ class KernelCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
-        self._triton = _triton_launches_go_to(self._triton_kernel)
-
-    def __enter__(self) -> "KernelCounter":
-        self._triton.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._triton.__exit__(*exception)
 
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
@@ -119,13 +106,13 @@ class KernelCounter(TorchDispatchMode):
             return self._inside(func, args, kwargs)
         if name in _READS_BY_HOST and any(map(_is_cuda, tree_leaves((args, kwargs)))):
             self.counts.syncs.append(name)
-            if name == "_local_scalar_dense":
-                return 1 if args[0].dtype.is_floating_point is False else 1.0
         result = func(*args, **kwargs)
-        if space in ("c10d", "_c10d_functional", "_dtensor"):
+        if name == "triton_kernel":
+            self._note_triton_kernel(*args)
+        elif space in ("c10d", "_c10d_functional", "_dtensor"):
             if name != "wait_tensor":
                 self.counts.collectives[name] += 1
-        elif space != "prim":
+        elif space != "prim" and name != "record_stream":
             self._note(func, name, args, kwargs, result)
         return result
 
@@ -159,25 +146,11 @@ class KernelCounter(TorchDispatchMode):
         launches = _launches_of(name, args, writes)
         self.counts.kernels.append(Kernel(name, kind, launches, read, written, flops))
 
-    def _triton_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    def _note_triton_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         size = sum(map(_bytes, tensors))
         self.counts.kernels.append(
             Kernel(name, "elementwise" if size >= _LARGE else "tiny", 1, size, 0)
         )
-
-
-@contextmanager
-def _triton_launches_go_to(note: Any) -> Iterator[None]:
-    """Replaces the launch of a Triton kernel by a note of its name and its tensors."""
-
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        note(self.__name__, [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)])
-
-    def tuned(self: Autotuner, *args: Any, **kwargs: Any) -> None:
-        self.fn.run(*args, **kwargs)  # with any configuration
-
-    with patch.object(JITFunction, "run", run), patch.object(Autotuner, "run", tuned):
-        yield
 
 
 def _is_cuda(leaf: Any) -> bool:

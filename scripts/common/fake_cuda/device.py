@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_dist import torch_internals
 from scripts.common.fake_cuda import streams
+from scripts.common.fake_cuda.triton_kernels import intercept_launches
 from scripts.plan.world import HostValues
 
 # Of an H200, as far as libraries ask.
@@ -37,14 +38,17 @@ def pretend() -> None:
     answers: dict[str, Any] = {
         "current_device": lambda: 0,
         "device": lambda device: nullcontext(),
-        "device_count": lambda: 8,
+        "device_count": lambda: 1,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: _PROPERTIES.name,
         "get_device_properties": lambda device=None: _PROPERTIES,
+        "get_rng_state": lambda device=None: torch.empty(0, dtype=torch.uint8),
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: False,
         "is_initialized": lambda: True,
+        "manual_seed_all": lambda seed: None,
         "set_device": lambda device: None,
+        "set_rng_state": lambda state, device=None: None,
         "synchronize": lambda device=None: None,
         "current_stream": streams.current_stream,
         "Event": streams.Event,
@@ -54,6 +58,7 @@ def pretend() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     torch.accelerator.current_stream = streams.current_stream
+    intercept_launches()
 
 
 @contextmanager
@@ -84,6 +89,12 @@ class _ValuesOnHost(HostValues):
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten._pin_memory.default:
+            return args[0]  # fake tensors can't be pinned
+        if func is torch.ops.aten.record_stream.default:
+            return None  # nor recorded
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 1  # some value that the host reads
         device = (kwargs or {}).get("device")
         if device is not None and torch.device(device).type == "cuda":
             return func(*args, **kwargs)
