@@ -75,7 +75,7 @@ class AmaxHistory:
         """Record the amax of the last cast, if it was not recorded yet; returns its scale."""
         if must_query():
             return record_amax.overload(scale, self._handle)
-        self._record_last()
+        self._record_later()
         return scale
 
     def _scaling_of_local(self, x: torch.Tensor, record: bool, group: str) -> Scaling:
@@ -105,12 +105,16 @@ class AmaxHistory:
     def _record_last(self) -> None:
         value, self._last = self._last, None
         if value is not None:
-            if value.is_cuda:
-                # A weight's amax is of the stream on which FSDP2 gathers; it is freed here.
-                value.record_stream(torch.cuda.current_stream(value.device))
             # The same op the first time too: selective activation checkpointing counts them.
             current = value if self.current is None else self.current.to(value.device)
             self.current = torch.maximum(current, value)
+
+    def _record_later(self) -> None:
+        """:meth:`_record_last`, perhaps on another stream than the cast."""
+        if self._last is not None and self._last.is_cuda:
+            # FSDP2's stream, on which it was allocated, must not use its memory again too early.
+            self._last.record_stream(torch.cuda.current_stream(self._last.device))
+        self._record_last()
 
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to this one's length; without values: anew."""
@@ -132,7 +136,7 @@ def history_scaling(
 @query("record_amax(Tensor scale, Tensor handle) -> Tensor")
 def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     """:meth:`AmaxHistory.recorded`."""
-    owner_of(handle)._record_last()
+    owner_of(handle)._record_later()
     return scale.clone()
 
 
@@ -189,9 +193,11 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
                 continue
         kind = (history.cast_as, history.length, history.power_of_2, filled)
         groups.setdefault(kind, []).append(i)
+    each = values.unbind()
     for members in groups.values():
         group = [histories[i] for i in members]
-        new = values[torch.tensor(members, device=values.device)].unsqueeze(1)
+        # (A tensor of indices would be copied to a GPU, and the host would wait for that.)
+        new = torch.stack([each[i] for i in members]).unsqueeze(1)
         before = [history.history for history in group if history.history is not None]
         if before:
             old, length = torch.stack(before).to(values.device), group[0].length

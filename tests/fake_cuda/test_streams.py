@@ -4,18 +4,15 @@ import dataclasses
 import re
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from stream_hazards import Hazards
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -27,6 +24,7 @@ from scripts.common.candidates import OURS
 from scripts.common.fake_cuda import streams
 from scripts.common.fake_cuda.device import fake_tensors
 from scripts.common.fake_cuda.process import FakeCudaProcess
+from scripts.common.fake_cuda.world import meshes
 
 BLOCKS, DIM, STEPS = 3, 64, 2
 
@@ -68,12 +66,6 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.up(x)))
 
 
-@cache
-def _mesh() -> DeviceMesh:
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    return init_device_mesh("cuda", (8,), mesh_dim_names=("dp",))
-
-
 def _model(training: Training, mesh: DeviceMesh) -> nn.Sequential:
     with torch.device("cuda"):
         model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
@@ -94,7 +86,7 @@ def _model(training: Training, mesh: DeviceMesh) -> nn.Sequential:
 
 def hazards_of(training: Training) -> Counter[str]:
     """The hazards in some steps of a training; called in the process with the device."""
-    mesh = _mesh()
+    mesh = meshes(dp=8)["dp"]
     with fake_tensors():
         model = _model(training, mesh)
         for layer in float8_layers(model).values():

@@ -99,7 +99,11 @@ class Hazards(TorchDispatchMode):
             if written is not None and written.clock is not None:
                 stream.merge(written.clock)
             return args[0]  # of fake tensors the result is another one
-        if space != "prim":
+        if name == "triton_kernel":
+            # What nothing has written before was allocated for its results.
+            written = [t for t in args[1] if self._memory_of(t, self._compute).written is None]
+            self._run(space, args[0], args[1], written)
+        elif space != "prim":
             reads, writes, updates = traffic(func, args, kwargs, result)
             new = [t for t in writes if id(t) not in map(id, tree_leaves((args, kwargs)))]
             for tensor in filter(_is_cuda, new):

@@ -11,24 +11,20 @@ not run: a launch counts as reading or writing each of its tensor arguments once
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from triton.runtime.autotuner import Autotuner
-from triton.runtime.jit import JITFunction
 
 from scripts.common.fake_cuda.layouts import scaled_mm_problems
 from scripts.common.saved_bytes import rewrites_ops
 
 GEMMS = ("_scaled_mm", "mm", "addmm", "bmm")
 REDUCTIONS = ("amax", "amin", "aminmax", "linalg_vector_norm", "max", "sum", "_foreach_norm")
-COPIES = ("clone", "contiguous", "copy_", "reshape", "_to_copy")
+COPIES = ("clone", "contiguous", "copy_", "reshape", "to", "_to_copy")
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # What makes the host wait for the device. (Copies that block do, too.)
 _READS_BY_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero")
@@ -46,6 +42,8 @@ class Kernel(NamedTuple):
         launches: how many.
         read, written: bytes.
         flops: of a GEMM.
+        precision: of a GEMM: "bf16" (any that is not float8), "float8", "float8 fast" (with fast
+            accumulation).
     """
 
     name: str
@@ -54,6 +52,7 @@ class Kernel(NamedTuple):
     read: int
     written: int
     flops: int = 0
+    precision: str = ""
 
     @property
     def bytes(self) -> int:
@@ -98,15 +97,6 @@ class KernelCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
-        self._triton = _triton_launches_go_to(self._triton_kernel)
-
-    def __enter__(self) -> "KernelCounter":
-        self._triton.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._triton.__exit__(*exception)
 
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
@@ -119,13 +109,13 @@ class KernelCounter(TorchDispatchMode):
             return self._inside(func, args, kwargs)
         if name in _READS_BY_HOST and any(map(_is_cuda, tree_leaves((args, kwargs)))):
             self.counts.syncs.append(name)
-            if name == "_local_scalar_dense":
-                return 1 if args[0].dtype.is_floating_point is False else 1.0
         result = func(*args, **kwargs)
-        if space in ("c10d", "_c10d_functional", "_dtensor"):
+        if name == "triton_kernel":
+            self._note_triton_kernel(*args)
+        elif space in ("c10d", "_c10d_functional", "_dtensor"):
             if name != "wait_tensor":
                 self.counts.collectives[name] += 1
-        elif space != "prim":
+        elif space != "prim" and name != "record_stream":
             self._note(func, name, args, kwargs, result)
         return result
 
@@ -150,34 +140,32 @@ class KernelCounter(TorchDispatchMode):
         if not any(t.numel() for t in writes):
             return
         if name == "_scaled_mm":
-            self.counts.problems += scaled_mm_problems(func, args, kwargs)
+            self.counts.problems += scaled_mm_problems(_arguments(func, args, kwargs))
         reads = [*reads, *updates]
         read, written = sum(map(_bytes, reads)), sum(map(_bytes, writes))
-        kind, flops = _kind(name, reads, writes, read + written), 0
+        kind = _kind(name, reads, writes, read + written)
+        kernel = Kernel(name, kind, _launches_of(name, args), read, written)
         if kind == "gemm":
-            flops = 2 * math.prod(writes[0].shape) * reads[1 if name == "addmm" else 0].shape[-1]
-        launches = _launches_of(name, args, writes)
-        self.counts.kernels.append(Kernel(name, kind, launches, read, written, flops))
+            left = reads[1 if name == "addmm" else 0]
+            flops = 2 * math.prod(writes[0].shape) * left.shape[-1]
+            precision = "bf16"
+            if name == "_scaled_mm":
+                fast = _arguments(func, args, kwargs).get("use_fast_accum")
+                precision = "float8 fast" if fast else "float8"
+            kernel = kernel._replace(flops=flops, precision=precision)
+        self.counts.kernels.append(kernel)
 
-    def _triton_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    def _note_triton_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         size = sum(map(_bytes, tensors))
         self.counts.kernels.append(
             Kernel(name, "elementwise" if size >= _LARGE else "tiny", 1, size, 0)
         )
 
 
-@contextmanager
-def _triton_launches_go_to(note: Any) -> Iterator[None]:
-    """Replaces the launch of a Triton kernel by a note of its name and its tensors."""
-
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        note(self.__name__, [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)])
-
-    def tuned(self: Autotuner, *args: Any, **kwargs: Any) -> None:
-        self.fn.run(*args, **kwargs)  # with any configuration
-
-    with patch.object(JITFunction, "run", run), patch.object(Autotuner, "run", tuned):
-        yield
+def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an operator by name."""
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _is_cuda(leaf: Any) -> bool:
@@ -244,7 +232,7 @@ def _order(tensor: torch.Tensor) -> list[int]:
     return sorted(dims, key=tensor.stride, reverse=True)
 
 
-def _launches_of(name: str, args: Any, writes: Sequence[torch.Tensor]) -> int:
+def _launches_of(name: str, args: Any) -> int:
     if name == "constant_pad_nd":
         return 2  # fills all, then copies
     if name.startswith(("_foreach_", "_fused_")):
@@ -253,6 +241,8 @@ def _launches_of(name: str, args: Any, writes: Sequence[torch.Tensor]) -> int:
         most = _TENSORS[min(len(lists) - (name.endswith("_")), 4)]
         launches = max(-(-chunks // _CHUNKS), -(-len(lists[0]) // most))
         return launches + (name == "_foreach_norm")  # which adds up the norms of chunks
+    if name == "_scaled_dot_product_flash_attention_backward":
+        return 3
     if name in ("cat", "stack"):
         return -(-len(args[0]) // 128)
     return 1

@@ -7,10 +7,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_dist import torch_internals
 from scripts.common.fake_cuda import streams
+from scripts.common.fake_cuda.triton_kernels import intercept_launches
 from scripts.plan.world import HostValues
 
 # Of an H200, as far as libraries ask.
@@ -32,45 +34,66 @@ _PROPERTIES = SimpleNamespace(
 )
 
 
+class _Device(nullcontext[None]):
+    """Stands for ``torch.cuda.device``: the one device is always the current one."""
+
+
 def pretend() -> None:
     """Makes torch.cuda answer for a device of compute capability 9.0, for good."""
     answers: dict[str, Any] = {
         "current_device": lambda: 0,
-        "device": lambda device: nullcontext(),
-        "device_count": lambda: 8,
+        "device": _Device,
+        "device_count": lambda: 1,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: _PROPERTIES.name,
         "get_device_properties": lambda device=None: _PROPERTIES,
+        "get_rng_state": lambda device=None: torch.empty(0, dtype=torch.uint8),
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: False,
         "is_initialized": lambda: True,
+        "manual_seed_all": lambda seed: None,
         "set_device": lambda device: None,
+        "set_rng_state": lambda state, device=None: None,
         "synchronize": lambda device=None: None,
         "current_stream": streams.current_stream,
         "Event": streams.Event,
         "Stream": streams.Stream,
+        "_DeviceGuard": _Device,
         "stream": streams.stream,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    torch.accelerator.current_stream = streams.current_stream
+        if hasattr(CudaInterface, name):  # what compilers ask
+            setattr(
+                CudaInterface, name, answer if isinstance(answer, type) else staticmethod(answer)
+            )
+    # (Another function: dynamo has a table of the two.)
+    torch.accelerator.current_stream = lambda device=None: streams.current_stream()
+    intercept_launches()
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
     """Tensors are fake, and the library takes them, under dispatch modes too, for real ones.
 
     So it goes the ways of eager code that nothing observes: no dispatcher between it and its own
     operators, one cast for layers that share an input. (Graphs can't be compiled in here.)
+
+    mode: the one of tensors that are there already.
     """
     plain = (*torch_internals._PLAIN, FakeTensor)
     with (
         patch.object(torch_internals, "_PLAIN", plain),
         patch.object(torch_internals, "_len_torch_dispatch_stack", lambda: 0),
-        _FakeTensors(allow_non_fake_inputs=True),
+        mode or fake_tensor_mode(),
         _ValuesOnHost(),
     ):
         yield
+
+
+def fake_tensor_mode() -> FakeTensorMode:
+    """A mode for fake tensors on the device."""
+    return _FakeTensors(allow_non_fake_inputs=True)
 
 
 class _FakeTensors(FakeTensorMode):
@@ -84,6 +107,12 @@ class _ValuesOnHost(HostValues):
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten._pin_memory.default:
+            return args[0]  # fake tensors can't be pinned
+        if func is torch.ops.aten.record_stream.default:
+            return None  # nor recorded
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 1  # some value that the host reads
         device = (kwargs or {}).get("device")
         if device is not None and torch.device(device).type == "cuda":
             return func(*args, **kwargs)

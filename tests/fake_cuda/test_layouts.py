@@ -1,0 +1,124 @@
+"""What float8 GEMMs are given on every path, and that no path makes the host wait for the device."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from nets import Net, net_plan
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_layers,
+    update_float8_scales,
+)
+from fp8_dist.tensor_parallel import apply_tp_plan
+from scripts.common.candidates import OURS
+from scripts.common.fake_cuda.counter import Counts, KernelCounter
+from scripts.common.fake_cuda.device import fake_tensors
+from scripts.common.fake_cuda.process import FakeCudaProcess
+from scripts.common.fake_cuda.world import meshes
+
+DIM, HIDDEN, BATCH, SEQUENCE = 256, 384, 2, 32
+
+
+@dataclass(frozen=True)
+class Path:
+    """A way to distribute a model over 8 ranks.
+
+    Attributes:
+        dp, tp: sizes of the axes; 1: FSDP2, or TP with SP, is left out.
+        offload: FSDP2 keeps parameters on the CPU.
+        odd: sizes that are no multiples of 16, which are padded.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    offload: bool = False
+    odd: bool = False
+
+
+OFFLOAD = "FSDP2, CPU offload"
+PATHS = {
+    "one device": Path(),
+    "one device, odd sizes": Path(odd=True),
+    "FSDP2": Path(dp=8),
+    "TP + SP": Path(tp=8),
+    "FSDP2 x TP": Path(dp=2, tp=4),
+    OFFLOAD: Path(dp=8, offload=True),
+}
+
+
+def _net(recipe: str, path: Path, mesh: dict[str, DeviceMesh]) -> Net:
+    odd = 7 if path.odd else 0
+    with torch.device("cuda"):
+        net = Net(DIM + odd, HIDDEN + odd, layers=1)
+    if path.dp == 1:
+        for parameter in net.parameters():  # before the conversion: fake ones can't be swapped
+            parameter.data = parameter.data.bfloat16()
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe),
+        enable_fsdp_float8_all_gather="auto" if path.dp > 1 else False,
+        pad_inner_dim=path.odd,
+    )
+    convert_to_float8_training(net, config=config)
+    if path.tp > 1:
+        apply_tp_plan(net, mesh["tp"], net_plan(net, sequence_parallel=True))
+    if path.dp == 1:
+        return net
+    arguments: dict[str, Any] = {
+        "mesh": mesh["dp"],
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        "offload_policy": CPUOffloadPolicy() if path.offload else OffloadPolicy(),
+    }
+    for module in (*net.layers, net):
+        fully_shard(module, **arguments)
+    return net
+
+
+def count_step(recipe: str, path: Path) -> Counts:
+    """The second of two steps, with what follows the optimizer's step."""
+    mesh = meshes(path.dp, path.tp) if path.dp * path.tp > 1 else {}
+    with fake_tensors():
+        net = _net(recipe, path, mesh)
+        if path.offload:
+            net.cpu()
+        for layer in float8_layers(net).values():
+            for history in layer.histories.values():
+                history.load(torch.ones(1, device="cuda"))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            with KernelCounter() as counter:
+                size = (BATCH, SEQUENCE // path.tp, DIM)
+                if path.odd:
+                    size = (BATCH, SEQUENCE + 1, DIM + 7)
+                x = torch.empty(size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                net(x).backward(torch.empty_like(x))
+            optimizer.step()
+            optimizer.zero_grad()
+            with counter:
+                update_float8_scales(net)
+    return counter.counts
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("recipe", OURS)
+def test_a_step(recipe: str, path: str, fake_cuda: FakeCudaProcess) -> None:
+    counts = fake_cuda.run(count_step, recipe, PATHS[path])
+    gemms = [kernel for kernel in counts.kernels if kernel.name == "_scaled_mm"]
+    assert len(gemms) == (6 if recipe == "rowwise_with_gw_hp" else 9)
+    assert counts.problems == []
+    if path == OFFLOAD and recipe in ("tensorwise", "rowwise_folded"):
+        # Precompute leaves scales on the CPU: two copies for each of 3 weights and 2 gathers.
+        assert counts.syncs == ["_to_copy from cpu to cuda"] * 12
+    else:
+        assert counts.syncs == []
