@@ -30,7 +30,9 @@ from fp8_dist.kernels.quantization import quantize, quantize_after
 from fp8_dist.kernels.scale import Scaling, amax, amax_of_each, scaling_from_amax
 
 if torch.version.cuda is not None or torch.version.hip is not None:
-    from fp8_dist.kernels.cuda import registration as registration
+    from fp8_dist.kernels.cuda.registration import register_kernels
+
+    register_kernels()
 
 __all__ = [
     "ALIGNMENT",

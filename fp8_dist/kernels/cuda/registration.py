@@ -1,7 +1,7 @@
 """The operators' implementations on CUDA devices, by the kernels of this folder.
 
-Import it to register them. What the kernels do not take goes the portable way: other dtypes than
-bf16, fp16 and fp32, amaxes over other dims than a matrix has.
+What the kernels do not take goes the portable way: other dtypes than bf16, fp16 and fp32, amaxes
+over other dims than those of rows and columns.
 """
 
 from collections.abc import Sequence
@@ -105,8 +105,9 @@ def _cast_copies(
     given = [_of_matrix(each) for each in amaxes]
     rows_and_columns = [(len(matrix), 1), (1, matrix.shape[1])]
     if wanted == [(0, False), (1, True)] and [each.shape for each in given] == rows_and_columns:
+        row, column = given
         casts = list(
-            cuda.cast_rows_and_columns(matrix, *given, dtype, round_scales_to_power_of_2)
+            cuda.cast_rows_and_columns(matrix, row, column, dtype, round_scales_to_power_of_2)
         )
     else:
         casts = [
@@ -184,12 +185,14 @@ def _shaped(data: torch.Tensor | None, like: torch.Tensor, transposed: bool) -> 
     return data if transposed else data.view(like.shape)
 
 
-amax.register("cuda", _amax)
-amaxes.register("cuda", _amaxes)
-quantize.register("cuda", _quantize)
-quantize_after.register("cuda", _quantize_after)
-quantize_copies.register("cuda", _quantize_copies)
-cast_copies.register("cuda", _cast_copies)
-cast_rows.register("cuda", _cast_rows)
-fold_gradient.register("cuda", _fold_gradient)
-transposed_copy.register("cuda", cuda.transpose)
+def register_kernels() -> None:
+    """Register them, once."""
+    amax.register("cuda", _amax)
+    amaxes.register("cuda", _amaxes)
+    quantize.register("cuda", _quantize)
+    quantize_after.register("cuda", _quantize_after)
+    quantize_copies.register("cuda", _quantize_copies)
+    cast_copies.register("cuda", _cast_copies)
+    cast_rows.register("cuda", _cast_rows)
+    fold_gradient.register("cuda", _fold_gradient)
+    transposed_copy.register("cuda", cuda.transpose)

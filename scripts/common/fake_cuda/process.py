@@ -12,9 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from fp8_dist.kernels.cuda.registration import register_kernels
 from scripts.common.fake_cuda.device import pretend
 
 _SOURCE = Path(__file__).with_name("guard.cpp")
@@ -50,15 +52,11 @@ class FakeCudaProcess:
             self._pool = ProcessPoolExecutor(
                 max_workers=1, mp_context=multiprocessing.get_context("spawn"), initializer=_start
             )
-        before = os.environ.get("LD_PRELOAD")
-        # torch looks for CUDA while it is imported: only a preloaded guard is there before it.
-        os.environ["LD_PRELOAD"] = str(built_guard())
-        try:
+        # torch looks for CUDA while it is imported: only a preloaded guard is there before it. And
+        # Triton is not to interpret kernels, which are counted.
+        environment = {"LD_PRELOAD": str(built_guard()), "TRITON_INTERPRET": "0"}
+        with patch.dict(os.environ, environment):
             future = self._pool.submit(_call, function, args)  # starts the process
-        finally:
-            del os.environ["LD_PRELOAD"]
-            if before is not None:
-                os.environ["LD_PRELOAD"] = before
         return future.result(timeout)
 
 
@@ -98,6 +96,7 @@ def _start() -> None:
     os.environ.pop("LD_PRELOAD", None)  # not for compilers that this process starts
     torch.set_num_threads(1)
     pretend()
+    register_kernels()  # as a CUDA build of torch has them registered
     # Autograd's thread for the device never ends, and the interpreter would abort over it.
     Finalize(None, _end, exitpriority=0)
 

@@ -81,9 +81,7 @@ def test_what_has_outgrown_a_known_scale_saturates(scaling_type: ScalingType) ->
 def test_the_last_cast_is_read_at_once() -> None:
     ones, sevens = torch.ones(4), torch.full((4,), 7.0)
     copy = CopySpec(CastSpec(torch.float8_e4m3fn))
-    casts = [
-        {copy: Quantized(x.to(torch.float8_e4m3fn), torch.ones(()))} for x in (ones, sevens)
-    ]
+    casts = [{copy: Quantized(x.to(torch.float8_e4m3fn), torch.ones(()))} for x in (ones, sevens)]
 
     class Interrupted:
         """While it is compared another thread takes over."""
