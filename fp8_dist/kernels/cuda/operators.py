@@ -17,7 +17,7 @@ INF = float("inf")
 UNIT = 512.0  # as in fp8_dist.linear.rowwise_folded
 
 
-def _note_no_triton(x: torch.Tensor) -> None:
+def note_no_triton(x: torch.Tensor) -> None:
     if x.is_cuda:
         warn_once(
             "no Triton",
@@ -29,7 +29,7 @@ def _note_no_triton(x: torch.Tensor) -> None:
 
 def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """:func:`fp8_dist.kernels.amax`; one or two launches."""
-    _note_no_triton(x)
+    note_no_triton(x)
     if x.numel() == 0 or dims == []:
         return portable_amax.portable(x, dims)
     keepdim = dims is not None
@@ -46,7 +46,7 @@ def amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The amax of each of many tensors of one device: fp32, ``[len(tensors)]``."""
-    _note_no_triton(tensors[0])
+    note_no_triton(tensors[0])
     # A norm of no elements is an error, and is 0 with one zero in their place.
     filled = [t if t.numel() else t.new_zeros(1) for t in tensors]
     return torch.stack(foreach_norm(filled, INF, dtype=torch.float32)).abs_()
@@ -79,7 +79,7 @@ def quantize(
     column_major: bool = False,
 ) -> Layouts:
     """:func:`fp8_dist.kernels.quantize` of a matrix, in one layout or both."""
-    _note_no_triton(x)
+    note_no_triton(x)
     qdata = torch.empty(x.shape, dtype=dtype, device=x.device)
     # A 0-dim multiplier would not make the product fp32.
     factor = multiplier if multiplier.ndim else multiplier.reshape(1)
@@ -87,7 +87,7 @@ def quantize(
         torch.mul(x, factor, out=qdata)
     else:
         limit = torch.finfo(dtype).max
-        torch.clamp(x * factor, -limit, limit, out=qdata)
+        qdata.copy_((x * factor).clamp_(-limit, limit))
     qdata_t = qdata.t().contiguous() if column_major else None
     return Layouts(qdata if row_major else None, qdata_t)
 

@@ -8,9 +8,19 @@ import triton.language as tl
 
 
 @triton.jit
+def as_fp32(x: tl.tensor) -> tl.tensor:
+    """``x`` as fp32: bf16 by its bits, as the interpreter's conversion changes subnormals."""
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
 def magnitude(x: tl.tensor) -> tl.tensor:
     """The bits of ``|x|`` in fp32. As integers they are ordered like the values, NaN above all."""
-    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return as_fp32(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -148,7 +158,7 @@ def load_tile(
     """``x[i, j]`` as fp32, 0 outside; i and j are int64."""
     offsets = i[:, None] * stride_i + j[None, :] * stride_j
     mask = (i[:, None] < rows) & (j[None, :] < columns)
-    return tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    return as_fp32(tl.load(x + offsets, mask=mask, other=0.0))
 
 
 @triton.jit

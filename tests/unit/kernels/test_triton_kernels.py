@@ -1,0 +1,255 @@
+"""The kernels for GPUs, fused and by torch's operators, against the portable implementations.
+
+In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is compared.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8_dist import warn
+from fp8_dist.cast import quantize_over
+from fp8_dist.config import CastSpec
+from fp8_dist.dtypes import FLOAT8_DTYPES
+from fp8_dist.granularity import ROW
+from fp8_dist.kernels import amax, quantize, scaling_from_amax
+from fp8_dist.kernels.cuda import DTYPES, HAS_TRITON, Cast, operators, triton
+from fp8_dist.linear.rowwise_folded import folded_gradients
+from fp8_dist.tensor import Quantized
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHAPES = [(1, 1), (77, 130), (3, 1025), (0, 5), (5, 0), (0, 0)]
+# The dims that one scale covers: all of them, a row, a column.
+COVERED = (None, [1], [0])
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
+
+
+@pytest.fixture(params=[triton, operators], ids=["triton", "operators"])
+def route(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
+def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Values over the whole range of a format beside its largest."""
+    return (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(DEVICE, dtype)
+
+
+def views(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The matrix, its transpose, and the matrix in other strides."""
+    yield x
+    yield x.t()
+    rows, columns = x.shape
+    yield x.new_zeros(rows, 2 * columns + 1)[:, 1::2].copy_(x)
+    yield x.new_zeros(rows, columns + 3)[:, 2:-1].copy_(x)
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same bits, but for which NaN it is."""
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    nan = expected.float().isnan()
+    assert torch.equal(found.float().isnan(), nan)
+    kind = torch.uint8 if found.itemsize == 1 else torch.int32
+    assert torch.equal(found.contiguous().view(kind)[~nan], expected.contiguous().view(kind)[~nan])
+
+
+def assert_cast(found: Cast, expected: torch.Tensor, scaling: tuple[torch.Tensor, ...]) -> None:
+    assert_layouts(found.qdata, found.qdata_t, expected)
+    assert_same(found.multiplier, scaling[0])
+    assert_same(found.scale, scaling[1])
+
+
+def assert_layouts(
+    qdata: torch.Tensor | None, qdata_t: torch.Tensor | None, expected: torch.Tensor
+) -> None:
+    assert qdata is not None or qdata_t is not None
+    for layout, values in ((qdata, expected), (qdata_t, expected.t())):
+        if layout is not None:
+            assert layout.is_contiguous()
+            assert_same(layout, values)
+
+
+def check_casts(
+    route: ModuleType, x: torch.Tensor, dtype: torch.dtype, power_of_2: bool, column_major: bool
+) -> None:
+    """All functions that find amaxes or cast, on one matrix."""
+    both = {"column_major": column_major}
+    amaxes, casts = {}, {}
+    for dims in COVERED:
+        found = route.amax(x, dims)
+        value = amax.portable(x, dims)
+        assert_same(found, value)
+        assert (found.view(torch.int32) >= 0).all()
+        scaling = scaling_from_amax.portable(value, dtype, power_of_2)
+        qdata = quantize.portable(x, scaling[0], dtype, fits=True)
+        assert_cast(route.cast(x, value, dtype, power_of_2, **both), qdata, scaling)
+        assert_layouts(*route.quantize(x, scaling[0], dtype, fits=True, **both), qdata)
+        key = str(dims)
+        amaxes[key], casts[key] = value, (qdata, scaling)
+    assert_cast(route.cast_rows(x, dtype, power_of_2, **both), *casts["[1]"])
+    found = route.amax_of_rows_and_columns(x)
+    for mine, key in zip(found, ("[1]", "[0]"), strict=True):
+        assert_same(mine, amaxes[key])
+    rows, columns = route.cast_rows_and_columns(x, *found, dtype, power_of_2)
+    assert rows.qdata_t is None
+    assert columns.qdata is None
+    assert_cast(rows, *casts["[1]"])
+    assert_cast(columns, *casts["[0]"])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_casts_of_any_shape(route: ModuleType, shape: tuple[int, int]) -> None:
+    check_casts(route, matrix(shape, torch.bfloat16), E4M3, True, True)
+    check_casts(route, matrix(shape, torch.bfloat16), E5M2, False, False)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("of", DTYPES)
+def test_casts_of_any_dtype(route: ModuleType, dtype: torch.dtype, of: torch.dtype) -> None:
+    check_casts(route, matrix((70, 65), of), dtype, False, True)
+
+
+@pytest.mark.parametrize("shape", [(77, 130), (3, 1)])
+def test_casts_of_any_strides(route: ModuleType, shape: tuple[int, int]) -> None:
+    for view in views(matrix(shape, torch.bfloat16)):
+        check_casts(route, view, E4M3, True, True)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("of", DTYPES)
+def test_casts_of_special_values(
+    route: ModuleType, dtype: torch.dtype, power_of_2: bool, of: torch.dtype
+) -> None:
+    info = torch.finfo(of)
+    # A row of each alone, and columns of all of them.
+    special = [math.nan, -math.nan, math.inf, -math.inf, -0.0, info.max, info.smallest_normal]
+    x = matrix((len(special) + 2, 9), of)
+    for row, value in enumerate(special):
+        x[row, row] = value
+    x[4] = -0.0
+    x[6] = info.smallest_normal / torch.arange(4, 13, device=DEVICE)  # subnormal
+    check_casts(route, x, dtype, power_of_2, True)
+    check_casts(route, x[4:7], dtype, power_of_2, True)  # finite
+    check_casts(route, x[6:7], dtype, power_of_2, True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(width=32), min_size=6, max_size=6), st.sampled_from(FLOAT8_DTYPES))
+def test_casts_of_any_floats(values: list[float], dtype: torch.dtype) -> None:
+    x = torch.tensor(values, dtype=torch.float32, device=DEVICE).view(2, 3)
+    for route in (triton, operators):
+        check_casts(route, x, dtype, True, True)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
+def test_a_multiplier_that_does_not_fit_saturates(route: ModuleType, dtype: torch.dtype) -> None:
+    x = matrix((33, 70), torch.bfloat16)
+    x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    rows = torch.logspace(-6, 20, 33, device=DEVICE).view(33, 1)
+    for multiplier in (rows, torch.tensor(1e3, device=DEVICE), rows[:, :1].expand(33, 2)[:, 1:]):
+        expected = quantize.portable(x, multiplier, dtype)
+        for layouts in ((True, False), (False, True), (True, True)):
+            wanted = dict(zip(("row_major", "column_major"), layouts, strict=True))
+            found = route.quantize(x, multiplier, dtype, **wanted)
+            assert tuple(each is not None for each in found) == layouts
+            assert_layouts(*found, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3, 4), (2, 0, 4), (40, 700)])
+@pytest.mark.parametrize("of", DTYPES)
+def test_amax_of_a_tensor(route: ModuleType, shape: tuple[int, ...], of: torch.dtype) -> None:
+    x = matrix(shape, of)
+    for view in (x, x.transpose(0, -1)) if x.ndim else (x,):
+        assert_same(route.amax(view), amax.portable(view))
+
+
+def test_amaxes_of_many_tensors(route: ModuleType) -> None:
+    for of in DTYPES:
+        tensors = [matrix((n,), of) for n in (16, 5, 0, 20_000, 1)]
+        tensors[4][0] = -math.nan
+        for chosen in (tensors, tensors[:1], tensors[::2]):
+            found = route.amaxes(chosen)
+            assert_same(found, torch.stack([amax.portable(each) for each in chosen]))
+            assert (found.view(torch.int32) >= 0).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transposes(route: ModuleType, shape: tuple[int, int]) -> None:
+    x = torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)
+    for view in views(x):
+        for data in (view, view.view(E4M3)):
+            found = route.transpose(data)
+            assert found.dtype == data.dtype
+            assert found.is_contiguous()
+            assert torch.equal(found.view(torch.uint8), view.t())
+
+
+def check_folds(route: ModuleType, grad: torch.Tensor, w: Quantized, x: Quantized) -> None:
+    s, t = w.scale.view(-1), x.scale.view(-1)
+    for dtype in (E5M2, E4M3):
+        operands = folded_gradients(grad, CastSpec(dtype, ROW), None, w, x, None)
+        g1, g2 = operands["grad_input"][0], operands["grad_weight"][0]
+        for amaxes in (None, route.folded_row_amaxes(grad, s)):
+            rows = route.fold_rows(grad, s, t, dtype, amaxes)
+            assert_same(rows.qdata, g1.qdata)
+            assert_same(rows.scale, g1.scale)
+            found = route.fold_columns(grad, rows.multiplier, t, rows.column_amax, dtype)
+            assert_same(found[0], g2.qdata.t().contiguous())
+            assert_same(found[1], g2.scale)
+        # One of the two GEMMs is in high precision.
+        alone = route.fold_rows(grad, s, None, dtype)
+        assert alone.column_amax is None
+        assert_same(alone.qdata, g1.qdata)
+        for amaxes in (None, route.amax(grad, [1])):
+            alone = route.fold_rows(grad, None, t, dtype, amaxes)
+            assert alone.qdata is None
+            assert_same(alone.multiplier, rows.multiplier)
+            assert_same(alone.column_amax, rows.column_amax)
+
+
+def cast_of_rows(rows: int) -> Quantized:
+    x = matrix((rows, 8), torch.float32) * 8.0 ** torch.randn(rows, 1, device=DEVICE)
+    return quantize_over(x, CastSpec(E4M3, ROW), True)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (34, 130), (0, 5)])
+def test_folded_casts(route: ModuleType, shape: tuple[int, int]) -> None:
+    weight, input = cast_of_rows(shape[1]), cast_of_rows(shape[0])
+    for of in DTYPES:
+        check_folds(route, matrix(shape, of), weight, input)
+    for view in list(views(matrix(shape[::-1], torch.bfloat16)))[1:2]:
+        check_folds(route, view, weight, input)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 1e-30, 1e30])
+def test_folded_casts_of_special_values(route: ModuleType, value: float) -> None:
+    weight, input = cast_of_rows(20), cast_of_rows(10)
+    grad = matrix((10, 20), torch.float32)
+    grad[3, 5] = value
+    grad[7] = value
+    check_folds(route, grad, weight, input)
+
+
+def test_there_is_one_warning_where_there_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert HAS_TRITON
+
+    class OnGPU:
+        is_cuda = True
+
+    monkeypatch.setattr(warn, "_warned", set())
+    with pytest.warns(UserWarning, match="no Triton") as found:
+        operators.note_no_triton(OnGPU())
+    assert len(found) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        operators.note_no_triton(OnGPU())
+        operators.amax(torch.ones(3))
