@@ -4,7 +4,7 @@ Other rooms import from here, and only this one reduces amaxes. Below it: ``torc
 """
 
 from fp8_dist.mesh.amax import AmaxReduction, all_reduce_max, group_for_amax, reduce_amax
-from fp8_dist.mesh.groups import axes_of, group_along, union_of
+from fp8_dist.mesh.groups import Axis, axes_of, group_along, union_of
 from fp8_dist.mesh.layout import (
     Layout,
     Placements,
@@ -19,6 +19,7 @@ from fp8_dist.mesh.rules import LinearLayouts, linear_layouts
 
 __all__ = [
     "AmaxReduction",
+    "Axis",
     "Layout",
     "LinearLayouts",
     "Placements",

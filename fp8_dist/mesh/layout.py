@@ -64,12 +64,10 @@ def local_sizes(layout: Layout, dim: int) -> set[int]:
     return sizes
 
 
-def global_offset(layout: Layout, dim: int) -> int:
-    """Where this rank's shard begins in the global tensor, along a dim. (0 for an empty shard.)"""
-    shape, offset = compute_local_shape_and_global_offset(
-        layout.shape, layout.mesh, layout.placements
-    )
-    return offset[dim] if shape[dim] else 0
+def global_offset(layout: Layout) -> list[int]:
+    """Where this rank's shard begins in the global tensor, per dim. (0 where it is empty.)"""
+    part = compute_local_shape_and_global_offset(layout.shape, layout.mesh, layout.placements)
+    return [start if n else 0 for n, start in zip(*part, strict=True)]
 
 
 def narrowed(whole: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
