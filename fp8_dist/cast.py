@@ -10,7 +10,14 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.config import CastConfig, CastSpec, ScalingGranularity, ScalingType
 from fp8_dist.granularity import TENSOR, Granularity, covering
 from fp8_dist.kernels import Scaling, amax, quantize, scaling_from_amax
-from fp8_dist.mesh import Layout, Placements, all_reduce_max, group_for_amax, local_tensor, reduced
+from fp8_dist.mesh import (
+    Placements,
+    all_reduce_max,
+    group_for_amax,
+    local_tensor,
+    reduced,
+    with_local,
+)
 from fp8_dist.tensor import Float8Tensor, Quantized
 
 
@@ -99,8 +106,6 @@ def scaling_over(
 
     Args:
         tensor: a tensor or DTensor without Partial placements.
-        cast: the float8 dtype, and what one scale covers.
-        round_scales_to_power_of_2: see :mod:`fp8_dist.kernels.scale`.
         axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
         local: its local tensor, where that is stored in another form.
 
@@ -176,9 +181,7 @@ def quantize_over(
 
 def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     """The cast of a tensor's local part as a Float8Tensor; a DTensor of one where ``tensor`` is."""
-    float8 = quantized.as_tensor(tensor.dtype)
-    layout = Layout.of(tensor)
-    return float8 if layout is None else layout.wrap(float8)
+    return with_local(tensor, quantized.as_tensor(tensor.dtype))
 
 
 class _CastToFloat8(torch.autograd.Function):

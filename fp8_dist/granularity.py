@@ -48,18 +48,12 @@ class Granularity:
         grouped = shape
         if self.is_grouped:
             grouped = self.grouped(torch.empty(tuple(shape), device="meta")).shape
-        covered = self.covered_dims(len(grouped))
-        if covered is None:
-            return []
-        return [1 if dim in covered else n for dim, n in enumerate(grouped)]
+        return self._per_dim(grouped, covered=1)
 
     def offset(self, offset: Sequence[int]) -> list[int]:
         """Where a shard's scales begin among those of the tensor, if it begins at ``offset``."""
         self._check_not_grouped()
-        covered = self.covered_dims(len(offset))
-        if covered is None:
-            return []
-        return [0 if dim in covered else start for dim, start in enumerate(offset)]
+        return self._per_dim(offset, covered=0)
 
     def amax_axes(self, placements: Sequence[Placement], ndim: int) -> tuple[int, ...]:
         """The mesh axes over which local amaxes are reduced: those that shard a covered dim."""
@@ -107,6 +101,11 @@ class Granularity:
     def is_grouped(self) -> bool:
         """Whether a scale covers parts of dims: :meth:`grouped` is another view."""
         return type(self).grouped is not Granularity.grouped
+
+    def _per_dim(self, numbers: Sequence[int], covered: int) -> list[int]:
+        dims = self.covered_dims(len(numbers))
+        each = enumerate(numbers)
+        return [] if dims is None else [covered if dim in dims else n for dim, n in each]
 
     def _check_not_grouped(self) -> None:
         if self.is_grouped:

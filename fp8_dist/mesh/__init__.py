@@ -14,6 +14,7 @@ from fp8_dist.mesh.layout import (
     local_tensor,
     narrowed,
     reduced,
+    with_local,
 )
 from fp8_dist.mesh.rules import LinearLayouts, linear_layouts
 
@@ -36,4 +37,5 @@ __all__ = [
     "reduce_amax",
     "reduced",
     "union_of",
+    "with_local",
 ]

@@ -48,6 +48,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` in the place of the local tensor of ``tensor``: a DTensor of its layout, if any."""
+    layout = Layout.of(tensor)
+    return local if layout is None else layout.wrap(local)
+
+
 def local_sizes(layout: Layout, dim: int) -> set[int]:
     """The sizes that a dim has on the ranks of a mesh; the same answer on all of them."""
     sizes = {layout.shape[dim]}

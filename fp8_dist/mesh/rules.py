@@ -40,11 +40,8 @@ def linear_layouts(
 ) -> LinearLayouts:
     """The table at the top of this module, for each mesh axis.
 
-    Args:
-        input: placements of the input as it comes (Partial allowed: it will be reduced).
-        weight: placements of the ``[out_features, in_features]`` weight on the same mesh.
-        input_ndim: number of dims of the input.
-        fqn: the layer's name, for the ValueError about a weight placement not in the table.
+    The input may be Partial: it will be reduced. ValueError for a weight placement that is not in
+    the table; ``fqn`` is the layer's name in it.
     """
     last = input_ndim - 1
     rows: list[Placements] = []

@@ -105,12 +105,10 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     if x.scale.ndim == 0 or qdata.shape == x.shape:
         return x.rewrap(qdata=qdata)
     last, fixed = x.ndim - 1, granularity_of(x).fixed_dims(x.ndim)
-    if fixed == (last,):
-        return x.rewrap(qdata=qdata, scale=x.scale.reshape(*qdata.shape[:-1], x.scale.shape[-1]))
-    if fixed == tuple(range(last)):
-        scale = x.scale.reshape([1] * (qdata.ndim - 1) + [x.scale.shape[-1]])
-        return x.rewrap(qdata=qdata, scale=scale)
-    raise _no_scale_for(func, x)
+    if fixed not in ((last,), tuple(range(last))):
+        raise _no_scale_for(func, x)
+    rows = qdata.shape[:-1] if fixed == (last,) else [1] * (qdata.ndim - 1)
+    return x.rewrap(qdata=qdata, scale=x.scale.reshape(*rows, x.scale.shape[-1]))
 
 
 @implements(aten.as_strided.default, aten._reshape_alias.default)
@@ -160,19 +158,22 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
                 f"torch.cat of a Float8Tensor and a {type(x).__name__}: dequantize() the first "
                 "or cast_to_float8 the second"
             )
-        if x.qdata.dtype != first.qdata.dtype:
-            dtypes = f"{first.qdata.dtype} and {x.qdata.dtype}"
-            raise ValueError(f"torch.cat of float8 tensors of {dtypes}")
-        if x.granularity != first.granularity:
-            raise ValueError(
-                "torch.cat of float8 tensors whose scales cover different dims; dequantize() them"
-            )
+        _check_same_kind("torch.cat", first, x)
     scales = [x.scale for x in tensors]
     fixed = granularity_of(first).fixed_dims(first.ndim)
     along_scales = first.scale.ndim and dim % first.ndim not in fixed
     scale = func(scales, dim) if along_scales else _common_scale(scales)
     out = func([as_bytes(x.qdata) for x in tensors], dim)
     return first.rewrap(qdata=out.view(first.qdata.dtype), scale=scale)
+
+
+def _check_same_kind(name: str, x: Float8Tensor, y: Float8Tensor) -> None:
+    if x.qdata.dtype != y.qdata.dtype:
+        raise ValueError(f"{name} of float8 tensors of {x.qdata.dtype} and {y.qdata.dtype}")
+    if x.granularity != y.granularity:
+        raise ValueError(
+            f"{name} of float8 tensors whose scales cover different dims; dequantize() them"
+        )
 
 
 def _common_scale(scales: list[torch.Tensor]) -> torch.Tensor:
@@ -200,10 +201,8 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     scale = x.scale
     if scale.ndim:
         # From the last dim on, a pair for each: nothing is added along a dim that a scale covers.
-        added = list(pad)
-        for i in range(0, len(added), 2):
-            if x.ndim - 1 - i // 2 in granularity_of(x).fixed_dims(x.ndim):
-                added[i : i + 2] = [0, 0]
+        fixed = granularity_of(x).fixed_dims(x.ndim)
+        added = [0 if x.ndim - 1 - i // 2 in fixed else n for i, n in enumerate(pad)]
         scale = func(scale, added, 0)
     qdata = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype)
     return x.rewrap(qdata=qdata, scale=scale)
@@ -231,10 +230,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
             f"{func} between a {type(dst).__name__} and a {type(src).__name__}: dequantize() or "
             "cast_to_float8 first, so that both are of one kind"
         )
-    if dst.qdata.dtype != src.qdata.dtype:
-        raise ValueError(f"copy_ from {src.qdata.dtype} to {dst.qdata.dtype} data")
-    if dst.granularity != src.granularity:
-        raise ValueError("copy_ between float8 tensors whose scales cover different dims")
+    _check_same_kind("copy_", dst, src)
     func(dst.qdata, src.qdata, *args[2:], **kwargs)
     func(dst.scale, src.scale, *args[2:], **kwargs)
     return dst
