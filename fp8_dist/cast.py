@@ -160,11 +160,13 @@ def _amax_axes(
 
 
 def quantize_local(
-    x: torch.Tensor, multiplier: torch.Tensor, cast: CastSpec, *, fits: bool = False
-) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.quantize` of a local tensor, by multipliers of what scales cover."""
+    x: torch.Tensor, scaling: Scaling, cast: CastSpec, *, fits: bool = False
+) -> Quantized:
+    """:func:`fp8_dist.kernels.quantize` of a local tensor, by the scaling of what scales cover."""
+    multiplier, scale = scaling
     qdata = quantize(cast.granularity.grouped(x), multiplier, cast.dtype, fits=fits)
-    return qdata if qdata.shape == x.shape else qdata.view(x.shape)
+    qdata = qdata if qdata.shape == x.shape else qdata.view(x.shape)
+    return Quantized(qdata, scale, cast.granularity)
 
 
 def quantize_over(
@@ -174,9 +176,8 @@ def quantize_over(
     axes: tuple[int, ...] | None = None,
 ) -> Quantized:
     """The local part of a tensor in float8, by :func:`scaling_over`; outside of autograd."""
-    m, scale = scaling_over(tensor, cast, round_scales_to_power_of_2, axes)
-    qdata = quantize_local(local_tensor(tensor), m, cast, fits=True)
-    return Quantized(qdata, scale, cast.granularity)
+    scaling = scaling_over(tensor, cast, round_scales_to_power_of_2, axes)
+    return quantize_local(local_tensor(tensor), scaling, cast, fits=True)
 
 
 def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:

@@ -202,8 +202,8 @@ def _quantized(
     """The local part of an operand in float8, where the operand is."""
     if cast.delayed:
         record = spec.record or operand == "grad_output"
-        m, scale = spec.histories[operand].scaling_of(tensor, record)
-        return Quantized(quantize_local(local_tensor(tensor), m, cast), scale, cast.granularity)
+        scaling = spec.histories[operand].scaling_of(tensor, record)
+        return quantize_local(local_tensor(tensor), scaling, cast)
     power_of_2 = spec.config.round_scales_to_power_of_2
     if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
         return quantize_over(tensor, cast, power_of_2, axes)
@@ -239,9 +239,7 @@ def wait_local(operand: Local) -> Local:
     if isinstance(operand, Quantized):
         return operand
     local = local_tensor(operand)
-    if not isinstance(local, Float8Tensor):
-        return local
-    return Quantized.of(local)
+    return Quantized.of(local) if isinstance(local, Float8Tensor) else local
 
 
 def weight_operand(

@@ -199,11 +199,8 @@ class Float8Weight:
         self, shard: torch.Tensor, scalings: Scalings, fits: bool = False
     ) -> tuple[Quantized, ...]:
         """The shard in the given casts; ``fits``: the scalings are those of its own amaxes."""
-        float8 = []
-        for cast, (multiplier, scale) in scalings.items():
-            qdata = quantize_local(shard, multiplier, cast, fits=fits and not cast.delayed)
-            float8.append(Quantized(qdata, scale, cast.granularity))
-        return tuple(float8)
+        each = scalings.items()
+        return tuple([quantize_local(shard, s, c, fits=fits and not c.delayed) for c, s in each])
 
     def _scalings(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
         """The scaling of the shard for each cast, known or new; by an operator where one is needed.
