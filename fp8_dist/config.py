@@ -157,34 +157,6 @@ class Float8LinearRecipeName(enum.Enum):
     all-reduce per step in ``sync_float8_amax_and_scale_history``."""
 
 
-class _Resolved(NamedTuple):
-    """What follows from the fields of a config; each forward and backward asks for it."""
-
-    by_use: dict[tuple[Operand, Gemm], CastSpec | None]
-    casts: dict[Operand, tuple[CastSpec, ...]]
-    gather_casts: dict[Operand, CastSpec | None]
-
-    @staticmethod
-    def of(config: "Float8LinearConfig") -> "_Resolved":
-        by_use = {
-            (operand, gemm): config._cast_spec(operand, gemm)
-            for gemm, pair in GEMM_OPERANDS.items()
-            for operand in pair
-        }
-        uses = {
-            operand: list(dict.fromkeys(cast for (o, _), cast in by_use.items() if o == operand))
-            for operand in get_args(Operand)
-        }
-        return _Resolved(
-            by_use,
-            casts={o: tuple(cast for cast in casts if cast) for o, casts in uses.items()},
-            gather_casts={
-                operand: first if first and not others and first.granularity.can_gather else None
-                for operand, (first, *others) in uses.items()
-            },
-        )
-
-
 @dataclass(frozen=True)
 class Float8LinearConfig:
     """Configuration of a :class:`fp8_dist.Float8Linear`.
@@ -262,21 +234,33 @@ class Float8LinearConfig:
         """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
         return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
 
+    # Two caches of what each forward asks for. The checks fill them, before any graph could ask.
+
     @cached_property
-    def _resolved(self) -> _Resolved:
-        return _Resolved.of(self)  # made by the checks above, before any graph could ask for it
+    def _uses(self) -> dict[Operand, dict[Gemm, CastSpec | None]]:
+        uses: dict[Operand, dict[Gemm, CastSpec | None]] = {o: {} for o in get_args(Operand)}
+        for gemm, operands in GEMM_OPERANDS.items():
+            for operand in operands:
+                uses[operand][gemm] = self._cast_spec(operand, gemm)
+        return uses
+
+    @cached_property
+    def _casts(self) -> dict[Operand, tuple[CastSpec, ...]]:
+        used = {operand: dict.fromkeys(uses.values()) for operand, uses in self._uses.items()}
+        return {operand: tuple(cast for cast in casts if cast) for operand, casts in used.items()}
 
     def cast(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
         """How ``operand``, as it is stored, is cast for ``gemm``; ``None``: in high precision."""
-        return self._resolved.by_use[operand, gemm]
+        return self._uses[operand][gemm]
 
     def casts(self, operand: Operand) -> tuple[CastSpec, ...]:
         """The different casts of ``operand`` in its two GEMMs, in their order."""
-        return self._resolved.casts[operand]
+        return self._casts[operand]
 
     def gather_cast(self, operand: Operand) -> CastSpec | None:
         """The one cast of ``operand`` in both of its GEMMs; ``None``: gather high precision."""
-        return self._resolved.gather_casts[operand]
+        first, second = self._uses[operand].values()
+        return first if first == second and first and first.granularity.can_gather else None
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """How one of the three GEMMs is run: (use_fast_accum, pad_inner_dim, emulate).
