@@ -6,6 +6,7 @@ to their shape: a tensorwise one stays as it is, those of rows move with their r
 """
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -46,22 +47,28 @@ def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
 
 @implements(
     aten.alias.default,
+    aten.chunk.default,
     aten.detach.default,
     aten.expand.default,
     aten.permute.default,
     aten.select.int,
     aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
     aten.squeeze.dim,
     aten.t.default,
     aten.transpose.int,
+    aten.unbind.int,
     aten.unsqueeze.default,
 )
-def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
+def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rest = args[0], args[1:]
-    qdata = func(x.qdata, *rest, **kwargs)
-    if x.scale.ndim == 0:
-        return x.rewrap(qdata=qdata)
-    return _with_expanded_scale(func, x, qdata, func(_expanded(x), *rest, **kwargs))
+    moved = func(x.qdata, *rest, **kwargs)
+    scales = func(_expanded(x), *rest, **kwargs) if x.scale.ndim else None
+    if isinstance(moved, torch.Tensor):
+        return _with_expanded_scale(func, x, moved, scales)
+    parts = zip(moved, scales or repeat(None), strict=False)
+    return [_with_expanded_scale(func, x, qdata, scale) for qdata, scale in parts]
 
 
 def _expanded(x: Float8Tensor) -> torch.Tensor:
@@ -72,9 +79,11 @@ def _expanded(x: Float8Tensor) -> torch.Tensor:
 
 
 def _with_expanded_scale(
-    func: Any, x: Float8Tensor, qdata: torch.Tensor, expanded: torch.Tensor
+    func: Any, x: Float8Tensor, qdata: torch.Tensor, expanded: torch.Tensor | None
 ) -> Float8Tensor:
     """``x`` with data moved by ``func``, and a scale that was expanded and moved likewise."""
+    if expanded is None:  # one scale for all
+        return x.rewrap(qdata=qdata)
     granularity = granularity_of(x)
     covered = tuple(dim for dim, stride in enumerate(expanded.stride()) if stride == 0)
     size = [1 if dim in covered else n for dim, n in enumerate(expanded.shape)]
@@ -135,16 +144,6 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Te
     x = args[0]
     scale = func(x.scale) if x.scale.ndim else x.scale
     return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scale)
-
-
-@implements(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default)
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Float8Tensor]:
-    x, rest = args[0], args[1:]
-    parts = func(x.qdata, *rest, **kwargs)
-    if x.scale.ndim == 0:
-        return [x.rewrap(qdata=q) for q in parts]
-    scales = func(_expanded(x), *rest, **kwargs)
-    return [_with_expanded_scale(func, x, q, s) for q, s in zip(parts, scales, strict=True)]
 
 
 @implements(aten.cat.default)
@@ -355,11 +354,8 @@ def scaled_mm(
 ) -> torch.Tensor:
     """Matrix product ``[M, N]`` of two local float8 matrices, with no collectives.
 
-    Args:
-        a: ``[M, K]``, any strides, a float8 dtype; its scale is 0-dim or ``[M, 1]``.
-        b: ``[K, N]``, likewise; its scale is 0-dim or ``[1, N]``.
-        out_dtype: dtype of the result (fp32, bf16 or fp16).
-        use_fast_accum, pad_inner_dim, emulate: as in :func:`fp8_dist.kernels.scaled_mm`, as errors.
+    The scale of ``a`` is 0-dim or ``[M, 1]``, that of ``b`` 0-dim or ``[1, N]``. Options and errors
+    are those of :func:`fp8_dist.kernels.scaled_mm`.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
     # Not the direct call: it may keep what it derives from an operand, whose data the owner of a
