@@ -378,8 +378,7 @@ class Float8LinearConfig:
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length!r}: use an integer of at least 1"
             )
-        operands = get_args(Operand)
-        delayed = [o for o in operands if any(cast.delayed for cast in self.casts(o))]
+        delayed = [o for o in get_args(Operand) if any(cast.delayed for cast in self.casts(o))]
         if length != 16 and not delayed:
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length} has no effect: it belongs to "

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch.distributed.tensor import Placement
 
-from fp8_dist.mesh import is_shard
+from fp8_dist.mesh import sharded_dim
 
 
 class Granularity:
@@ -59,11 +59,8 @@ class Granularity:
         """The mesh axes over which local amaxes are reduced: those that shard a covered dim."""
         self._check_not_grouped()
         covered = self.covered_dims(ndim)
-        return tuple(
-            axis
-            for axis, p in enumerate(placements)
-            if is_shard(p) and (covered is None or p.dim % ndim in covered)  # type: ignore[attr-defined]
-        )
+        covered = tuple(range(ndim)) if covered is None else covered
+        return tuple(i for i, p in enumerate(placements) if sharded_dim(p, ndim) in covered)
 
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
         """Whether float8 data can be redistributed, after its cast, from shards of these dims."""

@@ -17,7 +17,7 @@ from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
-from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
+from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
 from fp8_dist.warn import warn_once
@@ -90,9 +90,10 @@ def plan_operand(
     axes: tuple[int, ...] = ()
     dims: list[int] = []
     for axis, (p, needed) in enumerate(zip(now or (), then or (), strict=True)):
-        if is_shard(p) and p != needed:
+        dim = sharded_dim(p, ndim)
+        if dim is not None and p != needed:
             axes += (axis,)
-            dims.append(p.dim % ndim)  # type: ignore[attr-defined]
+            dims.append(dim)
     moves, everywhere = now != then, amax_scope == "global"
     first = casts[0]
     if first is not None and all(cast == first for cast in casts):

@@ -9,11 +9,11 @@ from fp8_dist.mesh.layout import (
     Layout,
     Placements,
     global_offset,
-    is_shard,
     local_sizes,
     local_tensor,
     narrowed,
     reduced,
+    sharded_dim,
     with_local,
 )
 from fp8_dist.mesh.rules import LinearLayouts, linear_layouts
@@ -29,13 +29,13 @@ __all__ = [
     "global_offset",
     "group_along",
     "group_for_amax",
-    "is_shard",
     "linear_layouts",
     "local_sizes",
     "local_tensor",
     "narrowed",
     "reduce_amax",
     "reduced",
+    "sharded_dim",
     "union_of",
     "with_local",
 ]

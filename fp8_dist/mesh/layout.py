@@ -37,9 +37,9 @@ class Layout(NamedTuple):
         return make_dtensor(local, self.mesh, self.placements, self.shape)
 
 
-def is_shard(placement: Placement) -> bool:
-    """True for Shard and for the strided shards of FSDP2 over TP."""
-    return isinstance(placement, (Shard, StridedShard))
+def sharded_dim(placement: Placement, ndim: int) -> int | None:
+    """The dim of a tensor that a placement shards, in FSDP2's strided way over TP too, if any."""
+    return placement.dim % ndim if isinstance(placement, (Shard, StridedShard)) else None
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,9 +56,9 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def local_sizes(layout: Layout, dim: int) -> set[int]:
     """The sizes that a dim has on the ranks of a mesh; the same answer on all of them."""
-    sizes = {layout.shape[dim]}
+    sizes, ndim = {layout.shape[dim]}, len(layout.shape)
     for axis, p in enumerate(layout.placements):
-        if is_shard(p) and p.dim % len(layout.shape) == dim % len(layout.shape):  # type: ignore[attr-defined]
+        if sharded_dim(p, ndim) == dim % ndim:
             n = layout.mesh.size(axis)
             # As torch.chunk: equal chunks of the size rounded up, then what is left, then none.
             sizes = {

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from fp8_dist.mesh.layout import Placements, is_shard
+from fp8_dist.mesh.layout import Placements, sharded_dim
 
 
 class LinearLayouts(NamedTuple):
@@ -47,9 +47,11 @@ def linear_layouts(
     rows: list[Placements] = []
     for p_input, p_weight in zip(input, weight, strict=True):
         if p_weight.is_replicate():
-            batch = is_shard(p_input) and p_input.dim % input_ndim != last  # type: ignore[attr-defined]
-            where = Shard(p_input.dim % input_ndim) if batch else Replicate()  # type: ignore[attr-defined]
-            rows.append((where, where, where, where, Partial() if batch else Replicate()))
+            dim = sharded_dim(p_input, input_ndim)
+            if dim is None or dim == last:
+                rows.append((Replicate(),) * 5)
+            else:
+                rows.append((*(Shard(dim),) * 4, Partial()))
         elif p_weight == Shard(0):
             rows.append((Replicate(), Shard(last), Shard(last), Partial(), Shard(0)))
         elif p_weight == Shard(1):
