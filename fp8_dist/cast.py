@@ -22,7 +22,14 @@ from fp8_dist.kernels import (
     scaling_from_amax,
     transposed_copy,
 )
-from fp8_dist.mesh import Layout, Placements, all_reduce_max, group_for_amax, local_tensor, reduced
+from fp8_dist.mesh import (
+    Placements,
+    all_reduce_max,
+    group_for_amax,
+    local_tensor,
+    reduced,
+    with_local,
+)
 from fp8_dist.tensor import Float8Tensor, Quantized
 
 # For each cast: (quantization multiplier, scale). For each copy: the copy.
@@ -115,8 +122,6 @@ def scaling_over(
 
     Args:
         tensor: a tensor or DTensor without Partial placements.
-        cast: the float8 dtype, and what one scale covers.
-        round_scales_to_power_of_2: see :mod:`fp8_dist.kernels.scale`.
         axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
         local: its local tensor, where that is stored in another form.
 
@@ -171,11 +176,13 @@ def _amax_axes(
 
 
 def quantize_local(
-    x: torch.Tensor, multiplier: torch.Tensor, cast: CastSpec, *, fits: bool = False
-) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.quantize` of a local tensor, by multipliers of what scales cover."""
+    x: torch.Tensor, scaling: Scaling, cast: CastSpec, *, fits: bool = False
+) -> Quantized:
+    """:func:`fp8_dist.kernels.quantize` of a local tensor, by the scaling of what scales cover."""
+    multiplier, scale = scaling
     qdata = quantize(cast.granularity.grouped(x), multiplier, cast.dtype, fits=fits)
-    return qdata if qdata.shape == x.shape else qdata.view(x.shape)
+    qdata = qdata if qdata.shape == x.shape else qdata.view(x.shape)
+    return Quantized(qdata, scale, cast.granularity)
 
 
 def quantize_over(
@@ -246,7 +253,7 @@ def copies_by(
     else:
         data = []
         for cast, transposed_ in copies:
-            qdata = quantize_local(x, scalings[cast][0], cast, fits=fits)
+            qdata = quantize_local(x, scalings[cast], cast, fits=fits).qdata
             data.append(transposed_copy(qdata.view(-1, x.shape[-1])) if transposed_ else qdata)
     return _copies(x, copies, data, scalings)
 
@@ -270,9 +277,7 @@ def _copies(
 
 def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     """The cast of a tensor's local part as a Float8Tensor; a DTensor of one where ``tensor`` is."""
-    float8 = quantized.as_tensor(tensor.dtype)
-    layout = Layout.of(tensor)
-    return float8 if layout is None else layout.wrap(float8)
+    return with_local(tensor, quantized.as_tensor(tensor.dtype))
 
 
 class _CastToFloat8(torch.autograd.Function):

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch.distributed.tensor import Placement
 
-from fp8_dist.mesh import is_shard
+from fp8_dist.mesh import sharded_dim
 
 
 class Granularity:
@@ -48,28 +48,19 @@ class Granularity:
         grouped = shape
         if self.is_grouped:
             grouped = self.grouped(torch.empty(tuple(shape), device="meta")).shape
-        covered = self.covered_dims(len(grouped))
-        if covered is None:
-            return []
-        return [1 if dim in covered else n for dim, n in enumerate(grouped)]
+        return self._per_dim(grouped, covered=1)
 
     def offset(self, offset: Sequence[int]) -> list[int]:
         """Where a shard's scales begin among those of the tensor, if it begins at ``offset``."""
         self._check_not_grouped()
-        covered = self.covered_dims(len(offset))
-        if covered is None:
-            return []
-        return [0 if dim in covered else start for dim, start in enumerate(offset)]
+        return self._per_dim(offset, covered=0)
 
     def amax_axes(self, placements: Sequence[Placement], ndim: int) -> tuple[int, ...]:
         """The mesh axes over which local amaxes are reduced: those that shard a covered dim."""
         self._check_not_grouped()
         covered = self.covered_dims(ndim)
-        return tuple(
-            axis
-            for axis, p in enumerate(placements)
-            if is_shard(p) and (covered is None or p.dim % ndim in covered)  # type: ignore[attr-defined]
-        )
+        covered = tuple(range(ndim)) if covered is None else covered
+        return tuple(i for i, p in enumerate(placements) if sharded_dim(p, ndim) in covered)
 
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
         """Whether float8 data can be redistributed, after its cast, from shards of these dims."""
@@ -107,6 +98,11 @@ class Granularity:
     def is_grouped(self) -> bool:
         """Whether a scale covers parts of dims: :meth:`grouped` is another view."""
         return type(self).grouped is not Granularity.grouped
+
+    def _per_dim(self, numbers: Sequence[int], covered: int) -> list[int]:
+        dims = self.covered_dims(len(numbers))
+        each = enumerate(numbers)
+        return [] if dims is None else [covered if dim in dims else n for dim, n in each]
 
     def _check_not_grouped(self) -> None:
         if self.is_grouped:

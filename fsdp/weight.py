@@ -161,11 +161,8 @@ class Float8AllGatherWeight(torch.Tensor):
         _check_other_shards(module, mesh)
         cast = module.float8_weight.gather_cast(self._tensor)
         inputs: tuple[torch.Tensor, ...] = (_padded_bytes(cast.qdata, outer_size, mesh.size()),)
-        if (
-            not cast.granularity.scales_move
-            or mesh.size() == 1
-            or self.size()[1:] != outer_size[1:]
-        ):
+        whole_rows = self.size()[1:] == outer_size[1:]
+        if not (cast.granularity.scales_move and mesh.size() > 1 and whole_rows):
             scale: torch.Tensor | None = cast.scale  # the same on all ranks
         elif outer_size[0] % mesh.size() == 0:
             inputs, scale = (*inputs, cast.scale.reshape(-1)), None
@@ -208,15 +205,10 @@ def _gathered_scales(
     assert layout is not None
     if cache.all_scales is None:
         every = scale.new_zeros(granularity.scale_shape(layout.shape))
-        narrowed(every, _scale_offset(granularity, layout), scale.shape).copy_(scale)
+        narrowed(every, granularity.offset(global_offset(layout)), scale.shape).copy_(scale)
         cache.all_scales = all_reduce_max(every, mesh.get_group().group_name)
-    offset = _scale_offset(granularity, _unsharded_layout(layout, mesh))
+    offset = granularity.offset(global_offset(_unsharded_layout(layout, mesh)))
     return narrowed(cache.all_scales, offset, granularity.scale_shape(size)).to(scale.device)
-
-
-def _scale_offset(granularity: Granularity, layout: Layout) -> list[int]:
-    """Where this rank's scales begin among those of the global weight."""
-    return granularity.offset([global_offset(layout, dim) for dim in range(2)])
 
 
 @lru_cache(maxsize=1024)

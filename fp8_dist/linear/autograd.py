@@ -154,18 +154,15 @@ class _LinearFunction(torch.autograd.Function):
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         multiplier = recast_multiplier if needs_input else None
-        ctx.input_cast = ctx.weight_cast = None
-        saved_x: list[torch.Tensor | None] = [None, None]
-        saved_w: list[torch.Tensor | None] = [None, None]
-        if needs_weight:
-            saved_x, ctx.input_cast = _flat(wait_local(x["grad_weight"]))
+        uses_cast = needs_input and multiplier is None
+        qdata = first_qdata if second_qdata is None else second_qdata
+        scale = first_scale if second_scale is None else second_scale
+        cast = config.cast("weight", "grad_input")
+        right = _as_operand(qdata, scale, cast, local_weight) if uses_cast else None
+        saved_x, ctx.input_cast = _flat(wait_local(x["grad_weight"]) if needs_weight else None)
+        saved_w, ctx.weight_cast = _flat(right)
         if multiplier is not None:
             saved_w = [weight, first_scale if recast_scale is None else recast_scale]
-        elif needs_input:
-            qdata = first_qdata if second_qdata is None else second_qdata
-            scale = first_scale if second_scale is None else second_scale
-            cast = config.cast("weight", "grad_input")
-            saved_w, ctx.weight_cast = _flat(_as_operand(qdata, scale, cast, local_weight))
         # Plain tensors: hooks on saved tensors see the real bytes.
         ctx.save_for_backward(*saved_x, *saved_w, multiplier)
         ctx.bias_layout = Layout.of(bias)
@@ -226,9 +223,9 @@ def _as_operand(
     return Quantized(qdata, scale, cast.granularity)
 
 
-def _flat(operand: Local) -> tuple[list[torch.Tensor | None], Granularity | None]:
+def _flat(operand: Local | None) -> tuple[list[torch.Tensor | None], Granularity | None]:
     """The tensors of an operand, and the rest of it."""
-    if isinstance(operand, torch.Tensor):
+    if operand is None or isinstance(operand, torch.Tensor):
         return [operand, None], None
     return [operand.qdata, operand.scale], operand.granularity
 

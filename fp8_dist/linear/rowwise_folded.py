@@ -41,7 +41,7 @@ from fp8_dist.config import CastSpec, Gemm
 from fp8_dist.granularity import COLUMN, ROW
 from fp8_dist.kernels import quantize, scaling_from_amax
 from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes
-from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
+from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
 
@@ -138,8 +138,8 @@ def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch
         return grad
     assert placements is not None
     now = tuple(grad.placements)
-    last = {p for p in (*now, *placements) if is_shard(p) and p.dim % grad.ndim == grad.ndim - 1}  # type: ignore[attr-defined]
-    return grad.redistribute(placements=placements) if last and now != placements else grad
+    in_parts = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*now, *placements)]
+    return grad.redistribute(placements=placements) if in_parts and now != placements else grad
 
 
 def _moved(

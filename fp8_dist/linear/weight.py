@@ -38,7 +38,7 @@ from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
-from fp8_dist.mesh import Layout, local_tensor
+from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import is_captured, is_selectively_checkpointed
 from fp8_dist.warn import warn_once
@@ -137,8 +137,7 @@ class Float8Weight:
     def gather_cast(self, shard: torch.Tensor) -> Quantized:
         """The cast of the sharded parameter, for FSDP2 to gather.
 
-        Args:
-            shard: its shard, perhaps moved off the parameter's device (CPU offload).
+        ``shard`` may have been moved off the parameter's device (CPU offload).
 
         Collectives: as :meth:`forward_casts`.
         """
@@ -158,16 +157,12 @@ class Float8Weight:
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter on the same storage as a plain tensor or DTensor, detached."""
-        layout = Layout.of(parameter)
-        local = self.gather_type.unwrap(local_tensor(parameter.detach()))
-        return local if layout is None else layout.wrap(local)
+        return with_local(parameter, self.gather_type.unwrap(local_tensor(parameter.detach())))
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
         """A parameter on the same storage as one that FSDP2 gathers in float8."""
-        layout = Layout.of(parameter)
         local = self.gather_type.wrap(local_tensor(parameter.detach()))
-        wrapped = local if layout is None else layout.wrap(local)
-        return nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
+        return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
 
     def _casts(
         self,
@@ -272,8 +267,7 @@ class Float8Weight:
 
     def _scaling_of(self, parameter: torch.Tensor, shard: torch.Tensor, cast: CastSpec) -> Scaling:
         if cast.delayed:
-            layout = Layout.of(parameter)
-            tensor = shard if layout is None else layout.wrap(shard)
+            tensor = with_local(parameter, shard)
             return self._histories["weight"].scaling_of(tensor, record=False)
         power_of_2 = self.config.round_scales_to_power_of_2
         return scaling_over(parameter, cast, power_of_2, local=shard)

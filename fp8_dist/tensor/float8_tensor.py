@@ -11,13 +11,7 @@ from typing import Any
 import torch
 
 from fp8_dist.dtypes import is_float8, short_name
-from fp8_dist.granularity import (
-    ROW,
-    TENSOR,
-    Granularity,
-    covering,
-    granularity_named,
-)
+from fp8_dist.granularity import ROW, TENSOR, Granularity, covering, granularity_named
 from fp8_dist.torch_internals import STAND_INS, disabled_torch_function, make_wrapper_subclass
 
 # aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.tensor.ops.

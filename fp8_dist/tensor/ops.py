@@ -6,6 +6,7 @@ to their shape: a tensorwise one stays as it is, those of rows move with their r
 """
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -46,22 +47,28 @@ def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
 
 @implements(
     aten.alias.default,
+    aten.chunk.default,
     aten.detach.default,
     aten.expand.default,
     aten.permute.default,
     aten.select.int,
     aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
     aten.squeeze.dim,
     aten.t.default,
     aten.transpose.int,
+    aten.unbind.int,
     aten.unsqueeze.default,
 )
-def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
+def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rest = args[0], args[1:]
-    qdata = func(x.qdata, *rest, **kwargs)
-    if x.scale.ndim == 0:
-        return x.rewrap(qdata=qdata)
-    return _with_expanded_scale(func, x, qdata, func(_expanded(x), *rest, **kwargs))
+    moved = func(x.qdata, *rest, **kwargs)
+    scales = func(_expanded(x), *rest, **kwargs) if x.scale.ndim else None
+    if isinstance(moved, torch.Tensor):
+        return _with_expanded_scale(func, x, moved, scales)
+    parts = zip(moved, scales or repeat(None), strict=False)
+    return [_with_expanded_scale(func, x, qdata, scale) for qdata, scale in parts]
 
 
 def _expanded(x: Float8Tensor) -> torch.Tensor:
@@ -72,9 +79,11 @@ def _expanded(x: Float8Tensor) -> torch.Tensor:
 
 
 def _with_expanded_scale(
-    func: Any, x: Float8Tensor, qdata: torch.Tensor, expanded: torch.Tensor
+    func: Any, x: Float8Tensor, qdata: torch.Tensor, expanded: torch.Tensor | None
 ) -> Float8Tensor:
     """``x`` with data moved by ``func``, and a scale that was expanded and moved likewise."""
+    if expanded is None:  # one scale for all
+        return x.rewrap(qdata=qdata)
     granularity = granularity_of(x)
     covered = tuple(dim for dim, stride in enumerate(expanded.stride()) if stride == 0)
     size = [1 if dim in covered else n for dim, n in enumerate(expanded.shape)]
@@ -105,12 +114,10 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     if x.scale.ndim == 0 or qdata.shape == x.shape:
         return x.rewrap(qdata=qdata)
     last, fixed = x.ndim - 1, granularity_of(x).fixed_dims(x.ndim)
-    if fixed == (last,):
-        return x.rewrap(qdata=qdata, scale=x.scale.reshape(*qdata.shape[:-1], x.scale.shape[-1]))
-    if fixed == tuple(range(last)):
-        scale = x.scale.reshape([1] * (qdata.ndim - 1) + [x.scale.shape[-1]])
-        return x.rewrap(qdata=qdata, scale=scale)
-    raise _no_scale_for(func, x)
+    if fixed not in ((last,), tuple(range(last))):
+        raise _no_scale_for(func, x)
+    rows = qdata.shape[:-1] if fixed == (last,) else [1] * (qdata.ndim - 1)
+    return x.rewrap(qdata=qdata, scale=x.scale.reshape(*rows, x.scale.shape[-1]))
 
 
 @implements(aten.as_strided.default, aten._reshape_alias.default)
@@ -139,16 +146,6 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Te
     return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scale)
 
 
-@implements(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default)
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Float8Tensor]:
-    x, rest = args[0], args[1:]
-    parts = func(x.qdata, *rest, **kwargs)
-    if x.scale.ndim == 0:
-        return [x.rewrap(qdata=q) for q in parts]
-    scales = func(_expanded(x), *rest, **kwargs)
-    return [_with_expanded_scale(func, x, q, s) for q, s in zip(parts, scales, strict=True)]
-
-
 @implements(aten.cat.default)
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     tensors = args[0]
@@ -160,19 +157,22 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
                 f"torch.cat of a Float8Tensor and a {type(x).__name__}: dequantize() the first "
                 "or cast_to_float8 the second"
             )
-        if x.qdata.dtype != first.qdata.dtype:
-            dtypes = f"{first.qdata.dtype} and {x.qdata.dtype}"
-            raise ValueError(f"torch.cat of float8 tensors of {dtypes}")
-        if x.granularity != first.granularity:
-            raise ValueError(
-                "torch.cat of float8 tensors whose scales cover different dims; dequantize() them"
-            )
+        _check_same_kind("torch.cat", first, x)
     scales = [x.scale for x in tensors]
     fixed = granularity_of(first).fixed_dims(first.ndim)
     along_scales = first.scale.ndim and dim % first.ndim not in fixed
     scale = func(scales, dim) if along_scales else _common_scale(scales)
     out = func([as_bytes(x.qdata) for x in tensors], dim)
     return first.rewrap(qdata=out.view(first.qdata.dtype), scale=scale)
+
+
+def _check_same_kind(name: str, x: Float8Tensor, y: Float8Tensor) -> None:
+    if x.qdata.dtype != y.qdata.dtype:
+        raise ValueError(f"{name} of float8 tensors of {x.qdata.dtype} and {y.qdata.dtype}")
+    if x.granularity != y.granularity:
+        raise ValueError(
+            f"{name} of float8 tensors whose scales cover different dims; dequantize() them"
+        )
 
 
 def _common_scale(scales: list[torch.Tensor]) -> torch.Tensor:
@@ -200,10 +200,8 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     scale = x.scale
     if scale.ndim:
         # From the last dim on, a pair for each: nothing is added along a dim that a scale covers.
-        added = list(pad)
-        for i in range(0, len(added), 2):
-            if x.ndim - 1 - i // 2 in granularity_of(x).fixed_dims(x.ndim):
-                added[i : i + 2] = [0, 0]
+        fixed = granularity_of(x).fixed_dims(x.ndim)
+        added = [0 if x.ndim - 1 - i // 2 in fixed else n for i, n in enumerate(pad)]
         scale = func(scale, added, 0)
     qdata = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype)
     return x.rewrap(qdata=qdata, scale=scale)
@@ -231,10 +229,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
             f"{func} between a {type(dst).__name__} and a {type(src).__name__}: dequantize() or "
             "cast_to_float8 first, so that both are of one kind"
         )
-    if dst.qdata.dtype != src.qdata.dtype:
-        raise ValueError(f"copy_ from {src.qdata.dtype} to {dst.qdata.dtype} data")
-    if dst.granularity != src.granularity:
-        raise ValueError("copy_ between float8 tensors whose scales cover different dims")
+    _check_same_kind("copy_", dst, src)
     func(dst.qdata, src.qdata, *args[2:], **kwargs)
     func(dst.scale, src.scale, *args[2:], **kwargs)
     return dst
@@ -359,11 +354,8 @@ def scaled_mm(
 ) -> torch.Tensor:
     """Matrix product ``[M, N]`` of two local float8 matrices, with no collectives.
 
-    Args:
-        a: ``[M, K]``, any strides, a float8 dtype; its scale is 0-dim or ``[M, 1]``.
-        b: ``[K, N]``, likewise; its scale is 0-dim or ``[1, N]``.
-        out_dtype: dtype of the result (fp32, bf16 or fp16).
-        use_fast_accum, pad_inner_dim, emulate: as in :func:`fp8_dist.kernels.scaled_mm`, as errors.
+    The scale of ``a`` is 0-dim or ``[M, 1]``, that of ``b`` 0-dim or ``[1, N]``. Options and errors
+    are those of :func:`fp8_dist.kernels.scaled_mm`.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
     # Not the direct call: it may keep what it derives from an operand, whose data the owner of a
