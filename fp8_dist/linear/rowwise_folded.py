@@ -53,7 +53,7 @@ def folded_gradients(
     weight: Quantized | None,
     input: Quantized | None,
     axes: tuple[int, ...] | None,
-    transposed: bool,
+    transposed: bool = False,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
     """The operands of the two gradient GEMMs: g1 and wq, g2 and xq.
 
