@@ -83,10 +83,10 @@ def size_class(*sizes: int) -> tuple[int, ...]:
 
 def float8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """The constants of a kernel that rounds to ``dtype``."""
-    return {"BIAS": BIAS[dtype], "SOFT": not _converts(dtype, device)}
+    return {"BIAS": BIAS[dtype], "SOFT": not converts(dtype, device)}
 
 
-def _converts(dtype: torch.dtype, device: torch.device) -> bool:
+def converts(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device has an instruction from fp32 to ``dtype``, known to round as torch does.
 
     (AMD's are not used: which formats and which rounding they have differs between generations.)
