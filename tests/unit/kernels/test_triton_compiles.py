@@ -41,3 +41,17 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
 
 def test_kernels_compile_for_amd(tmp_path: Path) -> None:
     assert all(kernel["bytes"] for kernel in compiled("gfx942", tmp_path))
+
+
+def test_without_triton_the_other_route_serves() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+from fp8_dist.kernels import cuda
+from fp8_dist.kernels.cuda import operators
+assert not cuda.HAS_TRITON
+functions = [name for name in cuda.__all__ if name.islower()]
+assert len(functions) == 11
+assert all(getattr(cuda, name) is getattr(operators, name) for name in functions)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
