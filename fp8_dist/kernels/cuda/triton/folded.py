@@ -33,7 +33,7 @@ _ROWS = (
     blocks(4, BM=16, BN=128),
     blocks(8, BM=16, BN=256),
     blocks(8, BM=32, BN=128),
-    blocks(4, BM=32, BN=64),
+    blocks(8, BM=64, BN=128),
 )
 
 
@@ -51,16 +51,17 @@ def _row_amaxes(
     BN: tl.constexpr,
 ) -> tl.tensor:
     # The amaxes of rows of g, and of g * s (0 without a weight).
-    largest = tl.zeros([BM], tl.int32)
-    largest_folded = tl.zeros([BM], tl.int32)
+    largest = tl.zeros([BM, BN], tl.int32)
+    folded = tl.zeros([BM, BN], tl.int32)
     for block in range(tl.cdiv(N, BN)):
         j = indices(block, BN)
         v = load_tile(grad, i, j, M, N, stride_m, stride_n)
-        largest = tl.maximum(largest, tl.max(magnitude(v), 1))
+        largest = tl.maximum(largest, magnitude(v))
         if WEIGHT:
             s = tl.load(weight_scale + j, mask=j < N, other=0.0) * UNIT
-            largest_folded = tl.maximum(largest_folded, tl.max(magnitude(v * s[None, :]), 1))
-    return largest.to(tl.float32, bitcast=True), largest_folded.to(tl.float32, bitcast=True)
+            folded = tl.maximum(folded, magnitude(v * s[None, :]))
+    a0, a1 = tl.max(largest, 1), tl.max(folded, 1)
+    return a0.to(tl.float32, bitcast=True), a1.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -59,7 +59,7 @@ class Tuned:
         chosen = self._fastest.get(key)
         if chosen is None:
             if not INTERPRETED and not torch.cuda.is_current_stream_capturing():
-                tuner = triton.autotune(list(self.configs), key=[], do_bench=_time)(self.kernel)
+                tuner = triton.autotune(list(self.configs), key=[], do_bench=measure)(self.kernel)
                 tuner[grid](*args, **constants)
                 self._fastest[key] = tuner.best_config.all_kwargs()
                 return
@@ -72,7 +72,8 @@ def tuned(*configs: triton.Config) -> Callable[[Any], Tuned]:
     return lambda kernel: Tuned(kernel, configs)
 
 
-def _time(call: Callable[[], None], quantiles: list[float]) -> Any:
+def measure(call: Callable[[], None], quantiles: list[float]) -> Any:
+    """Quantiles of the time of a launch; waits for the device."""
     return triton.testing.do_bench(call, warmup=2, rep=10, quantiles=quantiles)
 
 
@@ -83,10 +84,10 @@ def size_class(*sizes: int) -> tuple[int, ...]:
 
 def float8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """The constants of a kernel that rounds to ``dtype``."""
-    return {"BIAS": BIAS[dtype], "SOFT": not _converts(dtype, device)}
+    return {"BIAS": BIAS[dtype], "SOFT": not converts(dtype, device)}
 
 
-def _converts(dtype: torch.dtype, device: torch.device) -> bool:
+def converts(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device has an instruction from fp32 to ``dtype``, known to round as torch does.
 
     (AMD's are not used: which formats and which rounding they have differs between generations.)

@@ -87,7 +87,7 @@ def _columns(
     tl.atomic_max(out + j, tl.max(largest, 0), mask=j < K, sem="relaxed")
 
 
-@tuned(blocks(4, BM=16, BN=128), blocks(8, BM=16, BN=256), blocks(8, BM=32, BN=128))
+@tuned(blocks(4, BM=64, BN=64), blocks(8, BM=64, BN=128), blocks(8, BM=128, BN=128))
 @triton.jit
 def _rows_and_columns(
     x: tl.tensor,
@@ -100,15 +100,12 @@ def _rows_and_columns(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: BM rows, and its part of the maximum of all columns. Moves the bytes of x once.
+    # One instance: a tile of [BM, BN]. Moves the bytes of x once.
     i = indices(tl.program_id(0), BM)
-    largest = tl.zeros([BM], tl.int32)
-    for block in range(tl.cdiv(K, BN)):
-        j = indices(block, BN)
-        bits = magnitude(load_tile(x, i, j, M, K, stride_m, stride_k))
-        largest = tl.maximum(largest, tl.max(bits, 1))
-        tl.atomic_max(columns + j, tl.max(bits, 0), mask=j < K, sem="relaxed")
-    tl.store(rows + i, largest, mask=i < M)
+    j = indices(tl.program_id(1), BN)
+    bits = magnitude(load_tile(x, i, j, M, K, stride_m, stride_k))
+    tl.atomic_max(rows + i, tl.max(bits, 1), mask=i < M, sem="relaxed")
+    tl.atomic_max(columns + j, tl.max(bits, 0), mask=j < K, sem="relaxed")
 
 
 @tuned(blocks(4, BLOCK=2048), blocks(8, BLOCK=4096))
@@ -200,10 +197,10 @@ def amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     Two launches; 2 bytes per bf16 element.
     """
     M, K = x.shape
-    rows = torch.empty(M, 1, dtype=torch.float32, device=x.device)
-    columns = torch.zeros(1, K, dtype=torch.float32, device=x.device)
+    rows, columns = torch.zeros(M + K, dtype=torch.float32, device=x.device).split([M, K])
+    rows, columns = rows.view(M, 1), columns.view(1, K)
     _rows_and_columns(
-        lambda chosen: (programs(M, chosen["BM"]),),
+        lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"])),
         (x.dtype, size_class(M, K), x.stride(1) == 1),
         x.device,
         *(x, rows.view(torch.int32), columns.view(torch.int32), M, K, *x.stride()),
@@ -221,20 +218,24 @@ _TRITON = {
 def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The amax of each of many contiguous tensors of one dtype and device: fp32 ``[len(tensors)]``.
 
-    Two launches, and a copy of the tensors' addresses to the device where they are not the same as
-    in the last calls; 2 bytes per bf16 element.
+    Two launches, and a copy of the tensors' addresses to the device, which the host waits for,
+    where they are not the same as in the last calls; 2 bytes per bf16 element. One by one while a
+    CUDA graph is captured, which would outlive the addresses.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     assert all(t.is_contiguous() and t.dtype == dtype and t.device == device for t in tensors)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.stack([amax(t) for t in tensors])
     addresses = tuple(t.data_ptr() for t in tensors)
     sizes = tuple(t.numel() for t in tensors)
     out = torch.zeros(len(tensors), dtype=torch.float32, device=device)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     splits = min(256, programs(max(sizes), 2**15))
     _many(
         lambda chosen: (len(tensors), splits),
         (dtype, size_class(len(tensors), max(sizes))),
         device,
-        *(_table(addresses, sizes, device), out.view(torch.int32)),
+        *(_table(addresses, sizes, device, stream), out.view(torch.int32)),
         DTYPE=_TRITON[dtype],
         ALIGNED=all(n % 16 == 0 for n in addresses + sizes),
         SPLITS=splits,
@@ -244,7 +245,11 @@ def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _table(
-    addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
+    addresses: tuple[int, ...],
+    sizes: tuple[int, ...],
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
 ) -> torch.Tensor:
+    # For each stream its own: memory that is freed may be taken by others on that stream alone.
     rows = list(zip(addresses, sizes, strict=True))
     return torch.tensor(rows, dtype=torch.int64).to(device)

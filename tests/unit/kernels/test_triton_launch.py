@@ -1,0 +1,80 @@
+"""How a Triton kernel is launched: which block sizes are measured, when, and for what."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fp8_dist.kernels.cuda.triton import launch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@triton.jit
+def _fill(out, size, BLOCK: tl.constexpr):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + n, tl.full([BLOCK], BLOCK, tl.int32), mask=n < size)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The results of measurements, of which each makes the next one shorter."""
+    times: list[float] = []
+
+    def measure(call: Callable[[], None], quantiles: list[float]) -> list[float]:
+        call()
+        times.append(1 / (1 + len(times)))
+        return [times[-1]] * len(quantiles)
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return times
+
+
+def run(kernel: launch.Tuned, key: Any) -> int:
+    """The block size of a launch."""
+    out = torch.zeros(10, dtype=torch.int32, device=DEVICE)
+    kernel(lambda chosen: (triton.cdiv(10, chosen["BLOCK"]),), key, DEVICE, out, 10)
+    assert (out == out[0]).all()
+    return int(out[0])
+
+
+def make() -> launch.Tuned:
+    return launch.Tuned(_fill, (launch.blocks(4, BLOCK=4), launch.blocks(4, BLOCK=8)))
+
+
+def test_the_fastest_is_found_once_for_each_key(measured: list[float]) -> None:
+    kernel = make()
+    assert [run(kernel, 0), run(kernel, 0)] == [8, 8]
+    assert len(measured) == 2
+    assert run(kernel, 1) == 8
+    assert len(measured) == 4
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(
+    measured: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = make()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert run(kernel, 0) == 4
+    assert not measured
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert run(kernel, 0) == 8  # what served meanwhile is not remembered
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert run(kernel, 0) == 8
+    assert len(measured) == 2
+
+
+def test_the_instruction_is_used_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    cuda = torch.device("cuda", 0)
+    for capability, formats in (((8, 0), 0), ((8, 9), 2), ((9, 0), 2), ((10, 0), 2)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        soft = [launch.float8_constants(dtype, cuda)["SOFT"] for dtype in launch.BIAS]
+        assert soft.count(False) == formats
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert all(launch.float8_constants(dtype, cuda)["SOFT"] for dtype in launch.BIAS)
