@@ -52,10 +52,11 @@ class FakeCudaProcess:
             self._pool = ProcessPoolExecutor(
                 max_workers=1, mp_context=multiprocessing.get_context("spawn"), initializer=_start
             )
-        # torch looks for CUDA while it is imported: only a preloaded guard is there before it. And
-        # Triton is not to interpret kernels, which are counted.
-        environment = {"LD_PRELOAD": str(built_guard()), "TRITON_INTERPRET": "0"}
-        with patch.dict(os.environ, environment):
+        # torch looks for CUDA while it is imported: only a preloaded guard is there before it. (A
+        # build for CUDA has a guard of its own.)
+        preload = {} if torch.backends.cuda.is_built() else {"LD_PRELOAD": str(built_guard())}
+        with patch.dict(os.environ, preload):
+            os.environ.pop("TRITON_INTERPRET", None)
             future = self._pool.submit(_call, function, args)  # starts the process
         return future.result(timeout)
 
