@@ -238,7 +238,7 @@ def copies_over(
         flat = cast_copies(x, values, dtype, round_scales_to_power_of_2, of, transposed)
     n = 2 * len(casts)
     scalings = dict(zip(casts, zip(flat[:n:2], flat[1:n:2], strict=True), strict=True))
-    return scalings, _copies(x, copies, flat[n:], scalings)
+    return scalings, as_copies(x, copies, flat[n:], scalings)
 
 
 def copies_by(
@@ -255,7 +255,7 @@ def copies_by(
         for cast, transposed_ in copies:
             qdata = quantize_local(x, scalings[cast], cast, fits=fits).qdata
             data.append(transposed_copy(qdata.view(-1, x.shape[-1])) if transposed_ else qdata)
-    return _copies(x, copies, data, scalings)
+    return as_copies(x, copies, data, scalings)
 
 
 def _in_one_pass(casts: Sequence[CastSpec]) -> bool:
@@ -264,9 +264,10 @@ def _in_one_pass(casts: Sequence[CastSpec]) -> bool:
     return same_dtype and all(cast.granularity in (TENSOR, ROW, COLUMN) for cast in casts)
 
 
-def _copies(
+def as_copies(
     x: torch.Tensor, copies: Sequence[CopySpec], data: Sequence[torch.Tensor], scalings: Scalings
 ) -> Copies:
+    """The copies of a local tensor whose data a kernel wrote."""
     found = {}
     for copy, qdata in zip(copies, data, strict=True):
         if copy.transposed:

@@ -12,6 +12,7 @@ import torch
 from fp8_dist.kernels import cpu
 from fp8_dist.kernels.copies import (
     amaxes,
+    cast_and_record,
     cast_copies,
     cast_rows,
     covered_dims,
@@ -41,6 +42,7 @@ __all__ = [
     "amax",
     "amax_of_each",
     "amaxes",
+    "cast_and_record",
     "cast_copies",
     "cast_rows",
     "covered_dims",

@@ -95,6 +95,49 @@ def cast_rows(
     return cast_copies(x, [rows], dtype, round_scales_to_power_of_2, of, transposed)
 
 
+@custom_op(
+    "cast_and_record(Tensor x, Tensor multiplier, Tensor scale, ScalarType dtype, "
+    "bool[] transposed, Tensor? recorded) -> Tensor[]"
+)
+def cast_and_record(
+    x: torch.Tensor,
+    multiplier: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    transposed: Sequence[bool],
+    recorded: torch.Tensor | None,
+) -> Tensors:
+    """Copies by a scale that was known before, and the amax of ``x``, which a later one needs.
+
+    Args:
+        recorded: the largest amax up to now, fp32, 0-dim; ``None``: none.
+
+    Returns:
+        The amax; the scale, which is NaN if the amax is not finite; the larger of ``recorded`` and
+        the amax; and the copies. (With a scale of NaN all values dequantize to NaN, whatever their
+        bytes are.)
+    """
+    value = amax(x)
+    poison = value * 0  # 0, or NaN
+    of = [0] * len(transposed)
+    copies = quantize_copies(x, [multiplier + poison], dtype, of, transposed)
+    largest = torch.maximum(value if recorded is None else recorded, value)
+    return [value, scale + poison, largest, *copies]
+
+
+@cast_and_record.register_fake
+def _cast_and_record_fake(
+    x: torch.Tensor,
+    multiplier: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    transposed: Sequence[bool],
+    recorded: torch.Tensor | None,
+) -> Tensors:
+    numbers = [x.new_empty((), dtype=torch.float32) for _ in range(3)]
+    return [*numbers, *_empty_copies(x, dtype, transposed)]
+
+
 def fuses_rows(x: torch.Tensor) -> bool:
     """Whether :func:`cast_rows` reads the tensor once on this device."""
     return x.is_cuda

@@ -18,9 +18,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from fp8_dist.cast import amax_group, as_float8_of, quantize_local
-from fp8_dist.config import CastSpec
-from fp8_dist.kernels import Scaling, amax, scaling_from_amax
+from fp8_dist.cast import Copies, amax_group, as_copies, as_float8_of, copies_by
+from fp8_dist.config import CastSpec, CopySpec
+from fp8_dist.kernels import Scaling, amax, cast_and_record, scaling_from_amax
 from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
 from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.torch_internals import is_captured
@@ -70,6 +70,27 @@ class AmaxHistory:
             return history_scaling.overload(local, self._handle, record, group_name)
         return self._scaling_of_local(local, record, group_name)
 
+    def copies_of(
+        self, tensor: torch.Tensor, copies: Sequence[CopySpec], record: bool
+    ) -> tuple[Scaling, Copies]:
+        """Float8 copies of a tensor's local part, with their scaling; as :meth:`scaling_of`."""
+        x = local_tensor(tensor)
+        if self.scaling is None or must_query() or is_captured(x):
+            scaling = self.scaling_of(tensor, record)
+            return scaling, copies_by(x, copies, {self.cast_as: scaling})
+        multiplier, scale = (number.to(x.device) for number in self.scaling)
+        transposed = [copy.transposed for copy in copies]
+        recorded = self.current.to(x.device) if record and self.current is not None else None
+        dtype = self.cast_as.dtype
+        value, scale, largest, *data = cast_and_record(
+            x, multiplier, scale, dtype, transposed, recorded
+        )
+        self._last = None if record else value
+        if record:
+            self.current = largest
+        scaling = multiplier, scale
+        return scaling, as_copies(x, copies, data, {self.cast_as: scaling})
+
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """Record the amax of the last cast, if it was not recorded yet; returns its scale."""
         if must_query():
@@ -97,8 +118,8 @@ class AmaxHistory:
 
     def cast(self, tensor: torch.Tensor, record: bool = True) -> torch.Tensor:
         """A tensor or DTensor as float8, outside of autograd; see :meth:`scaling_of`."""
-        scaling = self.scaling_of(tensor, record)
-        return as_float8_of(tensor, quantize_local(local_tensor(tensor), scaling, self.cast_as))
+        copy = CopySpec(self.cast_as)
+        return as_float8_of(tensor, self.copies_of(tensor, (copy,), record)[1][copy])
 
     def _record_last(self) -> None:
         value, self._last = self._last, None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import Copies, as_float8_of, copies_by, copies_over
+from fp8_dist.cast import Copies, as_float8_of, copies_over
 from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig, Gemm, Operand
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
@@ -208,8 +208,7 @@ def _copies(
     cast = copies[0].cast
     if cast.delayed:  # its two casts are the same: they have one scale per tensor
         record = spec.record or operand == "grad_output"
-        scalings = {cast: spec.histories[operand].scaling_of(tensor, record)}
-        return copies_by(local_tensor(tensor), copies, scalings)
+        return spec.histories[operand].copies_of(tensor, copies, record)[1]
     power_of_2 = spec.config.round_scales_to_power_of_2
     if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
         return copies_over(tensor, copies, power_of_2, axes)[1]

@@ -189,7 +189,11 @@ class Float8Weight:
             # Known scalings may be stale unnoticed: the values may exceed their amax.
             float8 = copies_by(shard, copies, self._scalings(shard, source))
         elif copies[0].cast.delayed:
-            float8 = copies_by(shard, copies, self._new_scalings(parameter, shard, source))
+            # (What FSDP2 gathers without gradients is recorded by the forward: _recorded.)
+            record = source is ScaleState.FROM_FORWARD and torch.is_grad_enabled()
+            tensor, history = with_local(parameter, shard), self._histories["weight"]
+            scaling, float8 = history.copies_of(tensor, copies, record)
+            self._note(parameter, {copies[0].cast: scaling}, source)
         else:
             power_of_2 = self.config.round_scales_to_power_of_2
             scalings, float8 = copies_over(parameter, copies, power_of_2, local=shard)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8_dist.kernels.cuda.results import Cast, FoldedRows, Layouts
+from fp8_dist.kernels.cuda.results import Cast, FoldedRows, Layouts, RecordedCast
 from fp8_dist.kernels.scale import amax as portable_amax
 from fp8_dist.kernels.scale import scaling_from_amax
 from fp8_dist.torch_internals import foreach_norm
@@ -90,6 +90,23 @@ def quantize(
         qdata.copy_((x * factor).clamp_(-limit, limit))
     qdata_t = qdata.t().contiguous() if column_major else None
     return Layouts(qdata if row_major else None, qdata_t)
+
+
+def cast_and_record(
+    x: torch.Tensor,
+    multiplier: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    recorded: torch.Tensor | None,
+    *,
+    row_major: bool = True,
+    column_major: bool = False,
+) -> RecordedCast:
+    """A matrix in float8 by a known multiplier, with its amax."""
+    value = amax(x)
+    layouts = quantize(x, multiplier, dtype, row_major=row_major, column_major=column_major)
+    largest = torch.maximum(value if recorded is None else recorded, value)
+    return RecordedCast(*layouts, value, scale + value * 0, largest)
 
 
 def cast_rows(

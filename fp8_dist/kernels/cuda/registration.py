@@ -5,6 +5,7 @@ over other dims than those of rows and columns.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -12,6 +13,7 @@ from fp8_dist.kernels import cuda
 from fp8_dist.kernels.copies import (
     Tensors,
     amaxes,
+    cast_and_record,
     cast_copies,
     cast_rows,
     covered_dims,
@@ -145,6 +147,22 @@ def _cast_rows(
     return [cast.multiplier.view(shape), cast.scale.view(shape), *copies]
 
 
+def _cast_and_record(
+    x: torch.Tensor,
+    multiplier: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    transposed: Sequence[bool],
+    recorded: torch.Tensor | None,
+) -> Tensors:
+    if not _takes(x, []):
+        return cast_and_record.portable(x, multiplier, scale, dtype, transposed, recorded)
+    layouts = {"row_major": False in transposed, "column_major": True in transposed}
+    cast = cuda.cast_and_record(_matrix(x), multiplier, scale, dtype, recorded, **layouts)
+    copies = [_shaped(cast[1 if turned else 0], x, turned) for turned in transposed]
+    return [cast.amax, cast.scale, cast.largest, *copies]
+
+
 def _fold_gradient(
     grad: torch.Tensor,
     dtype: torch.dtype,
@@ -185,6 +203,7 @@ def _shaped(data: torch.Tensor | None, like: torch.Tensor, transposed: bool) -> 
     return data if transposed else data.view(like.shape)
 
 
+@cache
 def register_kernels() -> None:
     """Register them, once."""
     amax.register("cuda", _amax)
@@ -194,5 +213,6 @@ def register_kernels() -> None:
     quantize_copies.register("cuda", _quantize_copies)
     cast_copies.register("cuda", _cast_copies)
     cast_rows.register("cuda", _cast_rows)
+    cast_and_record.register("cuda", _cast_and_record)
     fold_gradient.register("cuda", _fold_gradient)
     transposed_copy.register("cuda", cuda.transpose)

@@ -29,6 +29,21 @@ class Cast(NamedTuple):
     scale: torch.Tensor
 
 
+class RecordedCast(NamedTuple):
+    """:class:`Layouts`, with the amax of the matrix, and what follows from it (fp32, 0-dim).
+
+    Attributes:
+        scale: NaN if the amax is not finite.
+        largest: the larger of the recorded amax and this one.
+    """
+
+    qdata: torch.Tensor | None
+    qdata_t: torch.Tensor | None
+    amax: torch.Tensor
+    scale: torch.Tensor
+    largest: torch.Tensor
+
+
 class FoldedRows(NamedTuple):
     """The first fold of a gradient ``[M, N]`` (:mod:`fp8_dist.linear.rowwise_folded`).
 

@@ -7,6 +7,7 @@ there is Triton: :mod:`fp8_dist.kernels.cuda` decides.
 from fp8_dist.kernels.cuda.triton.casts import cast, cast_rows, cast_rows_and_columns, quantize
 from fp8_dist.kernels.cuda.triton.copies import transpose
 from fp8_dist.kernels.cuda.triton.folded import fold_columns, fold_rows, folded_row_amaxes
+from fp8_dist.kernels.cuda.triton.recorded import cast_and_record
 from fp8_dist.kernels.cuda.triton.reductions import amax, amax_of_rows_and_columns, amaxes
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "amax_of_rows_and_columns",
     "amaxes",
     "cast",
+    "cast_and_record",
     "cast_rows",
     "cast_rows_and_columns",
     "fold_columns",
