@@ -75,7 +75,8 @@ class AmaxHistory:
     ) -> tuple[Scaling, Copies]:
         """Float8 copies of a tensor's local part, with their scaling; as :meth:`scaling_of`."""
         x = local_tensor(tensor)
-        if self.scaling is None or must_query() or is_captured(x):
+        # (Asked in this order: a graph must have no guard on whether there is a scale yet.)
+        if must_query() or self.scaling is None or is_captured(x):
             scaling = self.scaling_of(tensor, record)
             return scaling, copies_by(x, copies, {self.cast_as: scaling})
         multiplier, scale = (number.to(x.device) for number in self.scaling)

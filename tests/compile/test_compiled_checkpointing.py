@@ -84,7 +84,7 @@ def test_counts_in_graphs(ranks: RankPools) -> None:
                   none, fw  none, bw selective, fw selective, bw
 scale_query              3         0             3             0
 amax                     2         3             2             3
-quantize                 5         3             5             7
+quantize                 5         3             5             8
 scaled_mm                3         6             3             6
 all_gather               1         1             1             1
 reduce_scatter           1         1             1             1

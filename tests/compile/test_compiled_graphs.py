@@ -322,30 +322,29 @@ scaled_mm                1         2         0         3
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
 scale_query              1         0         0         0
-amax                     2         2         0         4
-quantize                 3         3         0         6
+amax                     1         1         0         2
+quantize                 2         1         0         3
 scaled_mm                1         2         0         3
 -- rowwise_with_gw_hp
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
 scale_query              1         0         0         0
 amax                     1         1         0         2
-quantize                 2         2         0         4
+quantize                 2         1         0         3
 scaled_mm                1         1         0         2
 mm                       0         1         0         1
 -- rowwise_folded
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
 scale_query              1         0         0         0
-amax                     1         3         0         4
-quantize                 2         3         0         5
+amax                     1         0         0         1
+quantize                 2         0         0         2
 scaled_mm                1         2         0         3
 -- delayed
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
 scale_query              3         1         0         0
-amax                     0         0         0         3
-quantize                 2         1         0         3
+quantize                 2         1         0         0
 scaled_mm                1         2         0         3""",
     )
 

@@ -193,6 +193,15 @@ def test_transposes(route: ModuleType, shape: tuple[int, int]) -> None:
             assert torch.equal(found.view(torch.uint8), view.t())
 
 
+def test_offsets_of_more_than_32_bits(route: ModuleType) -> None:
+    stride = 2**30 + 16
+    memory = torch.empty(2 * stride + 8, dtype=torch.uint8, device=DEVICE)  # mostly not touched
+    data = memory.as_strided((3, 5), (stride, 1))
+    data.copy_(torch.arange(15).view(3, 5))
+    assert torch.equal(route.transpose(data).t(), data)
+    assert torch.equal(route.transpose(data.t()), data)
+
+
 def check_folds(
     route: ModuleType, grad: torch.Tensor, w: Quantized, x: Quantized, dtype: torch.dtype
 ) -> None:

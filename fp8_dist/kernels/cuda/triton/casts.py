@@ -29,15 +29,10 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     to_float8,
 )
 
-_TILES = (
-    blocks(4, BM=64, BN=64),
-    blocks(8, BM=64, BN=128),
-    blocks(8, BM=128, BN=64),
-    blocks(4, BM=32, BN=128),
-)
-
 # What one scale covers.
-TENSOR, ROW, COLUMN = 0, 1, 2
+TENSOR = tl.constexpr(0)
+ROW = tl.constexpr(1)
+COLUMN = tl.constexpr(2)
 
 
 @triton.jit
@@ -51,9 +46,9 @@ def _load_scales(
     OF: tl.constexpr,
 ) -> tl.tensor:
     # An amax or a multiplier for each row or column of a tile, or one.
-    if OF == 1:
+    if OF == ROW:
         scales = tl.load(given + i * stride, mask=i < M, other=1.0)
-    elif OF == 2:
+    elif OF == COLUMN:
         scales = tl.load(given + j * stride, mask=j < K, other=1.0)
     else:
         scales = tl.load(given)
@@ -72,11 +67,11 @@ def _store_scaling(
     OF: tl.constexpr,
 ) -> None:
     # Each once: by the tiles of the first column, by those of the first row, or by the first tile.
-    if OF == 1:
+    if OF == ROW:
         if tl.program_id(1) == 0:
             tl.store(multiplier + i, m, mask=i < M)
             tl.store(scale + i, reciprocal(m), mask=i < M)
-    elif OF == 2:
+    elif OF == COLUMN:
         if tl.program_id(0) == 0:
             tl.store(multiplier + j, m, mask=j < K)
             tl.store(scale + j, reciprocal(m), mask=j < K)
@@ -87,16 +82,21 @@ def _store_scaling(
 
 @triton.jit
 def _times(x: tl.tensor, m: tl.tensor, OF: tl.constexpr) -> tl.tensor:
-    if OF == 1:
+    if OF == ROW:
         product = x * m[:, None]
-    elif OF == 2:
+    elif OF == COLUMN:
         product = x * m[None, :]
     else:
         product = x * m
     return product
 
 
-@tuned(*_TILES)
+@tuned(
+    blocks(4, BM=64, BN=64),
+    blocks(8, BM=64, BN=128),
+    blocks(8, BM=128, BN=64),
+    blocks(4, BM=32, BN=128),
+)
 @triton.jit
 def _cast(
     x: tl.tensor,
@@ -183,49 +183,14 @@ def _cast_rows(
             store_tile(qdata_t, tl.trans(code), j, i, K, M)
 
 
-@tuned(*_TILES)
-@triton.jit
-def _cast_rows_and_columns(
-    x: tl.tensor,
-    row_amax: tl.tensor,
-    column_amax: tl.tensor,
-    by_rows: tl.tensor,
-    by_columns_t: tl.tensor,
-    row_multiplier: tl.tensor,
-    row_scale: tl.tensor,
-    column_multiplier: tl.tensor,
-    column_scale: tl.tensor,
-    M: tl.tensor,
-    K: tl.tensor,
-    stride_m: tl.tensor,
-    stride_k: tl.tensor,
-    POWER_OF_2: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
-    # One instance: a tile of [BM, BN]. Moves the bytes of x once, and 2 bytes per element.
-    i = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
-    m_row = multiplier_of(_load_scales(row_amax, 1, i, j, M, K, 1), POWER_OF_2, BIAS)
-    m_column = multiplier_of(_load_scales(column_amax, 1, i, j, M, K, 2), POWER_OF_2, BIAS)
-    _store_scaling(row_multiplier, row_scale, m_row, i, j, M, K, 1)
-    _store_scaling(column_multiplier, column_scale, m_column, i, j, M, K, 2)
-    v = load_tile(x, i, j, M, K, stride_m, stride_k)
-    store_tile(by_rows, to_float8(v * m_row[:, None], BIAS, SOFT), i, j, M, K)
-    code = to_float8(v * m_column[None, :], BIAS, SOFT)
-    store_tile(by_columns_t, tl.trans(code), j, i, K, M)
-
-
 def _covered(scales: torch.Tensor, M: int, K: int) -> tuple[int, int]:
     """What one of these scales covers, and the stride from one to the next."""
     if scales.numel() == 1:
-        return TENSOR, 0
+        return TENSOR.value, 0
     if scales.shape == (M, 1):
-        return ROW, scales.stride(0)
+        return ROW.value, scales.stride(0)
     assert scales.shape == (1, K), (scales.shape, M, K)
-    return COLUMN, scales.stride(1)
+    return COLUMN.value, scales.stride(1)
 
 
 def cast(
@@ -249,11 +214,12 @@ def cast(
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
-    multiplier, scale = (torch.empty(amax.shape, device=x.device) for _ in range(2))
-    layouts = _cast_by(
-        x, amax, dtype, (multiplier, scale), power_of_2, False, row_major, column_major
+    multiplier, scale = (
+        torch.empty(amax.shape, dtype=torch.float32, device=x.device) for _ in range(2)
     )
-    return Cast(*layouts, multiplier, scale)
+    scaling = (multiplier, scale)
+    layouts = _cast_by(x, amax, dtype, scaling, power_of_2, False, row_major, column_major)
+    return Cast(*layouts, *scaling)
 
 
 def quantize(
@@ -320,7 +286,7 @@ def cast_rows(
     bf16 element, 1 more for both layouts.
     """
     M, K = x.shape
-    multiplier, scale = (torch.empty(M, 1, device=x.device) for _ in range(2))
+    multiplier, scale = (torch.empty(M, 1, dtype=torch.float32, device=x.device) for _ in range(2))
     qdata = empty_bytes(row_major, x, M, K)
     qdata_t = empty_bytes(column_major, x, K, M)
     _cast_rows(
@@ -334,42 +300,3 @@ def cast_rows(
         **float8_constants(dtype, x.device),
     )
     return Cast(as_float8(qdata, dtype), as_float8(qdata_t, dtype), multiplier, scale)
-
-
-def cast_rows_and_columns(
-    x: torch.Tensor,
-    row_amax: torch.Tensor,
-    column_amax: torch.Tensor,
-    dtype: torch.dtype,
-    power_of_2: bool,
-) -> tuple[Cast, Cast]:
-    """A matrix in float8 twice: with a scale for each row, and with one for each column.
-
-    Args:
-        x: ``[M, K]``, as in :func:`cast`.
-        row_amax: ``[M, 1]``.
-        column_amax: ``[1, K]``.
-
-    Returns:
-        By rows, ``qdata`` alone; by columns, ``qdata_t`` alone: the layouts in which the GEMMs of a
-        linear layer that take such scales take the operand.
-
-    One launch; 4 bytes per bf16 element.
-    """
-    M, K = x.shape
-    device = x.device
-    rows = [torch.empty(M, 1, device=device) for _ in range(2)]
-    columns = [torch.empty(1, K, device=device) for _ in range(2)]
-    qdata = torch.empty(M, K, dtype=dtype, device=device)
-    qdata_t = torch.empty(K, M, dtype=dtype, device=device)
-    _cast_rows_and_columns(
-        lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"])),
-        (x.dtype, size_class(M, K), x.stride(1) == 1),
-        device,
-        *(x, row_amax.contiguous(), column_amax.contiguous()),
-        *(qdata.view(torch.uint8), qdata_t.view(torch.uint8), *rows, *columns),
-        *(M, K, *x.stride()),
-        POWER_OF_2=power_of_2,
-        **float8_constants(dtype, device),
-    )
-    return Cast(qdata, None, *rows), Cast(None, qdata_t, *columns)

@@ -200,7 +200,7 @@ def folded_row_amaxes(grad: torch.Tensor, weight_scale: torch.Tensor) -> torch.T
     One launch; 2 bytes per bf16 element.
     """
     M, N = grad.shape
-    out = torch.empty(M, 2, device=grad.device)
+    out = torch.empty(M, 2, dtype=torch.float32, device=grad.device)
     _amaxes(
         lambda chosen: (programs(M, chosen["BM"]),),
         (grad.dtype, size_class(M, N), grad.stride(1) == 1),
@@ -231,13 +231,13 @@ def fold_rows(
     """
     M, N = grad.shape
     device = grad.device
-    multiplier = torch.empty(M, 1, device=device)
+    multiplier = torch.empty(M, 1, dtype=torch.float32, device=device)
     g1 = scale = column_amax = None
     if weight_scale is not None:
         g1 = torch.empty(M, N, dtype=dtype, device=device)
-        scale = torch.empty(M, 1, device=device)
+        scale = torch.empty(M, 1, dtype=torch.float32, device=device)
     if input_scale is not None:
-        column_amax = torch.zeros(1, N, device=device)
+        column_amax = torch.zeros(1, N, dtype=torch.float32, device=device)
     _fold_rows(
         lambda chosen: (programs(M, chosen["BM"]),),
         (grad.dtype, size_class(M, N), g1 is None, column_amax is None, row_amaxes is None),
@@ -281,7 +281,7 @@ def fold_columns(
     M, N = grad.shape
     device = grad.device
     g2_t = torch.empty(N, M, dtype=dtype, device=device)
-    scale = torch.empty(1, N, device=device)
+    scale = torch.empty(1, N, dtype=torch.float32, device=device)
     _fold_columns(
         lambda chosen: (programs(M, chosen["BM"]), programs(N, chosen["BN"])),
         (grad.dtype, size_class(M, N), grad.stride(1) == 1),

@@ -1,4 +1,4 @@
-"""Maximum of absolute values: of a tensor, of rows or columns, of both at once, of many tensors.
+"""Maximum of absolute values: of a tensor, of rows or columns, of many tensors.
 
 All of them are the maximum of the bits of ``|x|`` as integers, which keeps a NaN. A result that
 several program instances share is filled with zeros first: a launch more.
@@ -87,27 +87,6 @@ def _columns(
     tl.atomic_max(out + j, tl.max(largest, 0), mask=j < K, sem="relaxed")
 
 
-@tuned(blocks(4, BM=64, BN=64), blocks(8, BM=64, BN=128), blocks(8, BM=128, BN=128))
-@triton.jit
-def _rows_and_columns(
-    x: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    M: tl.tensor,
-    K: tl.tensor,
-    stride_m: tl.tensor,
-    stride_k: tl.tensor,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
-    # One instance: a tile of [BM, BN]. Moves the bytes of x once.
-    i = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
-    bits = magnitude(load_tile(x, i, j, M, K, stride_m, stride_k))
-    tl.atomic_max(rows + i, tl.max(bits, 1), mask=i < M, sem="relaxed")
-    tl.atomic_max(columns + j, tl.max(bits, 0), mask=j < K, sem="relaxed")
-
-
 @tuned(blocks(4, BLOCK=2048), blocks(8, BLOCK=4096))
 @triton.jit
 def _many(
@@ -189,23 +168,6 @@ def _amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:
         STEPS=_STEPS,
     )
     return out
-
-
-def amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The amaxes of the rows, ``[M, 1]``, and of the columns, ``[1, K]``, of a matrix ``[M, K]``.
-
-    Two launches; 2 bytes per bf16 element.
-    """
-    M, K = x.shape
-    rows, columns = torch.zeros(M + K, dtype=torch.float32, device=x.device).split([M, K])
-    rows, columns = rows.view(M, 1), columns.view(1, K)
-    _rows_and_columns(
-        lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"])),
-        (x.dtype, size_class(M, K), x.stride(1) == 1),
-        x.device,
-        *(x, rows.view(torch.int32), columns.view(torch.int32), M, K, *x.stride()),
-    )
-    return rows, columns
 
 
 _TRITON = {
