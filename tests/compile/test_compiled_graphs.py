@@ -344,7 +344,7 @@ scaled_mm                1         2         0         3
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
 scale_query              3         1         0         0
-quantize                 2         1         0         0
+quantize                 2         1         0         3
 scaled_mm                1         2         0         3""",
     )
 

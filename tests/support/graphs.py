@@ -20,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8_dist.debug import audit as debug
 from fp8_dist.debug.collectives import read_collective
 from fp8_dist.debug.table import CommRow, CommTable
-from fp8_dist.kernels import cast_copies, cast_rows, quantize, quantize_after, quantize_copies
+from fp8_dist.kernels import (
+    cast_and_record,
+    cast_copies,
+    cast_rows,
+    quantize,
+    quantize_after,
+    quantize_copies,
+)
 from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.linear.weight import shard_scalings
 
@@ -39,7 +46,15 @@ OPS = (
 
 # Each is one pass over a tensor, for one copy or for several.
 CASTS = {
-    each.overload for each in (quantize, quantize_after, quantize_copies, cast_copies, cast_rows)
+    each.overload
+    for each in (
+        quantize,
+        quantize_after,
+        quantize_copies,
+        cast_and_record,
+        cast_copies,
+        cast_rows,
+    )
 }
 
 

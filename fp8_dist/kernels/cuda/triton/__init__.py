@@ -7,16 +7,12 @@ there is Triton: :mod:`fp8_dist.kernels.cuda` decides.
 from fp8_dist.kernels.cuda.triton.casts import cast, cast_rows, quantize
 from fp8_dist.kernels.cuda.triton.copies import transpose
 from fp8_dist.kernels.cuda.triton.folded import fold_columns, fold_rows, folded_row_amaxes
-<<<<<<< HEAD
 from fp8_dist.kernels.cuda.triton.recorded import cast_and_record
-from fp8_dist.kernels.cuda.triton.reductions import amax, amax_of_rows_and_columns, amaxes
-=======
 from fp8_dist.kernels.cuda.triton.reductions import amax, amaxes
 from fp8_dist.kernels.cuda.triton.rows_and_columns import (
     amax_of_rows_and_columns,
     cast_rows_and_columns,
 )
->>>>>>> wip-kern
 
 __all__ = [
     "amax",
