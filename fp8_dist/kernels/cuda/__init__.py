@@ -24,6 +24,7 @@ if HAS_TRITON:
         fold_rows,
         folded_row_amaxes,
         quantize,
+        scaling,
         transpose,
     )
 else:
@@ -39,6 +40,7 @@ else:
         fold_rows,
         folded_row_amaxes,
         quantize,
+        scaling,
         transpose,
     )
 
@@ -59,5 +61,6 @@ __all__ = [
     "fold_rows",
     "folded_row_amaxes",
     "quantize",
+    "scaling",
     "transpose",
 ]

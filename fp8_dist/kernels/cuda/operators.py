@@ -92,6 +92,13 @@ def quantize(
     return Layouts(qdata if row_major else None, qdata_t)
 
 
+def scaling(
+    amax: torch.Tensor, dtype: torch.dtype, power_of_2: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`fp8_dist.kernels.scaling_from_amax`."""
+    return scaling_from_amax.portable(amax, dtype, power_of_2)
+
+
 def cast_and_record(
     x: torch.Tensor,
     multiplier: torch.Tensor,

@@ -22,7 +22,7 @@ from fp8_dist.kernels.copies import (
 from fp8_dist.kernels.folding import fold_gradient
 from fp8_dist.kernels.gemm import transposed_copy
 from fp8_dist.kernels.quantization import quantize, quantize_after
-from fp8_dist.kernels.scale import amax
+from fp8_dist.kernels.scale import Scaling, amax, scaling_from_amax
 
 
 def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
@@ -35,6 +35,14 @@ def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
             shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
             return cuda.amax(x.flatten(0, -2), [dim]).view(shape)
     return amax.portable(x, dims)
+
+
+def _scaling_from_amax(
+    amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
+) -> Scaling:
+    if amax.dtype is not torch.float32:
+        return scaling_from_amax.portable(amax, dtype, round_scales_to_power_of_2)
+    return cuda.scaling(amax, dtype, round_scales_to_power_of_2)
 
 
 def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> Tensors:
@@ -208,6 +216,7 @@ def register_kernels() -> None:
     """Register them, once."""
     amax.register("cuda", _amax)
     amaxes.register("cuda", _amaxes)
+    scaling_from_amax.register("cuda", _scaling_from_amax)
     quantize.register("cuda", _quantize)
     quantize_after.register("cuda", _quantize_after)
     quantize_copies.register("cuda", _quantize_copies)

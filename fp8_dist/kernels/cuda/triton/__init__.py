@@ -13,6 +13,7 @@ from fp8_dist.kernels.cuda.triton.rows_and_columns import (
     amax_of_rows_and_columns,
     cast_rows_and_columns,
 )
+from fp8_dist.kernels.cuda.triton.scaling import scaling
 
 __all__ = [
     "amax",
@@ -26,5 +27,6 @@ __all__ = [
     "fold_rows",
     "folded_row_amaxes",
     "quantize",
+    "scaling",
     "transpose",
 ]

@@ -1,0 +1,52 @@
+"""What a CUDA graph would hold: while one is captured, nothing of earlier steps is used."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from reference import raised
+
+from scripts.common.candidates import OURS
+from scripts.common.fake_cuda.counter import KernelCounter
+from scripts.common.fake_cuda.device import fake_tensor_mode, fake_tensors
+from scripts.common.fake_cuda.layer import LayerShape, layer_on_fake_cuda
+from scripts.common.fake_cuda.process import FakeCudaProcess
+
+SHAPE = LayerShape(256, 512, 1024)
+
+
+def launches(name: str) -> list[int]:
+    """Kernels of a step with a new weight, with a known one, captured, and after the capture."""
+    mode = fake_tensor_mode()
+    layer = layer_on_fake_cuda(name, SHAPE, mode)
+    with fake_tensors(mode):
+        counts = []
+        for capturing in (False, False, True, False):
+            layer.clear()
+            capture = patch.object(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+            with capture, KernelCounter() as counter:
+                layer.run()
+            counts.append(counter.counts.launches)
+    return counts
+
+
+def refusal_of_delayed_scales() -> str:
+    mode = fake_tensor_mode()
+    layer = layer_on_fake_cuda("delayed", SHAPE, mode)
+    capture = patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with fake_tensors(mode), capture:
+        return raised(NotImplementedError, layer.run)
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name != "delayed"])
+def test_a_captured_step_holds_the_cast_of_the_weight(
+    fake_cuda: FakeCudaProcess, name: str
+) -> None:
+    new, known, captured, after = fake_cuda.run(launches, name)
+    assert captured == new > known
+    # The graph's copies are not kept: the next step casts, by the scales that it knew before.
+    assert known <= after <= new
+
+
+def test_a_delayed_scale_is_not_captured(fake_cuda: FakeCudaProcess) -> None:
+    assert "would replay one step of a DELAYED scale" in fake_cuda.run(refusal_of_delayed_scales)

@@ -1,0 +1,97 @@
+"""The operators' implementations for GPUs, in Triton's interpreter, against the portable ones."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from reference import same_bits
+
+from fp8_dist import kernels
+from fp8_dist.kernels import CustomOp
+from fp8_dist.kernels.copies import cast_and_record, cast_copies, cast_rows, quantize_copies
+from fp8_dist.kernels.cuda import registration
+from fp8_dist.kernels.folding import fold_gradient
+
+E4M3 = torch.float8_e4m3fn
+SHAPES = [(6, 32), (2, 3, 32), (0, 32), (16,)]
+ROW, COLUMN, TENSOR = "row", "column", "tensor"
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
+
+
+def implementation(op: CustomOp[..., Any]) -> Callable[..., Any]:
+    """What is registered for CUDA devices."""
+    return getattr(registration, f"_{op.overload._schema.name.partition('::')[2]}")
+
+
+def check(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> None:
+    """An implementation and the portable one give the same bits, shapes and dtypes."""
+    found, expected = implementation(op)(*args, **kwargs), op.portable(*args, **kwargs)
+    if isinstance(found, torch.Tensor):
+        found, expected = [found], [expected]
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        assert same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_amaxes_and_casts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape).mul_(100).to(dtype)
+    for covers in ([ROW, COLUMN], [ROW, TENSOR], [COLUMN], [TENSOR, COLUMN]):
+        check(kernels.amaxes, x, covers)
+    for dims in (None, (x.ndim - 1,), tuple(range(x.ndim - 1)), (0,)):
+        check(kernels.amax, x, dims)
+        m, _ = kernels.scaling_from_amax(kernels.amax(x, dims), E4M3, True)
+        check(kernels.scaling_from_amax, kernels.amax(x, dims), E4M3, True)
+        for fits in (True, False):
+            check(kernels.quantize, x, m, E4M3, fits=fits)
+
+
+COPIES: list[tuple[Sequence[str], list[int], list[bool]]] = [
+    ([ROW, COLUMN], [0, 1], [False, True]),
+    ([ROW, TENSOR], [0, 1], [False, True]),
+    ([TENSOR], [0, 0], [False, True]),
+    ([COLUMN, ROW], [1, 0, 0], [True, False, True]),
+]
+
+
+@pytest.mark.parametrize(("covers", "of", "transposed"), COPIES, ids=lambda given: str(given))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_copies(
+    shape: tuple[int, ...], covers: Sequence[str], of: list[int], transposed: list[bool]
+) -> None:
+    x = torch.randn(shape).bfloat16()
+    amaxes = kernels.amaxes(x, covers)
+    check(cast_copies, x, amaxes, E4M3, True, of, transposed)
+    multipliers = [kernels.scaling_from_amax(each, E4M3)[0] for each in amaxes]
+    check(quantize_copies, x * 2, multipliers, E4M3, of, transposed)
+    check(cast_rows, x, E4M3, True, transposed)
+    check(cast_and_record, x, torch.tensor(3.0), torch.tensor(1 / 3), E4M3, transposed, None)
+    check(
+        cast_and_record, x, torch.tensor(3.0), torch.tensor(1 / 3), E4M3, [True], torch.tensor(9.0)
+    )
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_value_that_is_not_finite_poisons_a_scale_that_was_known(value: float) -> None:
+    x = torch.ones(4, 32, dtype=torch.bfloat16)
+    x[1, 2] = value
+    one = torch.ones(())
+    for run in (cast_and_record.portable, implementation(cast_and_record)):
+        amax, scale, largest, qdata = run(x, one, one, E4M3, [False], one)
+        assert same_bits(amax, torch.tensor(abs(value)))
+        assert scale.isnan()
+        assert same_bits(largest, amax)
+        assert (qdata.float() * scale).isnan().all()
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_folded_gradients(transposed: bool) -> None:
+    grad = torch.randn(8, 48).bfloat16()
+    s, t = torch.rand(48) + 0.5, torch.rand(8) + 0.5
+    for weight_scale, input_scale in product((s, None), (t, None)):
+        check(fold_gradient, grad, E4M3, weight_scale, input_scale, transposed)

@@ -1,0 +1,50 @@
+"""Operands that are cast in the memory layout that a GPU's GEMM takes: the same results."""
+
+import pytest
+import torch
+from reference import same_bits
+
+from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, config
+from fp8_dist.linear.recording import GemmRecord, record_gemms
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+
+
+def step(recipe: str, ndim: int, weight_grad: bool) -> tuple[list[GemmRecord], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    layer = Float8Linear(32, 48, config=Float8LinearConfig.from_recipe_name(recipe))
+    layer.weight.requires_grad_(weight_grad)
+    x = torch.randn(*(2, 3, 16)[3 - ndim :], 32).requires_grad_()
+    with record_gemms() as records:
+        output = layer(x)
+        output.square().sum().backward()
+    return records, [
+        output,
+        *(each.grad for each in (x, *layer.parameters()) if each.requires_grad),
+    ]
+
+
+@pytest.mark.parametrize("weight_grad", [True, False])
+@pytest.mark.parametrize("ndim", [2, 3])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, ndim: int, weight_grad: bool
+) -> None:
+    plain, expected = step(recipe, ndim, weight_grad)
+    monkeypatch.setattr(config, "takes_transposed", lambda device: True)
+    turned, found = step(recipe, ndim, weight_grad)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    for mine, theirs in zip(turned, plain, strict=True):
+        assert same_bits(mine.a.qdata, theirs.a.qdata)
+        assert same_bits(mine.b.qdata, theirs.b.qdata)
+        # As cuBLASLt takes them: a row-major matrix by a column-major one.
+        assert mine.a.qdata.is_contiguous()
+        assert mine.b.qdata.t().is_contiguous()
+
+
+def test_emulation_takes_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "takes_transposed", lambda device: True)
+    for emulate in (True, False):
+        copies = Float8LinearConfig(emulate=emulate).copies("input", torch.device("cpu"))
+        assert copies["grad_weight"].transposed is not emulate
+        assert not copies["output"].transposed
