@@ -31,16 +31,16 @@ def test_a_step_of_one_layer(fake_cuda: FakeCudaProcess) -> None:
         """\
 bf16                           3 kernels 3 GEMMs 0 transposing copies   0.00 GB
 bf16, weight cached            3 kernels 3 GEMMs 0 transposing copies   0.00 GB
-tensorwise                    12 kernels 3 GEMMs 0 transposing copies   1.26 GB
-tensorwise, weight cached      9 kernels 3 GEMMs 0 transposing copies   0.91 GB
+tensorwise                     9 kernels 3 GEMMs 0 transposing copies   1.26 GB
+tensorwise, weight cached      7 kernels 3 GEMMs 0 transposing copies   0.91 GB
 rowwise                       12 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise, weight cached         9 kernels 3 GEMMs 0 transposing copies   0.91 GB
 rowwise_with_gw_hp            10 kernels 3 GEMMs 0 transposing copies   0.92 GB
 rowwise_with_gw_hp, weight cached   6 kernels 3 GEMMs 0 transposing copies   0.45 GB
 rowwise_folded                12 kernels 3 GEMMs 0 transposing copies   1.07 GB
 rowwise_folded, weight cached  11 kernels 3 GEMMs 0 transposing copies   0.84 GB
-delayed                       12 kernels 3 GEMMs 0 transposing copies   0.84 GB
-delayed, weight cached         9 kernels 3 GEMMs 0 transposing copies   0.60 GB""",
+delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
+delayed, weight cached         7 kernels 3 GEMMs 0 transposing copies   0.60 GB""",
     )
 
 
@@ -54,11 +54,11 @@ def test_a_compiled_step_of_one_layer(fake_cuda: FakeCudaProcess) -> None:
         "\n".join(rows),
         """\
 bf16                           3 kernels 3 GEMMs 0 transposing copies   0.00 GB
-tensorwise                    15 kernels 3 GEMMs 0 transposing copies   1.26 GB
+tensorwise                    14 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise                       20 kernels 3 GEMMs 0 transposing copies   1.49 GB
 rowwise_with_gw_hp            17 kernels 3 GEMMs 0 transposing copies   1.04 GB
 rowwise_folded                15 kernels 3 GEMMs 0 transposing copies   1.19 GB
-delayed                       31 kernels 3 GEMMs 0 transposing copies   1.26 GB
+delayed                       30 kernels 3 GEMMs 0 transposing copies   1.26 GB
 torchao tensorwise            13 kernels 3 GEMMs 0 transposing copies   1.38 GB
 torchao rowwise               15 kernels 3 GEMMs 0 transposing copies   1.75 GB
 torchao rowwise_with_gw_hp    11 kernels 3 GEMMs 0 transposing copies   1.06 GB""",
@@ -79,8 +79,8 @@ def test_blocks_under_fsdp(fake_cuda: FakeCudaProcess) -> None:
         "\n".join(rows),
         """\
 bf16                          249 kernels
-tensorwise                    339 kernels
-delayed                       399 kernels
+tensorwise                    317 kernels
+delayed                       357 kernels
 tensorwise, update of 14 weights    7 kernels
 delayed, update of 14 weights   28 kernels""",
     )

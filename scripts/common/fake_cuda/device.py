@@ -11,6 +11,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_dist import torch_internals
+from fp8_dist.kernels.cuda.triton import launch
 from scripts.common.fake_cuda import streams
 from scripts.common.fake_cuda.triton_kernels import intercept_launches
 from scripts.plan.world import HostValues
@@ -85,6 +86,7 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
     with (
         patch.object(torch_internals, "_PLAIN", plain),
         patch.object(torch_internals, "_len_torch_dispatch_stack", lambda: 0),
+        patch.object(launch, "_zeros", launch._Zeros()),  # not those of another mode
         mode or fake_tensor_mode(),
         _ValuesOnHost(),
     ):

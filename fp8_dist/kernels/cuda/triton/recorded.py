@@ -13,6 +13,7 @@ from fp8_dist.kernels.cuda.triton.launch import (
     programs,
     size_class,
     tuned,
+    zero,
 )
 from fp8_dist.kernels.cuda.triton.rounding import (
     indices,
@@ -94,10 +95,10 @@ def cast_and_record(
         row_major: whether to write ``qdata``.
         column_major: whether to write ``qdata_t``.
 
-    Three launches; 3 bytes per bf16 element, 4 for both layouts.
+    Two launches; 3 bytes per bf16 element, 4 for both layouts.
     """
     M, K = x.shape
-    amax = torch.zeros((), device=x.device)
+    amax = zero(x.device)
     qdata = empty_bytes(row_major, x, M, K)
     qdata_t = empty_bytes(column_major, x, K, M)
     _cast_and_amax(

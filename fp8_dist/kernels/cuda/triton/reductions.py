@@ -11,7 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.cuda.triton.launch import as_matrix, blocks, programs, size_class, tuned
+from fp8_dist.kernels.cuda.triton.launch import (
+    as_matrix,
+    blocks,
+    programs,
+    size_class,
+    tuned,
+    zero,
+)
 from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
 
 _STEPS = 8  # blocks that one instance reads, of an amax of a tensor
@@ -119,7 +126,7 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
         x: bf16, fp16 or fp32, any strides. Any shape for ``None``, otherwise ``[M, K]``.
         dims: ``None``: all, to a 0-dim tensor; ``[1]``: to ``[M, 1]``; ``[0]``: to ``[1, K]``.
 
-    Two launches, of rows one; 2 bytes per bf16 element.
+    One launch, of columns two; 2 bytes per bf16 element.
     """
     if dims is None:
         return _amax_of_tensor(x)
@@ -134,7 +141,7 @@ def _amax_of_tensor(x: torch.Tensor) -> torch.Tensor:
     x = as_matrix(x)
     if not x.is_contiguous():
         x = x.t() if x.stride(0) < x.stride(1) else x
-    out = torch.zeros((), dtype=torch.float32, device=x.device)
+    out = zero(x.device)
     size = x.numel()
     _whole(
         lambda chosen: (programs(size, chosen["BLOCK"] * _STEPS),),
