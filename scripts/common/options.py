@@ -9,9 +9,6 @@ from scripts.common.candidates import BF16, RECIPES
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS
 
-# The axes of a mesh; the ranks of the last one are consecutive.
-MESHES = (("dp", "tp"), ("replicate", "shard", "tp"))
-
 
 def positive(text: str) -> int:
     """The type of options that count something."""
@@ -22,21 +19,14 @@ def positive(text: str) -> int:
 
 
 def mesh_type(text: str) -> dict[str, int]:
-    """The type of `--mesh`: sizes of a mesh's axes as in "dp=2,tp=2"; those left out are 1.
-
-    The axes are dp and tp, or replicate, shard and tp (HSDP). "none" is a mesh of one rank.
-    """
-    sizes: dict[str, int] = {}
+    """The type of `--mesh`: sizes of dp and tp as in "dp=2,tp=2"; 1 if left out; "none" is both."""
+    sizes = {"dp": 1, "tp": 1}
     for part in [] if text == "none" else text.split(","):
-        name, _, size = part.strip().partition("=")
-        if not (size.isdecimal() and int(size)) or name in sizes:
-            raise argparse.ArgumentTypeError(f"{text}: {part!r} is not NAME=SIZE of a new axis")
+        name, _, size = part.partition("=")
+        if name not in sizes or not (size.isdecimal() and int(size)):
+            raise argparse.ArgumentTypeError(f"{text}: {part!r} is not dp=SIZE or tp=SIZE")
         sizes[name] = int(size)
-    known = next((names for names in MESHES if set(sizes) <= set(names)), None)
-    if known is None:
-        shown = " or ".join(",".join(f"{name}=.." for name in names) for names in MESHES)
-        raise argparse.ArgumentTypeError(f"{text}: use {shown}")
-    return {name: sizes.get(name, 1) for name in known}
+    return sizes
 
 
 def mesh_text(sizes: dict[str, int]) -> str:

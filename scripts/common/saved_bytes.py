@@ -30,6 +30,12 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of what tensors hold on this rank, padding left out."""
+    plain = [p for tensor in tensors for p in plain_tensors(tensor)]
+    return sum(p.numel() * p.dtype.itemsize for p in plain)
+
+
 def rewrites_ops(types: Iterable[type]) -> bool:
     """Whether one of these tensor types replaces an op by others, which a mode sees in its place.
 
@@ -68,12 +74,13 @@ def saved_bytes(
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         graph = forward().grad_fn
     tensors += [plain for tensor in caches() for plain in plain_tensors(tensor)]
-    there = {plain.untyped_storage().data_ptr() for t in known for plain in plain_tensors(t)}
+    # Storages are told apart by `_cdata`: fake tensors have no data pointer.
+    there = {plain.untyped_storage()._cdata for t in known for plain in plain_tensors(t)}
     storages = {
-        storage.data_ptr(): (storage.nbytes(), kinds.get(storage.nbytes() // t.itemsize, OTHER))
+        storage._cdata: (storage.nbytes(), kinds.get(storage.nbytes() // t.itemsize, OTHER))
         for t in tensors
         for storage in [t.untyped_storage()]
-        if storage.nbytes() and storage.data_ptr() not in there
+        if storage.nbytes() and storage._cdata not in there
     }
     assert graph is not None
     bytes_of: Counter[str] = Counter()
