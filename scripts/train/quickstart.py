@@ -14,8 +14,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from scripts.common.candidates import BF16
-from scripts.common.options import make_parser, parse_options
 from scripts.common.ranks import LOOPBACK
+from scripts.train.options import make_parser, parse_options
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {"dp": 2, "tp": 2, "recipe": "tensorwise", "out": ROOT / "runs/quickstart"}
