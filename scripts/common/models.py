@@ -38,7 +38,8 @@ def build(
     Args:
         name: the candidate.
         sizes: of the model.
-        mesh: its axis "tp" is tensor- and sequence-parallel; FSDP2 shards over the others. None: one process.
+        mesh: TP with sequence parallelism over its axis "tp", FSDP2 over the others. None: one
+            process.
         device: where the model is; on "meta" it stays without values.
         shard: with FSDP2: fp32 parameters, bf16 compute. Otherwise parameters are bf16. None: if
             the axes but "tp" have more than one rank.

@@ -1,16 +1,12 @@
-"""Counts the bytes that a forward leaves: what autograd saves, or what anything holds."""
+"""Counts the bytes that a forward saves for its backward."""
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 OTHER = "other"
 
@@ -87,35 +83,3 @@ def saved_bytes(
     for size, kind in storages.values():
         bytes_of[kind] += size
     return bytes_of
-
-
-class Census(TorchDispatchMode):
-    """Knows every storage that an operator returned while it was entered, and what is left of it.
-
-    It sees what selective checkpointing keeps, which hooks on saved tensors don't; like that, it is
-    a mode, with which layers take other ways through Python than without.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        # The reference keeps the address from being used again.
-        self._known: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            for tensor in plain_tensors(leaf) if isinstance(leaf, torch.Tensor) else ():
-                reference = StorageWeakRef(tensor.untyped_storage())
-                self._known.setdefault(reference.cdata, reference)
-        return result
-
-    def sizes(self) -> dict[int, int]:
-        """The bytes of each storage that something holds now, by an address of its own."""
-        gc.collect()
-        found = {}
-        for address in self._known:
-            storage = torch.UntypedStorage._new_with_weak_ptr(address)
-            found[address] = 0 if storage is None else storage.nbytes()
-        return found
