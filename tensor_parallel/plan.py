@@ -100,13 +100,13 @@ def _offenders(
 
 
 def _check_float8_style(name: str, module: nn.Module, style: ParallelStyle) -> Iterator[str]:
-    kind, used = type(module).__name__, type(style).__name__
+    kind = type(module).__name__
     of_linear = isinstance(style, Float8ColwiseParallel | Float8RowwiseParallel)
     if of_linear and not isinstance(module, Float8Linear):
         torch_style = "ColwiseParallel" if isinstance(style, ColwiseParallel) else "RowwiseParallel"
         yield (
-            f"{name!r} has the style {used} but is a {kind}, not a Float8Linear: convert it first "
-            f"(convert_to_float8_training), or use torch's {torch_style}"
+            f"{name!r} has the style {type(style).__name__} but is a {kind}, not a Float8Linear: "
+            f"convert it first (convert_to_float8_training), or use torch's {torch_style}"
         )
     elif isinstance(style, PrepareFloat8ModuleInput) and not float8_layers(module):
         yield (

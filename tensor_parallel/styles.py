@@ -230,7 +230,7 @@ def _distribute(
     module.output_placements = tuple(style.output_layouts)
     layouts, use_local_output = tuple(style.input_layouts), style.use_local_output
 
-    def annotate_input(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def annotate(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         if isinstance(inputs[0], DTensor):
             return inputs[0]
         return DTensor.from_local(inputs[0], mesh, layouts, run_check=False)
@@ -238,4 +238,4 @@ def _distribute(
     def local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
         return output.to_local() if use_local_output else output
 
-    return distribute_module(module, mesh, style._partition_linear_fn, annotate_input, local_output)
+    return distribute_module(module, mesh, style._partition_linear_fn, annotate, local_output)
