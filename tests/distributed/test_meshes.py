@@ -122,9 +122,7 @@ def even_columns(precompute: bool) -> list[str]:
     twin = convert_to_float8_training(copy.deepcopy(net))
     convert_to_float8_training(net, config=GATHERED)
     fully_shard(
-        net,
-        mesh=device_mesh(dp=2),
-        shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None,
+        net, mesh=device_mesh(dp=2), shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None
     )
     if precompute:
         precompute_float8_dynamic_scale(net)

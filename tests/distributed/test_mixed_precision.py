@@ -8,11 +8,7 @@ from ranks import RankPools
 from reference import same_cast, sqnr, weights_used
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fp8_dist import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    update_float8_scales,
-)
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, update_float8_scales
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
 

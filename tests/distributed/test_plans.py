@@ -22,12 +22,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_releases import uneven_sequence_in_torchs_linear
 
-from fp8_dist import (
-    CastConfig,
-    Float8LinearConfig,
-    ScalingType,
-    convert_to_float8_training,
-)
+from fp8_dist import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,

@@ -23,11 +23,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
-from fp8_dist.tensor_parallel import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    apply_tp_plan,
-)
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 MESHES = [(2, 1), (1, 2), (2, 2), (1, 4), (4, 1), (3, 1)]
@@ -85,10 +81,7 @@ def rank_scope(recipe: str) -> list[float]:
     with comm_audit(world.mesh) as audit:
         output = world.net(world.mine(x))
         output.sum().backward()
-    return [
-        sqnr(world.mine(world.twin(x)), output),
-        audit.count("all_reduce", dtype=torch.int32),
-    ]
+    return [sqnr(world.mine(world.twin(x)), output), audit.count("all_reduce", dtype=torch.int32)]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_folded"])

@@ -153,10 +153,7 @@ def non_finite_everywhere(where: str, bad: float) -> bool:
     world = Distributed(2, 2)
     x = world.mine(torch.randn(2, 8, 64))
     if torch.distributed.get_rank() == 1:
-        target = {
-            "input": x,
-            "weight": world.net.layers[0].w1.weight._local_tensor._tensor,
-        }[where]
+        target = {"input": x, "weight": world.net.layers[0].w1.weight._local_tensor._tensor}[where]
         target.detach().view(-1)[3] = bad
     if where == "weight":
         precompute_float8_dynamic_scale(world.net)

@@ -20,11 +20,7 @@ from recipe_algebra import (
 )
 from reference import same_bits, sqnr
 
-from fp8_dist import (
-    Float8Linear,
-    Float8LinearConfig,
-    sync_float8_amax_and_scale_history,
-)
+from fp8_dist import Float8Linear, Float8LinearConfig, sync_float8_amax_and_scale_history
 
 all_recipes = pytest.mark.parametrize("recipe", RECIPES)
 

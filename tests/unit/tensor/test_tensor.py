@@ -10,11 +10,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from reference import raised, same_bits, same_cast, sqnr
 
-from fp8_dist import (
-    CastConfig,
-    Float8Tensor,
-    cast_to_float8,
-)
+from fp8_dist import CastConfig, Float8Tensor, cast_to_float8
 from fp8_dist.fsdp import Float8AllGatherWeight
 
 E5M2 = CastConfig(target_dtype=torch.float8_e5m2)
