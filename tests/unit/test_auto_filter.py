@@ -344,11 +344,8 @@ local: tp_size 2, divided as the plan says
 def test_lazy_layers() -> None:
     model = nn.Sequential(layer(8192, 8192), nn.LazyLinear(64))
     filter_fn = auto_filter("tensorwise")
-    error = raised(
-        ValueError, lambda: convert_to_float8_training(model, module_filter_fn=filter_fn)
-    )
     assert_expected_inline(
-        error,
+        raised(ValueError, lambda: convert_to_float8_training(model, module_filter_fn=filter_fn)),
         """auto_filter: 1 is lazy and has no shape yet: run it once before the conversion, or name it in filter_fqns""",
     )
     filter_fn = auto_filter("tensorwise", ["1"])
