@@ -218,9 +218,9 @@ def check_folds(
     assert_same(found[1], g2.scale)
 
 
-def cast_of_rows(rows: int) -> Quantized:
+def cast_of_rows(rows: int, power_of_2: bool = True) -> Quantized:
     x = matrix((rows, 8), torch.float32) * 8.0 ** torch.randn(rows, 1, device=DEVICE)
-    return quantize_over(x, CastSpec(E4M3, ROW), True)
+    return quantize_over(x, CastSpec(E4M3, ROW), power_of_2)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (34, 130), (0, 5)])
@@ -230,7 +230,8 @@ def cast_of_rows(rows: int) -> Quantized:
 def test_folded_casts(
     route: ModuleType, shape: tuple[int, int], of: torch.dtype, dtype: torch.dtype
 ) -> None:
-    weight, input = cast_of_rows(shape[1]), cast_of_rows(shape[0])
+    # Without powers of two a value of g0 may exceed that of g beyond the range of g1.
+    weight, input = cast_of_rows(shape[1], of is torch.float16), cast_of_rows(shape[0])
     check_folds(route, matrix(shape, of), weight, input, dtype)
 
 
