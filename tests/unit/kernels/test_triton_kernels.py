@@ -218,9 +218,9 @@ def check_folds(
     assert_same(found[1], g2.scale)
 
 
-def cast_of_rows(rows: int, power_of_2: bool = True) -> Quantized:
+def cast_of_rows(rows: int) -> Quantized:
     x = matrix((rows, 8), torch.float32) * 8.0 ** torch.randn(rows, 1, device=DEVICE)
-    return quantize_over(x, CastSpec(E4M3, ROW), power_of_2)
+    return quantize_over(x, CastSpec(E4M3, ROW), True)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (34, 130), (0, 5)])
@@ -230,8 +230,7 @@ def cast_of_rows(rows: int, power_of_2: bool = True) -> Quantized:
 def test_folded_casts(
     route: ModuleType, shape: tuple[int, int], of: torch.dtype, dtype: torch.dtype
 ) -> None:
-    # Without powers of two a value of g0 may exceed that of g beyond the range of g1.
-    weight, input = cast_of_rows(shape[1], of is torch.float16), cast_of_rows(shape[0])
+    weight, input = cast_of_rows(shape[1]), cast_of_rows(shape[0])
     check_folds(route, matrix(shape, of), weight, input, dtype)
 
 
@@ -242,6 +241,15 @@ def test_folded_casts_of_special_values(route: ModuleType, value: float) -> None
     grad[3, 5] = value
     grad[7] = value
     check_folds(route, grad, weight, input, E5M2)
+
+
+def test_the_first_fold_saturates(route: ModuleType) -> None:
+    # g0 is 1.25, 9 % more than g, whose product with this scale is just within the range.
+    grad = torch.full((4, 20), 1.140625, device=DEVICE)
+    weight = cast_of_rows(20)._replace(scale=torch.full((20, 1), 1.526, device=DEVICE))
+    check_folds(route, grad, weight, cast_of_rows(4), E5M2)
+    rows = route.fold_rows(grad, weight.scale.view(-1), None, E5M2)
+    assert (rows.qdata.float() == torch.finfo(E5M2).max).all()
 
 
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
