@@ -28,15 +28,12 @@ def note_no_triton(x: torch.Tensor) -> None:
 
 
 def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.amax`; one or two launches."""
+    """:func:`fp8_dist.kernels.amax`; a norm takes absolute values, also of NaN."""
     note_no_triton(x)
     if x.numel() == 0 or dims == []:
         return portable_amax.portable(x, dims)
-    keepdim = dims is not None
-    # abs for the sign of a NaN; it is a launch of one element per scale.
-    return torch.linalg.vector_norm(
-        x, INF, None if dims is None else tuple(dims), keepdim, dtype=torch.float32
-    ).abs_()
+    over = None if dims is None else tuple(dims)
+    return torch.linalg.vector_norm(x, INF, over, dims is not None, dtype=torch.float32)
 
 
 def amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +46,7 @@ def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     note_no_triton(tensors[0])
     # A norm of no elements is an error, and is 0 with one zero in their place.
     filled = [t if t.numel() else t.new_zeros(1) for t in tensors]
-    return torch.stack(foreach_norm(filled, INF, dtype=torch.float32)).abs_()
+    return torch.stack(foreach_norm(filled, INF, dtype=torch.float32))
 
 
 def cast(

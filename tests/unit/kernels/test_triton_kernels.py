@@ -243,6 +243,15 @@ def test_folded_casts_of_special_values(route: ModuleType, value: float) -> None
     check_folds(route, grad, weight, input, E5M2)
 
 
+def test_the_first_fold_saturates(route: ModuleType) -> None:
+    # g0 is 1.25, 9 % more than g, whose product with this scale is just within the range.
+    grad = torch.full((4, 20), 1.140625, device=DEVICE)
+    weight = cast_of_rows(20)._replace(scale=torch.full((20, 1), 1.526, device=DEVICE))
+    check_folds(route, grad, weight, cast_of_rows(4), E5M2)
+    rows = route.fold_rows(grad, weight.scale.view(-1), None, E5M2)
+    assert (rows.qdata.float() == torch.finfo(E5M2).max).all()
+
+
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
 def test_one_of_the_two_folds(route: ModuleType, of: torch.dtype) -> None:
     s, t = cast_of_rows(20).scale.view(-1), cast_of_rows(10).scale.view(-1)
