@@ -16,13 +16,19 @@ SHAPE = LayerShape(256, 512, 1024)
 
 
 def launches(name: str) -> list[int]:
-    """Kernels of a step with a new weight, with a known one, captured, and after the capture."""
+    """Kernels of a step with a known weight, of two that are captured, and of one after them.
+
+    The weight of the first capture is known, that of the second is new.
+    """
     mode = fake_tensor_mode()
     layer = layer_on_fake_cuda(name, SHAPE, mode)
     with fake_tensors(mode):
+        layer.run()
         counts = []
-        for capturing in (False, False, True, False):
+        for capturing, changes in ((False, False), (True, False), (True, True), (False, False)):
             layer.clear()
+            if changes:
+                layer.change_weight()
             capture = patch.object(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
             with capture, KernelCounter() as counter:
                 layer.run()
@@ -42,10 +48,10 @@ def refusal_of_delayed_scales() -> str:
 def test_a_captured_step_holds_the_cast_of_the_weight(
     fake_cuda: FakeCudaProcess, name: str
 ) -> None:
-    new, known, captured, after = fake_cuda.run(launches, name)
-    assert captured == new > known
-    # The graph's copies are not kept: the next step casts, by the scales that it knew before.
-    assert known <= after <= new
+    known, captured, captured_new, after = fake_cuda.run(launches, name)
+    assert captured == captured_new > known
+    # A graph's copies are not kept: the next step casts the weight.
+    assert after > known
 
 
 def test_a_delayed_scale_is_not_captured(fake_cuda: FakeCudaProcess) -> None:

@@ -122,7 +122,7 @@ def cast_by_operators(x: torch.Tensor) -> None:
 def test_custom_operators(fake_cuda: FakeCudaProcess) -> None:
     direct = fake_cuda.run(counted, cast, 64, 64)
     dispatched = fake_cuda.run(counted, cast_by_operators, 64, 64)
-    assert direct.launches == dispatched.launches > 5
+    assert direct.launches == dispatched.launches == 3
     assert direct.bytes_besides_gemms == dispatched.bytes_besides_gemms
 
 

@@ -78,9 +78,9 @@ def test_blocks_under_fsdp(fake_cuda: FakeCudaProcess) -> None:
     assert_expected_inline(
         "\n".join(rows),
         """\
-bf16                          249 kernels
-tensorwise                    317 kernels
-delayed                       357 kernels
+bf16                          161 kernels
+tensorwise                    229 kernels
+delayed                       269 kernels
 tensorwise, update of 14 weights    7 kernels
 delayed, update of 14 weights   28 kernels""",
     )
