@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_dist import torch_internals
@@ -33,11 +34,15 @@ _PROPERTIES = SimpleNamespace(
 )
 
 
+class _Device(nullcontext[None]):
+    """Stands for ``torch.cuda.device``: the one device is always the current one."""
+
+
 def pretend() -> None:
     """Makes torch.cuda answer for a device of compute capability 9.0, for good."""
     answers: dict[str, Any] = {
         "current_device": lambda: 0,
-        "device": lambda device: nullcontext(),
+        "device": _Device,
         "device_count": lambda: 1,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: _PROPERTIES.name,
@@ -57,7 +62,10 @@ def pretend() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    torch.accelerator.current_stream = streams.current_stream
+        if hasattr(CudaInterface, name):  # what compilers ask
+            setattr(CudaInterface, name, answer if isinstance(answer, type) else staticmethod(answer))
+    # (Another function: dynamo has a table of the two.)
+    torch.accelerator.current_stream = lambda device=None: streams.current_stream()
     intercept_launches()
 
 
