@@ -2,9 +2,9 @@
 
 from expecttest import assert_expected_inline
 
-from scripts.common.candidates import BF16, OURS
+from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.counter import Counts
-from scripts.common.fake_cuda.layer import LayerShape, count_layer
+from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from scripts.common.fake_cuda.process import FakeCudaProcess
 
 SHAPE = LayerShape()
@@ -40,4 +40,25 @@ rowwise_folded                91 kernels 3 GEMMs 3 transposing copies  17.53 GB
 rowwise_folded, weight cached  75 kernels 3 GEMMs 3 transposing copies  16.06 GB
 delayed                       45 kernels 3 GEMMs 3 transposing copies   6.50 GB
 delayed, weight cached        32 kernels 3 GEMMs 3 transposing copies   4.80 GB""",
+    )
+
+
+def test_a_compiled_step_of_one_layer(fake_cuda: FakeCudaProcess) -> None:
+    rows = []
+    for name in (BF16, *OURS, *TORCHAO):
+        counts = fake_cuda.run(count_compiled_layer, name, SHAPE)
+        rows.append(_row(name, counts))
+        assert counts.syncs == counts.problems == []
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+bf16                           3 kernels 3 GEMMs 0 transposing copies   0.00 GB
+tensorwise                    51 kernels 3 GEMMs 3 transposing copies   5.29 GB
+rowwise                      108 kernels 3 GEMMs 3 transposing copies  11.85 GB
+rowwise_with_gw_hp            76 kernels 3 GEMMs 1 transposing copies   7.54 GB
+rowwise_folded                86 kernels 3 GEMMs 3 transposing copies  14.71 GB
+delayed                       52 kernels 3 GEMMs 3 transposing copies   6.50 GB
+torchao tensorwise            13 kernels 3 GEMMs 0 transposing copies   1.38 GB
+torchao rowwise               15 kernels 3 GEMMs 0 transposing copies   1.75 GB
+torchao rowwise_with_gw_hp    11 kernels 3 GEMMs 0 transposing copies   1.06 GB""",
     )

@@ -24,7 +24,7 @@ from scripts.common.saved_bytes import rewrites_ops
 
 GEMMS = ("_scaled_mm", "mm", "addmm", "bmm")
 REDUCTIONS = ("amax", "amin", "aminmax", "linalg_vector_norm", "max", "sum", "_foreach_norm")
-COPIES = ("clone", "contiguous", "copy_", "reshape", "_to_copy")
+COPIES = ("clone", "contiguous", "copy_", "reshape", "to", "_to_copy")
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # What makes the host wait for the device. (Copies that block do, too.)
 _READS_BY_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero")

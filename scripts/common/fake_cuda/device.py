@@ -58,32 +58,42 @@ def pretend() -> None:
         "current_stream": streams.current_stream,
         "Event": streams.Event,
         "Stream": streams.Stream,
+        "_DeviceGuard": _Device,
         "stream": streams.stream,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
         if hasattr(CudaInterface, name):  # what compilers ask
-            setattr(CudaInterface, name, answer if isinstance(answer, type) else staticmethod(answer))
+            setattr(
+                CudaInterface, name, answer if isinstance(answer, type) else staticmethod(answer)
+            )
     # (Another function: dynamo has a table of the two.)
     torch.accelerator.current_stream = lambda device=None: streams.current_stream()
     intercept_launches()
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
     """Tensors are fake, and the library takes them, under dispatch modes too, for real ones.
 
     So it goes the ways of eager code that nothing observes: no dispatcher between it and its own
     operators, one cast for layers that share an input. (Graphs can't be compiled in here.)
+
+    mode: the one of tensors that are there already.
     """
     plain = (*torch_internals._PLAIN, FakeTensor)
     with (
         patch.object(torch_internals, "_PLAIN", plain),
         patch.object(torch_internals, "_len_torch_dispatch_stack", lambda: 0),
-        _FakeTensors(allow_non_fake_inputs=True),
+        mode or fake_tensor_mode(),
         _ValuesOnHost(),
     ):
         yield
+
+
+def fake_tensor_mode() -> FakeTensorMode:
+    """A mode for fake tensors on the device."""
+    return _FakeTensors(allow_non_fake_inputs=True)
 
 
 class _FakeTensors(FakeTensorMode):

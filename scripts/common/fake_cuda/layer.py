@@ -4,12 +4,14 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_dist import Float8Linear
 from scripts.bench.layers import Layer
 from scripts.common.candidates import linear_of
 from scripts.common.fake_cuda.counter import Counts, KernelCounter
-from scripts.common.fake_cuda.device import fake_tensors
+from scripts.common.fake_cuda.device import fake_tensor_mode, fake_tensors
+from scripts.common.fake_cuda.inductor import compiled_code_is_counted
 
 
 class LayerShape(NamedTuple):
@@ -20,16 +22,20 @@ class LayerShape(NamedTuple):
     out_features: int = 14336
 
 
-def layer_on_fake_cuda(name: str, shape: LayerShape) -> Layer:
+def layer_on_fake_cuda(name: str, shape: LayerShape, mode: FakeTensorMode) -> Layer:
     """A candidate's layer in bf16, without bias; delayed scales have a history already."""
     rows, k, n = shape
-    on = {"device": "cuda", "dtype": torch.bfloat16}
-    module = linear_of(name, nn.Linear(k, n, bias=False, **on))
+    with mode, torch.device("cuda"):
+        linear = nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
+        x = torch.empty(rows, k, dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.empty(rows, n, dtype=torch.bfloat16)
+    # Not under the mode: the handles by which graphs ask a layer for its scales have values.
+    module = linear_of(name, linear)
     if isinstance(module, Float8Linear):
-        for history in module.histories.values():
-            history.load(torch.ones(1, device="cuda"))
-    x = torch.empty(rows, k, requires_grad=True, **on)
-    return Layer(module, x, torch.empty(rows, n, **on))
+        with mode:
+            for history in module.histories.values():
+                history.load(torch.ones(1, device="cuda"))
+    return Layer(module, x, grad)
 
 
 def count_layer(name: str, shape: LayerShape, weight_changed: bool) -> Counts:
@@ -39,12 +45,24 @@ def count_layer(name: str, shape: LayerShape, weight_changed: bool) -> Counts:
         weight_changed: since then, as by an optimizer step. Otherwise the library's float8 copy of
             the weight serves again, as for a second micro-batch.
     """
-    with fake_tensors():
-        layer = layer_on_fake_cuda(name, shape)
+    mode = fake_tensor_mode()
+    layer = layer_on_fake_cuda(name, shape, mode)
+    with fake_tensors(mode):
         layer.run()
         if weight_changed:
             layer.change_weight()
         layer.clear()
         with KernelCounter() as counter:
             layer.run()
+    return counter.counts
+
+
+def count_compiled_layer(name: str, shape: LayerShape) -> Counts:
+    """The same compiled by Inductor, with a weight that has changed."""
+    torch._dynamo.reset()
+    mode, counter = fake_tensor_mode(), KernelCounter()
+    layer = layer_on_fake_cuda(name, shape, mode)
+    layer.module = torch.compile(layer.module, fullgraph=True)  # type: ignore[assignment]
+    with compiled_code_is_counted(mode, counter):
+        layer.run()
     return counter.counts

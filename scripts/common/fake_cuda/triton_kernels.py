@@ -5,11 +5,14 @@ which it writes can't be told: those are written that nothing has written before
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 try:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 except ImportError:  # the library then has no Triton kernels either
@@ -25,10 +28,11 @@ triton_kernel.register_fake(lambda name, tensors: None)
 
 
 def intercept_launches() -> None:
-    """Replaces what launches Triton kernels, for good."""
+    """Replaces what launches Triton kernels, and the driver that compilers ask, for good."""
     if JITFunction is not None:
         JITFunction.run = _run
         Autotuner.run = _run_any
+        driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
 
 
 def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

@@ -1,0 +1,108 @@
+"""What Inductor's code would launch: its wrapper runs on fake CUDA tensors, its kernels don't.
+
+Inductor generates the code that it would generate for the device. Of that code the Python wrapper
+runs, which allocates buffers and calls kernels, GEMMs and custom operators in their order.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.fx_passes import joint_graph, post_grad
+from torch._inductor.graph import GraphLowering
+from torch._inductor.select_algorithm import extern_kernels
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from scripts.common.fake_cuda.counter import KernelCounter
+from scripts.common.fake_cuda.device import fake_tensors
+
+
+@contextmanager
+def compiled_code_is_counted(mode: FakeTensorMode, counter: KernelCounter) -> Iterator[None]:
+    """Makes Inductor's graphs, compiled in here, run on tensors of a mode and count what they do.
+
+    What runs between graphs is not counted.
+    """
+
+    def compile_to_module(self: GraphLowering) -> Any:
+        code, _ = self.codegen()
+        call = _wrapper_of(code.value)
+
+        def counted(args: list[Any]) -> Any:
+            with fake_tensors(mode), counter:
+                return call(args)
+
+        return SimpleNamespace(call=counted, __file__="", key="", runner=None)
+
+    options = {"fx_graph_cache": False, "compile_threads": 1}
+    # These would run on the device.
+    options |= {"shape_padding": False, "joint_graph_constant_folding": False}
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(torch._inductor.config.patch(options))
+        enter(torch._functorch.config.patch(enable_autograd_cache=False))
+        enter(patch.object(GraphLowering, "compile_to_module", compile_to_module))
+        # Patterns of attention and dropout, which are traced on real tensors of the device.
+        enter(patch.object(joint_graph, "lazy_init", lambda *args: None))
+        enter(patch.object(post_grad, "lazy_init", lambda *args: None))
+        raw_stream = "_cuda_getCurrentRawStream"
+        enter(patch.object(torch._C, raw_stream, lambda device: 0, create=True))
+        enter(patch.object(AsyncCompile, "triton", _kernel))
+        enter(patch.object(AsyncCompile, "wait", lambda self, names: None))
+        yield
+
+
+class _Kernel:
+    """A Triton kernel of Inductor; `run` launches it."""
+
+    def __init__(self, name: str, source: str) -> None:
+        self._name = name
+        signature = re.search(rf"def {name}\((.*?)\)", source, re.DOTALL)
+        assert signature is not None
+        self._parameters = [p.partition(":")[0].strip() for p in signature[1].split(",")]
+
+    def run(self, *args: Any, stream: Any = None, **kwargs: Any) -> None:
+        tensors: list[torch.Tensor] = []
+        for name, argument in zip(self._parameters, args, strict=False):
+            if isinstance(argument, torch.Tensor):
+                tensors += [argument] * (2 if name.startswith("in_out") else 1)
+        torch.ops.fake_cuda.triton_kernel(self._name, tensors)
+
+
+def _kernel(self: AsyncCompile, name: str, source: str, device_str: str = "cuda") -> _Kernel:
+    return _Kernel(name, source)
+
+
+class _ExternKernels:
+    """torch's GEMMs, with results of their own: some can't write to a fake ``out``."""
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(extern_kernels, name)
+        return lambda *args, out=None, **kwargs: kernel(*args, **kwargs)
+
+
+def _wrapper_of(code: str) -> Any:
+    """The function `call` of generated code, on fake tensors."""
+    names: dict[str, Any] = {"__name__": "generated"}
+    exec(compile(code, "<Inductor>", "exec"), names)
+    names["extern_kernels"] = _ExternKernels()
+    names["empty_strided_cuda"] = _empty_strided
+    names["reinterpret_tensor"] = _reinterpreted
+    names["copy_if_misaligned"] = lambda tensor: tensor
+    names["assert_size_stride"] = names["assert_alignment"] = lambda *args: None
+    return names["call"]
+
+
+def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
