@@ -42,6 +42,8 @@ class Kernel(NamedTuple):
         launches: how many.
         read, written: bytes.
         flops: of a GEMM.
+        precision: of a GEMM: "bf16" (any that is not float8), "float8", "float8 fast" (with fast
+            accumulation).
     """
 
     name: str
@@ -50,6 +52,7 @@ class Kernel(NamedTuple):
     read: int
     written: int
     flops: int = 0
+    precision: str = ""
 
     @property
     def bytes(self) -> int:
@@ -137,20 +140,32 @@ class KernelCounter(TorchDispatchMode):
         if not any(t.numel() for t in writes):
             return
         if name == "_scaled_mm":
-            self.counts.problems += scaled_mm_problems(func, args, kwargs)
+            self.counts.problems += scaled_mm_problems(_arguments(func, args, kwargs))
         reads = [*reads, *updates]
         read, written = sum(map(_bytes, reads)), sum(map(_bytes, writes))
-        kind, flops = _kind(name, reads, writes, read + written), 0
+        kind = _kind(name, reads, writes, read + written)
+        kernel = Kernel(name, kind, _launches_of(name, args), read, written)
         if kind == "gemm":
-            flops = 2 * math.prod(writes[0].shape) * reads[1 if name == "addmm" else 0].shape[-1]
-        launches = _launches_of(name, args, writes)
-        self.counts.kernels.append(Kernel(name, kind, launches, read, written, flops))
+            left = reads[1 if name == "addmm" else 0]
+            flops = 2 * math.prod(writes[0].shape) * left.shape[-1]
+            precision = "bf16"
+            if name == "_scaled_mm":
+                fast = _arguments(func, args, kwargs).get("use_fast_accum")
+                precision = "float8 fast" if fast else "float8"
+            kernel = kernel._replace(flops=flops, precision=precision)
+        self.counts.kernels.append(kernel)
 
     def _note_triton_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         size = sum(map(_bytes, tensors))
         self.counts.kernels.append(
             Kernel(name, "elementwise" if size >= _LARGE else "tiny", 1, size, 0)
         )
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an operator by name."""
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _is_cuda(leaf: Any) -> bool:
@@ -217,7 +232,7 @@ def _order(tensor: torch.Tensor) -> list[int]:
     return sorted(dims, key=tensor.stride, reverse=True)
 
 
-def _launches_of(name: str, args: Any, writes: Sequence[torch.Tensor]) -> int:
+def _launches_of(name: str, args: Any) -> int:
     if name == "constant_pad_nd":
         return 2  # fills all, then copies
     if name.startswith(("_foreach_", "_fused_")):
@@ -226,6 +241,8 @@ def _launches_of(name: str, args: Any, writes: Sequence[torch.Tensor]) -> int:
         most = _TENSORS[min(len(lists) - (name.endswith("_")), 4)]
         launches = max(-(-chunks // _CHUNKS), -(-len(lists[0]) // most))
         return launches + (name == "_foreach_norm")  # which adds up the norms of chunks
+    if name == "_scaled_dot_product_flash_attention_backward":
+        return 3
     if name in ("cat", "stack"):
         return -(-len(args[0]) // 128)
     return 1

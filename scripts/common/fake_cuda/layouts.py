@@ -1,5 +1,6 @@
 """What cuBLASLt and CUTLASS ask of the operands of a float8 GEMM."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,15 +8,13 @@ import torch
 ALIGNMENT = 16  # bytes, which are elements of float8 data
 
 
-def scaled_mm_problems(func: Any, args: Any, kwargs: Any) -> list[str]:
+def scaled_mm_problems(given: Mapping[str, Any]) -> list[str]:
     """What is wrong with the arguments of ``aten::_scaled_mm``; an empty list: nothing.
 
     The data: ``a`` row-major, ``b`` column-major, dims, leading dims and addresses multiples of 16
     bytes. The scales: fp32, one for all, or one for each row of ``a`` and each column of ``b``,
     contiguous, with a bf16 output.
     """
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
     a, b = given["self"], given["mat2"]
     problems = _matrix_problems("a", a) + _matrix_problems("b", b.t())
     scales = (given["scale_a"], given["scale_b"])

@@ -1,0 +1,162 @@
+"""What a GPU would launch and move: kernels and bytes of a layer's step, without a GPU.
+
+    python -m scripts.bench.gpu_counts --write
+
+Tensors are fake ones, on a CUDA device that does not exist (scripts/common/fake_cuda). Eager code
+runs on them as it would run on the device, and Inductor generates its code for it. What would launch
+a kernel is counted, with the bytes that it reads and writes: forward and backward of one linear layer
+beside nn.Linear and torchao; two blocks of Llama 8B under FSDP2 over 8 ranks, with what updates the
+scales of their 14 weights after an optimizer step.
+
+Times are a roofline: what those operations and bytes take at assumed rates, and a least time for each
+kernel. Nothing here is measured on a GPU.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+
+from scripts.bench.timing import shape_type
+from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.common.fake_cuda.blocks import count_blocks
+from scripts.common.fake_cuda.counter import Counts
+from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
+from scripts.common.fake_cuda.process import FakeCudaProcess
+from scripts.common.fake_cuda.roofline import Rates, milliseconds
+from scripts.common.markdown import table
+from scripts.common.report import finish, make_parser, start
+
+BLOCKS, SEQUENCE = 2, 8192
+KINDS = ("gemm", "elementwise", "reduction", "transposing copy", "tiny")
+_HELP = {
+    "bf16": "TFLOP/s of bf16 GEMMs",
+    "float8": "TFLOP/s of float8 GEMMs without fast accumulation",
+    "float8_fast": "TFLOP/s of those with fast accumulation",
+    "elementwise": "TB/s of elementwise kernels",
+    "reduction": "TB/s of reductions",
+    "transpose": "TB/s of torch's copies that change the order of 1-byte elements",
+    "launch": "microseconds that a kernel takes at least",
+}
+
+
+@dataclasses.dataclass
+class Row:
+    """The counts of a candidate's layer; None: the same, or it does not apply."""
+
+    name: str
+    eager: Counts
+    compiled: Counts
+    cached: Counts | None = None  # eager, the weight has not changed
+
+
+def count(process: FakeCudaProcess, shape: LayerShape) -> list[Row]:
+    """All candidates at one shape."""
+    rows = []
+    for name in (BF16, *OURS, *TORCHAO):
+        eager = process.run(count_layer, name, shape, True)
+        row = Row(name, eager, process.run(count_compiled_layer, name, shape))
+        if name in OURS:
+            row.cached = process.run(count_layer, name, shape, False)
+        rows.append(row)
+    return rows
+
+
+def counts_table(rows: Sequence[Row]) -> str:
+    """Kernels and bytes."""
+    header = ["layer", "kernels", "weight cached", "compiled"]
+    header += ["GB besides GEMMs", "weight cached", "compiled", "transposing copies", "compiled"]
+    lines = []
+    for row in rows:
+        each = (row.eager, row.cached, row.compiled)
+        lines.append(
+            [
+                row.name,
+                *("" if counts is None else str(counts.launches) for counts in each),
+                *("" if counts is None else _gigabytes(counts) for counts in each),
+                *(str(len(c.of_kind("transposing copy"))) for c in (row.eager, row.compiled)),
+            ]
+        )
+    return table(header, lines, "lr")
+
+
+def roofline_table(rows: Sequence[Row], rates: Rates) -> str:
+    """Milliseconds by kind of kernel, eager, and in all, eager and compiled."""
+    header = ["layer, ms", "GEMMs", "elementwise", "reductions", "transposing copies", "tiny"]
+    header += ["eager", "x bf16's speed", "compiled", "x bf16's speed"]
+    bf16 = next(milliseconds(row.eager, rates).total() for row in rows if row.name == BF16)
+    lines = []
+    for row in rows:
+        eager, compiled = milliseconds(row.eager, rates), milliseconds(row.compiled, rates)
+        lines.append([row.name, *(f"{eager[kind]:.2f}" for kind in KINDS)])
+        for times in (eager, compiled):
+            lines[-1] += [f"{times.total():.2f}", f"{bf16 / times.total():.2f}"]
+    return table(header, lines, "lr")
+
+
+def blocks_table(counted: Mapping[str, tuple[Counts, Counts]]) -> str:
+    """Kernels and bytes of blocks, and of the update of their scales."""
+    header = ["blocks", "kernels", "x bf16", "GB besides GEMMs", "update: kernels", "GB"]
+    header += ["collectives of the step", "of the update"]
+    bf16 = counted[BF16][0].launches
+    lines = [
+        [
+            name,
+            str(step.launches),
+            f"{step.launches / bf16:.2f}",
+            _gigabytes(step),
+            str(update.launches),
+            _gigabytes(update),
+            str(step.collectives.total()),
+            str(update.collectives.total()),
+        ]
+        for name, (step, update) in counted.items()
+    ]
+    return table(header, lines, "lr")
+
+
+def _gigabytes(counts: Counts) -> str:
+    return f"{counts.bytes_besides_gemms / 1e9:.2f}"
+
+
+def assumptions(rates: Rates) -> str:
+    """The rates, in a sentence."""
+    return (
+        f"Assumed: {rates.bf16:g} TFLOP/s in bf16, {rates.float8_fast:g} in float8 with fast "
+        f"accumulation and {rates.float8:g} without; {rates.elementwise:g} TB/s of elementwise "
+        f"kernels, {rates.reduction:g} of reductions, {rates.transpose:g} of copies that transpose "
+        f"1-byte elements; at least {rates.launch:g} us for each kernel."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = make_parser("scripts.bench.gpu_counts", __doc__, "gpu.md")
+    default = LayerShape()
+    shape = "rows x in_features x out_features of the layer; default: 8192x4096x14336"
+    parser.add_argument(
+        "--shape", type=shape_type, metavar="MxKxN", default=tuple(default), help=shape
+    )
+    for rate in dataclasses.fields(Rates):
+        option = f"--{rate.name.replace('_', '-')}"
+        text = f"{_HELP[rate.name]}; %(default)s"
+        parser.add_argument(option, type=float, default=rate.default, metavar="RATE", help=text)
+    args = start(parser, argv)
+    rates = Rates(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Rates)})
+    return finish(args, _blocks(args, rates))
+
+
+def _blocks(args: argparse.Namespace, rates: Rates) -> dict[str, str]:
+    with FakeCudaProcess() as process:
+        rows = count(process, LayerShape(*args.shape))
+        names = (BF16, *OURS, *TORCHAO[:1])
+        counted = {n: process.run(count_blocks, n, BLOCKS, SEQUENCE) for n in names}
+    return {
+        "gpu layer": counts_table(rows),
+        "gpu roofline": f"{assumptions(rates)}\n\n{roofline_table(rows, rates)}",
+        "gpu blocks": blocks_table(counted),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Blocks of Llama 8B under FSDP2 on fake CUDA devices; called in their process."""
+
+import dataclasses
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from fp8_dist import float8_layers
+from scripts.common.fake_cuda.counter import Counts, KernelCounter
+from scripts.common.fake_cuda.device import fake_tensors
+from scripts.common.fake_cuda.world import RANKS, meshes
+from scripts.common.llama import MODELS, Block, rope_tables
+from scripts.common.models import after_step, convert
+
+
+class Blocks(nn.Module):
+    """Some blocks, without embedding and head."""
+
+    def __init__(self, blocks: int, sequence: int) -> None:
+        super().__init__()
+        config = dataclasses.replace(MODELS["8b"], max_seq_len=sequence)
+        self.layers = nn.ModuleList(Block(config) for _ in range(blocks))
+        self.cos, self.sin = rope_tables(config, torch.device("cuda"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, cos=self.cos, sin=self.sin)
+        return x
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, enable_gqa: bool
+) -> torch.Tensor:
+    """The kernel that torch chooses on such a device. (Here it finds none, and takes several.)"""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+
+def count_blocks(name: str, blocks: int, sequence: int) -> tuple[Counts, Counts]:
+    """A candidate's step without the optimizer, and what then updates its scales.
+
+    It is the second step. Each of `RANKS` ranks has one sequence; FSDP2 shards over all.
+    """
+    mesh = meshes(dp=RANKS)["dp"]
+    step, update = KernelCounter(), KernelCounter()
+    with fake_tensors(), patch.object(F, "scaled_dot_product_attention", _attention):
+        with torch.device("cuda"):
+            model = Blocks(blocks, sequence)
+            x = torch.empty(1, sequence, MODELS["8b"].dim, dtype=torch.bfloat16)
+        convert(name, model, shard=True)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        for layer in float8_layers(model).values():
+            for history in layer.histories.values():
+                history.load(torch.ones(1, device="cuda"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            step.counts, update.counts = Counts(), Counts()
+            with step:
+                model(x.requires_grad_()).backward(x.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            with update:
+                after_step(name, sharded=True)(model)
+    return step.counts, update.counts

@@ -1,0 +1,147 @@
+"""The counter itself: what launches kernels, and what makes the host wait."""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from expecttest import assert_expected_inline
+from stream_hazards import Hazards
+
+from fp8_dist.kernels import quantize, scaling_from_amax
+from scripts.common.fake_cuda import streams
+from scripts.common.fake_cuda.counter import Counts, KernelCounter
+from scripts.common.fake_cuda.device import fake_tensors
+from scripts.common.fake_cuda.process import FakeCudaProcess
+
+E4M3 = torch.float8_e4m3fn
+
+
+def counted(run: Callable[[torch.Tensor], object], *size: int) -> Counts:
+    """What a function of a bf16 tensor does; called in the process with the device."""
+    with fake_tensors():
+        x = torch.empty(size, device="cuda", dtype=torch.bfloat16)
+        with KernelCounter() as counter:
+            run(x)
+    return counter.counts
+
+
+def shown(counts: Counts) -> str:
+    return "\n".join(
+        f"{k.launches} {k.name}, {k.kind}, reads {k.read:,} and writes {k.written:,} bytes"
+        for k in counts.kernels
+    )
+
+
+def several_operators(x: torch.Tensor) -> None:
+    y = x.t()[1:].view(-1, 512).detach()  # views launch nothing
+    y = torch.empty_like(x)  # nor do allocations
+    y.fill_(1)
+    y.mul_(x)
+    x.t().contiguous()
+    x[0].expand(512, 512) + 1
+    torch.nn.functional.pad(x, (0, 16))
+    torch._foreach_norm([x] * 100, float("inf"))
+    x.to(torch.float32).sum()
+    torch.mm(x, x)
+    torch.zeros(0, 512, device="cuda")
+
+
+def test_operators(fake_cuda: FakeCudaProcess) -> None:
+    assert_expected_inline(
+        shown(fake_cuda.run(counted, several_operators, 512, 512)),
+        """""",
+    )
+
+
+@triton.jit
+def _double(x, y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    tl.store(y + offsets, tl.load(x + offsets, mask=mask) * 2, mask=mask)
+
+
+_tuned = triton.autotune([triton.Config({"BLOCK": size}) for size in (128, 256)], ["n"])(_double)
+
+
+def triton_kernels(x: torch.Tensor) -> None:
+    y = torch.empty_like(x)
+    _double[(8,)](x, y, x.numel(), BLOCK=128)
+    _tuned[lambda meta: (8,)](y, x, x.numel())
+
+
+def triton_on_two_streams(waits: bool) -> list[str]:
+    with fake_tensors(), Hazards() as hazards:
+        x = torch.ones(1024, device="cuda")
+        other = streams.Stream(name="other")
+        if waits:
+            other.wait_stream(streams.current_stream())
+        with streams.stream(other):
+            triton_kernels(x)
+    return list(hazards.found)
+
+
+def test_triton_kernels(fake_cuda: FakeCudaProcess) -> None:
+    assert_expected_inline(
+        shown(fake_cuda.run(counted, triton_kernels, 1024, 1024)),
+        """""",
+    )
+    assert fake_cuda.run(triton_on_two_streams, True) == []
+    assert "_double on other reads what ones" in "".join(
+        fake_cuda.run(triton_on_two_streams, False)
+    )
+
+
+def cast(x: torch.Tensor) -> None:
+    amax = torch.ones((), device="cuda")
+    m, _ = scaling_from_amax(amax, E4M3, False)
+    quantize(x, m, E4M3)
+
+
+def cast_by_operators(x: torch.Tensor) -> None:
+    amax = torch.ones((), device="cuda")
+    m, _ = scaling_from_amax.overload(amax, E4M3, False)
+    quantize.overload(x, m, E4M3)
+
+
+def test_custom_operators(fake_cuda: FakeCudaProcess) -> None:
+    direct = fake_cuda.run(counted, cast, 64, 64)
+    dispatched = fake_cuda.run(counted, cast_by_operators, 64, 64)
+    assert direct.launches == dispatched.launches > 5
+    assert direct.bytes_besides_gemms == dispatched.bytes_besides_gemms
+
+
+def waits(x: torch.Tensor) -> None:
+    x.sum().item()
+    x.cpu()
+    x.to("cpu", non_blocking=True)
+    torch.tensor([1.0, 2.0], device="cuda")
+    x.nonzero()
+
+
+def test_what_the_host_waits_for(fake_cuda: FakeCudaProcess) -> None:
+    assert_expected_inline(
+        "\n".join(fake_cuda.run(counted, waits, 64, 64).syncs),
+        """""",
+    )
+
+
+def wrong_gemms(x: torch.Tensor) -> None:
+    q, one = x.to(E4M3), torch.ones((), device="cuda")
+    a, b = q[:32], q[:48]
+    bf16 = torch.bfloat16
+    torch._scaled_mm(a, b.t(), one, one, out_dtype=bf16)  # as it must be
+    q.view(-1)[8 : 8 + a.numel()]
+    shifted = q.view(-1)[8 : 8 + a.numel()].view(a.shape)
+    torch._scaled_mm(shifted, b.t(), one, one, out_dtype=bf16)
+    rows, columns = torch.ones(32, 1, device="cuda"), torch.ones(1, 48, device="cuda")
+    torch._scaled_mm(a, b.t(), rows, columns, out_dtype=bf16)  # as it must be
+    e5m2 = b.view(torch.float8_e5m2)
+    torch._scaled_mm(a, e5m2.t(), rows, columns, out_dtype=bf16)
+
+
+def test_operands_that_a_gemm_refuses(fake_cuda: FakeCudaProcess) -> None:
+    assert_expected_inline(
+        "\n".join(fake_cuda.run(counted, wrong_gemms, 64, 64).problems),
+        """""",
+    )
