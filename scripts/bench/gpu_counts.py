@@ -3,13 +3,13 @@
     python -m scripts.bench.gpu_counts --write
 
 Tensors are fake ones, on a CUDA device that does not exist (scripts/common/fake_cuda). Eager code
-runs on them as it would run on the device, and Inductor generates its code for it. What would launch
-a kernel is counted, with the bytes that it reads and writes: forward and backward of one linear layer
-beside nn.Linear and torchao; two blocks of Llama 8B under FSDP2 over 8 ranks, with what updates the
-scales of their 14 weights after an optimizer step.
+runs on them as it would run on the device, and Inductor generates its code for it. What would
+launch a kernel is counted, with the bytes that it reads and writes: forward and backward of one
+linear layer beside nn.Linear and torchao; two blocks of Llama 8B under FSDP2 over 8 ranks, with
+what updates the scales of their 14 weights after an optimizer step.
 
-Times are a roofline: what those operations and bytes take at assumed rates, and a least time for each
-kernel. Nothing here is measured on a GPU.
+Times are a roofline: what those operations and bytes take at assumed rates, and a least time for
+each kernel. Nothing here is measured on a GPU.
 """
 
 import argparse
