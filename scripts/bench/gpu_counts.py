@@ -5,8 +5,8 @@
 Tensors are fake ones, on a CUDA device that does not exist (scripts/common/fake_cuda). Eager code
 runs on them as it would run on the device, and Inductor generates its code for it. What would
 launch a kernel is counted, with the bytes that it reads and writes: forward and backward of one
-linear layer beside nn.Linear and torchao; two blocks of Llama 8B under FSDP2 over 8 ranks, with
-what updates the scales of their 14 weights after an optimizer step.
+linear layer beside nn.Linear and torchao; two blocks of Llama 8B under FSDP2 over 8 ranks; and what
+updates the scales of all of its 224 weights after an optimizer step.
 
 Times are a roofline: what those operations and bytes take at assumed rates, and a least time for
 each kernel. Nothing here is measured on a GPU.
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from scripts.bench.timing import shape_type
 from scripts.common.candidates import BF16, OURS, TORCHAO
-from scripts.common.fake_cuda.blocks import count_blocks
+from scripts.common.fake_cuda.blocks import count_blocks, count_update
 from scripts.common.fake_cuda.counter import Counts
 from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from scripts.common.fake_cuda.process import FakeCudaProcess
@@ -27,7 +27,7 @@ from scripts.common.fake_cuda.roofline import Rates, milliseconds
 from scripts.common.markdown import table
 from scripts.common.report import finish, make_parser, start
 
-BLOCKS, SEQUENCE = 2, 8192
+BLOCKS, SEQUENCE, ALL_BLOCKS = 2, 8192, 32
 KINDS = ("gemm", "elementwise", "reduction", "transposing copy", "tiny")
 _HELP = {
     "bf16": "TFLOP/s of bf16 GEMMs",
@@ -95,24 +95,19 @@ def roofline_table(rows: Sequence[Row], rates: Rates) -> str:
 
 
 def blocks_table(counted: Mapping[str, tuple[Counts, Counts]]) -> str:
-    """Kernels and bytes of blocks, and of the update of their scales."""
-    header = ["blocks", "kernels", "x bf16", "GB besides GEMMs", "update: kernels", "GB"]
-    header += ["collectives of the step", "of the update"]
+    """Kernels and bytes of blocks, and of the update of scales."""
+    header = ["blocks", "kernels", "x bf16", "GB besides GEMMs", "collectives"]
+    header += ["update: kernels", "GB", "collectives"]
     bf16 = counted[BF16][0].launches
-    lines = [
-        [
-            name,
-            str(step.launches),
-            f"{step.launches / bf16:.2f}",
-            _gigabytes(step),
-            str(update.launches),
-            _gigabytes(update),
-            str(step.collectives.total()),
-            str(update.collectives.total()),
-        ]
-        for name, (step, update) in counted.items()
-    ]
+    lines = []
+    for name, (step, update) in counted.items():
+        line = [name, str(step.launches), f"{step.launches / bf16:.2f}", *_others(step)]
+        lines.append([*line, str(update.launches), *_others(update)])
     return table(header, lines, "lr")
+
+
+def _others(counts: Counts) -> tuple[str, str]:
+    return _gigabytes(counts), str(counts.collectives.total())
 
 
 def _gigabytes(counts: Counts) -> str:
@@ -150,7 +145,13 @@ def _blocks(args: argparse.Namespace, rates: Rates) -> dict[str, str]:
     with FakeCudaProcess() as process:
         rows = count(process, LayerShape(*args.shape))
         names = (BF16, *OURS, *TORCHAO[:1])
-        counted = {n: process.run(count_blocks, n, BLOCKS, SEQUENCE) for n in names}
+        counted = {
+            name: (
+                process.run(count_blocks, name, BLOCKS, SEQUENCE),
+                process.run(count_update, name, ALL_BLOCKS),
+            )
+            for name in names
+        }
     return {
         "gpu layer": counts_table(rows),
         "gpu roofline": f"{assumptions(rates)}\n\n{roofline_table(rows, rates)}",

@@ -3,6 +3,7 @@
 from expecttest import assert_expected_inline
 
 from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.common.fake_cuda.blocks import count_blocks, count_update
 from scripts.common.fake_cuda.counter import Counts
 from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from scripts.common.fake_cuda.process import FakeCudaProcess
@@ -61,4 +62,25 @@ delayed                       52 kernels 3 GEMMs 3 transposing copies   6.50 GB
 torchao tensorwise            13 kernels 3 GEMMs 0 transposing copies   1.38 GB
 torchao rowwise               15 kernels 3 GEMMs 0 transposing copies   1.75 GB
 torchao rowwise_with_gw_hp    11 kernels 3 GEMMs 0 transposing copies   1.06 GB""",
+    )
+
+
+def test_blocks_under_fsdp(fake_cuda: FakeCudaProcess) -> None:
+    rows = []
+    for name in (BF16, "tensorwise", "delayed"):
+        counts = fake_cuda.run(count_blocks, name, 2, 8192)
+        rows.append(f"{name:28} {counts.launches:4} kernels")
+        assert counts.syncs == counts.problems == []
+    for name in ("tensorwise", "delayed"):
+        counts = fake_cuda.run(count_update, name, 2)
+        rows.append(f"{name + ', update of 14 weights':28} {counts.launches:4} kernels")
+        assert counts.syncs == []
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+bf16                          249 kernels
+tensorwise                    637 kernels
+delayed                       805 kernels
+tensorwise, update of 14 weights   64 kernels
+delayed, update of 14 weights   38 kernels""",
     )

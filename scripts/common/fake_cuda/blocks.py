@@ -6,6 +6,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8_dist import float8_layers
@@ -38,31 +39,45 @@ def _attention(
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
-def count_blocks(name: str, blocks: int, sequence: int) -> tuple[Counts, Counts]:
-    """A candidate's step without the optimizer, and what then updates its scales.
+def count_blocks(name: str, blocks: int, sequence: int) -> Counts:
+    """A candidate's second step, without what follows the backward.
 
-    It is the second step. Each of `RANKS` ranks has one sequence; FSDP2 shards over all.
+    Each of `RANKS` ranks has one sequence; FSDP2 shards over all.
     """
     mesh = meshes(dp=RANKS)["dp"]
-    step, update = KernelCounter(), KernelCounter()
     with fake_tensors(), patch.object(F, "scaled_dot_product_attention", _attention):
-        with torch.device("cuda"):
-            model = Blocks(blocks, sequence)
-            x = torch.empty(1, sequence, MODELS["8b"].dim, dtype=torch.bfloat16)
-        convert(name, model, shard=True)
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-        for layer in float8_layers(model).values():
-            for history in layer.histories.values():
-                history.load(torch.ones(1, device="cuda"))
+        model = _sharded(name, blocks, sequence, mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        size = (1, sequence, MODELS["8b"].dim)
+        x = torch.empty(size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(2):
-            step.counts, update.counts = Counts(), Counts()
-            with step:
-                model(x.requires_grad_()).backward(x.detach())
+            with KernelCounter() as counter:
+                model(x).backward(x.detach())
             optimizer.step()
             optimizer.zero_grad()
-            with update:
-                after_step(name, sharded=True)(model)
-    return step.counts, update.counts
+            after_step(name, sharded=True)(model)
+    return counter.counts
+
+
+def count_update(name: str, blocks: int) -> Counts:
+    """What a training loop calls for the scales of some blocks after an optimizer step."""
+    mesh = meshes(dp=RANKS)["dp"]
+    with fake_tensors():
+        model = _sharded(name, blocks, 16, mesh)
+        with KernelCounter() as counter:
+            after_step(name, sharded=True)(model)
+    return counter.counts
+
+
+def _sharded(name: str, blocks: int, sequence: int, mesh: DeviceMesh) -> Blocks:
+    """A candidate's blocks under FSDP2; delayed scales have a history already."""
+    with torch.device("cuda"):
+        model = Blocks(blocks, sequence)
+    convert(name, model, shard=True)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for layer in float8_layers(model).values():
+        for history in layer.histories.values():
+            history.load(torch.ones(1, device="cuda"))
+    return model

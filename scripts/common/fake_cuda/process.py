@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -50,15 +51,11 @@ class FakeCudaProcess:
             self._pool = ProcessPoolExecutor(
                 max_workers=1, mp_context=multiprocessing.get_context("spawn"), initializer=_start
             )
-        before = os.environ.get("LD_PRELOAD")
-        # torch looks for CUDA while it is imported: only a preloaded guard is there before it.
-        os.environ["LD_PRELOAD"] = str(built_guard())
-        try:
+        # torch looks for CUDA while it is imported: only a preloaded guard is there before it. (A
+        # build for CUDA has a guard of its own.)
+        preload = {} if torch.backends.cuda.is_built() else {"LD_PRELOAD": str(built_guard())}
+        with patch.dict(os.environ, preload):
             future = self._pool.submit(_call, function, args)  # starts the process
-        finally:
-            del os.environ["LD_PRELOAD"]
-            if before is not None:
-                os.environ["LD_PRELOAD"] = before
         return future.result(timeout)
 
 
