@@ -1,12 +1,14 @@
 """What float8 GEMMs are given on every path, and that no path makes the host wait for the device."""
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from nets import Net, net_plan
+from stream_hazards import Hazards
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -85,8 +87,8 @@ def _net(recipe: str, path: Path, mesh: dict[str, DeviceMesh]) -> Net:
     return net
 
 
-def count_step(recipe: str, path: Path) -> Counts:
-    """The second of two steps, with what follows the optimizer's step."""
+def count_step(recipe: str, path: Path) -> tuple[Counts, Counter[str]]:
+    """The second of two steps, with what follows the optimizer's step; hazards of both."""
     mesh = meshes(path.dp, path.tp) if path.dp * path.tp > 1 else {}
     with fake_tensors():
         net = _net(recipe, path, mesh)
@@ -96,27 +98,35 @@ def count_step(recipe: str, path: Path) -> Counts:
             for history in layer.histories.values():
                 history.load(torch.ones(1, device="cuda"))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in range(2):
-            with KernelCounter() as counter:
-                size = (BATCH, SEQUENCE // path.tp, DIM)
-                if path.odd:
-                    size = (BATCH, SEQUENCE + 1, DIM + 7)
-                x = torch.empty(size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-                net(x).backward(torch.empty_like(x))
-            optimizer.step()
-            optimizer.zero_grad()
-            with counter:
-                update_float8_scales(net)
-    return counter.counts
+        with Hazards() as hazards:
+            for _ in range(2):
+                counter = KernelCounter()
+                _step(net, path, counter)
+                optimizer.step()
+                optimizer.zero_grad()
+                with counter:
+                    update_float8_scales(net)
+    return counter.counts, hazards.found
+
+
+def _step(net: Net, path: Path, counter: KernelCounter) -> None:
+    size = (BATCH, SEQUENCE // path.tp, DIM)
+    if path.odd:
+        size = (BATCH, SEQUENCE + 1, DIM + 7)
+    x = torch.empty(size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.empty_like(x)
+    with counter:
+        net(x).backward(grad)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("recipe", OURS)
 def test_a_step(recipe: str, path: str, fake_cuda: FakeCudaProcess) -> None:
-    counts = fake_cuda.run(count_step, recipe, PATHS[path])
+    counts, hazards = fake_cuda.run(count_step, recipe, PATHS[path])
     gemms = [kernel for kernel in counts.kernels if kernel.name == "_scaled_mm"]
     assert len(gemms) == (6 if recipe == "rowwise_with_gw_hp" else 9)
     assert counts.problems == []
+    assert not hazards
     if path == OFFLOAD and recipe in ("tensorwise", "rowwise_folded"):
         # Precompute leaves scales on the CPU: two copies for each of 3 weights and 2 gathers.
         assert counts.syncs == ["_to_copy from cpu to cuda"] * 12

@@ -200,3 +200,20 @@ def test_hazards_of_two_streams(fake_cuda: FakeCudaProcess) -> None:
     assert found(waits=True, records=False, keeps=True) == ""
     unordered = found(waits=False, records=True, keeps=True)
     assert unordered == "add on compute reads what ones on other may still be at; made at torch"
+
+
+def a_reduction(waits: bool) -> list[str]:
+    """Hazards where the result of a functional collective is read."""
+    group = meshes(dp=8)["dp"].get_group().group_name
+    with fake_tensors(), Hazards() as hazards:
+        reduced = torch.ops._c10d_functional.all_reduce(torch.ones(10, device="cuda"), "max", group)
+        if waits:
+            reduced = torch.ops._c10d_functional.wait_tensor(reduced)
+        reduced + 1
+    return list(hazards.found)
+
+
+def test_hazards_of_a_collective(fake_cuda: FakeCudaProcess) -> None:
+    assert fake_cuda.run(a_reduction, True) == []
+    (unordered,) = fake_cuda.run(a_reduction, False)
+    assert unordered.startswith("add on compute reads what all_reduce on NCCL may still be at")
