@@ -77,6 +77,8 @@ def triton_kernels(x: torch.Tensor) -> None:
     y = torch.empty_like(x)
     _double[(8,)](x, y, x.numel(), BLOCK=128)
     _tuned[lambda meta: (8,)](y, x, x.numel())
+    table = torch.tensor([[y.data_ptr(), y.numel()]]).to("cuda")
+    _double[(8,)](table, torch.empty(1, device="cuda"), 1, BLOCK=128)
 
 
 def triton_on_two_streams(waits: bool) -> list[str]:
@@ -95,7 +97,9 @@ def test_triton_kernels(fake_cuda: FakeCudaProcess) -> None:
         shown(fake_cuda.run(counted, triton_kernels, 1024, 1024)),
         """\
 1 _double, elementwise, reads 4,194,304 and writes 0 bytes
-1 _double, elementwise, reads 4,194,304 and writes 0 bytes""",
+1 _double, elementwise, reads 4,194,304 and writes 0 bytes
+1 _to_copy, tiny, reads 16 and writes 16 bytes
+1 _double, elementwise, reads 2,097,172 and writes 0 bytes""",
     )
     assert fake_cuda.run(triton_on_two_streams, True) == []
     assert "_double on other reads what ones" in "".join(

@@ -55,6 +55,7 @@ class FakeCudaProcess:
         # build for CUDA has a guard of its own.)
         preload = {} if torch.backends.cuda.is_built() else {"LD_PRELOAD": str(built_guard())}
         with patch.dict(os.environ, preload):
+            os.environ.pop("TRITON_INTERPRET", None)
             future = self._pool.submit(_call, function, args)  # starts the process
         return future.result(timeout)
 

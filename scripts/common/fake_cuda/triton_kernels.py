@@ -1,14 +1,17 @@
 """Launches of Triton kernels on fake tensors: nothing runs, but dispatch modes see an operator.
 
-``fake_cuda::triton_kernel(name, tensors)`` stands for one launch. Which tensors a kernel reads and
-which it writes can't be told: those are written that nothing has written before.
+``fake_cuda::triton_kernel(name, tensors)`` stands for one launch. Its tensors are the arguments of
+the kernel, and those whose addresses were taken since the last launch, which a kernel may be handed
+in a table. Which of them it reads and which it writes can't be told.
 """
 
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 try:
     from triton.backends.compiler import GPUTarget
@@ -17,6 +20,9 @@ try:
     from triton.runtime.jit import JITFunction
 except ImportError:  # the library then has no Triton kernels either
     Autotuner = JITFunction = None
+
+_addressed: list[ReferenceType[torch.Tensor]] = []
+_real_data_ptr = torch.Tensor.data_ptr
 
 
 @torch.library.custom_op("fake_cuda::triton_kernel", mutates_args=())
@@ -29,18 +35,29 @@ triton_kernel.register_fake(lambda name, tensors: None)
 
 def intercept_launches() -> None:
     """Replaces what launches Triton kernels, and the driver that compilers ask, for good."""
+    torch.Tensor.data_ptr = _data_ptr  # type: ignore[method-assign]
     if JITFunction is not None:
         JITFunction.run = _run
-        Autotuner.run = _run_any
+        Autotuner.run = _run_first
         driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
 
 
 def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    given = (*args, *kwargs.values())
+    given = [*args, *kwargs.values(), *(reference() for reference in _addressed)]
+    _addressed.clear()
     tensors = [argument for argument in given if isinstance(argument, torch.Tensor)]
     torch.ops.fake_cuda.triton_kernel(self.__name__, tensors)
 
 
-def _run_any(self: Any, *args: Any, **kwargs: Any) -> None:
-    """An autotuned kernel, without its search: any configuration launches once."""
-    self.fn.run(*args, **kwargs)
+def _run_first(self: Any, *args: Any, **kwargs: Any) -> None:
+    """An autotuned kernel, without its search."""
+    self.best_config = self.configs[0]
+    self.fn.run(*args, **kwargs, **self.best_config.all_kwargs())
+
+
+def _data_ptr(self: torch.Tensor) -> int:
+    """An address, of fake tensors too."""
+    if not isinstance(self, FakeTensor):
+        return _real_data_ptr(self)
+    _addressed.append(ref(self))
+    return self.untyped_storage()._cdata * 512 + self.storage_offset() * self.itemsize
