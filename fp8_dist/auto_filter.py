@@ -203,16 +203,14 @@ def auto_filter(
 
 
 def _checked_fqns(filter_fqns: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
+    is_list = isinstance(filter_fqns, Iterable) and not isinstance(filter_fqns, str)
+    fqns = tuple(filter_fqns) if is_list else ()
+    if not is_list or not all(isinstance(entry, str) for entry in fqns):
         raise TypeError(
             f"auto_filter: filter_fqns={filter_fqns!r}: pass a list of strings, such as ['output']"
         )
-    fqns = tuple(filter_fqns)
-    for entry in fqns:
-        if not isinstance(entry, str):
-            raise TypeError(f"auto_filter: filter_fqns holds {entry!r}, which is not a string")
-        if not entry:
-            raise ValueError("auto_filter: filter_fqns holds '', which matches every layer")
+    if "" in fqns:
+        raise ValueError("auto_filter: filter_fqns holds '', which matches every layer")
     return tuple(dict.fromkeys(fqns))
 
 

@@ -10,7 +10,14 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.config import CastConfig, CastSpec, ScalingGranularity, ScalingType
 from fp8_dist.granularity import TENSOR, Granularity, covering
 from fp8_dist.kernels import Scaling, amax, quantize, scaling_from_amax
-from fp8_dist.mesh import Layout, Placements, all_reduce_max, group_for_amax, local_tensor, reduced
+from fp8_dist.mesh import (
+    Placements,
+    all_reduce_max,
+    group_for_amax,
+    local_tensor,
+    reduced,
+    with_local,
+)
 from fp8_dist.tensor import Float8Tensor, Quantized
 
 
@@ -99,8 +106,6 @@ def scaling_over(
 
     Args:
         tensor: a tensor or DTensor without Partial placements.
-        cast: the float8 dtype, and what one scale covers.
-        round_scales_to_power_of_2: see :mod:`fp8_dist.kernels.scale`.
         axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
         local: its local tensor, where that is stored in another form.
 
@@ -155,11 +160,13 @@ def _amax_axes(
 
 
 def quantize_local(
-    x: torch.Tensor, multiplier: torch.Tensor, cast: CastSpec, *, fits: bool = False
-) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.quantize` of a local tensor, by multipliers of what scales cover."""
+    x: torch.Tensor, scaling: Scaling, cast: CastSpec, *, fits: bool = False
+) -> Quantized:
+    """:func:`fp8_dist.kernels.quantize` of a local tensor, by the scaling of what scales cover."""
+    multiplier, scale = scaling
     qdata = quantize(cast.granularity.grouped(x), multiplier, cast.dtype, fits=fits)
-    return qdata if qdata.shape == x.shape else qdata.view(x.shape)
+    qdata = qdata if qdata.shape == x.shape else qdata.view(x.shape)
+    return Quantized(qdata, scale, cast.granularity)
 
 
 def quantize_over(
@@ -169,17 +176,13 @@ def quantize_over(
     axes: tuple[int, ...] | None = None,
 ) -> Quantized:
     """The local part of a tensor in float8, by :func:`scaling_over`; outside of autograd."""
-    m, scale = scaling_over(tensor, cast, round_scales_to_power_of_2, axes)
-    qdata = quantize_local(local_tensor(tensor), m, cast, fits=True)
-    return Quantized(qdata, scale, cast.granularity)
+    scaling = scaling_over(tensor, cast, round_scales_to_power_of_2, axes)
+    return quantize_local(local_tensor(tensor), scaling, cast, fits=True)
 
 
 def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     """The cast of a tensor's local part as a Float8Tensor; a DTensor of one where ``tensor`` is."""
-    qdata, scale, granularity = quantized
-    float8 = Float8Tensor(qdata, scale, tensor.dtype, granularity.covered_dims(qdata.ndim))
-    layout = Layout.of(tensor)
-    return float8 if layout is None else layout.wrap(float8)
+    return with_local(tensor, quantized.as_tensor(tensor.dtype))
 
 
 class _CastToFloat8(torch.autograd.Function):

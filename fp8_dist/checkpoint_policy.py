@@ -22,26 +22,24 @@ from fp8_dist.torch_internals import funcol
 aten = torch.ops.aten
 
 # (Not the absolute values of a weight, nor float8 copies: an amax is four bytes per scale.)
-_SAVED: frozenset[Any] = frozenset(
-    (
-        amax.overload,
-        history_scaling.overload,
-        record_amax.overload,
-        scaled_mm.overload,
-        weight_scalings.overload,
-        aten.mm.default,
-        aten.addmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        funcol.all_gather_into_tensor.default,
-        funcol.all_reduce.default,
-        funcol.all_to_all_single.default,
-        funcol.reduce_scatter_tensor.default,
-        funcol.wait_tensor.default,
-    )
-)
+_SAVED: set[Any] = {
+    amax.overload,
+    history_scaling.overload,
+    record_amax.overload,
+    scaled_mm.overload,
+    weight_scalings.overload,
+    aten.mm.default,
+    aten.addmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    funcol.all_gather_into_tensor.default,
+    funcol.all_reduce.default,
+    funcol.all_to_all_single.default,
+    funcol.reduce_scatter_tensor.default,
+    funcol.wait_tensor.default,
+}
 
 
 def selective_checkpoint_policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

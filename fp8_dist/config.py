@@ -7,7 +7,7 @@ what it means.
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -157,37 +157,6 @@ class Float8LinearRecipeName(enum.Enum):
     all-reduce per step in ``sync_float8_amax_and_scale_history``."""
 
 
-class _Resolved(NamedTuple):
-    """What follows from the fields of a config; each forward and backward asks for it."""
-
-    by_use: dict[tuple[Operand, Gemm], CastSpec | None]
-    casts: dict[Operand, tuple[CastSpec, ...]]
-    gather_casts: dict[Operand, CastSpec | None]
-
-    @staticmethod
-    def of(config: "Float8LinearConfig") -> "_Resolved":
-        by_use = {
-            (operand, gemm): config._cast_spec(operand, gemm)
-            for gemm, pair in GEMM_OPERANDS.items()
-            for operand in pair
-        }
-        uses = {
-            operand: list(dict.fromkeys(cast for (o, _), cast in by_use.items() if o == operand))
-            for operand in get_args(Operand)
-        }
-        return _Resolved(
-            by_use,
-            casts={o: tuple(cast for cast in casts if cast) for o, casts in uses.items()},
-            gather_casts={operand: _gather_cast(casts) for operand, casts in uses.items()},
-        )
-
-
-def _gather_cast(casts: list[CastSpec | None]) -> CastSpec | None:
-    first = casts[0]
-    one_copy = first is not None and len(casts) == 1 and first.granularity.can_gather
-    return first if one_copy else None
-
-
 @dataclass(frozen=True)
 class Float8LinearConfig:
     """Configuration of a :class:`fp8_dist.Float8Linear`.
@@ -237,16 +206,12 @@ class Float8LinearConfig:
     fold_row_scales: bool = False
 
     def __post_init__(self) -> None:
-        self._check_types()
+        self._check_fields()
         self._check_gemm_pairs()
         self._check_operands()
         self._check_folding()
         self._check_fsdp_gather()
         self._check_delayed()
-        if self.amax_scope not in ("global", "rank"):
-            raise ValueError(
-                f"Float8LinearConfig.amax_scope={self.amax_scope!r}: use 'global' or 'rank'"
-            )
         if self.force_recompute_fp8_weight_in_bwd:
             raise ValueError(
                 "Float8LinearConfig.force_recompute_fp8_weight_in_bwd=True has no meaning here: "
@@ -269,21 +234,33 @@ class Float8LinearConfig:
         """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
         return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
 
+    # Two caches of what each forward asks for. The checks fill them, before any graph could ask.
+
     @cached_property
-    def _resolved(self) -> _Resolved:
-        return _Resolved.of(self)  # made by the checks above, before any graph could ask for it
+    def _uses(self) -> dict[Operand, dict[Gemm, CastSpec | None]]:
+        uses: dict[Operand, dict[Gemm, CastSpec | None]] = {o: {} for o in get_args(Operand)}
+        for gemm, operands in GEMM_OPERANDS.items():
+            for operand in operands:
+                uses[operand][gemm] = self._cast_spec(operand, gemm)
+        return uses
+
+    @cached_property
+    def _casts(self) -> dict[Operand, tuple[CastSpec, ...]]:
+        used = {operand: dict.fromkeys(uses.values()) for operand, uses in self._uses.items()}
+        return {operand: tuple(cast for cast in casts if cast) for operand, casts in used.items()}
 
     def cast(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
         """How ``operand``, as it is stored, is cast for ``gemm``; ``None``: in high precision."""
-        return self._resolved.by_use[operand, gemm]
+        return self._uses[operand][gemm]
 
     def casts(self, operand: Operand) -> tuple[CastSpec, ...]:
         """The different casts of ``operand`` in its two GEMMs, in their order."""
-        return self._resolved.casts[operand]
+        return self._casts[operand]
 
     def gather_cast(self, operand: Operand) -> CastSpec | None:
         """The one cast of ``operand`` in both of its GEMMs; ``None``: gather high precision."""
-        return self._resolved.gather_casts[operand]
+        first, second = self._uses[operand].values()
+        return first if first == second and first and first.granularity.can_gather else None
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """How one of the three GEMMs is run: (use_fast_accum, pad_inner_dim, emulate).
@@ -317,15 +294,23 @@ class Float8LinearConfig:
             raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
         return _RECIPES[Float8LinearRecipeName(recipe_name)]()
 
-    def _check_types(self) -> None:
+    def _check_fields(self) -> None:
         for each in fields(self):
             if each.name.startswith("cast_config"):
                 second = (type(None),) if "_for_grad_" in each.name else ()
                 _check_type(self, each.name, CastConfig, *second)
-            elif each.name.startswith("gemm_config"):
-                _check_type(self, each.name, Float8GemmConfig)
-            elif isinstance(each.default, bool) and each.name != "enable_fsdp_float8_all_gather":
-                _check_type(self, each.name, bool)
+            elif each.name == "enable_fsdp_float8_all_gather":
+                _check_type(self, each.name, bool, str)
+            elif isinstance(each.default, bool | Float8GemmConfig):
+                _check_type(self, each.name, type(each.default))
+        gather, scope = self.enable_fsdp_float8_all_gather, self.amax_scope
+        if gather not in (True, False, "auto"):
+            raise ValueError(
+                f"Float8LinearConfig.enable_fsdp_float8_all_gather={gather!r}: use True, False or "
+                "'auto'"
+            )
+        if scope not in ("global", "rank"):
+            raise ValueError(f"Float8LinearConfig.amax_scope={scope!r}: use 'global' or 'rank'")
 
     def _check_gemm_pairs(self) -> None:
         for gemm, (left, right) in GEMM_OPERANDS.items():
@@ -370,31 +355,22 @@ class Float8LinearConfig:
             )
 
     def _check_fsdp_gather(self) -> None:
-        gather = self.enable_fsdp_float8_all_gather
-        _check_type(self, "enable_fsdp_float8_all_gather", bool, str)
-        if not isinstance(gather, bool) and gather != "auto":
-            raise ValueError(
-                f"Float8LinearConfig.enable_fsdp_float8_all_gather={gather!r}: use True, False or "
-                "'auto'"
-            )
-        if gather is not True:
+        if self.enable_fsdp_float8_all_gather is not True or self.gather_cast("weight"):
             return
         for gemm in ("output", "grad_input"):
-            if not self.cast_config("weight", gemm).enabled:
+            if self.cast("weight", gemm) is None:
                 raise ValueError(
                     "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers the weight "
                     f"in float8 only, but the GEMM of {gemm} has its weight cast DISABLED"
                 )
-        if self.gather_cast("weight") is None:
-            covers = " and one per ".join(cast.granularity.name for cast in self.casts("weight"))
-            found = (
-                "its GEMMs take two" if len(self.casts("weight")) > 1 else "it can't be gathered"
-            )
-            raise ValueError(
-                "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy "
-                f"of the weight, but {found}, with one scale per {covers}; leave it "
-                "off (FSDP2 then gathers in high precision), or use the recipe rowwise_folded"
-            )
+        casts = self.casts("weight")
+        covers = " and one per ".join(cast.granularity.name for cast in casts)
+        found = "its GEMMs take two" if len(casts) > 1 else "it can't be gathered"
+        raise ValueError(
+            "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy of the "
+            f"weight, but {found}, with one scale per {covers}; leave it off (FSDP2 then gathers "
+            "in high precision), or use the recipe rowwise_folded"
+        )
 
     def _check_delayed(self) -> None:
         length = self.amax_history_len
@@ -402,8 +378,7 @@ class Float8LinearConfig:
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length!r}: use an integer of at least 1"
             )
-        operands = get_args(Operand)
-        delayed = [o for o in operands if any(cast.delayed for cast in self.casts(o))]
+        delayed = [o for o in get_args(Operand) if any(cast.delayed for cast in self.casts(o))]
         if length != 16 and not delayed:
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length} has no effect: it belongs to "
@@ -417,9 +392,15 @@ class Float8LinearConfig:
             )
 
 
-def _rowwise(**changes: Any) -> Float8LinearConfig:
+def _alike(cast: CastConfig, **others: Any) -> Float8LinearConfig:
+    """A config that casts all operands alike, but for what other fields say."""
+    casts: dict[str, Any] = {f"cast_config_{operand}": cast for operand in get_args(Operand)}
+    return Float8LinearConfig(**casts | others)
+
+
+def _rowwise(**others: Any) -> Float8LinearConfig:
     rows = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=e4m3())
-    return replace(_of_casts(rows), round_scales_to_power_of_2=True, **changes)
+    return _alike(rows, round_scales_to_power_of_2=True, **others)
 
 
 def _rowwise_with_gw_hp() -> Float8LinearConfig:
@@ -431,17 +412,10 @@ def _rowwise_with_gw_hp() -> Float8LinearConfig:
     )
 
 
-def _of_casts(cast: CastConfig) -> Float8LinearConfig:
-    """All operands are cast alike."""
-    return Float8LinearConfig(
-        cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast
-    )
-
-
 _RECIPES: dict[Float8LinearRecipeName, Callable[[], Float8LinearConfig]] = {
     Float8LinearRecipeName.TENSORWISE: Float8LinearConfig,
     Float8LinearRecipeName.ROWWISE: _rowwise,
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP: _rowwise_with_gw_hp,
     Float8LinearRecipeName.ROWWISE_FOLDED: partial(_rowwise, fold_row_scales=True),
-    Float8LinearRecipeName.DELAYED: lambda: _of_casts(CastConfig(ScalingType.DELAYED)),
+    Float8LinearRecipeName.DELAYED: lambda: _alike(CastConfig(ScalingType.DELAYED)),
 }

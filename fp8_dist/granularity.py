@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch.distributed.tensor import Placement
 
-from fp8_dist.mesh import is_shard
+from fp8_dist.mesh import sharded_dim
 
 
 class Granularity:
@@ -18,23 +18,17 @@ class Granularity:
 
     Attributes:
         name: for messages ("one scale per row"), and in graphs.
-        can_gather: a Float8Tensor carries these scales, so float8 data can be gathered.
-        scales_move: they are gathered with the data. (Otherwise they are the same on all ranks.)
+        can_gather: float8 data can be gathered: one scale serves all, or whole rows move, each with
+            its scales (see :meth:`to_rows`).
     """
 
     name: str
     can_gather: bool = False
-    scales_move: bool = False
 
     def __init__(self) -> None:
         if self.name in _BY_NAME:
             raise ValueError(f"there is a granularity called {self.name!r} already; use that one")
         _BY_NAME[self.name] = self
-
-    @staticmethod
-    def named(name: str) -> "Granularity":
-        """The granularity of this name."""
-        return _BY_NAME[name]
 
     @property
     def second_use(self) -> "Granularity":
@@ -52,47 +46,66 @@ class Granularity:
     def scale_shape(self, shape: Sequence[int]) -> list[int]:
         """The shape of the scales of a tensor, which is that of its amaxes."""
         grouped = shape
-        if self._groups():
+        if self.is_grouped:
             grouped = self.grouped(torch.empty(tuple(shape), device="meta")).shape
-        covered = self.covered_dims(len(grouped))
-        if covered is None:
-            return []
-        return [1 if dim in covered else n for dim, n in enumerate(grouped)]
+        return self._per_dim(grouped, covered=1)
 
     def offset(self, offset: Sequence[int]) -> list[int]:
         """Where a shard's scales begin among those of the tensor, if it begins at ``offset``."""
         self._check_not_grouped()
-        covered = self.covered_dims(len(offset))
-        if covered is None:
-            return []
-        return [0 if dim in covered else start for dim, start in enumerate(offset)]
+        return self._per_dim(offset, covered=0)
 
     def amax_axes(self, placements: Sequence[Placement], ndim: int) -> tuple[int, ...]:
         """The mesh axes over which local amaxes are reduced: those that shard a covered dim."""
         self._check_not_grouped()
         covered = self.covered_dims(ndim)
-        return tuple(
-            axis
-            for axis, p in enumerate(placements)
-            if is_shard(p) and (covered is None or p.dim % ndim in covered)  # type: ignore[attr-defined]
-        )
+        covered = tuple(range(ndim)) if covered is None else covered
+        return tuple(i for i, p in enumerate(placements) if sharded_dim(p, ndim) in covered)
 
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
         """Whether float8 data can be redistributed, after its cast, from shards of these dims."""
         return not dims
 
+    @property
+    def scales_move(self) -> bool:
+        """Whether scales are gathered with the data. (Otherwise all ranks have the same one.)"""
+        return self.can_gather and self.covered_dims(2) is not None
+
+    def to_rows(self, scale: torch.Tensor) -> torch.Tensor:
+        """The scales as a Float8Tensor holds them: ``[..., C]``, the numbers of each row.
+
+        They move with their rows. Only a granularity that groups dims needs another form.
+        """
+        return scale
+
+    def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """What :meth:`to_rows` was given, of as many rows."""
+        return rows
+
+    def fixed_dims(self, ndim: int) -> tuple[int, ...]:
+        """The dims of data along which the scale of a Float8Tensor does not follow it."""
+        return (ndim - 1,) if self.is_grouped else self.covered_dims(ndim) or ()
+
     def gemm_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """The scale of an operand, as the matrix ``[M, K]``, in the shape that a GEMM takes.
 
         0-dim, ``[M, 1]`` or ``[1, K]``: a GEMM applies scales along the dims that its result keeps.
+        ``[M, K]``: no float8 GEMM takes such scales; the product is computed in a wider type.
         """
         raise NotImplementedError
 
-    def _groups(self) -> bool:
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a scale covers parts of dims: :meth:`grouped` is another view."""
         return type(self).grouped is not Granularity.grouped
 
+    def _per_dim(self, numbers: Sequence[int], covered: int) -> list[int]:
+        dims = self.covered_dims(len(numbers))
+        each = enumerate(numbers)
+        return [] if dims is None else [covered if dim in dims else n for dim, n in each]
+
     def _check_not_grouped(self) -> None:
-        if self._groups():
+        if self.is_grouped:
             raise NotImplementedError(
                 f"{type(self).__name__} overrides grouped, so it must override offset and amax_axes"
             )
@@ -101,10 +114,17 @@ class Granularity:
         return f"<one scale per {self.name}>"
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        return Granularity.named, (self.name,)  # also a copy is the one instance
+        return granularity_named, (self.name,)  # also a copy is the one instance
 
 
 _BY_NAME: dict[str, Granularity] = {}
+
+
+def granularity_named(name: str) -> Granularity:
+    """The granularity of this name."""
+    if name.startswith(_PerSlice.PREFIX):
+        return _per_slice(tuple(map(int, name.removeprefix(_PerSlice.PREFIX).split())))
+    return _BY_NAME[name]
 
 
 class _PerTensor(Granularity):
@@ -123,7 +143,7 @@ class _PerTensor(Granularity):
 
 class _PerRow(Granularity):
     name = "row"
-    can_gather = scales_move = True
+    can_gather = True
 
     @property
     def second_use(self) -> Granularity:
@@ -152,25 +172,19 @@ class _PerColumn(Granularity):
 class _PerSlice(Granularity):
     """Given dims, as ``cast_to_float8`` takes them, or as moving dims leaves those of a row."""
 
+    PREFIX = "slice of dims "
+
     def __init__(self, dims: tuple[int, ...]) -> None:
-        self.name = f"slice of the dims {dims}"  # not registered: no weight is cast so
+        self.name = self.PREFIX + " ".join(map(str, dims))
         self._dims = dims
 
     def covered_dims(self, ndim: int) -> tuple[int, ...]:
         return self._dims
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _per_slice, (self._dims,)
-
 
 TENSOR = _PerTensor()
 ROW = _PerRow()
 COLUMN = _PerColumn()
-
-
-@cache
-def _per_slice(dims: tuple[int, ...]) -> Granularity:
-    return _PerSlice(dims)
 
 
 def covering(dims: tuple[int, ...], ndim: int) -> Granularity:
@@ -179,3 +193,8 @@ def covering(dims: tuple[int, ...], ndim: int) -> Granularity:
         if known.covered_dims(ndim) == dims:
             return known
     return _per_slice(dims)
+
+
+@cache
+def _per_slice(dims: tuple[int, ...]) -> Granularity:
+    return _PerSlice(dims)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -30,6 +30,7 @@ from fp8_dist.linear.optimizer_steps import after_step
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
 from fp8_dist.mesh import (
     AmaxReduction,
+    Axis,
     Layout,
     axes_of,
     global_offset,
@@ -37,6 +38,7 @@ from fp8_dist.mesh import (
     group_for_amax,
     local_sizes,
     local_tensor,
+    narrowed,
     union_of,
 )
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -46,13 +48,14 @@ class _Amaxes(NamedTuple):
     """The amaxes of the weight of a layer, in one granularity.
 
     Attributes:
+        mesh: where the weight is distributed.
         local: of the local shard, in the shape of its scales.
         shape: of the scales of the global weight.
         offset: where the local ones begin among them, per dim.
         axes: mesh axes of the weight that decide about them; empty if the local ones are global.
     """
 
-    layer: Float8Linear
+    mesh: DeviceMesh | None
     local: torch.Tensor
     shape: list[int]
     offset: list[int]
@@ -65,27 +68,23 @@ class _Amaxes(NamedTuple):
 
     def at_global_positions(self) -> torch.Tensor:
         """All amaxes of the global weight, flat: zeros but for the local ones."""
-        pad: list[int] = []
+        added: list[int] = []
         for n, start, size in zip(self.local.shape, self.offset, self.shape, strict=True):
-            pad = [start, size - start - n, *pad]  # from the last dim on
-        whole = torch.nn.functional.pad(self.local, pad) if any(pad) else self.local
-        return whole.reshape(-1)
+            added = [start, size - start - n, *added]  # from the last dim on
+        return (pad(self.local, added) if any(added) else self.local).reshape(-1)
 
     def local_part(self, values: torch.Tensor) -> torch.Tensor:
         """Of one value for each amax, flat, those of the local shard in the shape of its scales."""
         if values.numel() != self.local.numel():
-            values = values.view(self.shape)
-            for dim, (n, start) in enumerate(zip(self.local.shape, self.offset, strict=True)):
-                values = values.narrow(dim, start, n)
+            values = narrowed(values.view(self.shape), self.offset, self.local.shape)
         return values.reshape(self.local.shape)
 
 
 class _Reduction(NamedTuple):
-    """The all-reduce under way, the sizes of the parts of its vector, which are this rank's."""
+    """The all-reduce under way, and how its vector is divided."""
 
     amaxes: AmaxReduction
-    sizes: list[int]
-    own: slice = slice(None)
+    sizes: list[int]  # three for each weight: the slots before this rank's, its own, those after
 
 
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
@@ -196,14 +195,13 @@ def _float8_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
 
 
 def _check_weights(layers: dict[str, Float8Linear]) -> None:
-    computed = [n for n, layer in layers.items() if "weight" not in layer._parameters]
-    flat = [n for n, m in layers.items() if n not in computed and m.weight.ndim != 2]
-    if computed or flat:
+    other = [n for n, m in layers.items() if "weight" not in m._parameters or m.weight.ndim != 2]
+    if other:
         raise ValueError(
             "precompute_float8_dynamic_scale: these weights are not the parameters that an "
-            f"optimizer updates: {', '.join(computed + flat)} (flattened shards, as FSDP1 keeps "
-            "them, or parametrized). Use fully_shard (FSDP2), or leave precompute out: the layers "
-            "scale what they get"
+            f"optimizer updates: {', '.join(other)} (flattened shards, as FSDP1 keeps them, or "
+            "parametrized). Use fully_shard (FSDP2), or leave precompute out: the layers scale "
+            "what they get"
         )
     unsharded = [n for n, m in layers.items() if isinstance(local_tensor(m.weight), Float8Tensor)]
     if unsharded:
@@ -218,7 +216,7 @@ def _local_amaxes(layer: Float8Linear, granularity: Granularity) -> _Amaxes:
     local = local_amax(layer.float8_weight.shard(), granularity)
     layout = Layout.of(layer.weight)
     if layout is None:
-        return _Amaxes(layer, local, list(local.shape), [0] * local.ndim, ())
+        return _Amaxes(None, local, list(local.shape), [0] * local.ndim, ())
     over = granularity.amax_axes(layout.placements, 2)
     gathered = granularity.scales_move and layer.config.fsdp_float8_all_gather
     if gathered and len(local_sizes(layout, 0)) > 1:
@@ -228,18 +226,43 @@ def _local_amaxes(layer: Float8Linear, granularity: Granularity) -> _Amaxes:
     shape = granularity.scale_shape(layout.shape)
     offset = [0] * len(shape)
     if shape and axes:  # the ranks of a mesh have no values under FakeTensorMode
-        offset = granularity.offset([global_offset(layout, dim) for dim in range(2)])
-    return _Amaxes(layer, local, shape, offset, axes)
+        offset = granularity.offset(global_offset(layout))
+    return _Amaxes(layout.mesh, local, shape, offset, axes)
 
 
 def _start(amaxes: Sequence[_Amaxes]) -> _Reduction | None:
     """Begin the one all-reduce, of the amaxes that need it."""
     chosen = [a for a in amaxes if a.axes]
     # By identity first: to compare meshes of thousands of ranks takes longer than all the rest.
-    meshes = set({id(mesh): mesh for mesh in map(_mesh, chosen)}.values())
+    meshes = set({id(a.mesh): a.mesh for a in chosen if a.mesh is not None}.values())
     if not meshes:
         return None
-    return _start_on_one_mesh(chosen) if len(meshes) == 1 else _start_on_submeshes(chosen)
+    rank = dist.get_rank()
+    missing: dict[DeviceMesh | None, list[Axis]] = {}  # the axes of other meshes that a mesh lacks
+    if len(meshes) == 1:
+        (mesh,) = meshes
+        axes = sorted({axis for a in chosen for axis in a.axes})
+        # Axes on which a weight is replicated may be included.
+        group = group_for_amax(mesh, axes, replicated=range(mesh.ndim))
+    else:
+        own = {mesh: axes_of(mesh) for mesh in meshes}
+        union = union_of(meshes)
+        missing = {mesh: [a for a in union if a not in axes] for mesh, axes in own.items()}
+        group = group_along(union, rank)
+    assert group is not None
+    sizes: list[int] = []
+    parts: list[torch.Tensor] = []
+    for a in chosen:
+        # Along the axes of its own mesh a weight is one tensor; along the others there may be
+        # as many as there are coordinates.
+        slots, slot = 1, 0
+        for axis in missing.get(a.mesh, ()):
+            slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
+        before, after = slot * a.size, (slots - slot - 1) * a.size
+        whole = a.at_global_positions()
+        parts.append(pad(whole, (before, after)) if slots > 1 else whole)
+        sizes += [before, a.size, after]
+    return _Reduction(AmaxReduction(torch.cat(parts), group.group_name), sizes)
 
 
 def _reduced(
@@ -248,52 +271,15 @@ def _reduced(
     """Each with all of its amaxes of the global weight ``[size]``, or None where local ones do."""
     if reduction is None:
         return [(a, None) for a in amaxes]
-    parts = iter(reduction.amaxes.wait().split(reduction.sizes)[reduction.own])
+    parts = iter(reduction.amaxes.wait().split(reduction.sizes)[1::3])
     return [(a, next(parts) if a.axes else None) for a in amaxes]
-
-
-def _mesh(amaxes: _Amaxes) -> DeviceMesh:
-    weight = amaxes.layer.weight
-    assert isinstance(weight, DTensor)
-    return weight.device_mesh
-
-
-def _start_on_one_mesh(amaxes: Sequence[_Amaxes]) -> _Reduction:
-    mesh = _mesh(amaxes[0])
-    vector = torch.cat([a.at_global_positions() for a in amaxes])
-    axes = {axis for a in amaxes for axis in a.axes}
-    # Axes on which a weight is replicated may be included.
-    group = group_for_amax(mesh, sorted(axes), replicated=range(mesh.ndim))
-    assert group is not None
-    return _Reduction(AmaxReduction(vector, group.group_name), [a.size for a in amaxes])
-
-
-def _start_on_submeshes(amaxes: Sequence[_Amaxes]) -> _Reduction:
-    own = {mesh: axes_of(mesh) for mesh in {_mesh(a) for a in amaxes}}
-    union = union_of(own)
-    rank = dist.get_rank()
-    sizes: list[int] = []
-    parts: list[torch.Tensor] = []
-    for a in amaxes:
-        # Along the axes of its own mesh a weight is one tensor; along the others there may be
-        # as many as there are coordinates.
-        slots, slot = 1, 0
-        for axis in union:
-            if axis not in own[_mesh(a)]:
-                slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
-        zeros = a.local.new_zeros(slots * a.size)
-        zeros[slot * a.size : (slot + 1) * a.size] = a.at_global_positions()
-        parts.append(zeros)
-        sizes += [slot * a.size, a.size, (slots - slot - 1) * a.size]
-    reduction = AmaxReduction(torch.cat(parts), group_along(union, rank).group_name)
-    return _Reduction(reduction, sizes, slice(1, None, 3))
 
 
 def _scalings(
     weights: dict[Float8Linear, int],
     reduced: dict[tuple[int, Granularity], tuple[_Amaxes, torch.Tensor | None]],
 ) -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
-    """For each layer its scaling by cast, and the scales of all rows where they were reduced."""
+    """For each layer its scaling by cast, and the scales of the global weight where needed."""
     # By what the formula depends on: all scales of a kind are computed at once.
     wanted: dict[tuple[torch.dtype, bool], list[tuple[Float8Linear, CastSpec]]] = {}
     for layer in weights:
@@ -310,12 +296,12 @@ def _scalings(
         scalings |= {key: (m, scale) for key, m, scale in each}
     results = []
     for layer, weight in weights.items():
-        local, all_rows = dict[CastSpec, Scaling](), None
+        local, all_scales = dict[CastSpec, Scaling](), None
         for cast in layer.config.casts("weight"):
             amaxes, whole = reduced[weight, cast.granularity]
             m, scale = scalings[layer, cast]
             local[cast] = (amaxes.local_part(m), amaxes.local_part(scale))
             if cast.granularity.scales_move and whole is not None:
-                all_rows = scale.view(amaxes.shape)
-        results.append((layer.float8_weight.cache, local, all_rows))
+                all_scales = scale.view(amaxes.shape)
+        results.append((layer.float8_weight.cache, local, all_scales))
     return results

@@ -80,8 +80,7 @@ def _layers_to_precompute(
     def takes_precomputed_scale(layer: Float8Linear) -> bool:
         if all(cast.delayed for cast in layer.config.casts("weight")):
             return False
-        if layer.config.fsdp_float8_all_gather:
-            return True
-        return isinstance(layer.weight, DTensor) and (layer, "weight") not in users
+        tensor_parallel = isinstance(layer.weight, DTensor) and (layer, "weight") not in users
+        return layer.config.fsdp_float8_all_gather or tensor_parallel
 
     return {name: layer for name, layer in layers.items() if takes_precomputed_scale(layer)}

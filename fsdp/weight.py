@@ -5,8 +5,8 @@ Three tensors, in FSDP2's words:
 * the *sharded parameter*: ``DTensor(Float8AllGatherWeight(shard))``, high precision, what the
   optimizer sees;
 * the *all-gather input*: the shard's float8 bytes as ``uint8``, padded to the size that FSDP2 gives
-  every rank; beside it the scales of rows that are sharded evenly. (Where shards are uneven, FSDP2
-  takes inputs of the padded size alone: the scales of all rows then come from an all-reduce, that
+  every rank; beside it the scales that move with the data, if shards are even. (Where they are
+  uneven, FSDP2 takes inputs of the padded size alone: all scales then come from an all-reduce, that
   of precompute or one of their own);
 * the *unsharded parameter*: ``Float8Tensor`` over FSDP2's all-gather output, or a DTensor of it
   on the tensor-parallel mesh; what the forward computes with.
@@ -27,9 +27,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 
 from fp8_dist.fsdp.resharding import check_layer
+from fp8_dist.granularity import Granularity
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.mesh import Layout, all_reduce_max, global_offset, local_sizes, local_tensor
-from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.mesh import Layout, all_reduce_max, global_offset, local_sizes, local_tensor, narrowed
+from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import disabled_torch_function, make_wrapper_subclass, tree_map_only
 
 aten = torch.ops.aten
@@ -60,6 +61,7 @@ class _Metadata(NamedTuple):
     scale: torch.Tensor | None  # None: gathered too
     dtype: torch.dtype
     size: torch.Size
+    granularity: Granularity
 
 
 class Float8AllGatherWeight(torch.Tensor):
@@ -138,11 +140,11 @@ class Float8AllGatherWeight(torch.Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], _Metadata]:
-        """FSDP2: what to gather. A uint8 tensor of the padded shard's size, perhaps row scales.
+        """FSDP2: what to gather. A uint8 tensor of the padded shard's size, perhaps scales.
 
         Collectives: one all-reduce of 4 bytes per scale, over all axes on which what a scale
         covers is sharded, unless the scales are known (precompute, or an earlier micro-batch);
-        for unevenly sharded rows one over ``mesh``, of 4 bytes per row.
+        for unevenly sharded ones one over ``mesh``, of 4 bytes per scale of the global weight.
 
         Raises:
             ValueError: the module is no Float8Linear, FSDP2 is to reshard to a smaller mesh
@@ -159,13 +161,14 @@ class Float8AllGatherWeight(torch.Tensor):
         _check_other_shards(module, mesh)
         (cast,) = module.float8_weight.gather_casts(self._tensor)
         inputs: tuple[torch.Tensor, ...] = (_padded_bytes(cast.qdata, outer_size, mesh.size()),)
-        if cast.scale.ndim == 0 or mesh.size() == 1 or self.size()[1:] != outer_size[1:]:
+        whole_rows = self.size()[1:] == outer_size[1:]
+        if not (cast.granularity.scales_move and mesh.size() > 1 and whole_rows):
             scale: torch.Tensor | None = cast.scale  # the same on all ranks
         elif outer_size[0] % mesh.size() == 0:
             inputs, scale = (*inputs, cast.scale.reshape(-1)), None
         else:
-            scale = _all_row_scales(module, cast.scale, outer_size[0], mesh)
-        return inputs, _Metadata(scale, cast.qdata.dtype, outer_size)
+            scale = _gathered_scales(module, cast, outer_size, mesh)
+        return inputs, _Metadata(scale, cast.qdata.dtype, outer_size, cast.granularity)
 
     def fsdp_post_all_gather(
         self,
@@ -176,34 +179,36 @@ class Float8AllGatherWeight(torch.Tensor):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """FSDP2: the unsharded weight over the gathered bytes (no copy)."""
-        data, *row_scales = all_gather_outputs
-        scale = row_scales[0].reshape(-1, 1) if metadata.scale is None else metadata.scale
+        data, *scales = all_gather_outputs
+        granularity, scale = metadata.granularity, metadata.scale
+        if scale is None:
+            scale = scales[0].reshape(granularity.scale_shape(metadata.size))
         if out is not None:
             # FSDP2 refilled the same storage: only the scale is new.
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
-            unsharded.scale = scale
+            unsharded.scale = granularity.to_rows(scale)
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs. What it gathered
         # is the weight, padded, and for shards of other dims than the first in another shape.
         qdata = data.view(metadata.dtype)
         qdata = qdata.as_strided(metadata.size, torch.empty(metadata.size, device="meta").stride())
-        return Float8Tensor(qdata, scale, param_dtype), ()
+        return Quantized(qdata, scale, granularity).as_tensor(param_dtype), ()
 
 
-def _all_row_scales(
-    module: Float8Linear, scale: torch.Tensor, rows: int, mesh: DeviceMesh
+def _gathered_scales(
+    module: Float8Linear, cast: Quantized, size: torch.Size, mesh: DeviceMesh
 ) -> torch.Tensor:
-    """Scales ``[rows, 1]`` of all rows of which FSDP2 gives the ranks of ``mesh`` unequal parts."""
+    """All scales of a weight, of local ``size``, of which FSDP2 gathers unequal parts."""
     layout, cache = Layout.of(module.weight), module.float8_weight.cache
+    granularity, scale = cast.granularity, cast.scale
     assert layout is not None
-    if cache.all_rows is None:
-        all_rows = scale.new_zeros(layout.shape[0], 1)
-        start = global_offset(layout, 0)
-        all_rows[start : start + len(scale)] = scale
-        cache.all_rows = all_reduce_max(all_rows, mesh.get_group().group_name)
-    start = global_offset(_unsharded_layout(layout, mesh), 0)
-    return cache.all_rows[start : start + rows].to(scale.device)
+    if cache.all_scales is None:
+        every = scale.new_zeros(granularity.scale_shape(layout.shape))
+        narrowed(every, granularity.offset(global_offset(layout)), scale.shape).copy_(scale)
+        cache.all_scales = all_reduce_max(every, mesh.get_group().group_name)
+    offset = granularity.offset(global_offset(_unsharded_layout(layout, mesh)))
+    return narrowed(cache.all_scales, offset, granularity.scale_shape(size)).to(scale.device)
 
 
 @lru_cache(maxsize=1024)

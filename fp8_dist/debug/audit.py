@@ -21,8 +21,6 @@ from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import STAND_INS, OpOverload, TorchDispatchMode, op_name
 
-__all__ = ["CommAudit", "CommRow", "comm_audit"]
-
 # FSDP2's copy of all its inputs into the buffer that the next all-gather moves.
 FSDP_COPY_IN = "fsdp::all_gather_copy_in"
 
@@ -41,14 +39,6 @@ class CommAudit(CommTable):
         # Bytes by payload dtype of the all-gather inputs that FSDP2 has filled, by the address of
         # their storage.
         self._copied_in: dict[int, dict[torch.dtype, int]] = {}
-
-    def table(self, by_module: bool = False) -> str:
-        """The rows as text, with totals; ``by_module``: one line per module, instead of their sum.
-
-        ``+`` instead of a count: what this line adds up travelled inside the collectives of another
-        line of the same op and axis, FSDP2's mixed gathers.
-        """
-        return (self if by_module else self.without_modules()).text(with_modules=by_module)
 
     def __enter__(self) -> Self:
         if self._is_recording:
@@ -105,22 +95,22 @@ class CommAudit(CommTable):
         if not self._copied_in or collective.op != "all_gather":
             return None
         first = collective.tensors[0]
-        is_float8_tensor = isinstance(first, Float8Tensor)
-        return None if is_float8_tensor else self._copied_in.pop(_storage(first), None)
+        if isinstance(first, Float8Tensor):
+            return None
+        return self._copied_in.pop(_storage(first), None)
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Bytes by payload dtype, in order of first appearance."""
         sizes: dict[torch.dtype, int] = {}
         for tensor in tensors:
-            stored = tensor.qdata.dtype if isinstance(tensor, Float8Tensor) else tensor.dtype
-            payload = stored
-            if stored == torch.uint8:
-                payload = self._payload_dtypes.get(_storage(tensor), (None, stored))[1]
-            sizes[payload] = sizes.get(payload, 0) + tensor.numel() * stored.itemsize
-            if isinstance(tensor, Float8Tensor) and tensor.scale.ndim:
-                # The scales of rows travel in the same message.
-                scales = tensor.scale.numel() * tensor.scale.itemsize
-                sizes[torch.float32] = sizes.get(torch.float32, 0) + scales
+            parts = [tensor]
+            if isinstance(tensor, Float8Tensor):  # the scales of rows travel in the same message
+                parts = [tensor.qdata, tensor.scale] if tensor.scale.ndim else [tensor.qdata]
+            for part in parts:
+                payload = part.dtype
+                if payload == torch.uint8:
+                    payload = self._payload_dtypes.get(_storage(part), (None, payload))[1]
+                sizes[payload] = sizes.get(payload, 0) + part.nbytes
         return sizes
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
@@ -167,11 +157,10 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
 
 
 def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:
-    axes: dict[str, str] = {}
-    for position, group in enumerate(mesh.get_all_groups()):
-        name = mesh.mesh_dim_names[position] if mesh.mesh_dim_names else f"axis {position}"
-        axes.setdefault(group.group_name, name)
-    return axes
+    names = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
+    groups = [group.group_name for group in mesh.get_all_groups()]
+    # Of several axes with one group, the first names it.
+    return dict(reversed(list(zip(groups, names, strict=True))))
 
 
 class _Recorder(TorchDispatchMode):

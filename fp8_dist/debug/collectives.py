@@ -128,7 +128,8 @@ def read_collective(
     group = _group(arguments.get("process_group", arguments.get("group_name")))
     schema = SCHEMAS.get(name)
     if schema is None:
-        return Collective(name, group, _largest(_tensors(arguments)), factor=1)
+        by_size = sorted(_tensors(arguments), key=lambda tensor: tensor.nbytes)
+        return Collective(name, group, tuple(by_size[-1:]), factor=1)
     assert group is not None, f"{name} was called without a process group"
     factor = group.size() if schema.times_group_size else 1
     return Collective(schema.op, group, _tensors(arguments[schema.buffer]), factor)
@@ -136,11 +137,6 @@ def read_collective(
 
 def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
     return tuple(leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-
-
-def _largest(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The tensor of the most bytes, as a tuple of one; empty if there are none."""
-    return tuple(sorted(tensors, key=lambda t: t.numel() * t.dtype.itemsize)[-1:])
 
 
 def _group(group: Any) -> dist.ProcessGroup | None:

@@ -29,11 +29,9 @@ class ModulePath:
     def __init__(self) -> None:
         self.current = ""
         self._fqns: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-        # (module, FQN, FQN of its caller) of every forward that is under way.
-        self._calls: list[tuple[nn.Module, str, str]] = []
+        # (module, FQN, FQN of its caller, _after_own_hooks) of every forward that is under way.
+        self._calls: list[tuple[nn.Module, str, str, RemovableHandle]] = []
         self._handles: list[RemovableHandle] = []
-        # Handles of _after_own_hooks, by the id of the module being called.
-        self._leaving: dict[int, list[RemovableHandle]] = {}
         self._backward_end_queued = False
 
     def __enter__(self) -> Self:
@@ -42,11 +40,9 @@ class ModulePath:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for handles in (self._handles, *self._leaving.values()):
-            for handle in handles:
-                handle.remove()
+        for handle in (*self._handles, *(leaving for *_, leaving in self._calls)):
+            handle.remove()
         self._handles.clear()
-        self._leaving.clear()
         self._calls.clear()
         self.current = ""
 
@@ -61,11 +57,10 @@ class ModulePath:
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Runs before every other forward pre-hook of the module."""
         fqn, caller = self._fqn(module), self.current
-        self._calls.append((module, fqn, caller))
         self.current = fqn
         # Appended after the hooks that the module already has, so it runs after them.
-        handle = module.register_forward_hook(self._after_own_hooks, always_call=True)
-        self._leaving.setdefault(id(module), []).append(handle)
+        leaving = module.register_forward_hook(self._after_own_hooks, always_call=True)
+        self._calls.append((module, fqn, caller, leaving))
         # Backward leaves the module once the gradients of its inputs are there.
         if tensors := _differentiable(args):
             leave = partial(self._leave_in_backward, fqn, caller)
@@ -76,10 +71,10 @@ class ModulePath:
         self._on_backward_of(self._fqn(module), output)
 
     def _after_own_hooks(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._leaving[id(module)].pop().remove()
         while self._calls:
             # More than one only where a call raised and left its entry behind.
-            called, fqn, self.current = self._calls.pop()
+            called, fqn, self.current, leaving = self._calls.pop()
+            leaving.remove()
             if called is module:
                 # The module's own hooks may have replaced the output.
                 self._on_backward_of(fqn, output)

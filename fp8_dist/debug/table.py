@@ -102,21 +102,26 @@ class CommTable:
         """The same collectives, summed over modules."""
         return CommTable(replace(row, module="") for row in self.rows)
 
-    def text(self, with_modules: bool) -> str:
-        """One line per row and the totals, in columns; the last one may name the row's module."""
-        if not self.rows:
+    def table(self, by_module: bool = False) -> str:
+        """The rows as text, with totals; ``by_module``: one line per module, instead of their sum.
+
+        ``+`` instead of a count: what this line adds up travelled inside the collectives of another
+        line of the same op and axis, FSDP2's mixed gathers.
+        """
+        rows = self.rows if by_module else self.without_modules().rows
+        if not rows:
             return "no collectives"
         lines = [["op", "axis", "dtype", "count", "elements", "bytes", "module"]]
-        for row in self.rows:
+        for row in rows:
             count = "+" if row.in_mixed_gather else f"{row.count:,}"
             dtype = str(row.dtype).removeprefix("torch.")
             sizes = [count, f"{row.elements:,}", f"{row.bytes:,}"]
             lines.append([row.op, row.axis, dtype, *sizes, row.module])
-        float8 = sum(row.float8_bytes for row in self.rows)
+        float8 = sum(row.float8_bytes for row in rows)
         lines.append(["total", "", "", f"{self.count():,}", "", f"{self.bytes:,}", ""])
         lines.append(["  float8", "", "", "", "", f"{float8:,}", ""])
         lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}", ""])
-        align = [str.ljust] * 3 + [str.rjust] * 3 + [str.ljust] * with_modules
+        align = [str.ljust] * 3 + [str.rjust] * 3 + [str.ljust] * by_module
         columns = [
             [pad(cell, max(map(len, column))) for cell in column]
             for pad, column in zip(align, zip(*lines, strict=True), strict=False)

@@ -52,10 +52,14 @@ def scaled_mm_with(
     emulate: bool,
 ) -> Tensor:
     """:func:`scaled_mm` with the given function, of its first five arguments, as the emulation."""
-    _check_scales(a, b, scale_a, scale_b)
+    per_element = _check_scales(a, b, scale_a, scale_b)
     (rows, inner), columns = a.shape, b.shape[1]
     if not (rows and inner and columns):
         return torch.zeros(rows, columns, dtype=out_dtype, device=a.device)
+    if per_element:
+        with torch.autocast(a.device.type, enabled=False):
+            wide = torch.mm(a.to(torch.float32) * scale_a, b.to(torch.float32) * scale_b)
+        return wide.to(out_dtype)
     aligned = not (inner % ALIGNMENT or columns % ALIGNMENT)
     if not aligned and needs_alignment(a.device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
@@ -94,8 +98,9 @@ def scaled_mm(
     Args:
         a: ``[M, K]``, any strides, a float8 dtype.
         b: ``[K, N]``, any strides, a float8 dtype.
-        scale_a: fp32, 0-dim or ``[M, 1]``.
-        scale_b: fp32, 0-dim or ``[1, N]``.
+        scale_a: fp32, 0-dim or ``[M, 1]``; or ``[M, K]``, which no float8 GEMM takes: the product
+            is computed in fp32 then.
+        scale_b: fp32, 0-dim or ``[1, N]``; or ``[K, N]``, likewise.
         out_dtype: of the result.
         use_fast_accum: see ``torch._scaled_mm``.
         pad_inner_dim: pad K and N with zeros where :func:`needs_alignment` says so.
@@ -126,14 +131,20 @@ def _scaled_mm_fake(
     return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
 
 
-def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
-    for scale, kept in ((scale_a, 0), (scale_b, 1)):
-        if scale.ndim and scale.shape[1 - kept] != 1:
+def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
+    """Whether an operand has a scale per element."""
+    per_element = False
+    for x, scale, kept in ((a, scale_a, 0), (b, scale_b, 1)):
+        if not scale.ndim or scale.shape[1 - kept] == 1:
+            continue
+        per_element = True
+        if scale.shape != x.shape:
             raise ValueError(
                 f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: a scale of shape "
                 f"{tuple(scale.shape)} runs along the dim that is summed over; cast along it "
                 f"(dim={1 - kept}) instead"
             )
+    return per_element
 
 
 def _native(

@@ -46,13 +46,11 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     return largest.to(torch.float32).abs()
 
 
-@amax.register_fake
-def _amax_fake(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    return x.new_empty(_amax_shape(x, dims), dtype=torch.float32)
-
-
 def _amax_shape(x: torch.Tensor, dims: Sequence[int] | None) -> list[int]:
     return [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
+
+
+amax.register_fake(lambda x, dims=None: x.new_empty(_amax_shape(x, dims), dtype=torch.float32))
 
 
 @custom_op(

@@ -23,7 +23,6 @@ from fp8_dist.config import CastSpec
 from fp8_dist.kernels import Scaling, amax, scaling_from_amax
 from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
 from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
-from fp8_dist.tensor import Quantized
 
 
 class AmaxHistory:
@@ -92,9 +91,8 @@ class AmaxHistory:
 
     def cast(self, tensor: torch.Tensor, record: bool = True) -> torch.Tensor:
         """A tensor or DTensor as float8, outside of autograd; see :meth:`scaling_of`."""
-        m, scale = self.scaling_of(tensor, record)
-        qdata = quantize_local(local_tensor(tensor), m, self.cast_as)
-        return as_float8_of(tensor, Quantized(qdata, scale, self.cast_as.granularity))
+        scaling = self.scaling_of(tensor, record)
+        return as_float8_of(tensor, quantize_local(local_tensor(tensor), scaling, self.cast_as))
 
     def _record_last(self) -> None:
         value, self._last = self._last, None

@@ -157,15 +157,12 @@ class _LinearFunction(torch.autograd.Function):
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         multiplier = recast_multiplier if needs_input else None
-        ctx.input_cast = ctx.weight_cast = None
-        saved_x: list[torch.Tensor | None] = [None, None]
-        saved_w: list[torch.Tensor | None] = [None, None]
-        if needs_weight:
-            saved_x, ctx.input_cast = _flat(wait_local(x["grad_weight"]))
+        uses_cast = needs_input and multiplier is None
+        right = weight_operand(weight, casts, "grad_input", config) if uses_cast else None
+        saved_x, ctx.input_cast = _flat(wait_local(x["grad_weight"]) if needs_weight else None)
+        saved_w, ctx.weight_cast = _flat(right)
         if multiplier is not None:
             saved_w = [weight, first_scale if recast_scale is None else recast_scale]
-        elif needs_input:
-            saved_w, ctx.weight_cast = _flat(weight_operand(weight, casts, "grad_input", config))
         # Plain tensors: hooks on saved tensors see the real bytes.
         ctx.save_for_backward(*saved_x, *saved_w, multiplier)
         ctx.bias_layout = Layout.of(bias)
@@ -217,9 +214,9 @@ class _LinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, *unused
 
 
-def _flat(operand: Local) -> tuple[list[torch.Tensor | None], Granularity | None]:
+def _flat(operand: Local | None) -> tuple[list[torch.Tensor | None], Granularity | None]:
     """The tensors of an operand, and the rest of it."""
-    if isinstance(operand, torch.Tensor):
+    if operand is None or isinstance(operand, torch.Tensor):
         return [operand, None], None
     return [operand.qdata, operand.scale], operand.granularity
 

@@ -7,20 +7,17 @@ import torch
 from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
 from fp8_dist.mesh import Layout, local_sizes
-from fp8_dist.tensor import Float8Tensor, granularity_of
+from fp8_dist.tensor import Float8Tensor
 
 
 def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
     """Refuse an input that is not on the weight's mesh."""
     here, there = Layout.of(weight), Layout.of(input)
     if (here and here.mesh) != (there and there.mesh):
-        found = [
-            f"on the mesh {layout.mesh}" if layout else "not a DTensor" for layout in (here, there)
-        ]
+        own, other = (f"on the mesh {at.mesh}" if at else "not a DTensor" for at in (here, there))
         raise ValueError(
-            f"{fqn}: the weight is {found[0]}, the input is "
-            f"{found[1]}; parallelize the layer with Float8ColwiseParallel or "
-            "Float8RowwiseParallel, or pass an input on the weight's mesh"
+            f"{fqn}: the weight is {own}, the input is {other}; parallelize the layer with "
+            "Float8ColwiseParallel or Float8RowwiseParallel, or pass an input on the weight's mesh"
         )
 
 
@@ -49,11 +46,11 @@ def check_gathered(config: Float8LinearConfig, weight: Float8Tensor, fqn: str) -
 
 
 def _is_cast_as(cast: CastSpec, tensor: Float8Tensor) -> bool:
-    return (cast.dtype, cast.granularity) == (tensor.qdata.dtype, granularity_of(tensor))
+    return (cast.dtype, cast.granularity.name) == (tensor.qdata.dtype, tensor.granularity)
 
 
 def _description(tensor: Float8Tensor) -> str:
-    return f"{tensor.qdata.dtype} with one scale per {granularity_of(tensor).name}"
+    return f"{tensor.qdata.dtype} with one scale per {tensor.granularity}"
 
 
 def check_alignment(
@@ -61,10 +58,7 @@ def check_alignment(
 ) -> None:
     """Refuse what the float8 GEMMs would refuse, on all ranks if on one, before they start.
 
-    Args:
-        config: a layer's config.
-        weight: ``[out_features, in_features]``, as tensor parallelism shards it.
-        device: where the GEMMs run.
+    ``weight`` is ``[out_features, in_features]``, as tensor parallelism shards it.
     """
     layout = Layout.of(weight)
     if layout is None and not (weight.shape[0] % ALIGNMENT or weight.shape[1] % ALIGNMENT):
@@ -80,7 +74,7 @@ def check_alignment(
             bad.append(f"{name} {' or '.join(map(str, sorted(sizes)))}")
     if bad:
         raise ValueError(
-            f"{fqn}: float8 GEMMs need local sizes that are multiples of {ALIGNMENT} on "
-            f"this device, found {', '.join(bad)}; set "
-            "Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted"
+            f"{fqn}: float8 GEMMs need local sizes that are multiples of {ALIGNMENT} on this "
+            f"device, found {', '.join(bad)}; set Float8LinearConfig.pad_inner_dim=True or leave "
+            "the layer unconverted"
         )

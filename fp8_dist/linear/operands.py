@@ -17,8 +17,8 @@ from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
-from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
-from fp8_dist.tensor import Float8Tensor, Quantized, granularity_of
+from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
+from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
 from fp8_dist.warn import warn_once
 
@@ -85,25 +85,22 @@ def plan_operand(
         casts: the cast that each GEMM takes; ``None``: high precision.
         now: the placements of a DTensor operand; ``None`` for a plain tensor.
         then: the placements that the GEMMs need.
-        ndim: number of dims of the operand.
         amax_scope: with ``"rank"`` amaxes are reduced only over axes on which float8 data moves.
     """
     axes: tuple[int, ...] = ()
     dims: list[int] = []
     for axis, (p, needed) in enumerate(zip(now or (), then or (), strict=True)):
-        if is_shard(p) and p != needed:
+        dim = sharded_dim(p, ndim)
+        if dim is not None and p != needed:
             axes += (axis,)
-            dims.append(p.dim % ndim)  # type: ignore[attr-defined]
+            dims.append(dim)
+    moves, everywhere = now != then, amax_scope == "global"
     first = casts[0]
-    one_copy = first is not None and all(cast == first for cast in casts)
-    if (
-        first is not None
-        and one_copy
-        and first.granularity.can_move(dims, ndim)
-        and (now == then or first.granularity.can_gather)
-    ):
-        return OperandPlan(first, (), now != then, None if amax_scope == "global" else axes)
-    return OperandPlan(None, casts, now != then, None if amax_scope == "global" else ())
+    if first is not None and all(cast == first for cast in casts):
+        granularity = first.granularity
+        if granularity.can_move(dims, ndim) and (granularity.can_gather or not moves):
+            return OperandPlan(first, (), moves, None if everywhere else axes)
+    return OperandPlan(None, casts, moves, None if everywhere else ())
 
 
 def _plan_of(
@@ -119,12 +116,14 @@ def _plan_of(
         # Dynamo warns of functions with a cache.
         return plan_operand.__wrapped__(casts, now, placements, tensor.ndim, scope)
     plan = plan_operand(casts, now, placements, tensor.ndim, scope)
-    if plan.first_cast is None and spec.config.gather_cast(operand) is not None:
+    one_copy = spec.config.gather_cast(operand)
+    if plan.first_cast is None and one_copy is not None:
         warn_once(
-            f"rows in parts: {operand}",
-            f"{spec.fqn}: {operand} is gathered in high precision, because its rows, which have a "
-            "scale each, are sharded themselves (Shard(-1)); shard the sequence or the batch "
-            "instead (Shard(0), Shard(1)), or use a recipe with one scale per tensor",
+            f"scales in parts: {operand}",
+            f"{spec.fqn}: {operand} is gathered in high precision, because it has one scale per "
+            f"{one_copy.granularity.name} and is sharded along its last "
+            "dim (Shard(-1)); shard the sequence or the batch instead (Shard(0), Shard(1)), or use "
+            "a recipe with one scale per tensor",
         )
     return plan
 
@@ -140,10 +139,7 @@ def prepare_operand(
 
     Args:
         tensor: ``[..., K]``, in high precision or cast already; no Partial placements.
-        operand: which operand it is.
-        gemms: the GEMMs that take it.
-        placements: where they need a DTensor.
-        spec: the call's config, name and histories.
+        placements: where the GEMMs need a DTensor.
     """
     if isinstance(local_tensor(tensor), Float8Tensor):
         return dict.fromkeys(gemms, _moved(tensor, placements))
@@ -176,13 +172,9 @@ def prepare_gradients(
         placements: where the GEMMs need a DTensor.
         input: the right operand of grad_weight; None: that GEMM is left out.
         weight: the right operand of grad_input; None: that GEMM is left out.
-        spec: the call's config, name and histories.
     """
-    right: dict[Gemm, Local] = {}
-    if weight is not None:
-        right["grad_input"] = weight
-    if input is not None:
-        right["grad_weight"] = input
+    both: dict[Gemm, Local | None] = {"grad_input": weight, "grad_weight": input}
+    right = {gemm: x for gemm, x in both.items() if x is not None}
     gemms = tuple(right)
     folds = {gemm: x for gemm, x in right.items() if isinstance(x, Quantized)}
     if not (spec.config.fold_row_scales and folds):
@@ -211,8 +203,8 @@ def _quantized(
     """The local part of an operand in float8, where the operand is."""
     if cast.delayed:
         record = spec.record or operand == "grad_output"
-        m, scale = spec.histories[operand].scaling_of(tensor, record)
-        return Quantized(quantize_local(local_tensor(tensor), m, cast), scale, cast.granularity)
+        scaling = spec.histories[operand].scaling_of(tensor, record)
+        return quantize_local(local_tensor(tensor), scaling, cast)
     power_of_2 = spec.config.round_scales_to_power_of_2
     if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
         return quantize_over(tensor, cast, power_of_2, axes)
@@ -248,9 +240,7 @@ def wait_local(operand: Local) -> Local:
     if isinstance(operand, Quantized):
         return operand
     local = local_tensor(operand)
-    if not isinstance(local, Float8Tensor):
-        return local
-    return Quantized(local.qdata, local.scale, granularity_of(local))
+    return Quantized.of(local) if isinstance(local, Float8Tensor) else local
 
 
 def weight_operand(

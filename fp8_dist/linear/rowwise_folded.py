@@ -41,7 +41,7 @@ from fp8_dist.cast import global_amax, local_amax
 from fp8_dist.config import CastSpec, Gemm
 from fp8_dist.granularity import COLUMN, ROW
 from fp8_dist.kernels import quantize, scaling_from_amax
-from fp8_dist.mesh import Layout, Placements, is_shard, local_tensor
+from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
 
@@ -82,22 +82,22 @@ def folded_gradients(
     value = global_amax(torch.cat(rows, dim=-1), grad, ROW, axes)
     multipliers, scales = scaling_from_amax(value, cast.dtype, True)
     qdata = quantize(local, multipliers[..., :1], cast.dtype, fits=True)
-    columns = [scales[..., :1]]
-    if weight is not None:
-        columns.append(multipliers[..., 1:])
+    # What belongs to each row: its scale in g0, and the multiplier of g1.
+    numbers = torch.cat([scales[..., :1], multipliers[..., 1:]], dim=-1)
 
     layout = Layout.of(grad)
     if layout is not None:
         assert placements is not None
         if layout.placements != placements:
-            qdata, columns = _moved(qdata, columns, layout, placements)
+            qdata, numbers = _moved(qdata, numbers, layout, placements)
         layout = layout._replace(placements=placements)
 
-    g0 = qdata.to(torch.float32) * columns[0]
+    g0 = qdata.to(torch.float32) * numbers[..., :1]
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     if weight is not None:
-        g1 = quantize(g0 * weight_fold, columns[1], cast.dtype)
-        left = Quantized(g1, 1 / (columns[1] * UNIT), ROW)
+        multiplier = numbers[..., 1:]
+        g1 = quantize(g0 * weight_fold, multiplier, cast.dtype)
+        left = Quantized(g1, 1 / (multiplier * UNIT), ROW)
         operands["grad_input"] = (left, _with_unit_scale(weight))
     if input is not None:
         folded = g0 * (input.scale * UNIT)
@@ -123,18 +123,18 @@ def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch
         return grad
     assert placements is not None
     now = tuple(grad.placements)
-    last = {p for p in (*now, *placements) if is_shard(p) and p.dim % grad.ndim == grad.ndim - 1}  # type: ignore[attr-defined]
-    return grad.redistribute(placements=placements) if last and now != placements else grad
+    in_parts = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*now, *placements)]
+    return grad.redistribute(placements=placements) if in_parts and now != placements else grad
 
 
 def _moved(
-    qdata: torch.Tensor, columns: list[torch.Tensor], layout: Layout, placements: Placements
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    qdata: torch.Tensor, numbers: torch.Tensor, layout: Layout, placements: Placements
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and what belongs to them at other placements, in one message."""
     # Wrapped as float8, which most of the bytes are, so that comm_audit counts it as float8.
-    packed = pack_rows(qdata, *columns)
+    packed = pack_rows(qdata, numbers)
     shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
-    carrier = Float8Tensor(packed, columns[0].new_ones(()), torch.float32)
+    carrier = Float8Tensor(packed, numbers.new_ones(()), torch.float32)
     wrapped = layout._replace(shape=shape).wrap(carrier)
     moved = local_tensor(wrapped.redistribute(placements=placements))
     assert isinstance(moved, Float8Tensor)

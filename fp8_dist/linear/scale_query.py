@@ -54,10 +54,7 @@ def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """A decorator: defines the operator of one question, with the function that answers it.
 
     The answer runs without gradients and outside of inference mode: what an evaluation finds out,
-    training may save.
-
-    Args:
-        schema: of the operator; its argument ``Tensor handle`` names who is asked.
+    training may save. In the schema ``Tensor handle`` names who is asked.
     """
 
     def define(answer: Callable[P, R]) -> CustomOp[P, R]:

@@ -27,12 +27,7 @@ _last: _LastCast | None = None
 
 
 def cast_key(x: torch.Tensor, kind: Any) -> Any:
-    """What must be the same for a cast of ``x`` to hold again; None if that can't be told.
-
-    Args:
-        x: a plain tensor.
-        kind: in which way it is cast.
-    """
+    """What must be the same for a cast of this kind to hold again; None if that can't be told."""
     if x.is_inference():
         return None  # it keeps no version
     if not x.is_cuda:

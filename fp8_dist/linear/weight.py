@@ -31,15 +31,15 @@ import torch.nn as nn
 
 from fp8_dist.cast import quantize_local, scaling_over
 from fp8_dist.config import CastSpec, Float8LinearConfig
-from fp8_dist.granularity import Granularity
+from fp8_dist.granularity import granularity_named
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
 from fp8_dist.linear.weight_cache import ScaleState, Scalings, WeightCache
-from fp8_dist.mesh import Layout, local_tensor
-from fp8_dist.tensor import Float8Tensor, Quantized, granularity_of
+from fp8_dist.mesh import Layout, local_tensor, with_local
+from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import is_selectively_checkpointed
 from fp8_dist.warn import warn_once
 
@@ -109,8 +109,8 @@ class Float8Weight:
         local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self.config, local, self.fqn)
-            scale = self._recorded(local.scale)
-            return WeightCasts((Quantized(local.qdata, scale, granularity_of(local)),))
+            gathered = Quantized.of(local)
+            return WeightCasts((gathered._replace(scale=self._recorded(gathered.scale)),))
         compiling = torch.compiler.is_compiling()
         # No end_of_evaluation follows in a graph: what it finds without gradients is not kept.
         keeps = torch.is_grad_enabled() or not compiling
@@ -132,8 +132,7 @@ class Float8Weight:
     def gather_casts(self, shard: torch.Tensor) -> tuple[Quantized, ...]:
         """The casts of the sharded parameter, for FSDP2 to gather.
 
-        Args:
-            shard: its shard, perhaps moved off the parameter's device (CPU offload).
+        ``shard`` may have been moved off the parameter's device (CPU offload).
 
         Collectives: as :meth:`forward_casts`.
         """
@@ -151,16 +150,12 @@ class Float8Weight:
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter on the same storage as a plain tensor or DTensor, detached."""
-        layout = Layout.of(parameter)
-        local = self.gather_type.unwrap(local_tensor(parameter.detach()))
-        return local if layout is None else layout.wrap(local)
+        return with_local(parameter, self.gather_type.unwrap(local_tensor(parameter.detach())))
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
         """A parameter on the same storage as one that FSDP2 gathers in float8."""
-        layout = Layout.of(parameter)
         local = self.gather_type.wrap(local_tensor(parameter.detach()))
-        wrapped = local if layout is None else layout.wrap(local)
-        return nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
+        return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
 
     def _casts(
         self, parameter: torch.Tensor, shard: torch.Tensor, source: ScaleState
@@ -202,17 +197,16 @@ class Float8Weight:
         if of_grad_input is None:
             return WeightCasts(casts)
         multiplier, scale = scalings[of_grad_input]
+        if of_grad_input == of_output:
+            return WeightCasts(casts, (multiplier, casts[0].scale))
         return WeightCasts(casts, (multiplier, self._recorded(scale)))
 
     def _quantized(
         self, shard: torch.Tensor, scalings: Scalings, fits: bool = False
     ) -> tuple[Quantized, ...]:
         """The shard in the given casts; ``fits``: the scalings are those of its own amaxes."""
-        float8 = []
-        for cast, (multiplier, scale) in scalings.items():
-            qdata = quantize_local(shard, multiplier, cast, fits=fits and not cast.delayed)
-            float8.append(Quantized(qdata, scale, cast.granularity))
-        return tuple(float8)
+        each = scalings.items()
+        return tuple([quantize_local(shard, s, c, fits=fits and not c.delayed) for c, s in each])
 
     def _scalings(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
         """The scaling of the shard for each cast, known or new; by an operator where one is needed.
@@ -255,8 +249,7 @@ class Float8Weight:
 
     def _scaling_of(self, parameter: torch.Tensor, shard: torch.Tensor, cast: CastSpec) -> Scaling:
         if cast.delayed:
-            layout = Layout.of(parameter)
-            tensor = shard if layout is None else layout.wrap(shard)
+            tensor = with_local(parameter, shard)
             return self._histories["weight"].scaling_of(tensor, record=False)
         power_of_2 = self.config.round_scales_to_power_of_2
         return scaling_over(parameter, cast, power_of_2, local=shard)
@@ -317,7 +310,7 @@ def shard_scalings(
 def _fake_scalings(
     x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool = False
 ) -> list[torch.Tensor]:
-    shapes = [Granularity.named(name).scale_shape(x.shape) for name in granularities]
+    shapes = [granularity_named(name).scale_shape(x.shape) for name in granularities]
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]
 
 

@@ -80,7 +80,7 @@ class PendingScales:
     """Scales of several weights that a collective under way will make known.
 
     Args:
-        find: waits for the collective; for each cache: its scaling by cast, and ``all_rows``.
+        find: waits for the collective; for each cache: its scaling by cast, and ``all_scales``.
     """
 
     def __init__(self, find: Callable[[], list[tuple["WeightCache", Scalings, Any]]]) -> None:
@@ -93,8 +93,8 @@ class PendingScales:
             # Autograd can't save inference tensors, and an evaluation may be the first to ask.
             with torch.inference_mode(False), torch.no_grad():
                 found = find()
-            for cache, scaling, all_rows in found:
-                cache.resolve(self, scaling, all_rows)
+            for cache, scaling, all_scales in found:
+                cache.resolve(self, scaling, all_scales)
 
 
 class WeightCache:
@@ -123,14 +123,14 @@ class WeightCache:
     Attributes:
         state: see the table.
         float8: the local shard as float8, one for each cast, where they are kept.
-        all_rows: scales ``[rows, 1]`` of the global weight's rows, where FSDP2's gather can't carry
-            them (0 for rows that it does not gather).
+        all_scales: those of the global weight, where FSDP2's gather can't carry them (0 for those
+            of parts that it does not gather).
     """
 
     def __init__(self) -> None:
         self.state = ScaleState.UNKNOWN
         self.float8: tuple[Quantized, ...] | None = None
-        self.all_rows: torch.Tensor | None = None
+        self.all_scales: torch.Tensor | None = None
         self._scaling: Scalings | PendingScales | None = None
         # The parameter, with its version and that of its local tensor. (A strong reference: tensors
         # with weak ones can't be swapped, as module.to() does.)
@@ -151,12 +151,12 @@ class WeightCache:
         return None if isinstance(self._scaling, PendingScales) else self._scaling
 
     def resolve(
-        self, pending: PendingScales, scaling: Scalings, all_rows: torch.Tensor | None
+        self, pending: PendingScales, scaling: Scalings, all_scales: torch.Tensor | None
     ) -> None:
         """Take the scales that were waited for, unless they were dropped in the meantime."""
         if self._scaling is pending:
             self.state = ScaleState.PRECOMPUTED
-            self._scaling, self.all_rows = scaling, all_rows
+            self._scaling, self.all_scales = scaling, all_scales
 
     def store_pending(self, param: torch.Tensor, pending: PendingScales) -> None:
         """The scaling of the values that ``param`` has now is being precomputed."""
@@ -205,7 +205,7 @@ class WeightCache:
         self.float8 = None
         if self.state not in _OF_PRECOMPUTE:
             self.state = ScaleState.UNKNOWN
-            self._scaling = self.all_rows = None
+            self._scaling = self.all_scales = None
 
     def parameter_replaced(self, by: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
         """The layer's parameter becomes another tensor, perhaps to come back with other values.
@@ -241,7 +241,7 @@ class WeightCache:
             self._scaling.wait()  # torch wants every collective waited for
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
-        self._scaling = self.float8 = self.all_rows = self._origin = None
+        self._scaling = self.float8 = self.all_scales = self._origin = None
 
     def reset(self) -> None:
         """Forget everything: the parameter is about to become another."""

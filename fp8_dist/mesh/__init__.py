@@ -4,20 +4,23 @@ Other rooms import from here, and only this one reduces amaxes. Below it: ``torc
 """
 
 from fp8_dist.mesh.amax import AmaxReduction, all_reduce_max, group_for_amax, reduce_amax
-from fp8_dist.mesh.groups import axes_of, group_along, union_of
+from fp8_dist.mesh.groups import Axis, axes_of, group_along, union_of
 from fp8_dist.mesh.layout import (
     Layout,
     Placements,
     global_offset,
-    is_shard,
     local_sizes,
     local_tensor,
+    narrowed,
     reduced,
+    sharded_dim,
+    with_local,
 )
 from fp8_dist.mesh.rules import LinearLayouts, linear_layouts
 
 __all__ = [
     "AmaxReduction",
+    "Axis",
     "Layout",
     "LinearLayouts",
     "Placements",
@@ -26,11 +29,13 @@ __all__ = [
     "global_offset",
     "group_along",
     "group_for_amax",
-    "is_shard",
     "linear_layouts",
     "local_sizes",
     "local_tensor",
+    "narrowed",
     "reduce_amax",
     "reduced",
+    "sharded_dim",
     "union_of",
+    "with_local",
 ]

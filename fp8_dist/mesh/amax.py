@@ -15,12 +15,9 @@ from fp8_dist.torch_internals import funcol, without_dispatch_modes
 def group_for_amax(
     mesh: DeviceMesh, axes: Sequence[int], replicated: Sequence[int] = ()
 ) -> dist.ProcessGroup | None:
-    """The group over which an amax is reduced; ``None`` if there is nothing to reduce.
+    """The group over which the amax of a tensor that is sharded on ``axes`` is reduced.
 
-    Args:
-        mesh: the mesh that the tensor is distributed over.
-        axes: the axes on which it is sharded.
-        replicated: axes along which it is the same: they may be included.
+    ``None`` if there is nothing to reduce. Axes along which it is ``replicated`` may be included.
     """
     axes = [axis for axis in axes if mesh.size(axis) > 1]
     if len(axes) > 1:

@@ -1,5 +1,6 @@
 """Where a tensor lives on a mesh: its layout, its local part, the sizes of all ranks' parts."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,9 +37,9 @@ class Layout(NamedTuple):
         return make_dtensor(local, self.mesh, self.placements, self.shape)
 
 
-def is_shard(placement: Placement) -> bool:
-    """True for Shard and for the strided shards of FSDP2 over TP."""
-    return isinstance(placement, (Shard, StridedShard))
+def sharded_dim(placement: Placement, ndim: int) -> int | None:
+    """The dim of a tensor that a placement shards, in FSDP2's strided way over TP too, if any."""
+    return placement.dim % ndim if isinstance(placement, (Shard, StridedShard)) else None
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,11 +48,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` in the place of the local tensor of ``tensor``: a DTensor of its layout, if any."""
+    layout = Layout.of(tensor)
+    return local if layout is None else layout.wrap(local)
+
+
 def local_sizes(layout: Layout, dim: int) -> set[int]:
     """The sizes that a dim has on the ranks of a mesh; the same answer on all of them."""
-    sizes = {layout.shape[dim]}
+    sizes, ndim = {layout.shape[dim]}, len(layout.shape)
     for axis, p in enumerate(layout.placements):
-        if is_shard(p) and p.dim % len(layout.shape) == dim % len(layout.shape):  # type: ignore[attr-defined]
+        if sharded_dim(p, ndim) == dim % ndim:
             n = layout.mesh.size(axis)
             # As torch.chunk: equal chunks of the size rounded up, then what is left, then none.
             sizes = {
@@ -63,12 +70,17 @@ def local_sizes(layout: Layout, dim: int) -> set[int]:
     return sizes
 
 
-def global_offset(layout: Layout, dim: int) -> int:
-    """Where this rank's shard begins in the global tensor, along a dim. (0 for an empty shard.)"""
-    shape, offset = compute_local_shape_and_global_offset(
-        layout.shape, layout.mesh, layout.placements
-    )
-    return offset[dim] if shape[dim] else 0
+def global_offset(layout: Layout) -> list[int]:
+    """Where this rank's shard begins in the global tensor, per dim. (0 where it is empty.)"""
+    part = compute_local_shape_and_global_offset(layout.shape, layout.mesh, layout.placements)
+    return [start if n else 0 for n, start in zip(*part, strict=True)]
+
+
+def narrowed(whole: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    """A view of the part of a tensor that begins at ``offset`` and has the given sizes."""
+    for dim, (start, n) in enumerate(zip(offset, size, strict=True)):
+        whole = whole.narrow(dim, start, n)
+    return whole
 
 
 def reduced(tensor: torch.Tensor) -> torch.Tensor:

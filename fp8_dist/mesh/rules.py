@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from fp8_dist.mesh.layout import Placements, is_shard
+from fp8_dist.mesh.layout import Placements, sharded_dim
 
 
 class LinearLayouts(NamedTuple):
@@ -40,19 +40,18 @@ def linear_layouts(
 ) -> LinearLayouts:
     """The table at the top of this module, for each mesh axis.
 
-    Args:
-        input: placements of the input as it comes (Partial allowed: it will be reduced).
-        weight: placements of the ``[out_features, in_features]`` weight on the same mesh.
-        input_ndim: number of dims of the input.
-        fqn: the layer's name, for the ValueError about a weight placement not in the table.
+    The input may be Partial: it will be reduced. ValueError for a weight placement that is not in
+    the table; ``fqn`` is the layer's name in it.
     """
     last = input_ndim - 1
     rows: list[Placements] = []
     for p_input, p_weight in zip(input, weight, strict=True):
         if p_weight.is_replicate():
-            batch = is_shard(p_input) and p_input.dim % input_ndim != last  # type: ignore[attr-defined]
-            where = Shard(p_input.dim % input_ndim) if batch else Replicate()  # type: ignore[attr-defined]
-            rows.append((where, where, where, where, Partial() if batch else Replicate()))
+            dim = sharded_dim(p_input, input_ndim)
+            if dim is None or dim == last:
+                rows.append((Replicate(),) * 5)
+            else:
+                rows.append((*(Shard(dim),) * 4, Partial()))
         elif p_weight == Shard(0):
             rows.append((Replicate(), Shard(last), Shard(last), Partial(), Shard(0)))
         elif p_weight == Shard(1):

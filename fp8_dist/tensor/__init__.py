@@ -4,8 +4,8 @@ Below this room: the kernels.
 """
 
 # The import of ops registers the operators.
-from fp8_dist.tensor.float8_tensor import Float8Tensor, granularity_of
+from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.ops import scaled_mm
 from fp8_dist.tensor.quantized import Quantized
 
-__all__ = ["Float8Tensor", "Quantized", "granularity_of", "scaled_mm"]
+__all__ = ["Float8Tensor", "Quantized", "scaled_mm"]

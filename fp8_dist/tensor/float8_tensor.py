@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fp8_dist.dtypes import is_float8, short_name
-from fp8_dist.granularity import TENSOR, Granularity, covering
+from fp8_dist.granularity import ROW, TENSOR, Granularity, covering, granularity_named
 from fp8_dist.torch_internals import STAND_INS, disabled_torch_function, make_wrapper_subclass
 
 # aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.tensor.ops.
@@ -24,24 +24,26 @@ class Float8Tensor(torch.Tensor):
     Attributes:
         qdata: the float8 bytes, of this tensor's shape and strides.
         scale: fp32 dequantization scale: 0-dim for the whole (global) tensor, or with as many dims
-            as ``qdata`` and of size 1 along those that one scale covers, such as ``[..., 1]``.
+            as ``qdata`` and of size 1 along those that one scale covers, such as ``[..., 1]``; or
+            several for each row, ``[..., C]``, as :meth:`Granularity.to_rows` gives them.
         orig_dtype: the high-precision dtype it was cast from, which is also its ``dtype``.
-        covered: the dims that one scale covers, where ``scale`` has dims.
+        granularity: the name of what one scale covers; :func:`granularity_of` gives the object. (A
+            tensor in a graph has attributes of plain data alone.)
 
     The constructor takes these; it raises TypeError for other dtypes, ValueError for a scale that
-    does not fit. ``covered=None``: the last dim if there is a scale per row, else those of size 1
-    in ``scale``. Operators that move or multiply float8 data work on it (``fp8_dist.tensor.ops``);
-    any other raises NotImplementedError.
+    does not fit. ``granularity=None``: a scale per row if the shape allows it, else one for the
+    dims of size 1 in ``scale``. Operators that move or multiply float8 data work on it
+    (``fp8_dist.tensor.ops``); any other raises NotImplementedError.
     """
 
     qdata: torch.Tensor
     scale: torch.Tensor
     orig_dtype: torch.dtype
-    covered: tuple[int, ...]
+    granularity: str
 
     # The one declaration of the fields: flatten, unflatten and rewrap follow from it.
     _TENSOR_FIELDS = ("qdata", "scale")
-    _STATIC_FIELDS = ("orig_dtype", "covered")
+    _STATIC_FIELDS = ("orig_dtype", "granularity")
     __slots__ = _TENSOR_FIELDS + _STATIC_FIELDS
 
     @staticmethod
@@ -50,7 +52,7 @@ class Float8Tensor(torch.Tensor):
         qdata: torch.Tensor,
         scale: torch.Tensor,
         orig_dtype: torch.dtype,
-        covered: tuple[int, ...] | None = None,
+        granularity: str | None = None,
     ) -> "Float8Tensor":
         if not is_float8(qdata.dtype):
             raise TypeError(f"Float8Tensor: qdata must have a float8 dtype, got {qdata.dtype}")
@@ -59,10 +61,9 @@ class Float8Tensor(torch.Tensor):
                 "Float8Tensor: scale must be fp32 and orig_dtype floating point, got "
                 f"{scale.dtype} and {orig_dtype}"
             )
-        if scale.ndim and (
-            scale.ndim != qdata.ndim
-            or any(n not in (1, size) for n, size in zip(scale.shape, qdata.shape, strict=True))
-        ):
+        if granularity is None or scale.ndim == 0:
+            granularity = _granularity_from(qdata, scale).name
+        if scale.ndim and not _fits(qdata, scale, granularity_named(granularity)):
             raise ValueError(
                 f"Float8Tensor: a scale of shape {tuple(scale.shape)} does not cover qdata of "
                 f"shape {tuple(qdata.shape)}; it must be 0-dim, or of size 1 along what it covers"
@@ -79,13 +80,7 @@ class Float8Tensor(torch.Tensor):
         self.qdata = qdata
         self.scale = scale
         self.orig_dtype = orig_dtype
-        if scale.ndim == 0:
-            covered = ()
-        elif covered is None and scale.shape == (*qdata.shape[:-1], 1):
-            covered = (qdata.ndim - 1,)
-        elif covered is None:
-            covered = tuple(dim for dim, n in enumerate(scale.shape) if n == 1)
-        self.covered = covered
+        self.granularity = granularity
         return self
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
@@ -150,13 +145,32 @@ class Float8Tensor(torch.Tensor):
 
 
 def granularity_of(x: Float8Tensor) -> Granularity:
-    """What one scale of a tensor covers. (Dynamo knows no properties of a tensor subclass.)"""
-    return covering(x.covered, x.ndim) if x.scale.ndim else TENSOR
+    """What one scale of a tensor covers."""
+    return granularity_named(x.granularity)
+
+
+def _granularity_from(qdata: torch.Tensor, scale: torch.Tensor) -> Granularity:
+    """What a scale covers, from its shape."""
+    if scale.ndim == 0:
+        return TENSOR
+    if scale.shape == (*qdata.shape[:-1], 1):
+        return ROW
+    return covering(tuple(dim for dim, n in enumerate(scale.shape) if n == 1), qdata.ndim)
+
+
+def _fits(qdata: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> bool:
+    if granularity.is_grouped:
+        return scale.shape[:-1] == qdata.shape[:-1]
+    return scale.ndim == qdata.ndim and all(
+        n in (1, size) for n, size in zip(scale.shape, qdata.shape, strict=True)
+    )
 
 
 def dequantized(x: Float8Tensor) -> torch.Tensor:
     """``dequantize()`` outside of autograd."""
-    return (x.qdata.to(torch.float32) * x.scale).to(x.orig_dtype)
+    granularity = granularity_of(x)
+    values = granularity.grouped(x.qdata.to(torch.float32)) * granularity.from_rows(x.scale)
+    return values.to(x.orig_dtype).view(x.shape)
 
 
 class _Dequantize(torch.autograd.Function):

@@ -6,13 +6,14 @@ to their shape: a tensorwise one stays as it is, those of rows move with their r
 """
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import torch
 
 from fp8_dist import kernels
 from fp8_dist.dtypes import is_float8
-from fp8_dist.granularity import COLUMN, ROW
+from fp8_dist.granularity import covering
 from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantized, granularity_of
 from fp8_dist.torch_internals import (
     STAND_INS,
@@ -46,41 +47,56 @@ def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
 
 @implements(
     aten.alias.default,
+    aten.chunk.default,
     aten.detach.default,
     aten.expand.default,
     aten.permute.default,
     aten.select.int,
     aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
     aten.squeeze.dim,
     aten.t.default,
     aten.transpose.int,
+    aten.unbind.int,
     aten.unsqueeze.default,
 )
-def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
+def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rest = args[0], args[1:]
-    qdata = func(x.qdata, *rest, **kwargs)
-    if x.scale.ndim == 0:
-        return x.rewrap(qdata=qdata)
-    return _with_expanded_scale(x, qdata, func(_expanded(x), *rest, **kwargs))
+    moved = func(x.qdata, *rest, **kwargs)
+    scales = func(_expanded(x), *rest, **kwargs) if x.scale.ndim else None
+    if isinstance(moved, torch.Tensor):
+        return _with_expanded_scale(func, x, moved, scales)
+    parts = zip(moved, scales or repeat(None), strict=False)
+    return [_with_expanded_scale(func, x, qdata, scale) for qdata, scale in parts]
 
 
 def _expanded(x: Float8Tensor) -> torch.Tensor:
     """The scale as a view of the data's shape: stride 0 along the dims that it covers."""
-    stride = [0 if dim in x.covered else n for dim, n in enumerate(x.scale.stride())]
+    fixed = granularity_of(x).fixed_dims(x.ndim)
+    stride = [0 if dim in fixed else n for dim, n in enumerate(x.scale.stride())]
     return x.scale.as_strided(x.qdata.shape, stride, x.scale.storage_offset())
 
 
 def _with_expanded_scale(
-    x: Float8Tensor, qdata: torch.Tensor, expanded: torch.Tensor
+    func: Any, x: Float8Tensor, qdata: torch.Tensor, expanded: torch.Tensor | None
 ) -> Float8Tensor:
-    """``x`` with moved data, and a scale that was expanded and moved likewise."""
-    pairs = zip(expanded.shape, expanded.stride(), strict=True)
-    size = [1 if stride == 0 else n for n, stride in pairs]
+    """``x`` with data moved by ``func``, and a scale that was expanded and moved likewise."""
+    if expanded is None:  # one scale for all
+        return x.rewrap(qdata=qdata)
+    granularity = granularity_of(x)
+    covered = tuple(dim for dim, stride in enumerate(expanded.stride()) if stride == 0)
+    size = [1 if dim in covered else n for dim, n in enumerate(expanded.shape)]
     # (A stride of 0 would be as good, but graphs are compiled for strides.)
     strides = [max(stride, 1) for stride in expanded.stride()]
+    if granularity.is_grouped:  # several numbers for each row, which must stay whole
+        if covered != (qdata.ndim - 1,) or qdata.shape[-1] != x.shape[-1]:
+            raise _no_scale_for(func, x)
+        size[-1], strides[-1] = x.scale.shape[-1], x.scale.stride(-1)
+    else:
+        granularity = covering(covered, qdata.ndim)
     scale = expanded.as_strided(size, strides, expanded.storage_offset())
-    covered = tuple(dim for dim, stride in enumerate(expanded.stride()) if stride == 0)
-    return x.rewrap(qdata=qdata, scale=scale, covered=covered)
+    return x.rewrap(qdata=qdata, scale=scale, granularity=granularity.name)
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
@@ -97,12 +113,11 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     qdata = func(x.qdata, size, **kwargs)
     if x.scale.ndim == 0 or qdata.shape == x.shape:
         return x.rewrap(qdata=qdata)
-    granularity = granularity_of(x)
-    if granularity in (ROW, COLUMN) and qdata.ndim and qdata.shape[-1] == x.shape[-1]:
-        scale = x.scale.reshape(granularity.scale_shape(qdata.shape))
-        covered = granularity.covered_dims(qdata.ndim)
-        return x.rewrap(qdata=qdata, scale=scale, covered=covered)
-    raise _no_scale_for(func, x)
+    last, fixed = x.ndim - 1, granularity_of(x).fixed_dims(x.ndim)
+    if fixed not in ((last,), tuple(range(last))):
+        raise _no_scale_for(func, x)
+    rows = qdata.shape[:-1] if fixed == (last,) else [1] * (qdata.ndim - 1)
+    return x.rewrap(qdata=qdata, scale=x.scale.reshape(*rows, x.scale.shape[-1]))
 
 
 @implements(aten.as_strided.default, aten._reshape_alias.default)
@@ -119,8 +134,8 @@ def _restride(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float
 def _no_scale_for(func: Any, x: Float8Tensor) -> NotImplementedError:
     return NotImplementedError(
         f"{func} of a Float8Tensor of shape {tuple(x.shape)} with a scale of shape "
-        f"{tuple(x.scale.shape)}: its result has no scale per row or column; call .dequantize() "
-        "first"
+        f"{tuple(x.scale.shape)} ({granularity_of(x)!r}): its result has no such scales; call "
+        ".dequantize() first"
     )
 
 
@@ -129,16 +144,6 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Te
     x = args[0]
     scale = func(x.scale) if x.scale.ndim else x.scale
     return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scale)
-
-
-@implements(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default)
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Float8Tensor]:
-    x, rest = args[0], args[1:]
-    parts = func(x.qdata, *rest, **kwargs)
-    if x.scale.ndim == 0:
-        return [x.rewrap(qdata=q) for q in parts]
-    scales = func(_expanded(x), *rest, **kwargs)
-    return [_with_expanded_scale(x, q, s) for q, s in zip(parts, scales, strict=True)]
 
 
 @implements(aten.cat.default)
@@ -152,18 +157,22 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
                 f"torch.cat of a Float8Tensor and a {type(x).__name__}: dequantize() the first "
                 "or cast_to_float8 the second"
             )
-        if x.qdata.dtype != first.qdata.dtype:
-            dtypes = f"{first.qdata.dtype} and {x.qdata.dtype}"
-            raise ValueError(f"torch.cat of float8 tensors of {dtypes}")
-        if (x.scale.ndim, x.covered) != (first.scale.ndim, first.covered):
-            raise ValueError(
-                "torch.cat of float8 tensors whose scales cover different dims; dequantize() them"
-            )
+        _check_same_kind("torch.cat", first, x)
     scales = [x.scale for x in tensors]
-    along_scales = first.scale.ndim and dim % first.ndim not in first.covered
+    fixed = granularity_of(first).fixed_dims(first.ndim)
+    along_scales = first.scale.ndim and dim % first.ndim not in fixed
     scale = func(scales, dim) if along_scales else _common_scale(scales)
     out = func([as_bytes(x.qdata) for x in tensors], dim)
     return first.rewrap(qdata=out.view(first.qdata.dtype), scale=scale)
+
+
+def _check_same_kind(name: str, x: Float8Tensor, y: Float8Tensor) -> None:
+    if x.qdata.dtype != y.qdata.dtype:
+        raise ValueError(f"{name} of float8 tensors of {x.qdata.dtype} and {y.qdata.dtype}")
+    if x.granularity != y.granularity:
+        raise ValueError(
+            f"{name} of float8 tensors whose scales cover different dims; dequantize() them"
+        )
 
 
 def _common_scale(scales: list[torch.Tensor]) -> torch.Tensor:
@@ -191,10 +200,8 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     scale = x.scale
     if scale.ndim:
         # From the last dim on, a pair for each: nothing is added along a dim that a scale covers.
-        added = list(pad)
-        for i in range(0, len(added), 2):
-            if x.ndim - 1 - i // 2 in x.covered:
-                added[i : i + 2] = [0, 0]
+        fixed = granularity_of(x).fixed_dims(x.ndim)
+        added = [0 if x.ndim - 1 - i // 2 in fixed else n for i, n in enumerate(pad)]
         scale = func(scale, added, 0)
     qdata = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype)
     return x.rewrap(qdata=qdata, scale=scale)
@@ -222,10 +229,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
             f"{func} between a {type(dst).__name__} and a {type(src).__name__}: dequantize() or "
             "cast_to_float8 first, so that both are of one kind"
         )
-    if dst.qdata.dtype != src.qdata.dtype:
-        raise ValueError(f"copy_ from {src.qdata.dtype} to {dst.qdata.dtype} data")
-    if (dst.scale.ndim, dst.covered) != (src.scale.ndim, src.covered):
-        raise ValueError("copy_ between float8 tensors whose scales cover different dims")
+    _check_same_kind("copy_", dst, src)
     func(dst.qdata, src.qdata, *args[2:], **kwargs)
     func(dst.scale, src.scale, *args[2:], **kwargs)
     return dst
@@ -250,7 +254,9 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
         size = args[1]
         if len(size) != scale.ndim:
             raise _no_scale_for(func, x)
-        scale = scale.new_zeros([1 if dim in x.covered else n for dim, n in enumerate(size)])
+        fixed = granularity_of(x).fixed_dims(x.ndim)
+        sizes = zip(size, scale.shape, strict=True)
+        scale = scale.new_zeros([c if d in fixed else n for d, (n, c) in enumerate(sizes)])
     return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scale)
 
 
@@ -277,10 +283,9 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
         out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
     dims = [d % x.ndim for d in rest[:2]] if func is shard_dim_alltoall else [0]
-    granularity = granularity_of(x)
-    if not (granularity.scales_move and granularity.can_move(dims, x.ndim)):
+    if not (granularity_of(x).scales_move and granularity_of(x).can_move(dims, x.ndim)):
         raise NotImplementedError(
-            f"{func} of a Float8Tensor whose scales cover the dims {x.covered} of {x.ndim}: only "
+            f"{func} of a Float8Tensor of shape {tuple(x.shape)} with {granularity_of(x)!r}: only "
             "whole rows travel, each with its scale; redistribute the high-precision tensor and "
             "cast it then"
         )
@@ -288,7 +293,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
     traced = _is_traced(x)
     if traced:  # in a graph one wait would not do for two views
         packed = funcol.wait_tensor(packed)
-    qdata, (scale,) = unpack_rows(packed, x.qdata.dtype, x.shape[-1])
+    qdata, scale = unpack_rows(packed, x.qdata.dtype, x.shape[-1])
     # Inductor (2.13) reads a view of bytes as fp32 wrongly where it is strided anew.
     return x.rewrap(qdata=qdata, scale=scale.clone() if traced else scale)
 
@@ -308,8 +313,8 @@ def _is_traced(x: Float8Tensor) -> bool:
     return isinstance(x.qdata, STAND_INS)
 
 
-def pack_rows(qdata: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
-    """Rows of float8 data ``[..., K]`` and of fp32 ``columns`` ``[..., 1]``, as one message.
+def pack_rows(qdata: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows of float8 data ``[..., K]`` and of fp32 numbers ``[..., C]``, as one message.
 
     ``[..., K']`` of the dtype of the data: the data, zeros up to a multiple of 4, the 4 bytes of
     each number.
@@ -317,17 +322,17 @@ def pack_rows(qdata: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
     data = torch.nn.functional.pad(as_bytes(qdata), (0, -qdata.shape[-1] % 4))
     # Flat first: a column counts as contiguous with any stride in its last dim, and inductor (2.11)
     # then refuses to view it as bytes.
-    numbers = [c.reshape(-1).contiguous().view(torch.uint8).view(*c.shape[:-1], 4) for c in columns]
-    return torch.cat([data, *numbers], dim=-1).view(qdata.dtype)
+    flat = numbers.reshape(-1).contiguous().view(torch.uint8)
+    tail = flat.view(*numbers.shape[:-1], 4 * numbers.shape[-1])
+    return torch.cat([data, tail], dim=-1).view(qdata.dtype)
 
 
 def unpack_rows(
     packed: torch.Tensor, dtype: torch.dtype, columns: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`pack_rows` was given, as views of its result (uint8, may still be in flight)."""
     start = columns + -columns % 4
-    numbers = packed[..., start:].view(torch.float32)
-    return packed[..., :columns].view(dtype), list(numbers.split(1, dim=-1))
+    return packed[..., :columns].view(dtype), packed[..., start:].view(torch.float32)
 
 
 # torch >= 2.13 wraps the result of a collective by an operator, older ones by a plain call.
@@ -349,11 +354,8 @@ def scaled_mm(
 ) -> torch.Tensor:
     """Matrix product ``[M, N]`` of two local float8 matrices, with no collectives.
 
-    Args:
-        a: ``[M, K]``, any strides, a float8 dtype; its scale is 0-dim or ``[M, 1]``.
-        b: ``[K, N]``, likewise; its scale is 0-dim or ``[1, N]``.
-        out_dtype: dtype of the result (fp32, bf16 or fp16).
-        use_fast_accum, pad_inner_dim, emulate: as in :func:`fp8_dist.kernels.scaled_mm`, as errors.
+    The scale of ``a`` is 0-dim or ``[M, 1]``, that of ``b`` 0-dim or ``[1, N]``. Options and errors
+    are those of :func:`fp8_dist.kernels.scaled_mm`.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
     # Not the direct call: it may keep what it derives from an operand, whose data the owner of a

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fp8_dist.granularity import TENSOR, Granularity
+from fp8_dist.tensor.float8_tensor import Float8Tensor, granularity_of
 
 
 class Quantized(NamedTuple):
@@ -13,3 +14,14 @@ class Quantized(NamedTuple):
     qdata: torch.Tensor  # the float8 bytes, any shape
     scale: torch.Tensor  # fp32, of the shape that the granularity gives it
     granularity: Granularity = TENSOR
+
+    def as_tensor(self, orig_dtype: torch.dtype) -> Float8Tensor:
+        """The tensor of ``orig_dtype`` that this is a cast of."""
+        rows = self.granularity.to_rows(self.scale)
+        return Float8Tensor(self.qdata, rows, orig_dtype, self.granularity.name)
+
+    @staticmethod
+    def of(tensor: Float8Tensor) -> "Quantized":
+        """The data and scales of a Float8Tensor."""
+        granularity = granularity_of(tensor)
+        return Quantized(tensor.qdata, granularity.from_rows(tensor.scale), granularity)

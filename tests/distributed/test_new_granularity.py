@@ -1,13 +1,13 @@
-"""A granularity that the tests add, on a mesh: bit for bit as on one device."""
+"""Granularities that the tests add, on a mesh: bit for bit as on one device."""
 
 import pytest
 import torch
+from granularities import CONFIG, GATHERED_CONFIG
 from nets import Distributed
 from ranks import RankPools
 from reference import same_bits
-from row_pairs import CONFIG
 
-from fp8_dist import Float8Tensor, precompute_float8_dynamic_scale
+from fp8_dist import Float8LinearConfig, Float8Tensor, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear.recording import GemmRecord, record_gemms
 
@@ -26,17 +26,20 @@ def same_cast_as(mine: Float8Tensor, whole: Float8Tensor, tp: int, rank: int, di
     )
 
 
-def different_operands(dp: int, tp: int, precompute: bool) -> tuple[list[str], int]:
-    """Weights, and inputs of the first block, that differ; the collectives of precompute.
+def different_operands(
+    config: Float8LinearConfig, dp: int, tp: int, precompute: bool
+) -> tuple[list[str], int, set[torch.dtype]]:
+    """Weights, and inputs of the first block, that differ from one device's.
 
-    (Later activations differ by the order of reductions.)
+    (Later activations differ by the order of reductions.) With them the number of all-reduces of
+    amaxes, precompute's included, and the dtypes that the step gathers.
     """
-    world = Distributed(dp, tp, config=CONFIG)
+    world = Distributed(dp, tp, config=config)
+    x = torch.randn(12, 8, 64)
     with comm_audit(world.mesh) as audit:
         if precompute:
             precompute_float8_dynamic_scale(world.net)
-    x = torch.randn(4, 8, 64)
-    ours = recorded_step(world.net, world.mine(x).requires_grad_())
+        ours = recorded_step(world.net, world.mine(x).requires_grad_())
     mine = x.chunk(dp)[world.mesh.get_local_rank("dp")].requires_grad_()
     theirs = {(r.fqn, r.gemm): r for r in recorded_step(world.twin, mine)}
     rank, wrong = world.mesh.get_local_rank("tp"), []
@@ -51,12 +54,32 @@ def different_operands(dp: int, tp: int, precompute: bool) -> tuple[list[str], i
         if i < 2 and not same_cast_as(record.a, whole.a, 1, 0, 0):
             wrong.append(f"{record.fqn}: input")
     assert len(ours) == len(theirs) == 18
-    return wrong, audit.count()
+    reductions = sum(r.count for r in audit.rows if (r.op, r.dtype) == ("all_reduce", torch.int32))
+    gathered = [r for r in audit.rows if r.op == "all_gather" and r.count]
+    return wrong, reductions, {r.dtype for r in gathered}
 
 
 @pytest.mark.filterwarnings("ignore:.*precomputed scale is not used")
 @pytest.mark.parametrize("precompute", [False, True])
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (2, 2)])
-def test_a_new_granularity_on_a_mesh(ranks: RankPools, dp: int, tp: int, precompute: bool) -> None:
-    expected = [([], 1 if precompute else 0)] * (dp * tp)
-    assert ranks(dp * tp).run(different_operands, dp, tp, precompute) == expected
+@pytest.mark.parametrize(
+    ("dp", "tp", "without", "after_precompute"), [(1, 2, 12, 7), (2, 1, 0, 1), (2, 2, 12, 13)]
+)
+def test_a_new_granularity_on_a_mesh(
+    ranks: RankPools, dp: int, tp: int, without: int, after_precompute: int, precompute: bool
+) -> None:
+    # (What precompute finds is not used where FSDP2 gathers the weight in high precision.)
+    reductions = after_precompute if precompute else without
+    expected = [([], reductions, {torch.float32})] * (dp * tp)
+    assert ranks(dp * tp).run(different_operands, CONFIG, dp, tp, precompute) == expected
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (2, 2), (3, 1)])
+def test_a_granularity_that_is_gathered(
+    ranks: RankPools, dp: int, tp: int, precompute: bool
+) -> None:
+    # Scales of unequal shards come from an all-reduce: precompute's, or one for each such weight.
+    reductions = (1 if precompute else 2) if dp == 3 else 0
+    expected = [([], reductions, {torch.float8_e4m3fn})] * (dp * tp)
+    found = ranks(dp * tp).run(different_operands, GATHERED_CONFIG, dp, tp, precompute)
+    assert found == expected

@@ -97,9 +97,7 @@ def test_a_float8_step_communicates_float8(ranks: RankPools):
     assert sums_over_tp(rows) == sums_over_tp(plain)
     assert CommTable(sums_over_tp(rows)).count() == 6  # each block's two norms, the last, the norm
     assert_expected_inline(
-        CommTable(row for row in rows if not is_sum_over_tp(row))
-        .without_modules()
-        .text(with_modules=False),
+        CommTable(row for row in rows if not is_sum_over_tp(row)).without_modules().table(),
         """\
 op              axis   dtype          count  elements    bytes
 all_gather      dp     bfloat16           1    16,448   32,896

@@ -390,7 +390,7 @@ auto_filter: recipe='rowwize' is not one of ['tensorwise', 'rowwise', 'rowwise_w
 auto_filter: recipe=['tensorwise'] is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed']
 auto_filter: filter_fqns='output': pass a list of strings, such as ['output']
 auto_filter: filter_fqns=None: pass a list of strings, such as ['output']
-auto_filter: filter_fqns holds ['head'], which is not a string
+auto_filter: filter_fqns=['output', ['head']]: pass a list of strings, such as ['output']
 auto_filter: filter_fqns holds '', which matches every layer
 auto_filter: tp_size=2.0: pass the number of ranks, an int
 auto_filter: tp_size=True: pass the number of ranks, an int

@@ -2,12 +2,13 @@
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from granularities import COLUMN_PAIRS, CONFIG, ROW_PAIRS, ROW_QUADS, config_of
 from reference import raised, reference_cast, same_bits, sqnr
-from row_pairs import COLUMN_PAIRS, CONFIG, ROW_PAIRS
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from fp8_dist import (
@@ -17,13 +18,14 @@ from fp8_dist import (
     Float8LinearRecipeName,
     cast_to_float8,
 )
+from fp8_dist.cast import quantize_over
 from fp8_dist.config import GEMM_OPERANDS, CastSpec, Operand
 from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity, covering
 from fp8_dist.linear.operands import plan_operand
 from fp8_dist.linear.recording import record_gemms
 
 E4M3 = torch.float8_e4m3fn
-ALL = [TENSOR, ROW, COLUMN, covering((1,), 3), ROW_PAIRS, COLUMN_PAIRS]
+ALL = [TENSOR, ROW, COLUMN, covering((1,), 3), ROW_PAIRS, COLUMN_PAIRS, ROW_QUADS]
 
 
 def test_granularities_as_a_table() -> None:
@@ -40,9 +42,10 @@ def test_granularities_as_a_table() -> None:
 tensor                 scales []             offset []            amax over (0, 1, 2) moves from [0, 1, 2]
 row                    scales [4, 6, 1]      offset [2, 4, 0]     amax over (2,)      moves from [0, 1]
 column                 scales [1, 1, 8]      offset [0, 0, 4]     amax over (0, 1)    moves from []
-slice of the dims (1,) scales [4, 1, 8]      offset [2, 0, 4]     amax over (1,)      moves from []
+slice of dims 1        scales [4, 1, 8]      offset [2, 0, 4]     amax over (1,)      moves from []
 pair of rows           scales [4, 3, 1, 1]   offset [2, 2, 0, 0]  amax over (2,)      moves from []
-pair of columns        scales [1, 1, 4, 1]   offset [0, 0, 2, 0]  amax over (0, 1)    moves from []""",
+pair of columns        scales [1, 1, 4, 1]   offset [0, 0, 2, 0]  amax over (0, 1)    moves from []
+4 values of a row      scales [4, 6, 2, 1]   offset [2, 4, 1, 0]  amax over ()        moves from [0, 1]""",
     )
 
 
@@ -170,17 +173,21 @@ Shard(-1) -> R       gw_hp    global move high, then cast row, high             
 
 
 def expected_operand(x: torch.Tensor, cast: CastSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales ``[M, K]`` of a matrix, pair by pair, in fp64."""
-    dim = 0 if cast.granularity is ROW_PAIRS else 1
-    parts = x.split(2, dim)
-    made = [reference_cast(part, cast.dtype) for part in parts]
-    scales = [torch.full(part.shape, s) for part, (_, s) in zip(parts, made, strict=True)]
-    return torch.cat([values for values, _ in made], dim), torch.cat(scales, dim)
+    """Values and scales ``[M, K]`` of a matrix, group by group, in fp64."""
+    rows, columns = x.shape
+    group = {ROW_PAIRS: (2, columns), COLUMN_PAIRS: (rows, 2), ROW_QUADS: (1, 4)}[cast.granularity]
+    values, scales = torch.empty(x.shape, dtype=torch.float64), torch.empty(x.shape)
+    for i, j in product(range(0, rows, group[0]), range(0, columns, group[1])):
+        part = slice(i, i + group[0]), slice(j, j + group[1])
+        values[part], scales[part] = reference_cast(x[part], cast.dtype)
+    return values, scales
 
 
+@pytest.mark.parametrize("granularity", [ROW_PAIRS, ROW_QUADS], ids=lambda g: g.name)
 @pytest.mark.parametrize("ndim", [2, 3])
-def test_a_new_granularity_on_one_device(ndim: int) -> None:
-    layer = Float8Linear(16, 12, bias=False, config=CONFIG)
+def test_a_new_granularity_on_one_device(ndim: int, granularity: Granularity) -> None:
+    config = config_of(granularity)
+    layer = Float8Linear(16, 12, bias=False, config=config)
     x = torch.randn(8, 16) * torch.logspace(-3, 3, 8)[:, None]
     grad = torch.randn(8, 12) * torch.logspace(2, -2, 8)[:, None]
     shape = (8,) if ndim == 2 else (2, 4)
@@ -196,7 +203,7 @@ def test_a_new_granularity_on_one_device(ndim: int) -> None:
     assert [record.gemm for record in records] == list(GEMM_OPERANDS)
     for record in records:
         for operand, found in zip(GEMM_OPERANDS[record.gemm], (record.a, record.b), strict=True):
-            cast = CONFIG.cast(operand, record.gemm)
+            cast = config.cast(operand, record.gemm)
             assert cast is not None
             values, scales = expected_operand(matrices[operand], cast)
             if found.shape != values.shape:
@@ -207,9 +214,24 @@ def test_a_new_granularity_on_one_device(ndim: int) -> None:
     assert layer.weight.grad is not None
     exact = {"output": x @ layer.weight.t(), "grad_input": grad @ layer.weight}
     results = {"output": output.view(8, 12), "grad_input": leaf.grad.view(8, 16)}
-    for gemm, product in exact.items():
-        assert sqnr(product, results[gemm]) > 20
+    for gemm, reference in exact.items():
+        assert sqnr(reference, results[gemm]) > 20
     assert sqnr(grad.t() @ x, layer.weight.grad) > 20
+
+
+def test_scales_of_a_part_of_a_row_move_with_their_rows() -> None:
+    x = torch.randn(6, 8) * torch.logspace(-3, 3, 6)[:, None]
+    whole = quantize_over(x, CastSpec(E4M3, ROW_QUADS), False).as_tensor(x.dtype)
+    values = whole.dequantize()
+    assert sqnr(x, values) > 25
+    assert same_bits(torch.cat(whole.split([2, 4])).dequantize(), values)
+    assert same_bits(whole[1:4].dequantize(), values[1:4])
+    assert same_bits(whole.view(2, 3, 8).dequantize(), values.view(2, 3, 8))
+    padded = torch.nn.functional.pad(whole, (0, 0, 0, 2)).dequantize()
+    assert same_bits(padded[:6], values)
+    assert same_bits(whole.clone().dequantize(), values)
+    for cut in (lambda: whole.t(), lambda: whole[:, :4], lambda: whole.split(4, dim=1)):
+        assert "no such scales" in raised(NotImplementedError, cut)
 
 
 def test_a_gather_of_two_copies_is_refused() -> None:
