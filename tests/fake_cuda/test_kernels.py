@@ -37,8 +37,8 @@ rowwise                      102 kernels 3 GEMMs 3 transposing copies  10.91 GB
 rowwise, weight cached        70 kernels 3 GEMMs 3 transposing copies   7.97 GB
 rowwise_with_gw_hp            70 kernels 3 GEMMs 1 transposing copies   6.60 GB
 rowwise_with_gw_hp, weight cached  37 kernels 3 GEMMs 1 transposing copies   3.89 GB
-rowwise_folded                91 kernels 3 GEMMs 3 transposing copies  17.53 GB
-rowwise_folded, weight cached  75 kernels 3 GEMMs 3 transposing copies  16.06 GB
+rowwise_folded                92 kernels 3 GEMMs 3 transposing copies  17.53 GB
+rowwise_folded, weight cached  76 kernels 3 GEMMs 3 transposing copies  16.06 GB
 delayed                       45 kernels 3 GEMMs 3 transposing copies   6.50 GB
 delayed, weight cached        32 kernels 3 GEMMs 3 transposing copies   4.80 GB""",
     )
@@ -57,7 +57,7 @@ bf16                           3 kernels 3 GEMMs 0 transposing copies   0.00 GB
 tensorwise                    51 kernels 3 GEMMs 3 transposing copies   5.29 GB
 rowwise                      108 kernels 3 GEMMs 3 transposing copies  11.85 GB
 rowwise_with_gw_hp            76 kernels 3 GEMMs 1 transposing copies   7.54 GB
-rowwise_folded                86 kernels 3 GEMMs 3 transposing copies  14.71 GB
+rowwise_folded                87 kernels 3 GEMMs 3 transposing copies  14.71 GB
 delayed                       52 kernels 3 GEMMs 3 transposing copies   6.50 GB
 torchao tensorwise            13 kernels 3 GEMMs 0 transposing copies   1.38 GB
 torchao rowwise               15 kernels 3 GEMMs 0 transposing copies   1.75 GB
