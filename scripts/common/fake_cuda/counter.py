@@ -29,7 +29,8 @@ ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 # What makes the host wait for the device. (Copies that block do, too.)
 _READS_BY_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero")
 _LARGE = 2**20  # bytes; below, a launch takes longer than the data
-# torch's multi-tensor kernels: elements of a chunk; chunks and tensors of one launch.
+# torch's multi-tensor kernels: elements of a chunk, and chunks of one launch; tensors of one launch
+# by the number of lists.
 _CHUNK, _CHUNKS, _TENSORS = 65536, 320, (110, 64, 48, 36, 30)
 
 
@@ -120,21 +121,20 @@ class KernelCounter(TorchDispatchMode):
         return result
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A custom operator: the kernel that the dispatcher would run on the device."""
-        cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+        """A custom operator: the implementation that the dispatcher would run on the device."""
+        keys = torch._C.DispatchKey
+        key = keys.CUDA if args[0].is_cuda else keys.CPU
         with self:
-            return func.redispatch(cuda, *args, **kwargs)
+            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         reads, writes, updates = traffic(func, args, kwargs, result)
         if not any(map(_is_cuda, (*reads, *writes))):
             return
-        if name in COPIES and not all(map(_is_cuda, (*reads, *writes))):
-            blocking = not kwargs.get("non_blocking", len(args) > 2 and args[2])
-            if blocking:
-                self.counts.syncs.append(
-                    f"{name} from {reads[0].device.type} to {writes[0].device.type}"
-                )
+        blocks = not _arguments(func, args, kwargs).get("non_blocking")
+        if name in COPIES and blocks and not all(map(_is_cuda, (*reads, *writes))):
+            devices = f"from {reads[0].device.type} to {writes[0].device.type}"
+            self.counts.syncs.append(f"{name} {devices}")
         if name in ALLOCATIONS or not writes:
             return
         if not any(t.numel() for t in writes):
@@ -157,9 +157,9 @@ class KernelCounter(TorchDispatchMode):
 
     def _note_triton_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         size = sum(map(_bytes, tensors))
-        self.counts.kernels.append(
-            Kernel(name, "elementwise" if size >= _LARGE else "tiny", 1, size, 0)
-        )
+        reduces = name.startswith(("triton_red_", "triton_per_"))  # Inductor's names
+        kind = "tiny" if size < _LARGE else "reduction" if reduces else "elementwise"
+        self.counts.kernels.append(Kernel(name, kind, 1, size, 0))
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -235,12 +235,14 @@ def _order(tensor: torch.Tensor) -> list[int]:
 def _launches_of(name: str, args: Any) -> int:
     if name == "constant_pad_nd":
         return 2  # fills all, then copies
-    if name.startswith(("_foreach_", "_fused_")):
+    if name.startswith("_foreach_"):
         lists = [a for a in args if isinstance(a, list | tuple) and a and _is_cuda(a[0])]
+        new = not name.endswith("_") and name != "_foreach_norm"  # a list of results as large
+        most = _TENSORS[len(lists) - 1 + new]
         chunks = sum(-(-t.numel() // _CHUNK) for t in lists[0])
-        most = _TENSORS[min(len(lists) - (name.endswith("_")), 4)]
         launches = max(-(-chunks // _CHUNKS), -(-len(lists[0]) // most))
-        return launches + (name == "_foreach_norm")  # which adds up the norms of chunks
+        # Norms of chunks are added up by another kernel.
+        return launches + (-(-len(lists[0]) // most) if name == "_foreach_norm" else 0)
     if name == "_scaled_dot_product_flash_attention_backward":
         return 3
     if name in ("cat", "stack"):
