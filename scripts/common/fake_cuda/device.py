@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 from torch._dynamo.device_interface import CudaInterface
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_dist import torch_internals
@@ -69,6 +70,8 @@ def pretend() -> None:
             )
     # (Another function: dynamo has a table of the two.)
     torch.accelerator.current_stream = lambda device=None: streams.current_stream()
+    # What would make a first tensor on the device.
+    fake_tensor.init_gpu_context = lambda device: None
     intercept_launches()
 
 

@@ -59,9 +59,13 @@ struct Hooks final : at::CUDAHooksInterface {
 
 }  // namespace
 
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+// A build for CUDA registers a guard of its own later: call this once torch is imported.
+extern "C" void take_over() {
+  static const Guard guard;
+  c10::impl::registerDeviceGuard(DeviceType::CUDA, &guard);
+}
 
 namespace at {
 using ::Hooks;
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks)
 }  // namespace at

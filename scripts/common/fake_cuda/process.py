@@ -1,5 +1,6 @@
 """Runs functions in a process in which torch takes "cuda" for a device that exists."""
 
+import ctypes
 import hashlib
 import multiprocessing
 import os
@@ -51,10 +52,8 @@ class FakeCudaProcess:
             self._pool = ProcessPoolExecutor(
                 max_workers=1, mp_context=multiprocessing.get_context("spawn"), initializer=_start
             )
-        # torch looks for CUDA while it is imported: only a preloaded guard is there before it. (A
-        # build for CUDA has a guard of its own.)
-        preload = {} if torch.backends.cuda.is_built() else {"LD_PRELOAD": str(built_guard())}
-        with patch.dict(os.environ, preload):
+        # torch looks for CUDA while it is imported: only what is preloaded is there before it.
+        with patch.dict(os.environ, LD_PRELOAD=str(built_guard())):
             os.environ.pop("TRITON_INTERPRET", None)
             future = self._pool.submit(_call, function, args)  # starts the process
         return future.result(timeout)
@@ -93,7 +92,8 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _start() -> None:
-    os.environ.pop("LD_PRELOAD", None)  # not for compilers that this process starts
+    guard = os.environ.pop("LD_PRELOAD")  # not for compilers that this process starts
+    ctypes.CDLL(guard).take_over()
     torch.set_num_threads(1)
     pretend()
     # Autograd's thread for the device never ends, and the interpreter would abort over it.
