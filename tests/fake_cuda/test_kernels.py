@@ -78,9 +78,9 @@ def test_blocks_under_fsdp(fake_cuda: FakeCudaProcess) -> None:
     assert_expected_inline(
         "\n".join(rows),
         """\
-bf16                          161 kernels
-tensorwise                    549 kernels
-delayed                       717 kernels
+bf16                          149 kernels
+tensorwise                    537 kernels
+delayed                       705 kernels
 tensorwise, update of 14 weights   64 kernels
 delayed, update of 14 weights   38 kernels""",
     )
