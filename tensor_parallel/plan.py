@@ -101,14 +101,13 @@ def _offenders(
 
 def _check_float8_style(name: str, module: nn.Module, style: ParallelStyle) -> Iterator[str]:
     kind = type(module).__name__
-    if isinstance(style, Float8ColwiseParallel | Float8RowwiseParallel):
-        torch_style = "Colwise" if isinstance(style, ColwiseParallel) else "Rowwise"
-        if not isinstance(module, Float8Linear):
-            yield (
-                f"{name!r} has the style {type(style).__name__} but is a {kind}, not a "
-                "Float8Linear: convert it first (convert_to_float8_training), or use torch's "
-                f"{torch_style}Parallel"
-            )
+    of_linear = isinstance(style, Float8ColwiseParallel | Float8RowwiseParallel)
+    if of_linear and not isinstance(module, Float8Linear):
+        torch_style = "ColwiseParallel" if isinstance(style, ColwiseParallel) else "RowwiseParallel"
+        yield (
+            f"{name!r} has the style {type(style).__name__} but is a {kind}, not a Float8Linear: "
+            f"convert it first (convert_to_float8_training), or use torch's {torch_style}"
+        )
     elif isinstance(style, PrepareFloat8ModuleInput) and not float8_layers(module):
         yield (
             f"{name!r} has the style PrepareFloat8ModuleInput but its {kind} contains no "

@@ -6,7 +6,6 @@ tensors with their placements, and the layer's autograd function casts, moves an
 (:mod:`fp8_dist.linear.autograd`), so that all gathers, forward and backward, are float8.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -122,12 +121,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         def cast_inputs(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            history = None
-            if cast.delayed:
-                # Looked up by name, because a copy of the module has the same hooks.
-                layer: Any = module.get_submodule(name)
-                history = layer.histories[_PREPARED_INPUT]
-            how = (device_mesh, cast, power_of_2, history)
+            # Looked up by name, because a copy of the module has the same hooks.
+            layer: Any = module.get_submodule(name)
+            how = (device_mesh, cast, power_of_2, layer.histories.get(_PREPARED_INPUT))
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
             cast_args = [_cast_input(x, at, *how) for x, at in zip(args, layouts, strict=False)]
             cast_kwargs = {k: _cast_input(x, by_name.get(k), *how) for k, x in kwargs.items()}
@@ -192,9 +188,8 @@ def _cast_input(
     history: AmaxHistory | None,
 ) -> Any:
     """A floating-point input as a DTensor of float8; anything else as it is."""
-    if layout is None or not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
-        return x
-    if isinstance(local_tensor(x), Float8Tensor):
+    castable = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
+    if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
         return x
     if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -233,21 +228,14 @@ def _distribute(
             "convert the layer, or use torch's style without Float8 in its name"
         )
     module.output_placements = tuple(style.output_layouts)
-    return distribute_module(
-        module,
-        mesh,
-        style._partition_linear_fn,
-        partial(_annotate_input, tuple(style.input_layouts)),  # type: ignore[arg-type]
-        partial(_local_output, style.use_local_output),  # type: ignore[arg-type]
-    )
+    layouts, use_local_output = tuple(style.input_layouts), style.use_local_output
 
+    def annotate(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        if isinstance(inputs[0], DTensor):
+            return inputs[0]
+        return DTensor.from_local(inputs[0], mesh, layouts, run_check=False)
 
-def _annotate_input(
-    layouts: tuple[Placement, ...], module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
-) -> torch.Tensor:
-    x = inputs[0]
-    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, layouts, run_check=False)
+    def local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+        return output.to_local() if use_local_output else output
 
-
-def _local_output(local: bool, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
-    return output.to_local() if local else output
+    return distribute_module(module, mesh, style._partition_linear_fn, annotate, local_output)

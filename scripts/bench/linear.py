@@ -49,7 +49,6 @@ class Row:
     # Of each GEMM's result, to the exact product of torchao's operands; whether these are ours too.
     decibels: dict[str, float] = dataclasses.field(default_factory=dict)
     same_operands: bool | None = None
-    dtensors: bool = False
 
 
 def measure(shape: Shape, args: argparse.Namespace) -> list[Row]:
@@ -76,8 +75,7 @@ def measure_dtensors(shape: Shape, args: argparse.Namespace) -> list[Row]:
     layers = {name: layer_of(name, shape, args.device, mesh) for name in names}
     timed = {name: timing.Timed(layer.run, layer.change_weight) for name, layer in layers.items()}
     seconds = timing.medians(timed, args, calls=20, description="DTensors")
-    rows = [row_of(name, shape, layer, seconds) for name, layer in layers.items()]
-    return [dataclasses.replace(row, dtensors=True) for row in rows]
+    return [row_of(name, shape, layer, seconds) for name, layer in layers.items()]
 
 
 def row_of(name: str, shape: Shape, layer: Layer, seconds: dict[str, float]) -> Row:
@@ -190,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = {"device": args.device, "threads": args.threads}
     (dtensors,) = run_on_ranks(1, measure_dtensors, smallest, args, **options)
     blocks[f"linear on DTensors {timing.shape_text(smallest)}"] = layer_table(dtensors)
-    return finish(args, blocks, checks(rows), [*rows, *dtensors])
+    return finish(args, blocks, checks(rows))
 
 
 if __name__ == "__main__":

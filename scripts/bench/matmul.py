@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = start(parser, argv)
     shapes = args.shapes or SHAPES[args.device]
     rows = [row for shape in shapes for recipe in RECIPES for row in measure(shape, recipe, args)]
-    return finish(args, {"matmul": matmul_table(rows)}, checks(rows), rows)
+    return finish(args, {"matmul": matmul_table(rows)}, checks(rows))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ def build(
     device: torch.device | str = "cpu",
     *,
     shard: bool | None = None,
-    sequence_parallel: bool = True,
     compiled: bool = False,
     seed: int = 0,
     reduce_dtype: torch.dtype = torch.float32,
@@ -39,11 +38,11 @@ def build(
     Args:
         name: the candidate.
         sizes: of the model.
-        mesh: its axis "tp" is tensor-parallel; FSDP2 shards over the others. None: one process.
+        mesh: TP with sequence parallelism over its axis "tp", FSDP2 over the others. None: one
+            process.
         device: where the model is; on "meta" it stays without values.
         shard: with FSDP2: fp32 parameters, bf16 compute. Otherwise parameters are bf16. None: if
             the axes but "tp" have more than one rank.
-        sequence_parallel: beside tensor parallelism.
         compiled: torch.compile each block.
         seed: of the parameters, which are the same for all candidates and meshes.
         reduce_dtype: in which FSDP2 reduces gradients.
@@ -56,7 +55,7 @@ def build(
         model = Llama(sizes)
     convert(name, model, shard, **float8)
     if mesh is not None and tp > 1:
-        apply_tp_plan(model, mesh[TP], tp_plan(name, model, sequence_parallel))
+        apply_tp_plan(model, mesh[TP], tp_plan(name, model))
     if compiled:
         compile_blocks(name, model)
     if shard:
@@ -122,14 +121,12 @@ def compile_blocks(name: str, model: Llama) -> None:
         block.compile(fullgraph=True, dynamic=False)
 
 
-def tp_plan(
-    name: str, model: nn.Module, sequence_parallel: bool = True
-) -> dict[str, ParallelStyle]:
+def tp_plan(name: str, model: nn.Module) -> dict[str, ParallelStyle]:
     """The tensor-parallel plan of a converted model.
 
     torchao's float8 styles cast tensorwise whatever the recipe: its other recipes get torch's.
     """
-    plan = llama_tp_plan(model, sequence_parallel=sequence_parallel)
+    plan = llama_tp_plan(model)
     if name != GATHERED_PEER:
         return plan
     styles = candidates.torchao_styles

@@ -1,16 +1,14 @@
-"""What a measurement leaves: blocks of documents, data, and the verdicts of `--assert`."""
+"""What a measurement leaves: blocks of documents, and the verdicts of `--assert`."""
 
 import argparse
 import dataclasses
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +27,7 @@ class Check:
 def make_parser(
     module: str,
     description: str | None,
-    page: str | None,
+    page: str,
     *,
     repeat: int | None = None,
     asserts: str | None = None,
@@ -39,23 +37,21 @@ def make_parser(
     Args:
         module: such as "scripts.bench.linear".
         description: the module's docstring.
-        page: the document in docs/ whose blocks `--write` replaces; None: there is no `--write`.
+        page: the document in docs/ whose blocks `--write` replaces.
         repeat: the default of `--repeat`; None: nothing is timed, and the device is the CPU.
         asserts: when `--assert` fails; None: this parser does not add that option.
     """
     parser = command_parser(module, description)
-    parser.set_defaults(page=page, device="cpu", json=None, write=False, asserted=False)
+    parser.set_defaults(page=page, device="cpu", asserted=False)
     add = parser.add_argument
     add("--threads", type=positive, default=1, help="of each process on a CPU; %(default)s")
     if repeat is not None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         add("--device", choices=["cpu", "cuda"], default=kind, help="default: %(default)s")
-        add("--json", type=Path, metavar="FILE", help="write the figures there")
         add("--repeat", type=positive, default=repeat, help="turns of each candidate; %(default)s")
         clock = "cpu: CPU time of the process, where others use the machine; default: wall"
         add("--clock", choices=["wall", "cpu"], default="wall", help=clock)
-    if page is not None:
-        add("--write", action="store_true", help=f"replace the blocks in docs/{page}")
+    add("--write", action="store_true", help=f"replace the blocks in docs/{page}")
     if asserts is not None:
         add("--assert", dest="asserted", action="store_true", help=f"fail where {asserts}")
     return parser
@@ -74,10 +70,7 @@ def start(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def finish(
-    args: argparse.Namespace,
-    blocks: Mapping[str, str],
-    checks: Sequence[Check] = (),
-    data: Sequence[Any] = (),
+    args: argparse.Namespace, blocks: Mapping[str, str], checks: Sequence[Check] = ()
 ) -> int:
     """Prints and writes what the options ask for; returns the exit status.
 
@@ -85,7 +78,6 @@ def finish(
         args: what `start` returned.
         blocks: text by the name of its block.
         checks: the conditions; with `--assert` the status is 1 if one does not hold.
-        data: rows for `--json`, which may be dataclasses.
     """
     where = machine(args.device, args.threads)
     for name, text in blocks.items():
@@ -95,9 +87,6 @@ def finish(
             replace_block(DOCS / args.page, name, f"{made}\n\n{text}")
     for check in checks:
         print(f"{'holds' if check.holds else 'BROKEN'}: {check.sentence}")
-    if args.json is not None:
-        result = {"machine": where, "rows": data, "checks": checks}
-        args.json.write_text(json.dumps(result, indent=1, default=dataclasses.asdict) + "\n")
     return 1 if args.asserted and not all(check.holds for check in checks) else 0
 
 

@@ -1,16 +1,12 @@
-"""Counts the bytes that a forward leaves: what autograd saves, or what anything holds."""
+"""Counts the bytes that a forward saves for its backward."""
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 OTHER = "other"
 
@@ -28,6 +24,12 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [
         plain for each in held if isinstance(each, torch.Tensor) for plain in plain_tensors(each)
     ]
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of what tensors hold on this rank, padding left out."""
+    plain = [p for tensor in tensors for p in plain_tensors(tensor)]
+    return sum(p.numel() * p.dtype.itemsize for p in plain)
 
 
 def rewrites_ops(types: Iterable[type]) -> bool:
@@ -68,47 +70,16 @@ def saved_bytes(
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         graph = forward().grad_fn
     tensors += [plain for tensor in caches() for plain in plain_tensors(tensor)]
-    there = {plain.untyped_storage().data_ptr() for t in known for plain in plain_tensors(t)}
+    # Storages are told apart by `_cdata`: fake tensors have no data pointer.
+    there = {plain.untyped_storage()._cdata for t in known for plain in plain_tensors(t)}
     storages = {
-        storage.data_ptr(): (storage.nbytes(), kinds.get(storage.nbytes() // t.itemsize, OTHER))
+        storage._cdata: (storage.nbytes(), kinds.get(storage.nbytes() // t.itemsize, OTHER))
         for t in tensors
         for storage in [t.untyped_storage()]
-        if storage.nbytes() and storage.data_ptr() not in there
+        if storage.nbytes() and storage._cdata not in there
     }
     assert graph is not None
     bytes_of: Counter[str] = Counter()
     for size, kind in storages.values():
         bytes_of[kind] += size
     return bytes_of
-
-
-class Census(TorchDispatchMode):
-    """Knows every storage that an operator returned while it was entered, and what is left of it.
-
-    It sees what selective checkpointing keeps, which hooks on saved tensors don't; like that, it is
-    a mode, with which layers take other ways through Python than without.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        # The reference keeps the address from being used again.
-        self._known: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            for tensor in plain_tensors(leaf) if isinstance(leaf, torch.Tensor) else ():
-                reference = StorageWeakRef(tensor.untyped_storage())
-                self._known.setdefault(reference.cdata, reference)
-        return result
-
-    def sizes(self) -> dict[int, int]:
-        """The bytes of each storage that something holds now, by an address of its own."""
-        gc.collect()
-        found = {}
-        for address in self._known:
-            storage = torch.UntypedStorage._new_with_weak_ptr(address)
-            found[address] = 0 if storage is None else storage.nbytes()
-        return found

@@ -10,7 +10,6 @@ more in a deeper model.
 """
 
 import dataclasses
-import gc
 import itertools
 import math
 import sys
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fp8_dist import float8_layers, invalidate_float8_scales, selective_checkpoint_policy
@@ -31,7 +31,7 @@ from scripts.common.markdown import table
 from scripts.common.models import build
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check, finish, make_parser, start
-from scripts.common.saved_bytes import OTHER, Census, saved_bytes
+from scripts.common.saved_bytes import OTHER, saved_bytes
 
 NAMES = (BF16, *OURS, *TORCHAO)
 # With these sizes the number of elements tells activations, weights and their shards apart.
@@ -47,7 +47,10 @@ Held = Mapping[str, int]  # bytes by kind: OTHER (activations), WEIGHT, SHARD
 
 
 def kept_by(
-    forward: Callable[[], torch.Tensor], model: nn.Module, kinds: Mapping[int, str]
+    forward: Callable[[], torch.Tensor],
+    model: nn.Module,
+    kinds: Mapping[int, str],
+    checkpoints: Sequence[Any] = (),
 ) -> Held:
     """What the second forward keeps for its backward, its input included where it is needed.
 
@@ -55,28 +58,18 @@ def kept_by(
         forward: makes an input, and returns an output.
         model: what `forward` runs.
         kinds: what tensors are, by their number of elements.
+        checkpoints: to which each forward adds what selective checkpointing made it cache.
     """
     forward().float().square().mean().backward()
     change_weights(model)
     there = (*model.parameters(), *model.buffers())
-    kept = saved_bytes(forward, kinds, there, lambda: float8_copies(model))
+
+    def caches() -> list[torch.Tensor]:
+        results = [getattr(leaf, "val", None) for leaf in tree_leaves(checkpoints[-1:])]
+        return [*float8_copies(model), *(t for t in results if isinstance(t, torch.Tensor))]
+
+    kept = saved_bytes(forward, kinds, there, caches)
     return {kind: kept[kind] for kind in (OTHER, WEIGHT, SHARD)}
-
-
-def held_by(forward: Callable[[], torch.Tensor], model: nn.Module) -> Held:
-    """The like of `kept_by` under selective checkpointing, which keeps results by itself."""
-    gc.freeze()  # collections then look at what is made here
-    with Census() as census:
-        forward().float().square().mean().backward()
-        change_weights(model)
-        before = census.sizes()
-        graph = forward().grad_fn  # keeps what is saved, but not the output
-        grown = (size - before.get(address, 0) for address, size in census.sizes().items())
-        held = sum(size for size in grown if size > 0)
-        assert graph is not None
-    gc.unfreeze()
-    weights = sum(copy.nbytes for copy in float8_copies(model))
-    return {OTHER: held - weights, WEIGHT: weights, SHARD: 0}
 
 
 def change_weights(model: nn.Module) -> None:
@@ -114,20 +107,22 @@ def of_block(name: str, mode: str) -> Held:
         for child, linear in list(parent.named_children()):
             setattr(parent, child, linear_of(name, linear))
     x = torch.randn(BATCH, SEQUENCE, CONFIG.dim, dtype=torch.bfloat16, requires_grad=True)
-    contexts: dict[str, Any] = {}
-    if mode == "selective":
-        contexts["context_fn"] = partial(
-            create_selective_checkpoint_contexts, selective_checkpoint_policy
-        )
+    checkpoints: list[Any] = []
+
+    def contexts() -> tuple[Any, Any]:
+        caching, cached = create_selective_checkpoint_contexts(selective_checkpoint_policy)
+        checkpoints.append(caching.storage)
+        return caching, cached
+
+    options = {"context_fn": contexts} if mode == "selective" else {}
 
     def forward() -> torch.Tensor:
         if mode == "plain":
             return block(x * 1, *tables)
-        return checkpoint(block, x * 1, *tables, use_reentrant=False, **contexts)
+        return checkpoint(block, x * 1, *tables, use_reentrant=False, **options)
 
-    if mode == "selective":
-        return held_by(forward, block)
-    return kept_by(forward, block, dict.fromkeys(weight_sizes(block), WEIGHT))
+    kinds = dict.fromkeys(weight_sizes(block), WEIGHT)
+    return kept_by(forward, block, kinds, checkpoints)
 
 
 def of_depths(names: Sequence[str], depths: Sequence[int]) -> dict[str, dict[int, Held]]:

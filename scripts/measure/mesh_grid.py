@@ -1,7 +1,6 @@
-"""Writes the table of docs/mesh_grid.md from the results of test_mesh_grid.py.
+"""Runs test_mesh_grid.py, and makes the table of docs/mesh_grid.md from its results.
 
-python -m scripts.measure.mesh_grid            runs the tests, replaces the table
-python -m scripts.measure.mesh_grid --check    fails if the table is not that of the results
+python -m scripts.measure.mesh_grid --assert --write
 """
 
 import subprocess
@@ -11,12 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from scripts.common.blocks import DOCS, read_block, replace_block
+from scripts.common.blocks import DOCS
 from scripts.common.markdown import table
-from scripts.common.options import command_parser
+from scripts.common.report import Check, finish, make_parser, start
 
-PAGE = DOCS / "mesh_grid.md"
-ROOT = DOCS.parent
 TESTS = "tests/distributed/test_mesh_grid.py"
 
 
@@ -43,20 +40,16 @@ def verdicts_table(rows: Sequence[dict[str, str]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = command_parser("scripts.measure.mesh_grid", __doc__)
-    parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    args = parser.parse_args(argv)
+    parser = make_parser(
+        "scripts.measure.mesh_grid", __doc__, "mesh_grid.md", asserts="a test fails"
+    )
+    args = start(parser, argv)
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "results.xml"
         command = [sys.executable, "-m", "pytest", "-q", TESTS, f"--junitxml={junit}"]
-        status = subprocess.run(command, cwd=ROOT).returncode
+        status = subprocess.run(command, cwd=DOCS.parent).returncode
         found = verdicts_table(results(junit))
-    if args.check:
-        same = read_block(PAGE, "verdicts") == found
-        print(f"{PAGE} is {'as it should be' if same else 'out of date'}")
-        return status or int(not same)
-    replace_block(PAGE, "verdicts", found)
-    return status
+    return finish(args, {"verdicts": found}, [Check("all tests pass", status == 0)])
 
 
 if __name__ == "__main__":

@@ -4,26 +4,39 @@
 
 Starts two ranks (gloo, CPU) that train a Llama under FSDP2 with float8 gathers, traces a step with
 torch.profiler on rank 0, and reads the order of the main thread's events. The order does not
-depend on the machine.
+depend on the machine. The step begins where the gradients of the last one are complete: optimizer,
+precompute, the next batch, forward, backward.
 
 A collective is *issued* by a ``c10d::`` operator. Its result is *used* where FSDP2 copies it out of
 a gather, or where ``wait_tensor`` waits for the all-reduce of precompute. FSDP2 waits for a
 reduce-scatter where it issues it.
 """
 
+import json
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.common.llama import MODELS
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from fp8_dist import update_float8_scales
+from scripts.common.llama import MODELS, LlamaConfig
 from scripts.common.markdown import table
+from scripts.common.models import build
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check, finish, make_parser, start
-from scripts.measure.traced_step import FORWARD, PRECOMPUTE, STEP, traced_step
 
-MODEL, RANKS = MODELS["small"], 2
+MODEL, RANKS, RECIPE = MODELS["small"], 2, "tensorwise"
+BATCH_SIZE, SEQ_LEN = 2, 64  # of each rank
+STEP, PRECOMPUTE, FORWARD = "step", "precompute", "forward"  # ranges of the trace
 FLOAT8_WEIGHTS = "weight all-gather, float8"
 OTHER_WEIGHTS = "weight all-gather, bf16"
 GRADIENTS = "gradient reduce-scatter"
@@ -31,6 +44,49 @@ PRECOMPUTED = "amax all-reduce of precompute"
 KINDS = (PRECOMPUTED, FLOAT8_WEIGHTS, OTHER_WEIGHTS, GRADIENTS)
 WAIT = "_c10d_functional::wait_tensor"
 GATHER, COPY_OUT = "FSDP::all_gather", "FSDP::all_gather_copy_out"
+
+
+def make_step(sizes: LlamaConfig, mesh: DeviceMesh) -> Callable[[], None]:
+    """A training step whose parts are ranges of the trace. (The first one has no gradients yet.)
+
+    gloo's collectives run on threads of its own, but unless told otherwise FSDP2 waits for each
+    gather where it begins it. That costs nothing on GPUs, where only a stream waits.
+    """
+    model = build(RECIPE, sizes, mesh)
+    assert isinstance(model, FSDPModule), "the mesh has no FSDP2 axis"
+    model._set_unshard_async_op(True)
+    for unit, following in pairwise([model, *model.layers]):
+        unit.set_modules_to_forward_prefetch([following])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    seq_len = min(SEQ_LEN, sizes.max_seq_len)
+
+    def step() -> None:
+        with record_function(STEP):
+            optimizer.step()
+            optimizer.zero_grad()
+            with record_function(PRECOMPUTE):
+                update_float8_scales(model)
+            tokens = torch.randint(sizes.vocab_size, (BATCH_SIZE, seq_len))
+            with record_function(FORWARD):
+                loss = model(tokens).logsumexp(-1).mean()
+            loss.backward()
+
+    return step
+
+
+def traced_step(sizes: LlamaConfig) -> list[dict[str, Any]]:
+    """Trains three steps on every rank; returns the third one's spans, of Chrome's JSON."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    step = make_step(sizes, mesh)
+    step()
+    step()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event["ph"] == "X"]
 
 
 class Span(NamedTuple):
@@ -113,7 +169,7 @@ def read(events: Sequence[dict[str, Any]]) -> Timeline:
     end = step["ts"] + step["dur"]
     found = Timeline()
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        if event["tid"] == step["tid"] and step["ts"] <= event["ts"] < end and event is not step:
+        if event["tid"] == step["tid"] and step["ts"] <= event["ts"] < end:
             begin, types = event["ts"] - step["ts"], event.get("args", {}).get("Input type")
             # Operators of c10d that have an output take it first, in the same dtype.
             span = Span(event["name"], begin, begin + event["dur"], types[0] if types else "")
@@ -159,11 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     asserts = "the order is another one"
     parser = make_parser("scripts.measure.timeline", __doc__, "timeline.md", asserts=asserts)
-    trace_help = "keep the trace there, for Perfetto"
-    parser.add_argument("--trace", type=Path, metavar="FILE", help=trace_help)
     args = start(parser, argv)
-    trace = args.trace and args.trace.absolute()
-    timeline = read(run_on_ranks(RANKS, traced_step, MODEL, trace, threads=args.threads)[0])
+    timeline = read(run_on_ranks(RANKS, traced_step, MODEL, threads=args.threads)[0])
     blocks = {"timeline": collectives_table(timeline)}
     return finish(args, blocks, checks(timeline))
 

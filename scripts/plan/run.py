@@ -1,6 +1,7 @@
 """Runs planned steps, each in a process of its own: a fake world can't be left."""
 
 import multiprocessing
+import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
@@ -11,14 +12,12 @@ from scripts.plan.step import PEER, Plan, Step, make_mesh, run_step
 from scripts.plan.world import fake_world
 
 
-def run_all(plans: Sequence[Plan], jobs: int) -> list[Step | str]:
-    """What rank 0 sees of each planned step; why, where torchao could not run it.
-
-    jobs: processes at a time.
-    """
+def run_all(plans: Sequence[Plan]) -> list[Step | str]:
+    """What rank 0 sees of each planned step; why, where torchao could not run it."""
     # Importing torch takes seconds: one server does, and forks.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    jobs = min(os.cpu_count() or 1, 4)
     with ProcessPoolExecutor(jobs, context, max_tasks_per_child=1) as pool:
         futures = [pool.submit(run_fake, plan) for plan in plans]
         for future in tqdm(as_completed(futures), total=len(plans), unit="run", disable=None):

@@ -1,7 +1,7 @@
 """One training step on one rank: what it communicates, and what memory it holds.
 
-The model is the reference Llama with SP over "tp", FSDP2 over the other axes, and AdamW. The same
-code runs on real ranks and in a fake world (scripts/plan/world.py).
+The model is the reference Llama with SP over "tp", FSDP2 over "dp", and AdamW. The same code runs
+on real ranks and in a fake world (scripts/plan/world.py).
 
 A *phase* is a part of a step: what is called for the scales after the previous optimizer step
 ("precompute", which is the sync for delayed scales), "forward", "backward", and clipping with the
@@ -9,9 +9,10 @@ optimizer's step ("optimizer").
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +20,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8_dist import float8_layers
-from fp8_dist.debug import comm_audit
-from fp8_dist.debug.table import CommRow, CommTable
+from fp8_dist.debug import CommAudit, comm_audit
+from fp8_dist.debug.table import CommTable
 from fp8_dist.fsdp import clip_grad_norm_
 from scripts.common.llama import Llama, LlamaConfig
 from scripts.common.models import after_step, build
-from scripts.plan.links import Collectives
-from scripts.plan.meter import MemoryMeter, bytes_of
+from scripts.common.saved_bytes import bytes_of, saved_bytes
 from scripts.plan.world import fake
 
 PEER = "torchao tensorwise"
@@ -46,6 +46,21 @@ class Plan:
     def ranks(self) -> int:
         """The size of the world."""
         return math.prod(self.axes.values())
+
+
+class Collectives(NamedTuple):
+    """The collectives of one phase that agree in op, axis and dtype.
+
+    `count` is 0 for bytes that travel in the collectives of another dtype (FSDP2's mixed gathers).
+    `bytes` are sizes of buffers, as in `comm_audit`.
+    """
+
+    phase: str
+    op: str
+    axis: str
+    dtype: str
+    count: int
+    bytes: int
 
 
 @dataclass
@@ -86,26 +101,27 @@ def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
 def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
     tokens = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    meter = MemoryMeter(model, model.layers)
-    step = Step()
+    step, losses = Step(), []
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         with comm_audit(mesh) as audit:
             yield
-        step.collectives += _collectives(name, audit.rows)
+        step.collectives += _collectives(name, audit)
+
+    def forward() -> torch.Tensor:
+        losses.append(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+        return losses[0]
 
     with phase("precompute"):
         after_step(plan.variant, sharded=True)(model)
-    with phase("forward"), meter, meter.saving():
-        logits = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-    del logits
+    with phase("forward"):
+        saved = saved_bytes(forward, {}, (*model.parameters(), *model.buffers()))
     kept = [layer.float8_weight.cache.float8 or () for layer in float8_layers(model).values()]
     shards = bytes_of(part for casts in kept for cast in casts for part in (cast.qdata, cast.scale))
     del kept
-    with phase("backward"), meter:
-        loss.backward()
+    with phase("backward"):
+        losses.pop().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     with phase("optimizer"):
         clip_grad_norm_(model.parameters(), 1.0)
@@ -116,17 +132,15 @@ def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
         "gradients": bytes_of(gradients),
         "optimizer state": bytes_of(states),
         "float8 shards kept": shards,
-        "gathered parameters, peak": meter.gathered,
-        **{f"saved for backward: {kind}": size for kind, size in meter.saved.items()},
+        "saved for backward": saved.total(),
     }
     return step
 
 
-def _collectives(phase: str, rows: Iterable[CommRow]) -> list[Collectives]:
+def _collectives(phase: str, audit: CommAudit) -> list[Collectives]:
     """The rows of an audit, summed over modules, sorted."""
-    summed = CommTable(rows).without_modules().rows
     found = [
         Collectives(phase, r.op, r.axis, str(r.dtype).removeprefix("torch."), r.count, r.bytes)
-        for r in summed
+        for r in CommTable(audit.rows).without_modules().rows
     ]
     return sorted(found, key=lambda r: (r.axis, r.op, r.dtype, -r.count))

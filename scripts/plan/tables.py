@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from scripts.common.markdown import table
-from scripts.plan.links import Collectives, Links, ranks_along, total_seconds
-from scripts.plan.step import PHASES, Plan, Step
+from scripts.common.options import mesh_text
+from scripts.plan.step import PHASES, Collectives, Plan, Step
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 Runs = Sequence[tuple[Plan, Step]]
@@ -33,33 +33,8 @@ def memory_table(runs: Runs) -> str:
     return table(["bytes on rank 0", *_variants(runs)], lines, "lr")
 
 
-def time_table(runs: Runs, links: Links) -> str:
-    """Predicted milliseconds by axis and op; a column per variant."""
-    axes = runs[0][0].axes
-    lines = []
-
-    def add(what: str, group: str, axis: str | None, op: str | None) -> None:
-        found = [
-            [r for r in step.collectives if axis in (None, r.axis) and op in (None, r.op)]
-            for _, step in runs
-        ]
-        if any(found):
-            cells = [_milliseconds(total_seconds(r, axes, links)) if r else "" for r in found]
-            lines.append([what, group, *cells])
-
-    for axis in dict.fromkeys(r.axis for _, step in runs for r in step.collectives):
-        ranks = ranks_along(axis, axes)
-        nodes = len({rank // links.gpus_per_node for rank in ranks})
-        group = f"{len(ranks):,} ranks, {nodes:,} node{'s' if nodes > 1 else ''}"
-        for op in OPS:
-            add(f"{axis}: {op}", group, axis, op)
-        add(f"{axis}: all", group, axis, None)
-    add("all, one after the other", "", None, None)
-    return table(["predicted ms", "group of rank 0", *_variants(runs)], lines, "llr")
-
-
-def growth_table(runs: Runs, links: Links) -> str:
-    """Counts, bytes and predicted time; a line per world and variant."""
+def growth_table(runs: Runs) -> str:
+    """Counts and bytes; a line per world and variant."""
     lines = []
     for plan, step in runs:
         rows = step.collectives
@@ -68,18 +43,17 @@ def growth_table(runs: Runs, links: Links) -> str:
         lines.append(
             [
                 f"{plan.ranks:,}",
-                ",".join(f"{name}={size}" for name, size in plan.axes.items()),
+                mesh_text(plan.axes),
                 plan.variant,
                 *(f"{sum(r.count for r in rows if r.op == op):,}" for op in OPS),
                 f"{sum(r.count for r in first):,}",
                 f"{float8 / 1e9:.1f}",
                 f"{sum(r.bytes for r in rows) / 1e9:.1f}",
                 f"{sum(r.bytes for r in first):,}",
-                _milliseconds(total_seconds(rows, plan.axes, links)),
             ]
         )
     head = ["ranks", "mesh", "variant", *OPS, "of them precompute", "float8 GB", "all GB"]
-    return table([*head, "precompute bytes", "predicted ms"], lines, "lllr")
+    return table([*head, "precompute bytes"], lines, "lllr")
 
 
 def _variants(runs: Runs) -> list[str]:
@@ -91,7 +65,3 @@ def _cell(rows: Sequence[Collectives]) -> str:
         return ""
     count = sum(row.count for row in rows)
     return f"{f'{count:,}' if count else '+'} ({sum(row.bytes for row in rows):,} B)"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3f}"

@@ -23,7 +23,6 @@ LAST_STEPS = 20
 MAX_DIFFERENCE = 0.01
 MAX_FRACTION_OF_FIRST = 0.7
 SMOOTHING_STEPS = 5
-SHORTEST_ROW = 16  # of a weight; what float8 GEMMs demand
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -67,8 +66,8 @@ def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> li
 
     A module without float8 layers may gather anything. Any other one, and the code outside of
     modules (module "", where FSDP2's prefetches run too), may gather its parameters that are not of
-    float8 layers. Neither a float8 layer's weight nor its input or output gradient fits. Scales
-    that travel with float8 rows are not counted.
+    float8 layers. Neither a float8 layer's weight nor its input or output gradient fits. Not
+    counted are scales of rows: they are what is float32 in FSDP2's mixed gathers.
 
     rows, config: of comm.json and config.json, which `RunWriter` describes.
     """
@@ -83,21 +82,18 @@ def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> li
         sizes = config["high_precision_gather"].items()
         own = sum(size for name, size in sizes if lies_in(name, module))
         allowed = own * sum(row["count"] for row in here)
-        elements = sum(row["elements"] for row in here if not row["float8_bytes"])
-        elements -= row_scales(here)
+        elements = sum(
+            row["elements"]
+            for row in here
+            if not row["float8_bytes"]
+            and not (row["in_mixed_gather"] and row["dtype"] == "torch.float32")
+        )
         if elements > allowed:
             lines.append(
                 f"{module or 'the whole model'} gathered {elements:,} elements in high precision "
                 f"on {axis}, where {allowed:,} are not float8's"
             )
     return lines
-
-
-def row_scales(rows: list[dict[str, Any]]) -> int:
-    """Counts the float32 numbers in FSDP2's mixed gathers that may be scales of float8 rows."""
-    float8 = sum(row["elements"] for row in rows if row["float8_bytes"])
-    float32 = (row for row in rows if row["dtype"] == "torch.float32" and row["in_mixed_gather"])
-    return min(sum(row["elements"] for row in float32), float8 // SHORTEST_ROW)
 
 
 def lies_in(name: str, module: str) -> bool:

@@ -20,19 +20,18 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from scripts.common.blocks import DOCS, replace_block
 from scripts.common.candidates import BF16, OURS
-from scripts.common.corpus import load_corpus
 from scripts.common.markdown import table
-from scripts.common.options import command_parser, positive
+from scripts.common.options import positive
+from scripts.common.report import Check, finish, make_parser, start
 
-PAGE = DOCS / "recipes.md"
 LAST_STEPS = 50
 # The largest differences that pass, in %: of a recipe to bf16; of rowwise_folded to rowwise, unless
 # two standard errors are more.
 MAX_TO_BF16 = 1.0
 MAX_TO_ROWWISE = 0.3
 FOLDED, ROWWISE = "rowwise_folded", "rowwise"
+TRAIN = ("steps", "batch_size", "seq_len", "lr")  # options that every run gets
 
 # The losses of all steps of each seed's run, by recipe; bf16 is among them.
 Losses = dict[str, list[list[float]]]
@@ -40,7 +39,8 @@ Losses = dict[str, list[list[float]]]
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; errors end the process with status 2, before any run starts."""
-    parser = command_parser("scripts.train.compare_recipes", __doc__)
+    asserts = "a recipe is too far from bf16, or rowwise_folded from rowwise"
+    parser = make_parser("scripts.train.compare_recipes", __doc__, "recipes.md", asserts=asserts)
     add = parser.add_argument
     add("--recipes", nargs="+", choices=OURS, default=OURS, help="default: all of float8")
     add("--steps", type=positive, default=300)
@@ -50,18 +50,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     # With so few tokens per step scripts.train.train's 1e-3 is at the edge of stability, where runs
     # that differ in a rounding drift apart, and twice as far as with this one.
     add("--lr", type=float, default=5e-4, help="peak of the learning rate")
-    add("--data", type=Path, help="file or folder; default: Python's standard library source")
     add("--jobs", type=positive, default=os.cpu_count(), help="runs at a time; default: all cores")
     add("--out", type=Path, default=Path("runs/recipes"), help="folder of the runs")
-    add("--write", action="store_true", help="replace the tables of docs/recipes.md")
-    add("--assert", dest="strict", action="store_true", help="fail when the verdict is bad")
-    args = parser.parse_args(argv)
+    args = start(parser, argv)
     if args.seeds < 2:
         parser.error("--seeds must be at least 2: differences have a standard error")
-    try:
-        load_corpus(args.data, seq_len=args.seq_len)
-    except ValueError as error:
-        parser.error(f"--data: {error}")
     return args
 
 
@@ -72,12 +65,11 @@ def train(args: argparse.Namespace, recipe: str, seed: int) -> list[float]:
         SystemExit: the run did not end well.
     """
     out = args.out / f"{recipe}-{seed}"
-    options = {name: getattr(args, name) for name in ("steps", "batch_size", "seq_len", "lr")}
+    options = {name: getattr(args, name) for name in TRAIN}
     options |= {"recipe": recipe, "seed": seed, "out": out}
-    options |= {} if args.data is None else {"data": args.data}
     command = [sys.executable, "-m", "scripts.train.train"]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)} did not end well:\n{done.stderr[-2000:]}")
@@ -114,23 +106,18 @@ def difference(losses: Losses, recipe: str, reference: str) -> tuple[float, floa
     return float(percent.mean()), float(percent.std(ddof=1)) / len(percent) ** 0.5
 
 
-def shown(mean: float, error: float) -> str:
-    """A difference for people."""
-    return f"{mean:+.3f} % ± {error:.3f} %"
-
-
-def problems(losses: Losses) -> list[str]:
-    """What is worse than it should be. (Written so that a NaN is a problem too.)"""
-    pairs = [(recipe, BF16, MAX_TO_BF16) for recipe in losses]
+def checks(losses: Losses) -> list[Check]:
+    """The conditions of `--assert`. (Written so that a NaN breaks them.)"""
+    pairs = [(recipe, BF16, MAX_TO_BF16) for recipe in losses if recipe != BF16]
     if FOLDED in losses and ROWWISE in losses:
         _, error = difference(losses, FOLDED, ROWWISE)
         pairs.append((FOLDED, ROWWISE, max(MAX_TO_ROWWISE, 2 * error)))
-    return [
-        f"{recipe} differs from {reference} by {shown(mean, error)}, more than {allowed:.3g} %"
-        for recipe, reference, allowed in pairs
-        for mean, error in [difference(losses, recipe, reference)]
-        if not abs(mean) <= allowed
-    ]
+    found = []
+    for recipe, reference, most in pairs:
+        mean, error = difference(losses, recipe, reference)
+        sentence = f"{recipe} differs from {reference} by {mean:+.3f} % ± {error:.3f} %"
+        found.append(Check(f"{sentence}, at most {most:.3g} %", abs(mean) <= most))
+    return found
 
 
 def results_table(losses: Losses) -> str:
@@ -144,27 +131,11 @@ def results_table(losses: Losses) -> str:
     return table(head, lines, "lr")
 
 
-def verdict(losses: Losses) -> str:
-    """A sentence for people."""
-    if bad := "; ".join(problems(losses)):
-        return f"Not as expected: {bad}."
-    text = f"Every recipe is within {MAX_TO_BF16:g} % of bf16."
-    if FOLDED in losses and ROWWISE in losses:
-        text += (
-            f" {FOLDED} differs from {ROWWISE} by {shown(*difference(losses, FOLDED, ROWWISE))}."
-        )
-    return text
-
-
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
     losses = losses_of(args)
-    text = f"{results_table(losses)}\n\n{verdict(losses)}"
-    print(text)
-    if args.write:
-        replace_block(PAGE, "losses", text)
-    return 1 if args.strict and problems(losses) else 0
+    return finish(args, {"losses": results_table(losses)}, checks(losses))
 
 
 if __name__ == "__main__":

@@ -6,16 +6,17 @@ the float8 recipe that is compared with bf16. --out (runs/quickstart in the repo
 folder of the comparison; each run has its own folder in it.
 """
 
-import os
-import signal
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
+import torch
+
 from scripts.common.candidates import BF16
-from scripts.common.options import make_parser, parse_options
-from scripts.common.ranks import LOOPBACK
+from scripts.common.ranks import run_on_ranks
+from scripts.train import compare
+from scripts.train.options import make_parser, parse_options
+from scripts.train.train import choose_device, train
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {"dp": 2, "tp": 2, "recipe": "tensorwise", "out": ROOT / "runs/quickstart"}
@@ -33,57 +34,27 @@ def parse_args(argv: list[str]) -> Namespace:
     return parse_options(parser, argv, world_size=asked.dp * asked.tp)
 
 
-def environment() -> dict[str, str]:
-    """The environment of the ranks; what the user has set stays."""
-    defaults = {
-        # The ranks share the machine: more threads each would only get in each other's way.
-        "OMP_NUM_THREADS": "1",
-        # Otherwise gloo takes the address of the host's name, which may not be one it can reach.
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
-    }
-    return defaults | os.environ
-
-
-def train_command(args: Namespace, argv: list[str], recipe: str) -> list[str]:
-    """The command line that trains with `recipe` into its own folder."""
-    # -P: what lies in the current folder must not hide a module of the library.
-    launch = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--local-addr", "localhost", "--nproc-per-node", str(args.dp * args.tp)]
-    mesh = ["--dp", str(args.dp), "--tp", str(args.tp)]
-    # The last one of an option given twice counts.
-    own = ["--recipe", recipe, "--out", str(args.out / recipe)]
-    return [*launch, "-m", "scripts.train.train", *mesh, *argv, *own]
-
-
-def run(command: list[str]) -> int:
-    """Runs a command to its end, also when Ctrl-C ends it; returns its exit status."""
-    with subprocess.Popen(command, env=environment()) as process:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            # The command was told too: it needs a moment to end its ranks.
-            process.wait()
-            return 128 + signal.SIGINT
+def train_rank(args: Namespace) -> None:
+    """Trains; called on every rank."""
+    ranks = args.dp * args.tp
+    train(args, *choose_device(torch.distributed.get_rank(), ranks))
 
 
 def main(argv: list[str]) -> int:
     """Entry point; returns the exit status."""
     args = parse_args(argv)
-    for recipe in (BF16, args.recipe):
+    ranks = args.dp * args.tp
+    device, _ = choose_device(0, ranks)
+    folders = [args.out / recipe for recipe in (BF16, args.recipe)]
+    for recipe, out in zip((BF16, args.recipe), folders, strict=True):
         print(f"== training: {recipe}, dp {args.dp} x tp {args.tp}", flush=True)
-        status = run(train_command(args, argv, recipe))
-        if status:
-            print(f"quickstart.sh: training with {recipe} did not end well", file=sys.stderr)
-            return status
+        options = Namespace(**vars(args) | {"recipe": recipe, "out": out})
+        run_on_ranks(ranks, train_rank, options, device=device.type)
     print("== comparing", flush=True)
-    folders = [str(args.out / recipe) for recipe in (BF16, args.recipe)]
-    command = [sys.executable, "-P", "-m", "scripts.train.compare", *folders]
-    command += ["--out", str(args.out)]
     # The verdict decides the exit status only for the run it is made for: other options may train
     # too shortly to learn anything.
-    if not argv:
-        command.append("--assert")
-    return run(command)
+    asserted = [] if argv else ["--assert"]
+    return compare.main([*map(str, folders), "--out", str(args.out), *asserted])
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from fp8_dist.debug import comm_audit
@@ -28,7 +27,7 @@ from fp8_dist.fsdp import clip_grad_norm_
 from scripts.common.corpus import VOCAB_SIZE, Corpus
 from scripts.common.llama import MODELS
 from scripts.common.models import after_step, build
-from scripts.common.options import make_parser, parse_options
+from scripts.train.options import make_parser, parse_options
 from scripts.train.run_writer import RunWriter
 
 MAX_GRAD_NORM = 1.0
@@ -93,19 +92,12 @@ class Trainer:
             mesh,
             device,
             shard=True,
-            sequence_parallel=args.sequence_parallel,
             compiled=args.compile,
             seed=args.seed,
         )
         self.after_step = after_step(args.recipe, sharded=True)
-        # Without sequence parallelism the norms are not on the tensor-parallel axis, and fused
-        # kernels do not mix meshes.
-        by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
-        for parameter in self.model.parameters():
-            assert isinstance(parameter, DTensor)
-            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
         self.optimizer = torch.optim.AdamW(
-            [{"params": parameters} for parameters in by_mesh.values()],
+            self.model.parameters(),
             lr=args.lr,
             betas=(0.9, 0.95),
             weight_decay=0.1,

@@ -44,14 +44,13 @@ def llama_tp_plan(
     Raises:
         ValueError: modules are missing; all of them are listed.
     """
-    layer_names = _layer_names(model)
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": common.EmbeddingRowwiseParallel(
             input_layouts=Replicate(), output_layouts=between
         )
     }
-    for layer in layer_names:
+    for layer in _layer_names(model):
         for block, (norm, consumers, writer) in _BLOCKS.items():
             if sequence_parallel:
                 plan[f"{layer}.{norm}"] = SequenceParallel()

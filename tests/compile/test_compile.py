@@ -150,8 +150,7 @@ def test_blocks_in_every_recipe(ranks: RankPools, dp: int, tp: int, recipe: str)
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("dp", "tp", "recipe"),
-    [(1, 2, "tensorwise"), (2, 1, "rowwise_folded"), (2, 2, "delayed")],
+    ("dp", "tp", "recipe"), [(1, 2, "tensorwise"), (2, 1, "rowwise_folded"), (2, 2, "delayed")]
 )
 def test_blocks_with_inductor(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
     # Its fusions round the operands of the casts of activations otherwise; weights are as they are.

@@ -51,10 +51,7 @@ def compiled_counts(recipe: str, mode: str) -> tuple[dict[str, Counter[str]], st
     results: list[list[torch.Tensor]] = []
     for compiled in (False, True):
         world = Distributed(
-            1,
-            2,
-            config=Float8LinearConfig.from_recipe_name(recipe),
-            net_arguments={"layers": 1},
+            1, 2, config=Float8LinearConfig.from_recipe_name(recipe), net_arguments={"layers": 1}
         )
         graphs, run = Graphs(world.mesh), forward
         if compiled:

@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from delayed_steps import (
-    DELAYED,
-    amaxes,
-    audited_steps,
-    train,
-)
+from delayed_steps import DELAYED, amaxes, audited_steps, train
 from nets import Distributed, Net
 from ranks import RankPools
 

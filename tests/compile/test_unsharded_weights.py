@@ -9,10 +9,7 @@ from nets import Distributed, blocks
 from ranks import RankPools
 from torch.distributed.tensor import DTensor
 
-from fp8_dist import (
-    Float8LinearConfig,
-    precompute_float8_dynamic_scale,
-)
+from fp8_dist import Float8LinearConfig, precompute_float8_dynamic_scale
 
 
 def storage(tensor: torch.Tensor) -> int:

@@ -14,11 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.mesh import Layout, local_sizes
-from fp8_dist.tensor_parallel import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    apply_tp_plan,
-)
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
 
 STRICT = "FP8_DIST_STRICT_ALIGNMENT"
 

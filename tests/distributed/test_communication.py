@@ -26,250 +26,115 @@ from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import local_tensor
 
 INT32 = torch.int32  # amax travels as the bits of a non-negative float
+PHASES = ("precompute", "forward", "backward")
+Rows = dict[str, list[CommRow]]  # of each phase
 
 
 def audited_steps(
     dp: int, tp: int, precompute: bool, arguments: dict[str, Any] | None = None
-) -> dict[str, str]:
-    """Tables of precompute, and of forward and backward, in the second step."""
-    arguments = {"fsdp_arguments": {}} | (arguments or {})
-    world = Distributed(dp, tp, **arguments)
+) -> Rows:
+    """What is communicated in the second step."""
+    world = Distributed(dp, tp, **(arguments or {}))
     optimizer = torch.optim.AdamW(world.net.parameters(), lr=1e-2)
     x = world.mine(torch.randn(4, 8, 64))
-    tables = {}
     for _ in range(2):
-        if precompute:
-            with comm_audit(world.mesh) as audit:
+        audits = {phase: comm_audit(world.mesh) for phase in PHASES}
+        with audits["precompute"]:
+            if precompute:
                 precompute_float8_dynamic_scale(world.net)
-            tables["precompute"] = audit.table()
-        with comm_audit(world.mesh) as audit:
+        with audits["forward"]:
             loss = world.net(x).square().mean()
-        tables["forward"] = audit.table()
-        with comm_audit(world.mesh) as audit:
+        with audits["backward"]:
             loss.backward()
-        tables["backward"] = audit.table()
         optimizer.step()
         optimizer.zero_grad()
-    return tables
+    return {phase: audit.without_modules().rows for phase, audit in audits.items()}
 
 
-def same_on_all(results: list[Any]) -> Any:
-    assert all(result == results[0] for result in results)
-    return results[0]
+def side_by_side(steps: dict[str, Rows]) -> str:
+    """A line per phase and kind of collective: how many in each step, of how many elements.
+
+    "+" as in `CommAudit.table`: these elements travel in the gathers of the line above.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    for phase in PHASES:
+        for name, rows in steps.items():
+            for row in rows[phase]:
+                dtype = "+ " * row.in_mixed_gather + str(row.dtype).removeprefix("torch.")
+                kind = f"{phase:11}{row.op:15}{row.axis:6}{dtype:14}"
+                cells.setdefault(kind, {})[name] = f"{row.count} of {row.elements:,}"
+    lines = [" " * 46 + "".join(f"{name:>15}" for name in steps)]
+    for kind, by_step in cells.items():
+        lines.append(kind + "".join(f"{by_step.get(name, '-'):>15}" for name in steps))
+    return "\n".join(lines)
 
 
-def show(tables: dict[str, str]) -> str:
-    return "\n".join(f"-- {name}\n{table}" for name, table in tables.items())
-
-
-def test_fsdp_with_precompute(ranks: RankPools) -> None:
-    tables = same_on_all(ranks(2).run(audited_steps, 2, 1, True))
+def test_fsdp(ranks: RankPools) -> None:
+    steps = {
+        "precompute": ranks(2).run_same(audited_steps, 2, 1, True),
+        "no precompute": ranks(2).run_same(audited_steps, 2, 1, False),
+    }
     assert_expected_inline(
-        show(tables),
+        side_by_side(steps),
         """\
--- precompute
-op          axis  dtype  count  elements  bytes
-all_reduce  dp    int32      1         6     24
-total                        1               24
-  float8                                      0
-  other                                      24
--- forward
-op          axis  dtype          count  elements   bytes
-all_gather  dp    float8_e4m3fn      2    36,864  36,864
-all_gather  dp    float32            +       320   1,280
-total                                2            38,144
-  float8                                          36,864
-  other                                            1,280
--- backward
-op              axis  dtype          count  elements    bytes
-all_gather      dp    float8_e4m3fn      2    36,864   36,864
-all_gather      dp    float32            +       320    1,280
-reduce_scatter  dp    float32            2    37,184  148,736
-total                                    4            186,880
-  float8                                               36,864
-  other                                               150,016""",
+                                                   precompute  no precompute
+precompute all_reduce     dp    int32                  1 of 6              -
+forward    all_gather     dp    float8_e4m3fn     2 of 36,864    2 of 36,864
+forward    all_gather     dp    + float32            0 of 320       0 of 320
+forward    all_reduce     dp    int32                       -         6 of 6
+backward   all_gather     dp    float8_e4m3fn     2 of 36,864    2 of 36,864
+backward   all_gather     dp    + float32            0 of 320       0 of 320
+backward   reduce_scatter dp    float32           2 of 37,184    2 of 37,184""",
     )
 
 
-def test_fsdp_without_precompute(ranks: RankPools) -> None:
-    tables = same_on_all(ranks(2).run(audited_steps, 2, 1, False))
+def test_tensor_parallelism(ranks: RankPools) -> None:
+    rank_scope = {"config": Float8LinearConfig(amax_scope="rank")}
+    steps = {
+        "sequence": ranks(2).run_same(audited_steps, 1, 2, True),
+        # Of amaxes, only those of what is gathered are reduced.
+        "rank scope": ranks(2).run_same(audited_steps, 1, 2, True, rank_scope),
+        "no sequence": ranks(2).run_same(audited_steps, 1, 2, True, {"sequence_parallel": False}),
+    }
     assert_expected_inline(
-        show(tables),
+        side_by_side(steps),
         """\
--- forward
-op          axis  dtype          count  elements   bytes
-all_reduce  dp    int32              6         6      24
-all_gather  dp    float8_e4m3fn      2    36,864  36,864
-all_gather  dp    float32            +       320   1,280
-total                                8            38,168
-  float8                                          36,864
-  other                                            1,304
--- backward
-op              axis  dtype          count  elements    bytes
-all_gather      dp    float8_e4m3fn      2    36,864   36,864
-all_gather      dp    float32            +       320    1,280
-reduce_scatter  dp    float32            2    37,184  148,736
-total                                    4            186,880
-  float8                                               36,864
-  other                                               150,016""",
+                                                     sequence     rank scope    no sequence
+precompute all_reduce     tp    int32                  1 of 6         1 of 6         1 of 6
+forward    all_reduce     tp    int32                  4 of 4         2 of 2         2 of 2
+forward    all_gather     tp    float8_e4m3fn      2 of 4,096     2 of 4,096              -
+forward    reduce_scatter tp    float32            2 of 4,096     2 of 4,096              -
+forward    all_reduce     tp    float32                     -              -     2 of 4,096
+backward   all_reduce     tp    float32              2 of 128       2 of 128     1 of 2,048
+backward   all_reduce     tp    int32                  6 of 6         2 of 2         4 of 4
+backward   all_gather     tp    float8_e5m2        2 of 4,096     2 of 4,096              -
+backward   reduce_scatter tp    float32            1 of 2,048     1 of 2,048              -""",
     )
 
 
-def test_tp_with_sequence_parallelism_and_precompute(ranks: RankPools) -> None:
-    tables = same_on_all(ranks(2).run(audited_steps, 1, 2, True))
+def test_fsdp_and_tensor_parallelism(ranks: RankPools) -> None:
+    steps = {
+        "precompute": ranks(4).run_same(audited_steps, 2, 2, True),
+        "no precompute": ranks(4).run_same(audited_steps, 2, 2, False),
+    }
     assert_expected_inline(
-        show(tables),
+        side_by_side(steps),
         """\
--- precompute
-op          axis  dtype  count  elements  bytes
-all_reduce  tp    int32      1         6     24
-total                        1               24
-  float8                                      0
-  other                                      24
--- forward
-op              axis  dtype          count  elements   bytes
-all_reduce      tp    int32              4         4      16
-all_gather      tp    float8_e4m3fn      2     4,096   4,096
-reduce_scatter  tp    float32            2     4,096  16,384
-total                                    8            20,496
-  float8                                               4,096
-  other                                               16,400
--- backward
-op              axis  dtype        count  elements   bytes
-all_reduce      tp    float32          2       128     512
-all_reduce      tp    int32            6         6      24
-all_gather      tp    float8_e5m2      2     4,096   4,096
-reduce_scatter  tp    float32          1     2,048   8,192
-total                                 11            12,824
-  float8                                             4,096
-  other                                              8,728""",
-    )
-
-
-def test_tp_without_sequence_parallelism(ranks: RankPools) -> None:
-    tables = same_on_all(ranks(2).run(audited_steps, 1, 2, True, {"sequence_parallel": False}))
-    assert_expected_inline(
-        show(tables),
-        """\
--- precompute
-op          axis  dtype  count  elements  bytes
-all_reduce  tp    int32      1         6     24
-total                        1               24
-  float8                                      0
-  other                                      24
--- forward
-op          axis  dtype    count  elements   bytes
-all_reduce  tp    int32        2         2       8
-all_reduce  tp    float32      2     4,096  16,384
-total                          4            16,392
-  float8                                         0
-  other                                     16,392
--- backward
-op          axis  dtype    count  elements  bytes
-all_reduce  tp    int32        4         4     16
-all_reduce  tp    float32      1     2,048  8,192
-total                          5            8,208
-  float8                                        0
-  other                                     8,208""",
-    )
-
-
-def test_fsdp_and_tp_with_precompute(ranks: RankPools) -> None:
-    tables = same_on_all(ranks(4).run(audited_steps, 2, 2, True))
-    assert_expected_inline(
-        show(tables),
-        """\
--- precompute
-op          axis   dtype  count  elements  bytes
-all_reduce  world  int32      1         6     24
-total                         1               24
-  float8                                       0
-  other                                       24
--- forward
-op              axis  dtype          count  elements   bytes
-all_gather      dp    float8_e4m3fn      2    18,432  18,432
-all_gather      dp    float32            +       224     896
-all_reduce      tp    int32              4         4      16
-all_gather      tp    float8_e4m3fn      2     2,048   2,048
-reduce_scatter  tp    float32            2     2,048   8,192
-total                                   10            29,584
-  float8                                              20,480
-  other                                                9,104
--- backward
-op              axis  dtype          count  elements    bytes
-all_gather      dp    float8_e4m3fn      2    18,432   18,432
-all_gather      dp    float32            +       224      896
-all_reduce      tp    float32            2       128      512
-all_reduce      tp    int32              6         6       24
-all_gather      tp    float8_e5m2        2     2,048    2,048
-reduce_scatter  tp    float32            1     1,024    4,096
-reduce_scatter  dp    float32            2    18,656   74,624
-total                                   15            100,632
-  float8                                               20,480
-  other                                                80,152""",
-    )
-
-
-def test_fsdp_and_tp_without_precompute(ranks: RankPools) -> None:
-    tables = same_on_all(ranks(4).run(audited_steps, 2, 2, False))
-    assert_expected_inline(
-        show(tables),
-        """\
--- forward
-op              axis   dtype          count  elements   bytes
-all_reduce      world  int32              6         6      24
-all_gather      dp     float8_e4m3fn      2    18,432  18,432
-all_gather      dp     float32            +       224     896
-all_reduce      tp     int32              4         4      16
-all_gather      tp     float8_e4m3fn      2     2,048   2,048
-reduce_scatter  tp     float32            2     2,048   8,192
-total                                    16            29,608
-  float8                                               20,480
-  other                                                 9,128
--- backward
-op              axis  dtype          count  elements    bytes
-all_gather      dp    float8_e4m3fn      2    18,432   18,432
-all_gather      dp    float32            +       224      896
-all_reduce      tp    float32            2       128      512
-all_reduce      tp    int32              6         6       24
-all_gather      tp    float8_e5m2        2     2,048    2,048
-reduce_scatter  tp    float32            1     1,024    4,096
-reduce_scatter  dp    float32            2    18,656   74,624
-total                                   15            100,632
-  float8                                               20,480
-  other                                                80,152""",
-    )
-
-
-def test_amax_scope_rank_reduces_only_what_is_gathered(ranks: RankPools) -> None:
-    config = Float8LinearConfig(amax_scope="rank")
-    tables = same_on_all(ranks(2).run(audited_steps, 1, 2, True, {"config": config}))
-    assert_expected_inline(
-        show(tables),
-        """\
--- precompute
-op          axis  dtype  count  elements  bytes
-all_reduce  tp    int32      1         6     24
-total                        1               24
-  float8                                      0
-  other                                      24
--- forward
-op              axis  dtype          count  elements   bytes
-all_reduce      tp    int32              2         2       8
-all_gather      tp    float8_e4m3fn      2     4,096   4,096
-reduce_scatter  tp    float32            2     4,096  16,384
-total                                    6            20,488
-  float8                                               4,096
-  other                                               16,392
--- backward
-op              axis  dtype        count  elements   bytes
-all_reduce      tp    float32          2       128     512
-all_reduce      tp    int32            2         2       8
-all_gather      tp    float8_e5m2      2     4,096   4,096
-reduce_scatter  tp    float32          1     2,048   8,192
-total                                  7            12,808
-  float8                                             4,096
-  other                                              8,712""",
+                                                   precompute  no precompute
+precompute all_reduce     world int32                  1 of 6              -
+forward    all_gather     dp    float8_e4m3fn     2 of 18,432    2 of 18,432
+forward    all_gather     dp    + float32            0 of 224       0 of 224
+forward    all_reduce     tp    int32                  4 of 4         4 of 4
+forward    all_gather     tp    float8_e4m3fn      2 of 2,048     2 of 2,048
+forward    reduce_scatter tp    float32            2 of 2,048     2 of 2,048
+forward    all_reduce     world int32                       -         6 of 6
+backward   all_gather     dp    float8_e4m3fn     2 of 18,432    2 of 18,432
+backward   all_gather     dp    + float32            0 of 224       0 of 224
+backward   all_reduce     tp    float32              2 of 128       2 of 128
+backward   all_reduce     tp    int32                  6 of 6         6 of 6
+backward   all_gather     tp    float8_e5m2        2 of 2,048     2 of 2,048
+backward   reduce_scatter tp    float32            1 of 1,024     1 of 1,024
+backward   reduce_scatter dp    float32           2 of 18,656    2 of 18,656""",
     )
 
 
@@ -296,7 +161,7 @@ def table_of_a_mixed_gather() -> str:
 
 def test_float8_and_other_bytes_of_a_mixed_gather(ranks: RankPools) -> None:
     assert_expected_inline(
-        same_on_all(ranks(2).run(table_of_a_mixed_gather)),
+        ranks(2).run_same(table_of_a_mixed_gather),
         """\
 op              axis  dtype          count  elements   bytes
 all_gather      dp    float8_e4m3fn      1     3,072   3,072
@@ -318,7 +183,7 @@ def reductions(converted: bool) -> list[list[CommRow]]:
 
 def test_gradients_are_reduced_in_the_dtype_that_fsdp_takes(ranks: RankPools) -> None:
     # None: that of the computation, of the parameters since torch 2.15.
-    ours, theirs = (same_on_all(ranks(2).run(reductions, converted)) for converted in (True, False))
+    ours, theirs = (ranks(2).run_same(reductions, converted) for converted in (True, False))
     assert ours == theirs
     assert all(sum(row.count for row in rows) == 1 for rows in ours)
 

@@ -145,10 +145,7 @@ def at_scale() -> dict[MeshShape, list[Counts]]:
 
 @pytest.mark.parametrize(("large", "small"), LARGE_AND_SMALL, ids=mesh_name)
 def test_as_many_collectives_at_1024_ranks_as_on_a_few(
-    ranks: RankPools,
-    at_scale: dict[MeshShape, list[Counts]],
-    large: MeshShape,
-    small: MeshShape,
+    ranks: RankPools, at_scale: dict[MeshShape, list[Counts]], large: MeshShape, small: MeshShape
 ) -> None:
     dp, tp = small
     real = ranks(dp * tp).run(on_real_ranks, dp, tp, timeout=120)

@@ -25,12 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import tree_map_only
 from torch_releases import RELEASE
 
-from fp8_dist import (
-    CastConfig,
-    Float8LinearConfig,
-    cast_to_float8,
-    convert_to_float8_training,
-)
+from fp8_dist import CastConfig, Float8LinearConfig, cast_to_float8, convert_to_float8_training
 from fp8_dist.debug import CommAudit, CommRow, comm_audit
 from fp8_dist.debug.collectives import IGNORED_OPS, NAMESPACES, SCHEMAS, read_collective
 from fp8_dist.tensor import Float8Tensor

@@ -8,18 +8,16 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from nets import Distributed, Net, blocks, full
+from nets import Distributed, Net, blocks, full, wrong_casts
 from ranks import RankPools
-from reference import raised, same_cast, weights_used
+from reference import raised, weights_used
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 import fp8_dist.warn
 from fp8_dist import (
-    CastConfig,
     Float8LinearConfig,
     attach_precompute,
-    cast_to_float8,
     convert_to_float8_training,
     invalidate_float8_scales,
     precompute_float8_dynamic_scale,
@@ -103,31 +101,21 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def stale_weights(dp: int, tp: int, change: str, backward: bool) -> list[str]:
+def stale_weights(dp: int, tp: int, change: str) -> list[str]:
     """Layers whose forward after the change uses another cast than that of their values."""
     world = Distributed(dp, tp)
     precompute_float8_dynamic_scale(world.net)
-    loss = world.net(world.mine(torch.randn(4, 8, 64))).square().mean()
-    if backward:
-        loss.backward()
+    world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
     CHANGES[change](world.net)
-    values = {k: full(v) for k, v in world.net.state_dict().items()}
-    with torch.no_grad(), weights_used(world.net) as used:
-        world.net(world.mine(torch.randn(4, 8, 64)))
-    wrong = []
-    for name, weight in used.items():
-        expected = cast_to_float8(values[f"{name}.weight"], CastConfig())
-        if not same_cast(weight, expected.rewrap(qdata=world.tp_part(name, expected.qdata))):
-            wrong.append(name)
-    assert len(used) == 6
-    return wrong
+    with torch.no_grad():
+        return world.wrong_casts(lambda: world.net(world.mine(torch.randn(4, 8, 64))))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
 def test_no_stale_scale_after(ranks: RankPools, dp: int, tp: int, change: str) -> None:
-    for wrong in ranks(dp * tp).run(stale_weights, dp, tp, change, True):
+    for wrong in ranks(dp * tp).run(stale_weights, dp, tp, change):
         assert wrong == []
 
 
@@ -141,8 +129,7 @@ def test_no_stale_scale_on_one_device_after(change: str) -> None:
         CHANGES[change](net)
         with weights_used(net) as used:
             net(torch.randn(2, 4, 64))
-    for name, layer in float8_layers(net).items():
-        assert same_cast(used[name], cast_to_float8(layer.weight, CastConfig()))
+    assert wrong_casts(used, net.state_dict()) == []
 
 
 def warnings_of_a_late_step() -> list[str]:
@@ -160,10 +147,9 @@ def warnings_of_a_late_step() -> list[str]:
 
 
 def test_a_forgotten_precompute_is_said_once(ranks: RankPools) -> None:
-    (first,), (second,) = ranks(2).run(warnings_of_a_late_step)
-    assert first == second
+    (text,) = ranks(2).run_same(warnings_of_a_late_step)
     assert_expected_inline(
-        first,
+        text,
         """layers.0.w1: the weight changed after precompute_float8_dynamic_scale, so its scale is computed again in this step, with one all-reduce per weight. Call precompute_float8_dynamic_scale(model) after every optimizer.step(), or attach_precompute(optimizer, model) once""",
     )
 
@@ -218,7 +204,7 @@ def test_evaluation_between_steps(ranks: RankPools, dp: int, tp: int, reshard: b
     assert ranks(2).run(steps_with_evaluation, dp, tp, reshard) == [[True]] * 2
 
 
-def unsharded_after_backward() -> bool:
+def unsharded_after_backward() -> list[str]:
     """Weights that stay unsharded through the optimizer step: precompute reshards them."""
     world = Distributed(2, 1)
     for module in world.net.modules():
@@ -230,16 +216,11 @@ def unsharded_after_backward() -> bool:
     assert isinstance(local_tensor(world.net.layers[0].w1.weight), Float8Tensor)  # unsharded
     optimizer.step()
     precompute_float8_dynamic_scale(world.net)
-    values = {k: full(v) for k, v in world.net.state_dict().items()}
-    with weights_used(world.net) as used:
-        world.net(x)
-    return all(
-        same_cast(w, cast_to_float8(values[f"{n}.weight"], CastConfig())) for n, w in used.items()
-    )
+    return world.wrong_casts(lambda: world.net(x))
 
 
 def test_precompute_while_unsharded(ranks: RankPools) -> None:
-    assert ranks(2).run(unsharded_after_backward) == [True, True]
+    assert ranks(2).run(unsharded_after_backward) == [[], []]
 
 
 def test_copies_know_nothing() -> None:
@@ -266,8 +247,7 @@ def test_masters_of_an_optimizer_may_be_copied_back_through_data() -> None:
     for _ in range(3):
         with weights_used(net) as used:
             net(torch.randn(2, 4, 64)).square().mean().backward()
-        for name, layer in float8_layers(net).items():
-            assert same_cast(used[name], cast_to_float8(layer.weight.detach(), CastConfig()))
+        assert wrong_casts(used, net.state_dict()) == []
         for master, parameter in zip(masters, net.parameters(), strict=True):
             master.grad, parameter.grad = parameter.grad, None
         optimizer.step()
@@ -306,45 +286,32 @@ def high_precision_gather() -> list[str]:
     world = Distributed(2, 1, gather=False)
     precompute_float8_dynamic_scale(world.net)
     optimizer = torch.optim.SGD(world.net.parameters(), lr=10.0)
-    wrong = []
+    x = world.mine(torch.randn(4, 8, 64))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            values = {k: full(v) for k, v in world.net.state_dict().items()}
-            with weights_used(world.net) as used:
-                world.net(world.mine(torch.randn(4, 8, 64))).sum().backward()
-            wrong += [
-                name
-                for name, weight in used.items()
-                if not same_cast(weight, cast_to_float8(values[f"{name}.weight"], CastConfig()))
-            ]
+            assert world.wrong_casts(lambda: world.net(x).sum().backward()) == []
             optimizer.step()
-    assert wrong == []
     return [str(w.message) for w in caught if "float8" in str(w.message)]
 
 
 def test_a_weight_gathered_in_high_precision_is_scaled_as_it_comes(ranks: RankPools) -> None:
-    (first,), (second,) = ranks(2).run(high_precision_gather)
-    assert first == second
+    (text,) = ranks(2).run_same(high_precision_gather)
     assert_expected_inline(
-        first,
+        text,
         """layers.0.w1: the precomputed scale is not used, because the weight of this forward is not the parameter that it was computed from: FSDP2 gathered it in high precision (set enable_fsdp_float8_all_gather=True), or functional_call replaced it""",
     )
 
 
-def cpu_offload() -> bool:
+def cpu_offload() -> list[str]:
     world = Distributed(2, 1, fsdp_arguments={"offload_policy": CPUOffloadPolicy(pin_memory=False)})
     precompute_float8_dynamic_scale(world.net)
-    values = {k: full(v) for k, v in world.net.state_dict().items()}
-    with weights_used(world.net) as used:
-        world.net(world.mine(torch.randn(4, 8, 64))).sum().backward()
-    return all(
-        same_cast(w, cast_to_float8(values[f"{n}.weight"], CastConfig())) for n, w in used.items()
-    )
+    x = world.mine(torch.randn(4, 8, 64))
+    return world.wrong_casts(lambda: world.net(x).sum().backward())
 
 
 def test_cpu_offload(ranks: RankPools) -> None:
-    assert ranks(2).run(cpu_offload) == [True, True]
+    assert ranks(2).run(cpu_offload) == [[], []]
 
 
 def test_config_without_cache_keeps_no_float8_copy() -> None:
@@ -358,8 +325,8 @@ def test_config_without_cache_keeps_no_float8_copy() -> None:
         assert kept == [cache] * 6
 
 
-def writes_that_versions_miss(write: str) -> list[bool]:
-    """Without precompute, FSDP2: is the output that of the changed weights?"""
+def writes_that_versions_miss(write: str) -> list[str]:
+    """Without precompute, FSDP2: casts of other values than those of the changed weights."""
     world = Distributed(2, 1)
     x = world.mine(torch.randn(4, 8, 64))
     with torch.set_grad_enabled(write == "to_local"):
@@ -373,17 +340,12 @@ def writes_that_versions_miss(write: str) -> list[bool]:
                     value.mul_(2)
             else:
                 torch._foreach_mul_(list(world.net.parameters()), 2.0)
-        values = {k: full(v) for k, v in world.net.state_dict().items()}
-        with weights_used(world.net) as used:
-            world.net(x)
-    return [
-        same_cast(w, cast_to_float8(values[f"{n}.weight"], CastConfig())) for n, w in used.items()
-    ]
+        return world.wrong_casts(lambda: world.net(x))
 
 
 @pytest.mark.parametrize("write", ["to_local", "state_dict", "foreach"])
 def test_evaluation_never_uses_old_bytes(ranks: RankPools, write: str) -> None:
-    assert ranks(2).run(writes_that_versions_miss, write) == [[True] * 6] * 2
+    assert ranks(2).run(writes_that_versions_miss, write) == [[], []]
 
 
 def compiled_evaluation_of_others() -> list[bool]:
@@ -412,27 +374,20 @@ def test_a_compiled_evaluation_leaves_nothing_behind(ranks: RankPools) -> None:
     assert ranks(2).run(compiled_evaluation_of_others, timeout=120) == [[True]] * 2
 
 
-def moved(dp: int, tp: int) -> list[bool]:
+def moved(dp: int, tp: int) -> list[str]:
     """module.to(dtype) after precompute and a step's forward: fresh casts of the new values."""
     world = Distributed(dp, tp)
     precompute_float8_dynamic_scale(world.net)
     x = world.mine(torch.randn(4, 8, 64))
     world.net(x)
     world.net.to(torch.bfloat16)
-    values = {k: full(v) for k, v in world.net.state_dict().items()}
-    with weights_used(world.net) as used:
-        world.net(x.bfloat16())
-    same = []
-    for name, weight in used.items():
-        cast = cast_to_float8(values[f"{name}.weight"], CastConfig())
-        same.append(same_cast(weight, cast.rewrap(qdata=world.tp_part(name, cast.qdata))))
-        same.append(values[f"{name}.weight"].dtype is torch.bfloat16)
-    return same
+    assert {value.dtype for value in world.net.state_dict().values()} == {torch.bfloat16}
+    return world.wrong_casts(lambda: world.net(x.bfloat16()))
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
 def test_a_moved_module_is_cast_anew(ranks: RankPools, dp: int, tp: int) -> None:
-    assert ranks(2).run(moved, dp, tp) == [[True] * 12] * 2
+    assert ranks(2).run(moved, dp, tp) == [[], []]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -445,5 +400,4 @@ def test_a_moved_module_is_cast_anew_on_one_device(gather: bool) -> None:
     net.to(torch.bfloat16)
     with weights_used(net) as used:
         net(torch.randn(2, 4, 64, dtype=torch.bfloat16))
-    for name, layer in float8_layers(net).items():
-        assert same_cast(used[name], cast_to_float8(layer.float8_weight.shard(), CastConfig()))
+    assert wrong_casts(used, net.state_dict()) == []

@@ -88,9 +88,7 @@ def build(
     if shard:
         data = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
         fully_shard(
-            model,
-            mesh=data,
-            shard_placement_fn=lambda p: Shard(dim) if p.ndim > dim else None,
+            model, mesh=data, shard_placement_fn=lambda p: Shard(dim) if p.ndim > dim else None
         )
     return model
 

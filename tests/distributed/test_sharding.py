@@ -7,20 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPools, device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fp8_dist.mesh import (
-    Layout,
-    all_reduce_max,
-    linear_layouts,
-    reduce_amax,
-)
+from fp8_dist.mesh import Layout, all_reduce_max, linear_layouts, reduce_amax
 from fp8_dist.mesh.groups import group_over
 
 

@@ -7,15 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn as nn
-from nets import Distributed, full
+from nets import Distributed, full, full_state, wrong_casts
 from ranks import RankPools, device_mesh
-from reference import same_bits, same_cast, sqnr, weights_used
+from reference import same_bits, sqnr, weights_used
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8_dist import (
-    CastConfig,
     Float8LinearConfig,
-    cast_to_float8,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
@@ -33,30 +31,15 @@ def weights_of_a_step(dp: int, tp: int, precompute: bool, power_of_2: bool) -> l
     for step in range(2):
         if precompute:
             precompute_float8_dynamic_scale(world.net)
-        masters = {n: full(m.weight.detach()) for n, m in plain_layers(world.net).items()}
+        masters = full_state(world.net)
         with weights_used(world.net) as used:
             world.net(world.mine(torch.randn(4, 8, 64))).sum().backward()
         assert len(used) == 6
-        for name, weight in used.items():
-            one_device = cast_to_float8(
-                masters[name], CastConfig(), round_scales_to_power_of_2=power_of_2
-            )
-            part = one_device.rewrap(qdata=world.tp_part(name, one_device.qdata))
-            if not same_cast(weight, part):
-                wrong.append(f"step {step}: {name}: {weight} instead of {part}")
+        found = wrong_casts(used, masters, world.mesh["tp"], power_of_2)
+        wrong += [f"step {step}: {text}" for text in found]
         optimizer.step()
         optimizer.zero_grad()
     return wrong
-
-
-def plain_layers(net: nn.Module) -> dict[str, nn.Module]:
-    """The float8 layers by name, with their weights as state_dict gives them."""
-    state = net.state_dict()
-    layers = float8_layers(net)
-    holders = {name: copy.copy(layer) for name, layer in layers.items()}
-    for name, holder in holders.items():
-        holder.__dict__["_parameters"] = {"weight": nn.Parameter(state[f"{name}.weight"])}
-    return holders
 
 
 @pytest.mark.parametrize("precompute", [False, True])
@@ -71,7 +54,7 @@ def uneven_weights(sizes: tuple[int, ...], precompute: bool, bf16: bool) -> list
     """FSDP2 alone, layers whose out_features the ranks can't share evenly."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
-    masters = {str(i): layer.weight.detach().clone() for i, layer in enumerate(net)}
+    masters = {name: p.detach().clone() for name, p in net.named_parameters()}
     reference = copy.deepcopy(net)
     convert_to_float8_training(reference)
     convert_to_float8_training(net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
@@ -86,11 +69,7 @@ def uneven_weights(sizes: tuple[int, ...], precompute: bool, bf16: bool) -> list
     with weights_used(net) as used:
         output = net(x)
     output.sum().backward()
-    wrong = [
-        name
-        for name, weight in used.items()
-        if not same_cast(weight, cast_to_float8(masters[name], CastConfig()))
-    ]
+    wrong = wrong_casts(used, masters)
     expected = reference(x)
     expected.sum().backward()
     if not bf16:
@@ -153,10 +132,7 @@ def non_finite_everywhere(where: str, bad: float) -> bool:
     world = Distributed(2, 2)
     x = world.mine(torch.randn(2, 8, 64))
     if torch.distributed.get_rank() == 1:
-        target = {
-            "input": x,
-            "weight": world.net.layers[0].w1.weight._local_tensor._tensor,
-        }[where]
+        target = {"input": x, "weight": world.net.layers[0].w1.weight._local_tensor._tensor}[where]
         target.detach().view(-1)[3] = bad
     if where == "weight":
         precompute_float8_dynamic_scale(world.net)

@@ -7,16 +7,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from nets import Distributed, Net, full, net_plan
+from nets import Distributed, Net, full, net_plan, wrong_casts
 from ranks import RankPools, device_mesh
-from reference import same_bits, same_cast, weights_used
+from reference import same_bits, weights_used
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8_dist import (
-    CastConfig,
     Float8LinearConfig,
-    cast_to_float8,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
@@ -70,11 +68,7 @@ def reloaded(folder: str, saved_as: tuple[int, int], loaded_as: tuple[int, int])
     wrong = [n for n, v in target.net.state_dict().items() if not same_bits(full(v), expected[n])]
     with torch.no_grad(), weights_used(target.net) as used:
         target.net(target.mine(torch.randn(4, 8, 64)))
-    for name, weight in used.items():
-        cast = cast_to_float8(expected[f"{name}.weight"], CastConfig())
-        if not same_cast(weight, cast.rewrap(qdata=target.tp_part(name, cast.qdata))):
-            wrong.append(f"cast of {name}")
-    return wrong
+    return wrong + wrong_casts(used, expected, target.mesh["tp"])
 
 
 @pytest.mark.parametrize(
@@ -116,13 +110,7 @@ def from_meta(tp: int) -> list[str]:
         x = x.chunk(tp, 1)[mesh.get_local_rank("tp")]
     with weights_used(net) as used:
         net(x.contiguous()).sum().backward()
-    for name, weight in used.items():
-        cast = cast_to_float8(values[f"{name}.weight"], CastConfig())
-        dim = 1 if name.endswith("w2") else 0
-        part = cast.qdata.chunk(tp, dim)[mesh.get_local_rank("tp")]
-        if not same_cast(weight, cast.rewrap(qdata=part)):
-            wrong.append(name)
-    return wrong
+    return wrong + wrong_casts(used, values, mesh["tp"])
 
 
 @pytest.mark.parametrize("tp", [1, 2])

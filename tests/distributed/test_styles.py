@@ -11,18 +11,9 @@ from nets import MLP, Net, full
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, sqnr
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fp8_dist import (
-    CastConfig,
-    Float8LinearConfig,
-    ScalingType,
-    convert_to_float8_training,
-)
+from fp8_dist import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
 from fp8_dist.debug import comm_audit
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
@@ -66,10 +57,7 @@ def one_layer(
     )
     # The gradient of a replicated plain tensor is already summed over the ranks.
     grad_input = DTensor.from_local(mine.grad, mesh, [input_at])
-    found = {
-        "output": sqnr(expected, full(whole)),
-        "grad_input": sqnr(x.grad, full(grad_input)),
-    }
+    found = {"output": sqnr(expected, full(whole)), "grad_input": sqnr(x.grad, full(grad_input))}
     for (name, p), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
         found[name] = sqnr(other.grad, full(p.grad))
         assert p.grad.placements == p.placements

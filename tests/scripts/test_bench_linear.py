@@ -1,12 +1,13 @@
 """scripts/bench/linear.py: what it measures besides time, its tables, its verdict."""
 
 import dataclasses
-import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from ranks import RankPools
 
 from scripts.bench import linear
 from scripts.bench.layers import dispatched_by, layer_of, operators_of
@@ -20,25 +21,24 @@ SHAPE = (16, 32, 48)
 with_torchao = pytest.mark.skipif(not TORCHAO, reason="torchao is not installed")
 
 
-def test_a_run(tmp_path: Path) -> None:
-    data = tmp_path / "figures.json"
-    assert linear.main(["--shapes", "32x48x16", "--repeat", "1", "--json", str(data)]) == 0
-    found = json.loads(data.read_text())["rows"]
-    on_dtensors = [row["name"] for row in found if row["dtensors"]]
-    assert on_dtensors == [BF16, "tensorwise", "rowwise_folded", *TORCHAO[:1]]
-    known = {row["name"]: row for row in found if not row["dtensors"]}
+def test_a_run(ranks: RankPools) -> None:
+    args = Namespace(device="cpu", repeat=1, clock="wall")
+    (on_dtensors,) = ranks(1).run(linear.measure_dtensors, SHAPE, args)
+    names = [BF16, "tensorwise", "rowwise_folded", *TORCHAO[:1]]
+    assert [row.name for row in on_dtensors] == names
+    known = {row.name: row for row in linear.measure(SHAPE, args)}
     assert list(known) == [FP32, BF16, *OURS, *TORCHAO]
     for name, row in known.items():
-        assert row["shape"] == [32, 48, 16]
-        assert row["step"] > 0
-        assert 0 < row["dispatched"] < row["operators"]
-        assert (row["micro_batch"] is not None) is (name in OURS)
+        assert row.shape == SHAPE
+        assert row.step > 0
+        assert 0 < row.dispatched < row.operators
+        assert (row.micro_batch is not None) is (name in OURS)
         ours = f"torchao {name}" in TORCHAO
-        assert row["same_operands"] is (True if ours else None)
-        assert bool(row["decibels"]) is (ours or name in TORCHAO)
+        assert row.same_operands is (True if ours else None)
+        assert bool(row.decibels) is (ours or name in TORCHAO)
     for theirs in TORCHAO:
-        for gemm, decibels in known[theirs]["decibels"].items():
-            ahead = known[theirs.removeprefix("torchao ")]["decibels"][gemm] - decibels
+        for gemm, decibels in known[theirs].decibels.items():
+            ahead = known[theirs.removeprefix("torchao ")].decibels[gemm] - decibels
             assert ahead >= -TOLERANCE_DB, (theirs, gemm)
 
 
@@ -99,7 +99,7 @@ def test_the_blocks_of_the_document(documents: Path, monkeypatch: pytest.MonkeyP
         return [row for (at, _), row in FAST.items() if at == shape]
 
     monkeypatch.setattr(linear, "measure", measure)
-    on_dtensors = [Row(BF16, OVERHEAD, 1.5, operators=77, dtensors=True)]
+    on_dtensors = [Row(BF16, OVERHEAD, 1.5, operators=77)]
     monkeypatch.setattr(linear, "run_on_ranks", lambda *args, **options: [on_dtensors])
     assert linear.main(["--write", "--assert"]) == 0
     page = documents / "benchmarks.md"

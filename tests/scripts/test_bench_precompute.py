@@ -1,6 +1,5 @@
 """scripts/bench/precompute.py: a run on ranks, its block and its verdict."""
 
-import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,11 @@ def test_main(
         asked.append(world_size)
         return [SECONDS] * world_size
 
-    data = documents / "figures.json"
     monkeypatch.setattr(precompute, "run_on_ranks", run_on_ranks)
-    words = ["--ranks", "3", "--layers", "7", "--json", str(data), "--write"]
+    words = ["--ranks", "3", "--layers", "7", "--write"]
     words += [] if least is None else ["--assert", least]
     assert precompute.main(words) == status
     assert asked == [3]
-    (row,) = json.loads(data.read_text())["rows"]
-    assert row == {"layers": 7, "size": 512, "ranks": 3, "seconds": SECONDS}
     assert_expected_inline(
         read_block(documents / "benchmarks.md", "precompute").partition("\n\n")[2],
         """\

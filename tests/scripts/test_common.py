@@ -2,7 +2,6 @@
 
 import atexit
 import dataclasses
-import json
 import os
 import re
 from pathlib import Path
@@ -135,7 +134,7 @@ def test_reports(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(report, "DOCS", tmp_path)
-    page, data = tmp_path / "page.md", tmp_path / "figures.json"
+    page = tmp_path / "page.md"
     before = "<!-- begin a -->\n<!-- end a -->\n"
     page.write_text(before)
     checks = [Check("first", True), Check("second", holds)]
@@ -143,18 +142,14 @@ def test_reports(
         parser = report.make_parser(
             "scripts.some", "A measurement.", "page.md", repeat=1, asserts="it fails"
         )
-        args = report.start(parser, ["--json", str(data), option, *["--assert"] * asserted])
-        assert report.finish(args, {"a": "| table |"}, checks, [{"ms": 1.5}]) == status
+        args = report.start(parser, [option, *["--assert"] * asserted])
+        assert report.finish(args, {"a": "| table |"}, checks) == status
         printed = capsys.readouterr().out
         assert "a\n\n| table |\n" in printed
         assert f"holds: first\n{'holds' if holds else 'BROKEN'}: second\n" in printed
         assert (page.read_text() == before) is (option != "--write")
-    command = f"`python -m scripts.some --json {data} --write{' --assert' * asserted}`"
+    command = f"`python -m scripts.some --write{' --assert' * asserted}`"
     assert read_block(page, "a") == f"{command} on {report.machine('cpu', 1)}.\n\n| table |"
-    found = json.loads(data.read_text())
-    assert found["rows"] == [{"ms": 1.5}]
-    assert found["checks"][1] == {"sentence": "second", "holds": holds}
-    assert f"1 thread, torch {torch.__version__}" in found["machine"]
 
 
 def gathered(name: str, dp: int, tp: int) -> dict[str, int]:

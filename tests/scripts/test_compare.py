@@ -23,7 +23,7 @@ def rows(sizes: dict[str, int]) -> list[dict[str, Any]]:
     for kind, size in sizes.items():
         op, dtype, module = [*kind.split(), ""][:3]
         itemsize = 1 if "8" in dtype else 2 if "16" in dtype else 4
-        shape = {"count": 1, "elements": size // itemsize, "bytes": size}
+        shape = {"count": 1, "elements": size // itemsize, "bytes": size, "in_mixed_gather": False}
         float8 = {"float8_bytes": size if "float8" in dtype else 0}
         made.append({"op": op, "axis": "dp", "dtype": dtype, "module": module} | shape | float8)
     return made

@@ -1,6 +1,5 @@
-"""scripts/measure/memory.py: the census that it counts by, its figures and its verdict."""
+"""scripts/measure/memory.py: what it counts, its figures and its verdict."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fp8_dist import CastConfig, cast_to_float8
 from scripts.common.blocks import read_block
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.models import build
-from scripts.common.saved_bytes import OTHER, Census, saved_bytes
+from scripts.common.saved_bytes import OTHER, saved_bytes
 from scripts.measure import memory
 from scripts.measure.memory import SHARD, WEIGHT, Held
 
@@ -71,40 +70,26 @@ def test_wrappers_are_what_they_hold() -> None:
     assert saved == {WEIGHT: 64, OTHER: 4}  # bytes, and a scale
 
 
-def test_a_census() -> None:
-    before = torch.zeros(10)
-    with Census() as census:
-
-        def held() -> int:
-            return sum(census.sizes().values())
-
-        x = torch.ones(4)
-        view = before.view(2, 5)  # of a storage that is older
-        assert held() == 16 + 40
-        temporary = x + 1
-        twice = temporary.view(2, 2)
-        del temporary
-        assert held() == 16 + 40 + 16  # the view holds it
-        del twice, view
-        assert held() == 16 + 40
-        x.untyped_storage().resize_(0)
-        assert held() == 40
-
-
 def test_what_selective_checkpointing_keeps() -> None:
     leaf = torch.ones(100, requires_grad=True)
+    kept: list[Any] = []
 
     def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saved = func is torch.ops.aten.exp.default
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
+    def contexts() -> tuple[Any, Any]:
+        caching, cached = create_selective_checkpoint_contexts(policy)
+        kept.append(caching.storage)
+        return caching, cached
+
     def forward() -> torch.Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, policy)
         return checkpoint(
             lambda x: x.exp().sin().cos(), leaf * 1, use_reentrant=False, context_fn=contexts
         )
 
-    assert memory.held_by(forward, nn.Module())[OTHER] == 800  # the input and the result of exp
+    # The input and the result of exp.
+    assert memory.kept_by(forward, nn.Module(), {}, kept)[OTHER] == 800
 
 
 def test_layers() -> None:

@@ -13,8 +13,7 @@ from fp8_dist.debug import comm_audit
 from scripts.common.blocks import read_block
 from scripts.common.llama import LlamaConfig
 from scripts.measure import timeline
-from scripts.measure.timeline import WAIT, read
-from scripts.measure.traced_step import make_step, traced_step
+from scripts.measure.timeline import WAIT, make_step, read, traced_step
 
 TINY = LlamaConfig(64, 2, 4, 4, 128, vocab_size=256, max_seq_len=16)
 Events = list[dict[str, Any]]
@@ -32,7 +31,7 @@ def collectives_of_a_step() -> int:
 
 @pytest.fixture(scope="module")
 def traced(ranks: RankPools) -> Events:
-    return ranks(2).run(traced_step, TINY, None)[0]
+    return ranks(2).run(traced_step, TINY)[0]
 
 
 def test_the_collectives_are_those_of_comm_audit(ranks: RankPools, traced: Events) -> None:
@@ -57,11 +56,12 @@ def wait_in_the_call(events: Events) -> None:
 
 
 def issue_after_the_call(events: Events) -> None:
-    named(events, "c10d::allreduce_").update(ts=named(events, "batch")["ts"], dur=0.001)
+    named(events, "c10d::allreduce_").update(ts=named(events, "forward")["ts"], dur=0.001)
 
 
 def wait_twice(events: Events) -> None:
-    events.append(dict(named(events, WAIT), ts=named(events, "backward")["ts"] - 1, dur=0.1))
+    forward = named(events, "forward")
+    events.append(dict(named(events, WAIT), ts=forward["ts"] + forward["dur"] - 0.2, dur=0.1))
 
 
 def wait_too_early(events: Events) -> None:
@@ -101,9 +101,7 @@ def test_what_is_asserted_can_be_broken(
     assert [i for i, check in enumerate(found) if not check.holds] == broken
 
 
-def test_block_status_and_trace(
-    traced: Events, documents: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_and_status(traced: Events, documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = copy.deepcopy(traced)
     monkeypatch.setattr(timeline, "run_on_ranks", lambda *task, threads: [events])
     assert timeline.main(["--assert", "--write"]) == 0

@@ -78,14 +78,14 @@ def test_batches_depend_on_seed_and_step():
 
 def test_options_of_one_process(small_text):
     args = train.parse_args(["--data", str(small_text), "--recipe", "tensorwise"])
-    assert (args.dp, args.tp, args.sequence_parallel) == (1, 1, False)
+    assert (args.dp, args.tp) == (1, 1)
     assert args.out == Path("runs/tensorwise")
 
 
 def test_options_of_four_ranks(small_text, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     args = train.parse_args(["--data", str(small_text), "--tp", "2"])
-    assert (args.dp, args.tp, args.sequence_parallel) == (2, 2, True)
+    assert (args.dp, args.tp) == (2, 2)
 
 
 def test_refused_options(capsys, monkeypatch, small_text):
@@ -94,7 +94,6 @@ def test_refused_options(capsys, monkeypatch, small_text):
         "--dp 3 --tp 2",
         "--tp 8",
         "--batch-size 6",
-        "--sequence-parallel",
         "--steps 0",
         "--seed -1",
         "--warmup -1",
@@ -115,7 +114,6 @@ def test_refused_options(capsys, monkeypatch, small_text):
 --dp 3 times --tp 2 is 6, but there are 4 ranks: start that many (torchrun --nproc-per-node 6)
 --dp 1 times --tp 8 is 8, but there are 4 ranks: start that many (torchrun --nproc-per-node 8)
 --batch-size 6 is not a multiple of --dp 4
---sequence-parallel needs --tp above 1
 argument --steps: 0 is not positive
 --seed must lie in [0, 2**31), got -1
 --warmup must not be negative, got -1
@@ -142,17 +140,6 @@ def test_refused_texts(capsys, monkeypatch, tmp_path, small_text):
 --data: text.txt has 1008 bytes of text (1 files), but rows of 1008 tokens need more: give a longer text or use shorter rows""",
     )
     train.parse_args(["--data", "text.txt", "--seq-len", "1007"])
-
-
-def test_refused_folders(capsys, monkeypatch, tmp_path, small_text):
-    monkeypatch.chdir(tmp_path)
-    refused = ["--out text.txt", "--out text.txt/run"]
-    errors = [options_error(capsys, *f"{options} --data text.txt".split()) for options in refused]
-    assert [error.replace(str(tmp_path), "...") for error in errors] == [
-        "--out text.txt: text.txt is a file; name a folder",
-        "--out text.txt/run: .../text.txt is a file; name a folder",
-    ]
-    train.parse_args(["--data", "text.txt", "--out", "new/run"])
 
 
 def test_heads_that_the_ranks_cannot_share(capsys, monkeypatch, small_text):

@@ -34,10 +34,9 @@ def trainer(*options: str) -> train.Trainer:
         return train.Trainer(args, device_mesh(dp=2, tp=2), torch.device("cpu"))
 
 
-def gradient_norms(sequence_parallel: bool) -> tuple[float, float]:
+def gradient_norms() -> tuple[float, float]:
     """Runs on every rank: the norm that training clips by, and that of the full gradients."""
-    options = [] if sequence_parallel else ["--no-sequence-parallel"]
-    model = trainer(*options).model
+    model = trainer().model
     text = torch.arange(32).view(2, 16) + device_mesh(dp=2, tp=2).get_local_rank("dp")
     model(text).logsumexp(-1).mean().backward()
     full = [p.grad.full_tensor().flatten() for p in model.parameters()]
@@ -45,9 +44,8 @@ def gradient_norms(sequence_parallel: bool) -> tuple[float, float]:
     return norm.item(), torch.cat(full).double().norm().item()
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_gradient_norm_counts_every_element_once(ranks, sequence_parallel):
-    results = ranks(4).run(gradient_norms, sequence_parallel)
+def test_gradient_norm_counts_every_element_once(ranks):
+    results = ranks(4).run(gradient_norms)
     for ours, expected in results:
         assert ours == pytest.approx(expected, rel=1e-5)
         assert ours == results[0][0]

@@ -1,7 +1,7 @@
 """Small models, ways to distribute them, and their parts on one rank; used by many tests."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,12 +9,20 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from ranks import device_mesh
+from reference import same_cast, weights_used
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
-from fp8_dist import Float8LinearConfig, convert_to_float8_training
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    Float8Tensor,
+    cast_to_float8,
+    convert_to_float8_training,
+    float8_layers,
+)
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -105,10 +113,41 @@ class Distributed:
             tensor = tensor.chunk(self.tp, dim=1)[self.mesh.get_local_rank("tp")]
         return tensor.contiguous()
 
-    def tp_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a layer's weight that this rank multiplies."""
-        dim = 1 if name.endswith("w2") else 0
-        return tensor.chunk(self.tp, dim=dim)[self.mesh.get_local_rank("tp")]
+    def wrong_casts(self, forward: Callable[[], object]) -> list[str]:
+        """What a forward multiplies in place of the casts of the weights' present values."""
+        masters = full_state(self.net)
+        with weights_used(self.net) as used:
+            forward()
+        assert used.keys() == float8_layers(self.net).keys()
+        return wrong_casts(used, masters, self.mesh["tp"])
+
+
+def full_state(net: nn.Module) -> dict[str, torch.Tensor]:
+    """The state_dict with whole tensors."""
+    return {name: full(tensor) for name, tensor in net.state_dict().items()}
+
+
+def wrong_casts(
+    used: dict[str, Float8Tensor],
+    masters: dict[str, torch.Tensor],
+    tp: DeviceMesh | None = None,
+    power_of_2: bool = False,
+) -> list[str]:
+    """What a forward multiplied in place of this rank's parts of one device's casts.
+
+    used: from `reference.weights_used`. masters: whole weights, named as in a state_dict.
+    """
+    wrong = []
+    for name, weight in used.items():
+        master = masters[f"{name}.weight"]
+        cast = cast_to_float8(master, CastConfig(), round_scales_to_power_of_2=power_of_2)
+        assert isinstance(cast, Float8Tensor)
+        if tp is not None:
+            parts = cast.qdata.chunk(tp.size(), 1 if name.endswith(("wo", "w2")) else 0)
+            cast = cast.rewrap(qdata=parts[tp.get_local_rank()])
+        if not same_cast(weight, cast):
+            wrong.append(f"{name}: {weight} instead of {cast}")
+    return wrong
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -109,6 +109,13 @@ class RankPool:
             if not self._settled:
                 self.close()
 
+    def run_same(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`run` of a function that returns the same on every rank: what it returns."""
+        first, *others = self.run(fn, *args, **kwargs)
+        for rank, other in enumerate(others, start=1):
+            assert other == first, f"rank {rank} has another result than rank 0"
+        return first
+
     def close(self) -> None:
         """Kills the ranks, if there are any, and removes their files."""
         for process in self._processes:

@@ -66,7 +66,6 @@ def products(
     *,
     power_of_2: bool | None = None,
     dtypes: dict[str, torch.dtype] | None = None,
-    history: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Output and gradients of ``recipe``, fp64.
 
@@ -75,7 +74,6 @@ def products(
         x, w, g: input ``[M, K]``, weight ``[N, K]``, grad_output ``[M, N]``.
         power_of_2: instead of the recipe's own choice.
         dtypes: of operands that aren't cast to the recipe's own dtype.
-        history: for delayed scales, the largest amax of each operand so far.
     """
     by_row = recipe.startswith("rowwise")
     power_of_2 = by_row if power_of_2 is None else power_of_2
@@ -88,10 +86,7 @@ def products(
     def cast(operand: str, tensor: torch.Tensor, covered: Covered) -> torch.Tensor:
         if covered == "high":
             return tensor.double()
-        amax = magnitude(tensor, covered)
-        if history is not None:
-            amax = history[operand] + amax * 0
-        return rounded(tensor, dtypes[operand], amax, power_of_2)
+        return rounded(tensor, dtypes[operand], magnitude(tensor, covered), power_of_2)
 
     casts = CASTS[recipe]
     return {

@@ -83,6 +83,11 @@ def same_cast(a: Float8Tensor, b: Float8Tensor) -> bool:
     return same_bits(a.qdata, b.qdata) and same_bits(a.scale, b.scale)
 
 
+def kinds(table: str) -> str:
+    """The lines of `CommAudit.table()` without its totals."""
+    return "\n".join(table.splitlines()[:-3])
+
+
 def raised(kind: type[Exception], call: Callable[[], object]) -> str:
     """The text of the exception of exactly this kind that a call raises."""
     with pytest.raises(kind) as info:

@@ -26,12 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fp8_dist import (
-    Float8Linear,
-    Float8LinearRecipeName,
-    auto_filter,
-    convert_to_float8_training,
-)
+from fp8_dist import Float8Linear, Float8LinearRecipeName, auto_filter, convert_to_float8_training
 from fp8_dist.auto_filter import TOO_SMALL, AutoFilter, _matches, _shards
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, llama_tp_plan
 from scripts.common.llama import Llama, LlamaConfig
@@ -349,11 +344,8 @@ local: tp_size 2, divided as the plan says
 def test_lazy_layers() -> None:
     model = nn.Sequential(layer(8192, 8192), nn.LazyLinear(64))
     filter_fn = auto_filter("tensorwise")
-    error = raised(
-        ValueError, lambda: convert_to_float8_training(model, module_filter_fn=filter_fn)
-    )
     assert_expected_inline(
-        error,
+        raised(ValueError, lambda: convert_to_float8_training(model, module_filter_fn=filter_fn)),
         """auto_filter: 1 is lazy and has no shape yet: run it once before the conversion, or name it in filter_fqns""",
     )
     filter_fn = auto_filter("tensorwise", ["1"])

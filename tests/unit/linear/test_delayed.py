@@ -79,9 +79,7 @@ def test_each_operand_may_have_a_delayed_scale(chosen: tuple[str, ...]) -> None:
 def test_a_delayed_operand_may_be_in_high_precision_in_one_gemm() -> None:
     off = CastConfig(ScalingType.DISABLED)
     config = replace(
-        DELAYED,
-        cast_config_input_for_grad_weight=off,
-        cast_config_grad_output_for_grad_weight=off,
+        DELAYED, cast_config_input_for_grad_weight=off, cast_config_grad_output_for_grad_weight=off
     )
     linear = layer(config)
     with float8_gemms() as calls:

@@ -8,23 +8,17 @@ import torch.nn as nn
 from expecttest import assert_expected_inline
 from recipe_algebra import (
     GEMMS,
-    OPERANDS,
     RECIPES,
     config_of,
     exact,
     layer_of,
-    magnitude,
     operands,
     products,
     step,
 )
 from reference import same_bits, sqnr
 
-from fp8_dist import (
-    Float8Linear,
-    Float8LinearConfig,
-    sync_float8_amax_and_scale_history,
-)
+from fp8_dist import Float8Linear, Float8LinearConfig
 
 all_recipes = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -174,40 +168,21 @@ delayed, g[2, 3]: output -; grad_input all; grad_weight all""",
     )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_history_hides_no_non_finite_value(which: int, value: float) -> None:
-    x, w, g = poisoned(which, 1.0)
-    layer = layer_of(config_of("delayed"), w)
-    step(layer, x, g)
-    sync_float8_amax_and_scale_history(layer)
-    bad = poisoned(which, value)
-    with torch.no_grad():
-        layer.weight.copy_(bad[1])
-    found = step(layer, bad[0], bad[2])
-    reached = [gemm for gemm in GEMMS if found[gemm].isnan().all()]
-    unused = {0: "grad_input", 1: "grad_weight", 2: "output"}  # the one that it is no operand of
-    assert reached == [gemm for gemm in GEMMS if gemm != unused[which]]
-    assert found[unused[which]].isfinite().all()
-    # The history forgets it: the next step is an ordinary one.
-    sync_float8_amax_and_scale_history(layer)
-    with torch.no_grad():
-        layer.weight.copy_(w)
-    history = {o: magnitude(t, "tensor") for o, t in zip(OPERANDS, (x, w, g), strict=True)}
-    found, expected = step(layer, x, g), products("delayed", x, w, g, history=history)
-    assert all(sqnr(expected[gemm], found[gemm]) > 120 for gemm in GEMMS)
-
-
-@pytest.mark.parametrize("factor", [1e-6, 1e-9, 1e-12, 1e-13])
-def test_tiny_gradients_lose_nothing_by_folding(factor: float) -> None:
-    x, w, g = operands()
-    g = g * factor
-    expected = exact(x, w, g)
-    twice, once = (
-        step(layer_of(config_of(recipe), w), x, g) for recipe in ("rowwise", "rowwise_folded")
-    )
-    for gemm in GEMMS:
-        assert sqnr(expected[gemm], once[gemm]) > max(27, sqnr(expected[gemm], twice[gemm]) - 0.1)
+@pytest.mark.parametrize(
+    ("factor", "outliers"),
+    [(1, True), (1e-6, False), (1e-9, False), (1e-12, False), (1e-13, False)],
+)
+def test_folding_is_as_accurate_as_two_casts(factor: float, outliers: bool) -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x, w, g = operands(outliers=outliers)
+        g = g * factor
+        expected = exact(x, w, g)
+        twice, once = (step(layer_of(config_of(r), w), x, g) for r in ("rowwise", "rowwise_folded"))
+        for gemm in GEMMS:
+            accuracy = sqnr(expected[gemm], once[gemm])
+            assert accuracy > sqnr(expected[gemm], twice[gemm]) - 0.1, (gemm, seed)
+            assert outliers or accuracy > 27, (gemm, seed)
 
 
 @all_recipes

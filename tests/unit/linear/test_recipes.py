@@ -16,7 +16,6 @@ from recipe_algebra import (
     config_of,
     exact,
     layer_of,
-    magnitude,
     operands,
     products,
     step,
@@ -28,7 +27,6 @@ from fp8_dist import (
     Float8GemmConfig,
     Float8LinearConfig,
     ScalingType,
-    sync_float8_amax_and_scale_history,
 )
 
 OFF = CastConfig(ScalingType.DISABLED)
@@ -70,17 +68,6 @@ def test_accuracy(recipe: str, outliers: bool) -> None:
             assert sqnr(expected[gemm], found[gemm]) > least, (gemm, seed)
 
 
-def test_folding_is_as_accurate_as_two_casts() -> None:
-    for seed in range(5):
-        torch.manual_seed(seed)
-        x, w, g = operands(outliers=True)
-        expected = exact(x, w, g)
-        found = {r: step(layer_of(config_of(r), w), x, g) for r in ("rowwise", "rowwise_folded")}
-        for gemm in GEMMS:
-            twice, once = (sqnr(expected[gemm], result[gemm]) for result in found.values())
-            assert once > twice - 0.1, (gemm, seed)
-
-
 def test_what_a_scale_per_row_is_for() -> None:
     x, w, g = operands()
     x[5] *= 1e-7
@@ -98,28 +85,6 @@ def test_what_a_scale_per_row_is_for() -> None:
         lost[recipe] = [name for name, pair in small.items() if not sqnr(*pair) > 25]
     by_tensor = ("tensorwise", "delayed")
     assert lost == {recipe: [*small] if recipe in by_tensor else [] for recipe in RECIPES}
-
-
-@pytest.mark.parametrize("power_of_2", [False, True])
-def test_delayed_scales_are_those_of_earlier_steps(power_of_2: bool) -> None:
-    x, w, g = operands(outliers=True)
-    config = config_of("delayed", round_scales_to_power_of_2=power_of_2, amax_history_len=2)
-    layer = layer_of(config, w)
-    seen: list[dict[str, torch.Tensor]] = []
-    for factor in (1.0, 4.0, 0.5, 0.25):
-        # At 4 the operands saturate: their scale is that of the step before.
-        with torch.no_grad():
-            layer.weight.copy_(w * factor)
-        now = (x * factor, w * factor, g * factor)
-        amax = {o: magnitude(t, "tensor") for o, t in zip(OPERANDS, now, strict=True)}
-        recent = [*seen[-2:]] or [amax]
-        history = {o: torch.stack([each[o] for each in recent]).amax() for o in OPERANDS}
-        expected = products("delayed", *now, power_of_2=power_of_2, history=history)
-        found = step(layer, now[0], now[2])
-        for gemm in GEMMS:
-            assert sqnr(expected[gemm], found[gemm]) > 120, (gemm, factor)
-        seen.append(amax)
-        sync_float8_amax_and_scale_history(layer)
 
 
 @pytest.fixture
@@ -241,7 +206,9 @@ def test_strict_alignment(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     aligned = operands(33, 48, 32)
     monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "1")
     padded = step(layer_of(config_of(recipe, pad_inner_dim=True), w), x, g)
-    assert all(same_bits(free[name], padded[name]) for name in free)
+    emulated = step(layer_of(config_of(recipe, emulate=True), w), x, g)
+    for found in (padded, emulated):
+        assert all(same_bits(free[name], found[name]) for name in free)
     text = raised(ValueError, lambda: step(layer_of(config_of(recipe), w), x, g))
     assert_expected_inline(
         text,
@@ -253,21 +220,6 @@ def test_strict_alignment(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = step(layer_of(config, aligned[1]), aligned[0], aligned[2])
         expected = products(recipe, *aligned)
         assert all(sqnr(expected[gemm], found[gemm]) > 120 for gemm in GEMMS)
-
-
-@all_recipes
-def test_autocast(recipe: str) -> None:
-    x, w, g = operands(outliers=True)
-    layer = layer_of(config_of(recipe), w)
-    expected = products(recipe, x.bfloat16(), w, g.bfloat16())
-    leaf = x.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        output = layer(leaf)
-    output.backward(g.bfloat16())
-    assert output.dtype is torch.bfloat16
-    assert layer.weight.grad.dtype is torch.float32
-    for gemm, found in zip(GEMMS, (output, leaf.grad, layer.weight.grad), strict=True):
-        assert sqnr(expected[gemm], found) > 45, gemm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,10 +9,7 @@ from expecttest import assert_expected_inline
 from recipe_algebra import GEMMS, RECIPES, config_of, exact, layer_of, step
 from reference import same_bits, sqnr
 
-from fp8_dist import (
-    Float8Linear,
-    sync_float8_amax_and_scale_history,
-)
+from fp8_dist import Float8Linear, sync_float8_amax_and_scale_history
 
 ROWS, FEATURES = 1024, 512
 IN_FLOAT8 = [recipe for recipe in RECIPES if recipe != "rowwise_with_gw_hp"]

@@ -10,11 +10,7 @@ import torch
 from nets import Net
 from reference import same_bits
 
-from fp8_dist import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale,
-)
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale
 from fp8_dist.fsdp import Float8AllGatherWeight
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)

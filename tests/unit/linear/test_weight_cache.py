@@ -101,9 +101,7 @@ def test_states(events: Events, state: ScaleState) -> None:
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
 )
-def test_a_copy_has_a_weight_of_its_own(
-    copied: Callable[[Float8Linear], Float8Linear],
-) -> None:
+def test_a_copy_has_a_weight_of_its_own(copied: Callable[[Float8Linear], Float8Linear]) -> None:
     layer = Float8Linear(32, 16)
     precompute(layer)
     twin = copied(layer)

@@ -1,11 +1,7 @@
 """Placements of a linear layer's operands, without a process group."""
 
 import pytest
-from torch.distributed.tensor import (
-    Partial,
-    Replicate,
-    Shard,
-)
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fp8_dist.mesh import linear_layouts
 

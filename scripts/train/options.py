@@ -1,0 +1,86 @@
+"""The options of a training run, with all checks of them."""
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+from scripts.common.candidates import BF16, RECIPES
+from scripts.common.corpus import load_corpus
+from scripts.common.llama import MODELS
+from scripts.common.options import command_parser, positive
+
+
+def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of a training run."""
+    parser = command_parser(module, description)
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="debug", help="size of the Llama")
+    add("--recipe", choices=RECIPES, default=BF16, help="bf16, or a float8 recipe")
+    add("--dp", type=positive, help="data-parallel (FSDP2) ranks; default: all that --tp leaves")
+    add("--tp", type=positive, default=1, help="tensor-parallel ranks, with sequence parallelism")
+    add("--compile", action="store_true", help="torch.compile each transformer block")
+    add("--steps", type=positive, default=120)
+    add("--batch-size", type=positive, default=16, help="rows of the global batch, over all ranks")
+    add("--seq-len", type=positive, default=128, help="tokens (bytes) per row")
+    add("--lr", type=float, default=1e-3, help="peak; falls linearly to 0 after the warmup")
+    add("--warmup", type=int, default=40, help="steps in which --lr is reached linearly")
+    add("--seed", type=int, default=0, help="of weights and data")
+    add("--out", type=Path, help="folder of metrics and tables; default: runs/RECIPE")
+    add("--data", type=Path, help="file or folder; default: Python's standard library source")
+    return parser
+
+
+def parse_options(
+    parser: argparse.ArgumentParser, argv: list[str] | None, world_size: int | None = None
+) -> argparse.Namespace:
+    """Parses and checks the options.
+
+    Errors end the process with status 2, on every rank alike.
+
+    Args:
+        parser: of `make_parser`, perhaps with other defaults.
+        argv: None: the process's own arguments.
+        world_size: how many ranks there are; None: as torchrun says, else 1.
+
+    Returns:
+        The options, defaults filled in, with the text as `corpus`.
+    """
+    args = parser.parse_args(argv)
+    if world_size is None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    _check_numbers(parser, args)
+    _check_mesh(parser, args, world_size)
+    args.out = args.out or Path("runs") / args.recipe
+    try:
+        args.corpus = load_corpus(args.data, seq_len=args.seq_len)
+    except ValueError as error:
+        parser.error(f"--data: {error}")
+    return args
+
+
+def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.warmup < 0:
+        parser.error(f"--warmup must not be negative, got {args.warmup}")
+    if not (args.lr > 0 and math.isfinite(args.lr)):
+        parser.error(f"--lr must be positive and finite, got {args.lr}")
+    if not 0 <= args.seed < 2**31:
+        parser.error(f"--seed must lie in [0, 2**31), got {args.seed}")
+
+
+def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace, world_size: int) -> None:
+    """Checks what the two axes must divide; fills in --dp."""
+    if args.dp is None:
+        args.dp = max(world_size // args.tp, 1)
+    if args.dp * args.tp != world_size:
+        parser.error(
+            f"--dp {args.dp} times --tp {args.tp} is {args.dp * args.tp}, but there are "
+            f"{world_size} ranks: start that many (torchrun --nproc-per-node {args.dp * args.tp})"
+        )
+    if args.batch_size % args.dp:
+        parser.error(f"--batch-size {args.batch_size} is not a multiple of --dp {args.dp}")
+    heads = MODELS[args.model].n_kv_heads
+    if heads % args.tp:
+        parser.error(
+            f"--tp {args.tp} does not divide the {heads} key/value heads of --model {args.model}"
+        )
