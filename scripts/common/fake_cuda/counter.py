@@ -243,6 +243,8 @@ def _launches_of(name: str, args: Any) -> int:
         launches = max(-(-chunks // _CHUNKS), -(-len(lists[0]) // most))
         # Norms of chunks are added up by another kernel.
         return launches + (-(-len(lists[0]) // most) if name == "_foreach_norm" else 0)
+    if name == "_fused_rms_norm_backward":
+        return 2
     if name == "_scaled_dot_product_flash_attention_backward":
         return 3
     if name in ("cat", "stack"):

@@ -36,6 +36,12 @@ _PROPERTIES = SimpleNamespace(
 )
 
 
+# Operators with a kernel for the device and a composite implementation, which a build for CPUs
+# would take instead.
+_WITH_KERNELS = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")
+_ATEN = torch.library.Library("aten", "IMPL")
+
+
 class _Device(nullcontext[None]):
     """Stands for ``torch.cuda.device``: the one device is always the current one."""
 
@@ -71,9 +77,16 @@ def pretend() -> None:
             )
     # (Another function: dynamo has a table of the two.)
     torch.accelerator.current_stream = lambda device=None: streams.current_stream()
+    for name in _WITH_KERNELS:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            _ATEN.impl(name, _never_called, "CUDA")
     # What would make a first tensor on the device.
     fake_tensor.init_gpu_context = lambda device: None
     intercept_launches()
+
+
+def _never_called(*args: Any) -> None:
+    raise NotImplementedError("tensors on the fake CUDA device are fake")
 
 
 @contextmanager
