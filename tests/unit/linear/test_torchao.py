@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -40,21 +41,33 @@ def test_the_version_compared_with() -> None:
     assert importlib.metadata.version("torchao") == "0.18.0"
 
 
+@pytest.mark.parametrize("dim", [None, -1, 0])
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e4])
 def test_casts_are_equal_bit_for_bit(
-    power_of_2: bool, target: torch.dtype, dtype: torch.dtype, magnitude: float
+    dim: int | None, power_of_2: bool, target: torch.dtype, dtype: torch.dtype
 ) -> None:
-    x = (torch.randn(64, 96) * magnitude).to(dtype)
-    ours = cast_to_float8(x, CastConfig(target_dtype=target), round_scales_to_power_of_2=power_of_2)
-    theirs = hp_tensor_to_float8_dynamic(
-        x, target, LinearMMConfig(), round_scales_to_power_of_2=power_of_2
-    )
-    assert same_bits(ours.qdata, theirs._data)
-    # Theirs is the multiplier, and is inverted for the GEMM.
-    assert same_bits(ours.scale, theirs._scale.reciprocal())
+    granularity = "TENSORWISE" if dim is None else "AXISWISE"
+    config = CastConfig(scaling_granularity=ScalingGranularity[granularity], target_dtype=target)
+    for shape, factor in product([(64, 96), (3, 5, 7), (1, 9), (9, 1)], (1e-6, 1.0, 1e4)):
+        x = torch.randn(shape) * factor
+        if dim is not None:
+            x = x * torch.logspace(-14, 4, shape[-1])
+            x[0] = 0
+        x = x.to(dtype)
+        ours = cast_to_float8(x, config, dim=dim, round_scales_to_power_of_2=power_of_2)
+        theirs = hp_tensor_to_float8_dynamic(
+            x,
+            target,
+            LinearMMConfig(),
+            scaling_granularity=AOGranularity[granularity],
+            axiswise_dim=dim,
+            round_scales_to_power_of_2=power_of_2,
+        )
+        assert same_bits(ours.qdata, theirs._data)
+        # Theirs is the multiplier, and is inverted for the GEMM.
+        assert same_bits(ours.scale, theirs._scale.reciprocal())
 
 
 @pytest.mark.parametrize("power_of_2", [False, True])
@@ -87,30 +100,6 @@ def test_outputs_and_gradients_are_equal_up_to_the_order_of_accumulation(
 
 # Rows, columns, features: aligned to 16 as the CPU's operator wants them.
 SHAPES = [(48, 64), (4, 12, 64), (2, 3, 8, 64), (64,)]
-
-
-@pytest.mark.parametrize("dim", [-1, 0])
-@pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_axiswise_casts_are_equal_bit_for_bit(
-    dim: int, power_of_2: bool, target: torch.dtype, dtype: torch.dtype
-) -> None:
-    axiswise = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=target)
-    for shape in ((64, 96), (3, 5, 7), (1, 9), (9, 1)):
-        x = (torch.randn(shape) * torch.logspace(-14, 4, shape[-1])).to(dtype)
-        x[0] = 0
-        ours = cast_to_float8(x, axiswise, dim=dim, round_scales_to_power_of_2=power_of_2)
-        theirs = hp_tensor_to_float8_dynamic(
-            x,
-            target,
-            LinearMMConfig(),
-            scaling_granularity=AOGranularity.AXISWISE,
-            axiswise_dim=dim,
-            round_scales_to_power_of_2=power_of_2,
-        )
-        assert same_bits(ours.qdata, theirs._data)
-        assert same_bits(ours.scale, theirs._scale.reciprocal())
 
 
 Step = tuple[dict[str, torch.Tensor], list[Product]]
