@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from recipe_algebra import step
-from reference import raised, same_bits, sqnr
+from reference import raised, same_bits, saved_in, sqnr
 
 import fp8_dist.warn
 from fp8_dist import (
@@ -34,15 +34,8 @@ def twins(
 
 def test_saves_float8_operands_for_backward() -> None:
     _, float8 = twins(bias=False)
-    saved: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
     x = torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        float8(x)
+    _, saved = saved_in(lambda: float8(x))
     table = "\n".join(f"{str(t.dtype)[6:]} {tuple(t.shape)} {t.nbytes} B" for t in saved)
     assert_expected_inline(
         table,

@@ -1,6 +1,5 @@
 """On one device torchao's recipes are torchao's: same bits, same results."""
 
-import copy
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -18,8 +17,6 @@ from torch_releases import rows_in_torchs_gemm
 
 from fp8_dist import (
     CastConfig,
-    Float8Linear,
-    Float8LinearConfig,
     Float8Tensor,
     ScalingGranularity,
     cast_to_float8,
@@ -68,34 +65,6 @@ def test_casts_are_equal_bit_for_bit(
         assert same_bits(ours.qdata, theirs._data)
         # Theirs is the multiplier, and is inverted for the GEMM.
         assert same_bits(ours.scale, theirs._scale.reciprocal())
-
-
-@pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 100), (torch.bfloat16, 45)])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(48, 64), (4, 12, 64)])
-def test_outputs_and_gradients_are_equal_up_to_the_order_of_accumulation(
-    power_of_2: bool, dtype: torch.dtype, limit: float, bias: bool, shape: tuple[int, ...]
-) -> None:
-    layer = nn.Linear(64, 80, bias=bias, dtype=dtype)
-    layers = {
-        "ours": Float8Linear.from_float(
-            copy.deepcopy(layer), Float8LinearConfig(round_scales_to_power_of_2=power_of_2)
-        ),
-        "theirs": AOLinear.from_float(
-            copy.deepcopy(layer), AOConfig(round_scales_to_power_of_2=power_of_2)
-        ),
-    }
-    x, grad = torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], 80, dtype=dtype)
-    found = {}
-    for name, float8 in layers.items():
-        leaf = x.clone().requires_grad_()
-        output = float8(leaf)
-        output.backward(grad)
-        found[name] = [output, leaf.grad, float8.weight.grad]
-    for ours, theirs in zip(found["ours"], found["theirs"], strict=True):
-        assert ours.dtype is theirs.dtype
-        assert sqnr(theirs, ours) >= limit
 
 
 # Rows, columns, features: aligned to 16 as the CPU's operator wants them.
@@ -157,7 +126,9 @@ def test_recipes_multiply_the_same_operands(
         for gemm in GEMMS:
             assert found[gemm].dtype is expected[gemm].dtype
             assert found[gemm].shape == expected[gemm].shape
-            assert sqnr(expected[gemm], found[gemm]) >= 45, gemm
+            # It multiplies rows in bf16.
+            exact = recipe == "tensorwise" and dtype is torch.float32
+            assert sqnr(expected[gemm], found[gemm]) >= (100 if exact else 45), gemm
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
