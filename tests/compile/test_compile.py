@@ -23,6 +23,7 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.kernels import scaled_mm
+from fp8_dist.kernels.cpu.gemm import left_upcasts
 from fp8_dist.linear.weight import Float8Weight
 
 
@@ -214,12 +215,31 @@ def test_a_layer_alone(backend: str, recipe: str) -> None:
             optimizer.zero_grad()
             if recipe == "delayed":
                 sync_float8_amax_and_scale_history(layer)
+                found += [history.history.clone() for history in layer.histories.values()]
             elif step % 2:
                 precompute_float8_dynamic_scale(layer)
         results.append(found)
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
     assert sum(counters["graph_break"].values()) == 0
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_graph_keeps_no_upcast_copy_of_an_operand() -> None:
+    layers = [Float8Linear(64, 48, bias=False, dtype=torch.bfloat16) for _ in range(2)]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return layers[0](x) + layers[1](x)
+
+    found = []
+    for run in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(0)
+        left_upcasts._entry = None
+        x = torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True)
+        output = run(x)
+        assert (left_upcasts._entry is None) is (run is not forward)
+        output.square().sum().backward()
+        found.append(x.grad)
+    assert same_bits(*found)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -107,11 +107,13 @@ def blocks_on_a_mesh(dp: int, tp: int, recipe: str, layers: int) -> tuple[Found,
 
 
 def compared(eager: Found, compiled: Found) -> str:
-    """Ops of a compiled step, in its graphs and beside them, and those of an eager step."""
+    """Ops and collectives of a compiled step, in its graphs and beside them; an eager step's ops."""
     inside = compiled.graphs["forward"] + compiled.graphs["backward"]
     assert inside <= compiled.ops
     columns = compiled.graphs | {"beside": compiled.ops - inside, "eager": eager.ops}
     parts = [compiled.compiled, op_columns(columns), compiled.graph_collectives]
+    if compiled.collectives != "no collectives":
+        parts.append(kinds(compiled.collectives))
     return "\n".join(part for part in parts if part)
 
 
@@ -153,13 +155,7 @@ forward   reduce_scatter  tp  float32    2   16,384 bytes
 backward  all_reduce      tp  float32    2      512 bytes
 backward  all_reduce      tp  int32      6       24 bytes
 backward  all_gather      tp  uint8      2    4,096 bytes
-backward  reduce_scatter  tp  float32    2   16,384 bytes""",
-    )
-    assert eager.collectives == compiled.collectives
-    assert compiled.graph_bytes == bytes_on("tp", eager.collectives)
-    assert_expected_inline(
-        kinds(compiled.collectives),
-        """\
+backward  reduce_scatter  tp  float32    2   16,384 bytes
 op              axis  dtype          count  elements   bytes
 all_reduce      tp    int32             10        10      40
 all_gather      tp    float8_e4m3fn      2     4,096   4,096
@@ -167,6 +163,8 @@ reduce_scatter  tp    float32            4     8,192  32,768
 all_reduce      tp    float32            2       128     512
 all_gather      tp    float8_e5m2        2     4,096   4,096""",
     )
+    assert eager.collectives == compiled.collectives
+    assert compiled.graph_bytes == bytes_on("tp", eager.collectives)
 
 
 def test_fsdp_blocks(ranks: RankPools) -> None:
@@ -181,17 +179,13 @@ def test_fsdp_blocks(ranks: RankPools) -> None:
                    forward  backward    beside     eager
 amax                     4         6         0        12
 quantize                 4         6         6        18
-scaled_mm                6        12         0        18""",
-    )
-    assert eager.collectives == compiled.collectives
-    assert_expected_inline(
-        kinds(compiled.collectives),
-        """\
+scaled_mm                6        12         0        18
 op              axis  dtype          count  elements    bytes
 all_gather      dp    float8_e4m3fn      4    73,728   73,728
 all_gather      dp    float32            +       640    2,560
 reduce_scatter  dp    float32            2    37,184  148,736""",
     )
+    assert eager.collectives == compiled.collectives
 
 
 def test_fsdp_and_tensor_parallel_block(ranks: RankPools) -> None:
@@ -215,13 +209,7 @@ forward   reduce_scatter  tp  float32    1    4,096 bytes
 backward  all_reduce      tp  float32    1      256 bytes
 backward  all_reduce      tp  int32      3       12 bytes
 backward  all_gather      tp  uint8      1    1,024 bytes
-backward  reduce_scatter  tp  float32    1    4,096 bytes""",
-    )
-    assert eager.collectives == compiled.collectives
-    assert compiled.graph_bytes == bytes_on("tp", eager.collectives)
-    assert_expected_inline(
-        kinds(compiled.collectives),
-        """\
+backward  reduce_scatter  tp  float32    1    4,096 bytes
 op              axis  dtype          count  elements   bytes
 all_gather      dp    float8_e4m3fn      2    18,432  18,432
 all_gather      dp    float32            +       224     896
@@ -232,6 +220,8 @@ all_reduce      tp    float32            1        64     256
 all_gather      tp    float8_e5m2        1     1,024   1,024
 reduce_scatter  dp    float32            1     9,328  37,312""",
     )
+    assert eager.collectives == compiled.collectives
+    assert compiled.graph_bytes == bytes_on("tp", eager.collectives)
 
 
 def test_rows_with_scales_of_their_own(ranks: RankPools) -> None:
@@ -255,14 +245,7 @@ forward   reduce_scatter  tp  float32    1    4,096 bytes
 backward  all_reduce      tp  float32    1      256 bytes
 backward  all_gather      tp  uint8      1    1,152 bytes
 backward  all_reduce      tp  int32      2      256 bytes
-backward  reduce_scatter  tp  float32    1    4,096 bytes""",
-    )
-    # In a graph rows are seen to travel with their scales as one message of bytes.
-    assert compiled.graph_bytes == bytes_on("tp", eager.collectives)
-    assert bytes_on("dp", compiled.collectives) == bytes_on("dp", eager.collectives)
-    assert_expected_inline(
-        kinds(compiled.collectives),
-        """\
+backward  reduce_scatter  tp  float32    1    4,096 bytes
 op              axis  dtype          count  elements   bytes
 all_gather      dp    float8_e4m3fn      2    18,432  18,432
 all_gather      dp    float32            +       544   2,176
@@ -272,6 +255,9 @@ reduce_scatter  tp    float32            2     2,048   8,192
 all_reduce      tp    float32            1        64     256
 reduce_scatter  dp    float32            1     9,328  37,312""",
     )
+    # In a graph rows are seen to travel with their scales as one message of bytes.
+    assert compiled.graph_bytes == bytes_on("tp", eager.collectives)
+    assert bytes_on("dp", compiled.collectives) == bytes_on("dp", eager.collectives)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -361,15 +347,11 @@ def test_a_module_inside_ddp(ranks: RankPools) -> None:
 scale_query              3         0         0         0
 amax                     2         3         0         6
 quantize                 5         3         0         9
-scaled_mm                3         6         0         9""",
-    )
-    assert eager.collectives == compiled.collectives
-    assert_expected_inline(
-        kinds(compiled.collectives),
-        """\
+scaled_mm                3         6         0         9
 op          axis  dtype    count  elements   bytes
 all_reduce  dp    float32      1    18,592  74,368""",
     )
+    assert eager.collectives == compiled.collectives
 
 
 def test_a_recompilation_is_counted() -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from nets import Distributed, blocks
 from ranks import RankPools
+from reference import saved_in
 from torch.distributed.tensor import DTensor
 
 from fp8_dist import Float8LinearConfig, precompute_float8_dynamic_scale
@@ -26,14 +27,7 @@ class Held(NamedTuple):
 
 def held_by(net: nn.Module, x: torch.Tensor) -> Held:
     sizes = {tuple(p.shape) for p in net.parameters() if p.ndim == 2}
-    tensors: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = net(x)
+    output, tensors = saved_in(lambda: net(x))
     plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     weights = [t for t in plain if {tuple(t.shape), tuple(t.shape[::-1])} & sizes]
     rest = [t for t in plain if all(t is not weight for weight in weights)]

@@ -371,10 +371,9 @@ total                                3              100
 
 
 def test_every_kind_of_collective(ranks: RankPools) -> None:
-    first, second = ranks(2).run(every_kind)
-    assert first == second
+    found = ranks(2).run_same(every_kind)
     assert_expected_inline(
-        first,
+        found,
         """\
 op          axis   dtype        count  elements  bytes
 all_gather  world  float8_e5m2      2       128    128
@@ -395,10 +394,9 @@ total                              13              278
 
 
 def test_an_op_without_a_schema_is_counted_under_its_own_name(ranks: RankPools) -> None:
-    first, second = ranks(2).run(ops_without_a_schema)
-    assert first == second
+    found = ranks(2).run_same(ops_without_a_schema)
     assert_expected_inline(
-        first,
+        found,
         """\
 op                                 axis     dtype          count  elements  bytes
 symm_mem::one_shot_all_reduce      world    float32            1         4     16
@@ -416,10 +414,9 @@ def test_a_batch_of_sends_and_receives_is_one_collective(ranks: RankPools) -> No
     if RELEASE < (2, 12):
         assert not hasattr(funcol, "batch_p2p_ops")
         return
-    first, second = ranks(2).run(batched_send_and_receive)
-    assert first == second
+    found = ranks(2).run_same(batched_send_and_receive)
     assert_expected_inline(
-        first,
+        found,
         """\
 op         axis   dtype    count  elements  bytes
 batch_p2p  world  float32      1         8     32
@@ -441,9 +438,8 @@ def test_every_registered_op_is_read_ignored_or_counted_by_name(ranks: RankPools
 
 
 def test_a_repr_communicates_nothing(ranks: RankPools) -> None:
-    first, second = ranks(2).run(reprs_of_float8_tensors)
-    assert first == second
-    rows, text = first
+    found = ranks(2).run_same(reprs_of_float8_tensors)
+    rows, text = found
     assert rows == []
     assert_expected_inline(
         text,

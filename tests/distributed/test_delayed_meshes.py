@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from delayed_steps import DELAYED, GATHERED, audited_steps
-from nets import Net, net_plan
+from nets import Net, net_plan, sharded_net
 from ranks import RankPools, device_mesh
 from reference import same_bits
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,11 +24,7 @@ from fp8_dist.tensor_parallel import PrepareFloat8ModuleInput, apply_tp_plan
 
 def hybrid(tp: int) -> dict[str, Any]:
     mesh = device_mesh(replicate=2, shard=2, tp=tp)
-    net = convert_to_float8_training(Net(), config=GATHERED)
-    if tp > 1:
-        apply_tp_plan(net, mesh["tp"], net_plan(net, False))
-    for module in (*net.layers, net):
-        fully_shard(module, mesh=mesh["replicate", "shard"])
+    net = sharded_net(mesh, GATHERED)
     torch.manual_seed(dist.get_rank() // tp)  # a batch of its own for each data-parallel rank
     return audited_steps(net, torch.randn(2, 8, 64), mesh)
 
@@ -45,10 +41,7 @@ def stage(tp: int) -> dict[str, Any]:
     """A stage of a pipeline on its own submesh; the stages hold different weights."""
     whole = device_mesh(pp=2, dp=2, tp=tp)
     mesh, number = whole["dp", "tp"], whole.get_local_rank("pp")
-    net = convert_to_float8_training(Net(seed=number), config=GATHERED)
-    if tp > 1:
-        apply_tp_plan(net, mesh["tp"], net_plan(net, False))
-    fully_shard(net, mesh=mesh["dp"])
+    net = sharded_net(mesh, GATHERED, seed=number)
     # The stages need not take the same number of steps.
     return audited_steps(net, torch.randn(2, 8, 64), whole, count=2 + number)
 

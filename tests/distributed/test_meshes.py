@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from nets import Distributed, Net, full, net_plan, wrong_casts
+from nets import Distributed, Net, full, sharded_net, wrong_casts
 from ranks import RankPools, device_mesh
 from reference import raised, same_cast, sqnr, weights_used
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,7 +23,6 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight, clip_grad_norm_
-from fp8_dist.tensor_parallel import apply_tp_plan
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
@@ -68,15 +67,7 @@ def hybrid(tp: int, precompute: bool) -> tuple[list[str], int, int]:
     (FSDP2 itself refuses a 2-D mesh without names.)
     """
     mesh = device_mesh(replicate=2, shard=2, tp=tp)
-    net = Net()
-    masters = {n: p.detach().clone() for n, p in net.named_parameters()}
-    convert_to_float8_training(net, config=GATHERED)
-    if tp > 1:
-        apply_tp_plan(net, mesh["tp"], net_plan(net, False))
-    data = mesh["replicate", "shard"]
-    for layer in net.layers:
-        fully_shard(layer, mesh=data)
-    fully_shard(net, mesh=data)
+    net, masters = sharded_net(mesh, GATHERED), Net().state_dict()
     with comm_audit(mesh) as audit:
         if precompute:
             precompute_float8_dynamic_scale(net)
@@ -145,12 +136,8 @@ def stages() -> tuple[list[str], int, bool]:
     """A pipeline stage's submesh: nothing may touch the other stage's ranks."""
     mesh = device_mesh(pp=2, dp=2, tp=2)
     stage = mesh["dp", "tp"]
-    net = Net(seed=mesh.get_local_rank("pp"))  # the stages hold different weights
-    masters = {n: p.detach().clone() for n, p in net.named_parameters()}
-    convert_to_float8_training(net, config=GATHERED)
-    apply_tp_plan(net, stage["tp"], net_plan(net, True))
-    for module in (*net.layers, net):
-        fully_shard(module, mesh=stage["dp"])
+    seed = mesh.get_local_rank("pp")  # the stages hold different weights
+    net, masters = sharded_net(stage, GATHERED, seed), Net(seed=seed).state_dict()
     with comm_audit(mesh) as audit:
         precompute_float8_dynamic_scale(net)
         reduces = audit.count()

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from nets import MLP, Net, full
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, sqnr
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fp8_dist import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
@@ -76,42 +76,68 @@ def test_any_layouts(
         assert min(found.values()) > 120, found
 
 
-def uneven_sequence(length: int) -> dict[str, float]:
-    """Sequence parallelism over a length that the ranks can't share evenly, with DTensors."""
-    mesh = device_mesh(tp=4)
-    net, twin = Net(layers=1), Net(layers=1)
-    for model in (net, twin):
-        convert_to_float8_training(model)
-    mlp = net.layers[0]
-    apply_tp_plan(
-        mlp,
-        mesh,
-        {
-            "": PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-            "w1": Float8ColwiseParallel(),
-            "w3": Float8ColwiseParallel(),
-            "w2": Float8RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-        },
-    )
-    x = torch.randn(2, length, 64, requires_grad=True)
-    replicated = DTensor.from_local(x, mesh, [Replicate()])
-    output = mlp(replicated.redistribute(placements=[Shard(1)]))
+def distances_to_one_device(
+    plan: dict[str, Any], tp: int, config: Float8LinearConfig, at: Placement, length: int
+) -> dict[str, float]:
+    """SQNR of every result of an MLP under a plan, its input and output placed ``at``."""
+    mesh, net, twin = device_mesh(tp=tp), Net(layers=1), Net(layers=1)
+    convert_to_float8_training(net, config=config)
+    if config.gemm_enabled("output"):
+        convert_to_float8_training(twin, config=config)
+    mlp, x = net.layers[0], torch.randn(2, length, 64, requires_grad=True)
+    parallelize_module(mlp, mesh, plan)
+    given = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[at])
+    output = mlp(given if "" in plan else given.to_local())
+    if not isinstance(output, DTensor):
+        output = DTensor.from_local(output, mesh, [at])
     whole = output.full_tensor()
     whole.sum().backward()
-    actual = {"output": whole.detach(), "grad_input": x.grad}
-    x.grad = None
+    gradient, x.grad = x.grad, None
     expected = twin.layers[0](x)
     expected.sum().backward()
-    return {
-        "output": sqnr(expected, actual["output"]),
-        "grad_input": sqnr(x.grad, actual["grad_input"]),
-        "grad_weight": sqnr(twin.layers[0].w2.weight.grad, full(mlp.w2.weight.grad)),
-    }
+    pairs = zip(net.named_parameters(), twin.parameters(), strict=True)
+    found = {name: sqnr(other.grad, full(p.grad)) for (name, p), other in pairs}
+    return found | {"output": sqnr(expected, whole), "grad_input": sqnr(x.grad, gradient)}
 
 
-@pytest.mark.parametrize("length", [1, 3, 5, 10])
-def test_a_sequence_that_tp_does_not_divide(ranks: RankPools, length: int) -> None:
-    for found in ranks(4).run(uneven_sequence, length):
+FLOAT8 = {
+    "": PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "w1": Float8ColwiseParallel(),
+    "w3": Float8ColwiseParallel(),
+    "w2": Float8RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+}
+UNPREPARED = {
+    "w1": Float8ColwiseParallel(input_layouts=Shard(1)),
+    "w3": Float8ColwiseParallel(input_layouts=Shard(1)),
+    "w2": Float8RowwiseParallel(output_layouts=Shard(1)),
+}
+TORCHS = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
+HIGH_PRECISION = Float8LinearConfig(
+    cast_config_input=OFF, cast_config_weight=OFF, cast_config_grad_output=OFF
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "tp", "config", "at", "length"),
+    [
+        # Sequences that tp does not divide.
+        *((FLOAT8, 4, Float8LinearConfig(), Shard(1), length) for length in (1, 3, 5, 10)),
+        # Disabled GEMMs communicate and compute in high precision.
+        (UNPREPARED, 2, HIGH_PRECISION, Shard(1), 8),
+        # torch's own styles accept converted layers.
+        (TORCHS, 2, Float8LinearConfig(), Replicate(), 8),
+    ],
+    ids=["uneven-1", "uneven-3", "uneven-5", "uneven-10", "disabled", "torch's"],
+)
+def test_whole_modules(
+    ranks: RankPools,
+    plan: dict[str, Any],
+    tp: int,
+    config: Float8LinearConfig,
+    at: Placement,
+    length: int,
+) -> None:
+    for found in ranks(tp).run(distances_to_one_device, plan, tp, config, at, length):
         assert min(found.values()) > 120, found
 
 
@@ -163,65 +189,6 @@ def keyword_inputs(use_local_output: bool) -> tuple[bool, int, int]:
 @pytest.mark.parametrize("use_local_output", [False, True])
 def test_keyword_inputs_and_integer_tensors(ranks: RankPools, use_local_output: bool) -> None:
     assert ranks(2).run(keyword_inputs, use_local_output) == [(True, 1, 2 * 4 * 32)] * 2
-
-
-def high_precision_losses(tp: int) -> list[float]:
-    """All GEMMs disabled: SQNR against nn.Linear on one device."""
-    config = Float8LinearConfig(
-        cast_config_input=OFF, cast_config_weight=OFF, cast_config_grad_output=OFF
-    )
-    net, twin = Net(layers=1), Net(layers=1)
-    convert_to_float8_training(net, config=config)
-    mlp, mesh = net.layers[0], device_mesh(tp=tp)
-    apply_tp_plan(
-        mlp,
-        mesh,
-        {
-            "w1": Float8ColwiseParallel(input_layouts=Shard(1)),
-            "w3": Float8ColwiseParallel(input_layouts=Shard(1)),
-            "w2": Float8RowwiseParallel(output_layouts=Shard(1)),
-        },
-    )
-    x = torch.randn(2, 8, 64)
-    rank = mesh.get_local_rank()
-    part = x.chunk(tp, 1)[rank].contiguous().requires_grad_()
-    output = mlp(part)
-    output.sum().backward()
-    x.requires_grad_()
-    expected = twin.layers[0](x)
-    expected.sum().backward()
-    return [
-        sqnr(expected.chunk(tp, 1)[rank], output),
-        sqnr(x.grad.chunk(tp, 1)[rank], part.grad),
-        sqnr(twin.layers[0].w1.weight.grad, full(mlp.w1.weight.grad)),
-    ]
-
-
-def test_disabled_gemms_communicate_and_compute_in_high_precision(ranks: RankPools) -> None:
-    for found in ranks(2).run(high_precision_losses, 2):
-        assert min(found) > 120
-
-
-def torch_styles() -> list[bool]:
-    """torch's own styles accept converted layers: high-precision communication, same scales."""
-    mesh = device_mesh(tp=2)
-    net, twin = Net(layers=1), Net(layers=1)
-    for model in (net, twin):
-        convert_to_float8_training(model)
-    plan = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
-    parallelize_module(net.layers[0], mesh, plan)
-    x = torch.randn(2, 8, 64)
-    output, expected = net(x), twin(x)
-    output.sum().backward()
-    expected.sum().backward()
-    return [sqnr(expected, output) > 120] + [
-        sqnr(b.grad, full(a.grad)) > 120
-        for a, b in zip(net.parameters(), twin.parameters(), strict=True)
-    ]
-
-
-def test_torch_styles_on_converted_layers(ranks: RankPools) -> None:
-    assert ranks(2).run(torch_styles) == [[True] * 6] * 2
 
 
 def converted(cls: Callable[[], nn.Module], **config: Any) -> nn.Module:

@@ -73,6 +73,18 @@ def net_plan(net: Net, sequence_parallel: bool) -> dict[str, Any]:
     return plan
 
 
+def sharded_net(mesh: DeviceMesh, config: Float8LinearConfig, seed: int = 0) -> Net:
+    """A float8 Net under TP over "tp", if of two ranks or more, and FSDP2 over the other axes."""
+    net = convert_to_float8_training(Net(seed=seed), config=config)
+    assert isinstance(net, Net)
+    if mesh["tp"].size() > 1:
+        apply_tp_plan(net, mesh["tp"], net_plan(net, False))
+    data = mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis != "tp")]
+    for module in (*net.layers, net):
+        fully_shard(module, mesh=data)
+    return net
+
+
 @dataclass
 class Distributed:
     """A float8 Net on a mesh of the given sizes, and its float8 twin on one device."""

@@ -96,6 +96,18 @@ def raised(kind: type[Exception], call: Callable[[], object]) -> str:
     return str(info.value)
 
 
+def saved_in(forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What a forward returns, and the tensors that autograd saves for its backward."""
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return forward(), saved
+
+
 class Watching(TorchDispatchMode):
     """Sees every operator, and so keeps the library from taking short cuts."""
 

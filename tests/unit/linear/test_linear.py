@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from reference import raised, same_bits, sqnr
+from recipe_algebra import step
+from reference import raised, same_bits, saved_in, sqnr
 
 import fp8_dist.warn
 from fp8_dist import (
@@ -31,26 +32,10 @@ def twins(
     return layer, Float8Linear.from_float(copy.deepcopy(layer), config)
 
 
-def run(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> dict[str, torch.Tensor]:
-    x = x.detach().clone().requires_grad_()
-    layer.zero_grad()
-    output = layer(x)
-    output.backward(grad)
-    named = {f"grad_{n}": p.grad for n, p in layer.named_parameters()}
-    return {"output": output.detach(), "grad_input": x.grad, **named}
-
-
 def test_saves_float8_operands_for_backward() -> None:
     _, float8 = twins(bias=False)
-    saved: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
     x = torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        float8(x)
+    _, saved = saved_in(lambda: float8(x))
     table = "\n".join(f"{str(t.dtype)[6:]} {tuple(t.shape)} {t.nbytes} B" for t in saved)
     assert_expected_inline(
         table,
@@ -136,7 +121,7 @@ def test_every_flag_reaches_the_three_gemms(flag: str) -> None:
     for value in (False, True):
         config = Float8LinearConfig(**{flag: value}, gemm_config_grad_input=fast)
         with record_gemms() as records:
-            run(twins(config)[1], torch.randn(16, 128), torch.randn(16, 96))
+            step(twins(config)[1], torch.randn(16, 128), torch.randn(16, 96))
         # The rows of grad_weight's operands are padded in any case.
         expected = [value, value, value or flag == "pad_inner_dim"]
         place = 1 if flag == "pad_inner_dim" else 2

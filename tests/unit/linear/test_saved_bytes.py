@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from recipe_algebra import GEMMS, RECIPES, config_of, exact, layer_of, step
-from reference import same_bits, sqnr
+from reference import same_bits, saved_in, sqnr
 
 from fp8_dist import Float8Linear, sync_float8_amax_and_scale_history
 
@@ -30,14 +30,7 @@ class Saved(NamedTuple):
 
 
 def saved_by(layer: nn.Module, x: torch.Tensor) -> Saved:
-    tensors: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(x)
+    output, tensors = saved_in(lambda: layer(x))
     assert output.requires_grad
     of_the_weight = {storage(parameter) for parameter in layer.parameters()}
     if isinstance(layer, Float8Linear):

@@ -1,11 +1,11 @@
 """On one device torchao's recipes are torchao's: same bits, same results."""
 
-import copy
 import dataclasses
 import importlib.metadata
 import importlib.util
 import logging
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,8 +17,6 @@ from torch_releases import rows_in_torchs_gemm
 
 from fp8_dist import (
     CastConfig,
-    Float8Linear,
-    Float8LinearConfig,
     Float8Tensor,
     ScalingGranularity,
     cast_to_float8,
@@ -40,77 +38,37 @@ def test_the_version_compared_with() -> None:
     assert importlib.metadata.version("torchao") == "0.18.0"
 
 
+@pytest.mark.parametrize("dim", [None, -1, 0])
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e4])
 def test_casts_are_equal_bit_for_bit(
-    power_of_2: bool, target: torch.dtype, dtype: torch.dtype, magnitude: float
+    dim: int | None, power_of_2: bool, target: torch.dtype, dtype: torch.dtype
 ) -> None:
-    x = (torch.randn(64, 96) * magnitude).to(dtype)
-    ours = cast_to_float8(x, CastConfig(target_dtype=target), round_scales_to_power_of_2=power_of_2)
-    theirs = hp_tensor_to_float8_dynamic(
-        x, target, LinearMMConfig(), round_scales_to_power_of_2=power_of_2
-    )
-    assert same_bits(ours.qdata, theirs._data)
-    # Theirs is the multiplier, and is inverted for the GEMM.
-    assert same_bits(ours.scale, theirs._scale.reciprocal())
-
-
-@pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 100), (torch.bfloat16, 45)])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(48, 64), (4, 12, 64)])
-def test_outputs_and_gradients_are_equal_up_to_the_order_of_accumulation(
-    power_of_2: bool, dtype: torch.dtype, limit: float, bias: bool, shape: tuple[int, ...]
-) -> None:
-    layer = nn.Linear(64, 80, bias=bias, dtype=dtype)
-    layers = {
-        "ours": Float8Linear.from_float(
-            copy.deepcopy(layer), Float8LinearConfig(round_scales_to_power_of_2=power_of_2)
-        ),
-        "theirs": AOLinear.from_float(
-            copy.deepcopy(layer), AOConfig(round_scales_to_power_of_2=power_of_2)
-        ),
-    }
-    x, grad = torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], 80, dtype=dtype)
-    found = {}
-    for name, float8 in layers.items():
-        leaf = x.clone().requires_grad_()
-        output = float8(leaf)
-        output.backward(grad)
-        found[name] = [output, leaf.grad, float8.weight.grad]
-    for ours, theirs in zip(found["ours"], found["theirs"], strict=True):
-        assert ours.dtype is theirs.dtype
-        assert sqnr(theirs, ours) >= limit
-
-
-# Rows, columns, features: aligned to 16 as the CPU's operator wants them.
-SHAPES = [(48, 64), (4, 12, 64), (2, 3, 8, 64), (64,)]
-
-
-@pytest.mark.parametrize("dim", [-1, 0])
-@pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_axiswise_casts_are_equal_bit_for_bit(
-    dim: int, power_of_2: bool, target: torch.dtype, dtype: torch.dtype
-) -> None:
-    axiswise = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=target)
-    for shape in ((64, 96), (3, 5, 7), (1, 9), (9, 1)):
-        x = (torch.randn(shape) * torch.logspace(-14, 4, shape[-1])).to(dtype)
-        x[0] = 0
-        ours = cast_to_float8(x, axiswise, dim=dim, round_scales_to_power_of_2=power_of_2)
+    granularity = "TENSORWISE" if dim is None else "AXISWISE"
+    config = CastConfig(scaling_granularity=ScalingGranularity[granularity], target_dtype=target)
+    for shape, factor in product([(64, 96), (3, 5, 7), (1, 9), (9, 1)], (1e-6, 1.0, 1e4)):
+        x = torch.randn(shape) * factor
+        if dim is not None:
+            x = x * torch.logspace(-14, 4, shape[-1])
+            x[0] = 0
+        x = x.to(dtype)
+        ours = cast_to_float8(x, config, dim=dim, round_scales_to_power_of_2=power_of_2)
         theirs = hp_tensor_to_float8_dynamic(
             x,
             target,
             LinearMMConfig(),
-            scaling_granularity=AOGranularity.AXISWISE,
+            scaling_granularity=AOGranularity[granularity],
             axiswise_dim=dim,
             round_scales_to_power_of_2=power_of_2,
         )
         assert same_bits(ours.qdata, theirs._data)
+        # Theirs is the multiplier, and is inverted for the GEMM.
         assert same_bits(ours.scale, theirs._scale.reciprocal())
+
+
+# Rows, columns, features: aligned to 16 as the CPU's operator wants them.
+SHAPES = [(48, 64), (4, 12, 64), (2, 3, 8, 64), (64,)]
 
 
 Step = tuple[dict[str, torch.Tensor], list[Product]]
@@ -168,7 +126,9 @@ def test_recipes_multiply_the_same_operands(
         for gemm in GEMMS:
             assert found[gemm].dtype is expected[gemm].dtype
             assert found[gemm].shape == expected[gemm].shape
-            assert sqnr(expected[gemm], found[gemm]) >= 45, gemm
+            # It multiplies rows in bf16.
+            exact = recipe == "tensorwise" and dtype is torch.float32
+            assert sqnr(expected[gemm], found[gemm]) >= (100 if exact else 45), gemm
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
