@@ -215,8 +215,12 @@ def _local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity
         for cast in layer.config.casts("weight")
     }
     shards = {key: layer.float8_weight.shard() for key, layer in wanted.items()}
-    whole = [key for key in wanted if key[1] is TENSOR]
-    local = dict(zip(whole, amax_of_each([shards[key] for key in whole]), strict=True))
+    local: dict[tuple[int, Granularity], torch.Tensor] = {}
+    for device in {shard.device for shard in shards.values()}:
+        whole = [key for key in wanted if key[1] is TENSOR and shards[key].device == device]
+        if whole:
+            first, *others = (shards[key] for key in whole)
+            local |= zip(whole, amax_of_each(first, others).unbind(), strict=True)
     found = {}
     for key, layer in wanted.items():
         value = local[key] if key in local else local_amax(shards[key], key[1])

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.torch_internals import foreach_norm
 
 EPS = 1e-12
 
@@ -56,12 +55,15 @@ def _amax_shape(x: torch.Tensor, dims: Sequence[int] | None) -> list[int]:
     return [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
 
 
-def amax_of_each(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The :func:`amax` of each of many local tensors, 0-dim; on a GPU in a few launches for all."""
-    full = [x for x in tensors if x.is_cuda and x.numel()]
-    # (The maximum norm keeps a NaN.)
-    norms = iter(foreach_norm(full, torch.inf, dtype=torch.float32) if full else ())
-    return [next(norms) if x.is_cuda and x.numel() else amax(x) for x in tensors]
+@custom_op("amax_of_each(Tensor first, Tensor[] others) -> Tensor")
+def amax_of_each(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The :func:`amax` of each of many local tensors of one device: fp32, ``[1 + len(others)]``."""
+    return torch.stack([amax(x) for x in (first, *others)])
+
+
+amax_of_each.register_fake(
+    lambda first, others: first.new_empty(1 + len(others), dtype=torch.float32)
+)
 
 
 @custom_op(

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import global_amax, local_amax
 from fp8_dist.config import CastSpec, Gemm
-from fp8_dist.granularity import COLUMN, ROW
+from fp8_dist.granularity import COLUMN, ROW, TENSOR
 from fp8_dist.kernels import quantize, scaling_from_amax
 from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes
 from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
@@ -126,7 +126,8 @@ def _folded_locally(
 
 
 def _with_unit_scale(operand: Quantized) -> Quantized:
-    return Quantized(operand.qdata, operand.scale.new_ones(()))
+    # (Dynamo of torch 2.11 does not take the default granularity.)
+    return Quantized(operand.qdata, operand.scale.new_ones(()), TENSOR)
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:

@@ -22,7 +22,7 @@ from fp8_dist.kernels.copies import (
 from fp8_dist.kernels.folding import fold_gradient
 from fp8_dist.kernels.gemm import transposed_copy
 from fp8_dist.kernels.quantization import quantize, quantize_after
-from fp8_dist.kernels.scale import Scaling, amax, scaling_from_amax
+from fp8_dist.kernels.scale import Scaling, amax, amax_of_each, scaling_from_amax
 
 
 def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
@@ -35,6 +35,14 @@ def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
             shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
             return cuda.amax(x.flatten(0, -2), [dim]).view(shape)
     return amax.portable(x, dims)
+
+
+def _amax_of_each(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    tensors = [first, *others]
+    alike = all(x.dtype is first.dtype and x.is_contiguous() for x in tensors)
+    if not alike or first.dtype not in cuda.DTYPES:
+        return amax_of_each.portable(first, others)
+    return cuda.amaxes(tensors)
 
 
 def _scaling_from_amax(
@@ -216,6 +224,7 @@ def register_kernels() -> None:
     """Register them, once."""
     amax.register("cuda", _amax)
     amaxes.register("cuda", _amaxes)
+    amax_of_each.register("cuda", _amax_of_each)
     scaling_from_amax.register("cuda", _scaling_from_amax)
     quantize.register("cuda", _quantize)
     quantize_after.register("cuda", _quantize_after)

@@ -51,6 +51,13 @@ def test_amaxes_and_casts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
             check(kernels.quantize, x, m, E4M3, fits=fits)
 
 
+def test_amaxes_of_many_tensors() -> None:
+    tensors = [torch.randn(shape).bfloat16() for shape in SHAPES]
+    check(kernels.amax_of_each, tensors[0], tensors[1:])
+    check(kernels.amax_of_each, tensors[0].float(), tensors[1:])
+    check(kernels.amax_of_each, tensors[0].t(), [])
+
+
 COPIES: list[tuple[Sequence[str], list[int], list[bool]]] = [
     ([ROW, COLUMN], [0, 1], [False, True]),
     ([ROW, TENSOR], [0, 1], [False, True]),
