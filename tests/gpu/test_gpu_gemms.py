@@ -7,8 +7,14 @@ import pytest
 import torch
 from reference import sqnr
 
-from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8LinearRecipeName
-from fp8_dist import ScalingGranularity, cast_to_float8
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    cast_to_float8,
+)
 from fp8_dist.linear.recording import GemmRecord, record_gemms
 from fp8_dist.tensor import Float8Tensor, scaled_mm
 

@@ -81,7 +81,9 @@ def test_a_layer_computes_what_it_does_on_a_cpu(recipe: str, dtype: torch.dtype)
         x = batch(0, device, dtype).requires_grad_()
         output = layer(x)
         output.backward(batch(1, device, dtype)[:, :48])
-        results.append([t.detach().cpu() for t in (output, x.grad, *(p.grad for p in layer.parameters()))])
+        results.append(
+            [t.detach().cpu() for t in (output, x.grad, *(p.grad for p in layer.parameters()))]
+        )
     assert_close(results[1], results[0])
 
 
@@ -141,7 +143,9 @@ def test_autocast(recipe: str, compiled: bool, dtype: torch.dtype) -> None:
             output = run(x)
         assert output.dtype is dtype
         output.backward(batch(1, device, dtype)[:, :48])
-        results.append([t.detach().cpu() for t in (output, x.grad, *(p.grad for p in layer.parameters()))])
+        results.append(
+            [t.detach().cpu() for t in (output, x.grad, *(p.grad for p in layer.parameters()))]
+        )
     assert_close(results[1], results[0])
 
 

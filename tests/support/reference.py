@@ -85,7 +85,9 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     a_nan, b_nan = a.float().isnan(), b.float().isnan()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.itemsize]
-    a_bits, b_bits = (t.contiguous().view(kind).masked_fill(n, 0) for t, n in ((a, a_nan), (b, b_nan)))
+    a_bits, b_bits = (
+        t.contiguous().view(kind).masked_fill(n, 0) for t, n in ((a, a_nan), (b, b_nan))
+    )
     return torch.equal(a_nan, b_nan) and torch.equal(a_bits, b_bits)
 
 
