@@ -11,8 +11,8 @@ and torchao's (if it is installed), eager and compiled.
 - Step: two such blocks with embedding and head, under FSDP2 on all GPUs; AdamW (fused).
 
 TFLOP/s count the operations of the linear layers alone, three GEMMs each. Peak memory is that of
-a candidate's turn, its parameters included. What does not fit into --budget-minutes is left out, and
-the page says what that is.
+a candidate's turn, its parameters included. What does not fit into --budget-minutes is left
+out, which the page says.
 """
 
 import argparse
@@ -318,14 +318,14 @@ def page(
     by_shape: dict[str, list[Result]], block: list[Result], step: list[Result], gpus: int
 ) -> str:
     """What is written: three tables."""
-    alone = " (FSDP2 gathers nothing there.)" * (gpus == 1)
+    where = f"{gpus} GPUs" if gpus > 1 else "1 GPU, where it gathers nothing"
     made = f"Measured on {datetime.date.today().isoformat()}."
     shapes = "; ".join(f"{name}: {shape_text(layer_shapes()[name])}" for name in by_shape)
     parts = [made]
     titles = {
         "Layers": f"TFLOP/s of forward and backward, {shapes} (rows x in_features x out_features).",
         "Block": f"One block of Llama 8B, forward and backward, {TOKENS} tokens.",
-        "Step": f"Training step, two blocks with embedding and head, FSDP2 on {gpus} GPU(s).{alone}",
+        "Step": f"Training step, two blocks with embedding and head, FSDP2 on {where}.",
     }
     every_layer = [r for results in by_shape.values() for r in results]
     bodies = {

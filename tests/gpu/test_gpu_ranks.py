@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import mesh_training
 import pytest
 import torch
 import torch.distributed as dist
 from delayed_steps import amaxes
-from nets import Net, full, net_plan
-from reference import sqnr
-from threads import SERIAL, ThreadedRanks, threads_mesh
+from threads import ThreadedRanks, threads_mesh
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,7 +20,6 @@ from fp8_dist import (
     convert_to_float8_training,
     update_float8_scales,
 )
-from fp8_dist.tensor_parallel import apply_tp_plan
 
 pytestmark = pytest.mark.gpu
 
@@ -38,40 +36,9 @@ def threads() -> Iterator[dict[int, ThreadedRanks]]:
         pool.close()
 
 
-def batch(step: int) -> torch.Tensor:
-    """The same on every rank."""
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(4, 8, 64, generator=generator).to(DEVICE)
-
-
 def trained(recipe: str, dp: int, tp: int) -> list[float]:
-    """SQNR of outputs and weights in three steps on a mesh, against those on one device."""
-    mesh = threads_mesh(DEVICE, dp=dp, tp=tp)
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    with SERIAL:
-        net, twin = Net().to(DEVICE), Net().to(DEVICE)
-        convert_to_float8_training(twin, config=config)
-        gather = "auto" if dp > 1 else False
-        convert_to_float8_training(
-            net, config=replace(config, enable_fsdp_float8_all_gather=gather)
-        )
-    if tp > 1:
-        apply_tp_plan(net, mesh["tp"], net_plan(net, sequence_parallel=False))
-    if dp > 1:
-        for module in (*net.layers, net):
-            fully_shard(module, mesh=mesh["dp"])
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, twin)]
-    found = []
-    for step in range(3):
-        outputs = [model(batch(step)) for model in (net, twin)]
-        for output, optimizer, model in zip(outputs, optimizers, (net, twin), strict=True):
-            output.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            update_float8_scales(model)
-        found.append(sqnr(outputs[1], outputs[0]))
-    weights = zip(net.parameters(), twin.parameters(), strict=True)
-    return found + [sqnr(theirs, full(mine)) for mine, theirs in weights]
+    """On a rank that is a thread."""
+    return mesh_training.trained(recipe, threads_mesh(DEVICE, dp=dp, tp=tp), DEVICE)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2), (4, 1)])

@@ -19,9 +19,6 @@ from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg
 
-# Modules are initialized from one generator of random numbers, which the ranks share.
-SERIAL = threading.Lock()
-
 _meshes = threading.local()
 
 
