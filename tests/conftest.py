@@ -1,4 +1,4 @@
-"""What every test gets: a fixed seed, one thread, the pools of ranks, the `gpu` marker."""
+"""What every test gets: a fixed seed, one thread, the pools of ranks, the markers of GPUs."""
 
 import os
 from collections.abc import Iterator
@@ -19,12 +19,14 @@ from ranks import RankPools
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The only permitted skip: tests marked `gpu`, where there is none."""
-    if torch.cuda.is_available():
-        return
+    """The only permitted skips: tests marked `gpu` or `gpus(n)`, where there are too few."""
+    devices = torch.cuda.device_count()
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        several = item.get_closest_marker("gpus")
+        needed = several.args[0] if several else int(item.get_closest_marker("gpu") is not None)
+        if devices < needed:
+            reason = f"needs {needed} CUDA devices" if needed > 1 else "needs a CUDA device"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -52,11 +52,11 @@ class Layer:
 def layer_of(name: str, shape: Shape, device: str, mesh: DeviceMesh | None = None) -> Layer:
     """A candidate's layer with tensors that all candidates share; DTensors if there is a mesh."""
     m, k, n = shape
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     dtype = torch.float32 if name == FP32 else torch.bfloat16
 
     def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator).to(device, dtype)
+        return torch.randn(size, generator=generator, device=device).to(dtype)
 
     x, w, g = random(m, k), random(n, k) / math.sqrt(k), random(m, n)
     if mesh is not None:

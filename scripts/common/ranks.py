@@ -65,8 +65,10 @@ def _rank_main(
     else:
         _bind(rank, world_size)
     store = dist.FileStore(f"{folder}/store", world_size)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    options: dict[str, Any] = {"backend": "gloo"}
+    if device == "cuda":
+        options = {"backend": "nccl", "device_id": torch.device("cuda", rank)}
+    dist.init_process_group(store=store, rank=rank, world_size=world_size, **options)
     try:
         result = function(*arguments)
         dist.barrier()  # gloo may abort a rank that leaves while others still talk to it

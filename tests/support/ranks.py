@@ -63,13 +63,14 @@ class RankError(RuntimeError):
 
 @functools.cache
 def device_mesh(**axes: int) -> DeviceMesh:
-    """The CPU mesh with these axes, in this order; called on a rank.
+    """The mesh of default devices with these axes, in this order; called on a rank.
 
     Made once per pool: tests that ask for the same axes share the process groups. (Nothing
     ever destroys them: DTensor caches specs by mesh *equality*, so a spec that an earlier
     test left behind may point to the earlier mesh.)
     """
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    device = torch.get_default_device().type
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 class RankPool:

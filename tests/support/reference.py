@@ -78,6 +78,19 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if two tensors hold the same bits but for which NaN it is, wherever they are."""
+    a, b = a.detach().cpu(), b.detach().cpu()
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    a_nan, b_nan = a.float().isnan(), b.float().isnan()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.itemsize]
+    a_bits, b_bits = (
+        t.contiguous().view(kind).masked_fill(n, 0) for t, n in ((a, a_nan), (b, b_nan))
+    )
+    return torch.equal(a_nan, b_nan) and torch.equal(a_bits, b_bits)
+
+
 def same_cast(a: Float8Tensor, b: Float8Tensor) -> bool:
     """True if two float8 tensors have the same bytes and the same scale, bit for bit."""
     return same_bits(a.qdata, b.qdata) and same_bits(a.scale, b.scale)

@@ -1,0 +1,393 @@
+"""Times layers of Llama 8B and 70B, a block, and a training step on this machine's GPUs.
+
+    python -m scripts.bench.gpu --write
+
+All in one run, candidates in turns, times by CUDA events: nn.Linear in bf16, the library's recipes
+and torchao's (if it is installed), eager and compiled.
+
+- Layers: forward and backward of each linear layer's shape with 8192 rows; the weight has changed.
+  (Compiled: one shape of each model, as every shape is compiled anew.)
+- Block: forward and backward of one block of Llama 8B, one sequence of 8192 tokens.
+- Step: two such blocks with embedding and head, under FSDP2 on all GPUs; AdamW (fused).
+
+TFLOP/s count the operations of the linear layers alone, three GEMMs each. Peak memory is that of
+a candidate's turn, its parameters included. What does not fit into --budget-minutes is left
+out, which the page says.
+"""
+
+import argparse
+import datetime
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from tqdm import tqdm
+
+from scripts.bench.layers import Shape, layer_of
+from scripts.bench.timing import shape_text
+from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.common.llama import MODELS, Block, LlamaConfig, rope_tables
+from scripts.common.markdown import table
+from scripts.common.models import after_step, build, convert
+from scripts.common.options import positive
+from scripts.common.ranks import run_on_ranks
+from scripts.common.report import finish, make_parser, start
+
+Variant = tuple[str, bool]  # a candidate, and whether it is compiled
+WARM_UP = 3
+SLEEP = 4_000_000  # cycles, some 2 ms
+COMPILED_LAYER = "w1, w3"
+# Tokens of a sequence, and the shares of the time that the three parts may take.
+TOKENS = 8192
+SHARES = {"layers": 0.45, "block": 0.25, "step": 0.3}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured of a candidate.
+
+    Attributes:
+        name: of the candidate.
+        compiled: by torch.compile.
+        seconds: the median.
+        flops: of the linear layers in that time.
+        tokens: that were processed on all GPUs.
+        peak: bytes allocated at most on a GPU.
+    """
+
+    name: str
+    compiled: bool
+    seconds: float
+    flops: float
+    tokens: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """A candidate that is ready to run.
+
+    Attributes:
+        run: what is timed.
+        before: what is done before each run, outside of the time.
+        flops: of its linear layers.
+        tokens: that it processes.
+    """
+
+    run: Callable[[], object]
+    flops: float
+    tokens: int
+    before: Callable[[], object] = lambda: None
+
+
+def variants(kinds: Sequence[bool] = (False, True)) -> list[Variant]:
+    """All candidates, eager and compiled; the most wanted first, as time may run out."""
+    names = (BF16, "tensorwise", *TORCHAO[:1], *OURS[1:], *TORCHAO[1:])
+    return [(name, compiled) for compiled in kinds for name in names]
+
+
+def layer_shapes() -> dict[str, Shape]:
+    """The linear layers of the two models, without those of equal shape."""
+    shapes = {}
+    for size in ("8b", "70b"):
+        d, ffn = MODELS[size].dim, MODELS[size].ffn_dim
+        kv = MODELS[size].n_kv_heads * MODELS[size].head_dim
+        of_model = {"wq, wo": (d, d), "wk, wv": (d, kv), "w1, w3": (d, ffn), "w2": (ffn, d)}
+        shapes |= {f"{size} {layer}": (TOKENS, *features) for layer, features in of_model.items()}
+    return shapes
+
+
+def layer_work(shape: Shape, variant: Variant) -> Work:
+    """Forward and backward of one linear layer."""
+    name, compiled = variant
+    layer = layer_of(name, shape, "cuda")
+    if compiled:
+        layer.module.compile(fullgraph=True, dynamic=False)
+    m, k, n = shape
+    return Work(layer.run, 6.0 * m * k * n, m, layer.change_weight)
+
+
+def block_work(sizes: LlamaConfig, tokens: int, device: str, variant: Variant) -> Work:
+    """Forward and backward of one transformer block."""
+    name, compiled = variant
+    holder = nn.ModuleList([Block(sizes)]).to(device, torch.bfloat16)
+    convert(name, holder)
+    block = holder[0]
+    if compiled:
+        block.compile(fullgraph=True, dynamic=False)
+    cos, sin = (t[:tokens].to(device) for t in rope_tables(sizes))
+    x = torch.randn(1, tokens, sizes.dim, device=device, dtype=torch.bfloat16)
+    x.requires_grad_()
+    grad = torch.randn_like(x)
+    update = after_step(name, sharded=False)
+
+    def before() -> None:
+        x.grad = None
+        with torch.no_grad():
+            for p in block.parameters():
+                p.grad = None
+                p.add_(0.0)  # a new version: it counts as changed
+        update(block)
+
+    return Work(
+        lambda: block(x, cos, sin).backward(grad), linear_flops(holder, tokens), tokens, before
+    )
+
+
+def step_work(sizes: LlamaConfig, tokens: int, device: str, variant: Variant) -> Work:
+    """A training step of a model; FSDP2 shards it over all ranks."""
+    name, compiled = variant
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device, (ranks, 1), mesh_dim_names=("dp", "tp"))
+    model = build(name, sizes, mesh, device, shard=True, compiled=compiled)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    after = after_step(name, sharded=True)
+    batch = torch.randint(sizes.vocab_size, (2, 1, tokens), device=device)
+
+    def step() -> None:
+        after(model)
+        logits = model(batch[0])
+        F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Work(step, linear_flops(model, tokens) * ranks, tokens * ranks)
+
+
+def linear_flops(model: nn.Module, tokens: int) -> float:
+    """Of forward and backward."""
+    layers = (part for part in model.modules() if isinstance(part, nn.Linear))
+    return sum(6.0 * tokens * layer.in_features * layer.out_features for layer in layers)
+
+
+def event_seconds(work: Work) -> float:
+    """The time of one run on the GPU, which sleeps first: the host is ahead, as in training."""
+    work.before()
+    torch.cuda._sleep(SLEEP)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work.run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def measure(work: Work, repeat: int, seconds_of: Callable[[Work], float]) -> tuple[float, int]:
+    """The median of the runs after a few, and the bytes allocated at most; with all ranks."""
+    for _ in range(WARM_UP):
+        seconds_of(work)
+    readings = [seconds_of(work) for _ in range(repeat)]
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    found = (statistics.median(readings), peak)
+    if not dist.is_initialized():
+        return found
+    everyone = [found] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return max(seconds for seconds, _ in everyone), max(peak for _, peak in everyone)
+
+
+@contextmanager
+def fresh_device() -> Iterator[None]:
+    """Frees what the candidate before has left."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    yield
+
+
+def compare(
+    make: Callable[[Variant], Work],
+    candidates: Sequence[Variant],
+    deadline: float,
+    repeat: int,
+    seconds_of: Callable[[Work], float] = event_seconds,
+    description: str = "",
+) -> list[Result]:
+    """Measures candidates one after the other until the deadline; the first one always.
+
+    deadline: by ``time.monotonic``. All ranks stop where rank 0 does.
+    """
+    results: list[Result] = []
+    silent = True if dist.is_initialized() and dist.get_rank() > 0 else None
+    for variant in tqdm(
+        candidates, desc=description, unit="candidate", disable=silent, leave=False
+    ):
+        if results and _is_late(deadline):
+            break
+        with fresh_device():
+            work = make(variant)
+            seconds, peak = measure(work, repeat, seconds_of)
+            results.append(Result(*variant, seconds, work.flops, work.tokens, peak))
+            del work
+    return results
+
+
+def _is_late(deadline: float) -> bool:
+    late = [time.monotonic() > deadline]
+    if dist.is_initialized():
+        dist.broadcast_object_list(late)
+    return late[0]
+
+
+def layers_table(by_shape: dict[str, list[Result]]) -> str:
+    """A line per candidate, two columns per shape: TFLOP/s, and the speed beside bf16's."""
+    header, columns = ["candidate"], []
+    for name, results in by_shape.items():
+        header += [name, "x bf16"]
+        columns.append({(r.name, r.compiled): r for r in results})
+    lines = []
+    for variant in variants():
+        cells = [text for found in columns for text in _speed(found, variant)]
+        if any(cells):
+            lines.append([shown(*variant), *cells])
+    return table(header, lines, "lr")
+
+
+def _speed(found: dict[Variant, Result], variant: Variant) -> tuple[str, str]:
+    if variant not in found:
+        return "", ""
+    result = found[variant]
+    return f"{result.flops / result.seconds / 1e12:,.0f}", beside_bf16(found, result)
+
+
+def beside_bf16(found: dict[Variant, Result], result: Result) -> str:
+    """The speed as a multiple of that of eager bf16, of the same run."""
+    return f"{found[BF16, False].seconds / result.seconds:.2f}"
+
+
+def results_table(results: Sequence[Result]) -> str:
+    """A line per candidate of a block or of a step."""
+    header = [
+        "candidate",
+        "ms",
+        "x bf16's speed",
+        "x bf16 compiled",
+        "tokens/s",
+        "TFLOP/s",
+        "peak GB",
+    ]
+    found = {(r.name, r.compiled): r for r in results}
+    compiled = found.get((BF16, True))
+    lines = []
+    for r in results:
+        lines.append(
+            [
+                shown(r.name, r.compiled),
+                f"{1e3 * r.seconds:.2f}",
+                beside_bf16(found, r),
+                f"{compiled.seconds / r.seconds:.2f}" if compiled else "",
+                f"{r.tokens / r.seconds:,.0f}",
+                f"{r.flops / r.seconds / 1e12:,.0f}",
+                f"{r.peak / 1e9:.2f}",
+            ]
+        )
+    return table(header, lines, "lr")
+
+
+def shown(name: str, compiled: bool) -> str:
+    """A candidate's name in tables."""
+    return f"{name}, compiled" if compiled else name
+
+
+def left_out(results: Sequence[Result]) -> str:
+    """A sentence about the candidates for which there was no time; empty if there are none."""
+    measured = {(r.name, r.compiled) for r in results}
+    missing = [shown(*variant) for variant in variants() if variant not in measured]
+    return f"Left out for lack of time: {'; '.join(missing)}." if missing else ""
+
+
+def text(heading: str, body: str, results: Sequence[Result]) -> str:
+    """A part of the page."""
+    return "\n\n".join(part for part in (heading, left_out(results), body) if part)
+
+
+def page(
+    by_shape: dict[str, list[Result]], block: list[Result], step: list[Result], gpus: int
+) -> str:
+    """What is written: three tables."""
+    where = f"{gpus} GPUs" if gpus > 1 else "1 GPU, where it gathers nothing"
+    made = f"Measured on {datetime.date.today().isoformat()}."
+    shapes = "; ".join(f"{name}: {shape_text(layer_shapes()[name])}" for name in by_shape)
+    parts = [made]
+    titles = {
+        "Layers": f"TFLOP/s of forward and backward, {shapes} (rows x in_features x out_features).",
+        "Block": f"One block of Llama 8B, forward and backward, {TOKENS} tokens.",
+        "Step": f"Training step, two blocks with embedding and head, FSDP2 on {where}.",
+    }
+    every_layer = [r for results in by_shape.values() for r in results]
+    bodies = {
+        "Layers": (layers_table(by_shape), every_layer),
+        "Block": (results_table(block), block),
+        "Step": (results_table(step), step),
+    }
+    parts += [text(f"**{key}.** {titles[key]}", *bodies[key]) for key in bodies]
+    return "\n\n".join(parts)
+
+
+def measured_step(sizes: LlamaConfig, tokens: int, minutes: float, repeat: int) -> list[Any]:
+    """The steps of all candidates, as tuples; called on every rank.
+
+    (What ranks return must not have types of the main module, whose name differs for them.)
+    """
+    make = partial(step_work, sizes, tokens, "cuda")
+    deadline = time.monotonic() + 60 * minutes
+    results = compare(make, variants(), deadline, repeat, description="step")
+    return [astuple(result) for result in results]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = make_parser("scripts.bench.gpu", __doc__, "gpu.md", repeat=10)
+    budget = "for all parts together, beside what compiles when they end; %(default)s"
+    parser.add_argument("--budget-minutes", type=float, default=7.0, metavar="MINUTES", help=budget)
+    parser.add_argument("--gpus", type=positive, help="of the training step; default: all")
+    args = start(parser, argv)
+    if args.device != "cuda" or not torch.cuda.is_available():
+        parser.error(
+            "there is no CUDA device that this torch can use "
+            f"(torch {torch.__version__}, torch.version.cuda {torch.version.cuda}); what can be "
+            "derived without one is printed by python -m scripts.bench.gpu_counts"
+        )
+    minutes = {part: share * args.budget_minutes for part, share in SHARES.items()}
+    by_shape = _layers(args, minutes["layers"])
+    make = partial(block_work, MODELS["8b"], TOKENS, "cuda")
+    deadline = time.monotonic() + 60 * minutes["block"]
+    block = compare(make, variants(), deadline, args.repeat, description="block")
+    torch.cuda.empty_cache()
+    gpus = args.gpus or torch.cuda.device_count()
+    sizes = replace(MODELS["8b"], n_layers=2)
+    task = (measured_step, sizes, TOKENS, minutes["step"], args.repeat)
+    step = [Result(*each) for each in run_on_ranks(gpus, *task, device="cuda")[0]]
+    body = page(by_shape, block, step, gpus)
+    return finish(args, {"gpu measured": body}, data=[by_shape, block, step])
+
+
+def _layers(args: argparse.Namespace, minutes: float) -> dict[str, list[Result]]:
+    """All layers; each shape may take its part of the time that is left."""
+    end = time.monotonic() + 60 * minutes
+    shapes = layer_shapes()
+    found: dict[str, list[Result]] = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        now = time.monotonic()
+        deadline = now + max(0.0, end - now) / (len(shapes) - i)
+        make = partial(layer_work, shape)
+        candidates = variants() if COMPILED_LAYER in name else variants([False])
+        found[name] = compare(make, candidates, deadline, args.repeat, description=name)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""On a GPU: casts against the CPU's, and the kernels' two ways to round against each other."""
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from reference import same_values
+
+from fp8_dist import CastConfig, ScalingGranularity, cast_to_float8
+from fp8_dist.kernels.cuda.triton.launch import BIAS
+from fp8_dist.kernels.cuda.triton.rounding import from_float8, saturated, to_float8
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
+
+DEVICE = "cuda"
+TARGETS = [torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# The number of fp32 patterns whose rounding is compared: one in 61 of all.
+PATTERNS, STEP = 2**32 // 61, 61
+BLOCK = 8192
+SOFT = (True, False)  # by integers, and by the instruction of the device
+
+
+def values(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A matrix on the CPU with values over many magnitudes, and special ones."""
+    x = (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(dtype)
+    info = torch.finfo(dtype)
+    if kind == "zeros":
+        x[1] = -0.0
+        x[:, 2] = 0.0
+        x[3:6] = 0.0
+    elif kind == "all zeros":
+        x = torch.zeros(shape, dtype=dtype)
+    elif kind == "nan":
+        x[2, 5] = math.nan
+        x[3, 0] = -math.nan
+    elif kind == "inf":
+        x[2, 5] = math.inf
+        x[3, 0] = -math.inf
+    elif kind == "subnormal":
+        x = (torch.randn(shape) * info.smallest_normal / 4).to(dtype)
+        x[0] = 0.0
+    elif kind == "largest":
+        x[4, 4] = info.max
+        x[5, 5] = info.smallest_normal
+    return x
+
+
+KINDS = ["ordinary", "zeros", "all zeros", "nan", "inf", "subnormal", "largest"]
+
+
+def check(x: torch.Tensor, target: torch.dtype, dim: int | None, power_of_2: bool) -> None:
+    """One cast on both devices; ``x`` is on the CPU."""
+    granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
+    config = CastConfig(target_dtype=target, scaling_granularity=granularity)
+    options = {"dim": dim, "round_scales_to_power_of_2": power_of_2}
+    on_cpu = cast_to_float8(x, config, **options)
+    strides = x.stride()
+    on_gpu = cast_to_float8(torch.empty_like(x, device=DEVICE).copy_(x), config, **options)
+    assert x.stride() == strides
+    assert on_gpu.qdata.device.type == DEVICE
+    assert same_values(on_gpu.scale, on_cpu.scale)
+    assert same_values(on_gpu.qdata, on_cpu.qdata)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("dim", [None, -1, 0])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_casts_equal_those_of_the_cpu(
+    dtype: torch.dtype, target: torch.dtype, dim: int | None, power_of_2: bool, kind: str
+) -> None:
+    check(values(kind, dtype, (65, 96)), target, dim, power_of_2)
+
+
+@pytest.mark.parametrize("dim", [None, -1, 0])
+@pytest.mark.parametrize("shape", [(1, 1), (0, 16), (16, 0), (7, 1023), (1025, 2050), (2048, 4096)])
+def test_casts_of_any_shape(shape: tuple[int, int], dim: int | None) -> None:
+    x = torch.randn(shape).bfloat16()
+    check(x, TARGETS[0], dim, True)
+    check(x.t(), TARGETS[1], dim, False)
+
+
+@triton.jit
+def _encode(x, out, size, BIAS: tl.constexpr, SOFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = saturated(tl.load(x + n, mask=n < size), BIAS)
+    tl.store(out + n, to_float8(v, BIAS, SOFT), mask=n < size)
+
+
+@triton.jit
+def _decode(codes, out, BIAS: tl.constexpr, SOFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    n = tl.arange(0, 256)
+    tl.store(out + n, from_float8(tl.load(codes + n), BIAS, SOFT))
+
+
+def assert_one_rounding(x: torch.Tensor, target: torch.dtype) -> None:
+    """By integers, by the instruction, and by torch: the same codes but for those of NaN."""
+    codes = []
+    for soft in SOFT:
+        out = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)
+        _encode[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), BIAS[target], soft, BLOCK)
+        codes.append(out)
+    limit = torch.finfo(target).max
+    codes.append(x.clamp(-limit, limit).to(target).view(torch.uint8))
+    nan = x.isnan()
+    for found in codes:
+        assert torch.equal(found.view(target).float().isnan(), nan)
+    soft, hard, torchs = (found.masked_fill_(nan, 0) for found in codes)
+    assert torch.equal(soft, torchs)
+    assert torch.equal(hard, torchs)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_bf16_number_is_rounded_alike(target: torch.dtype) -> None:
+    bits = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16)
+    x = bits.view(torch.bfloat16).float()
+    for power in range(-20, 21, 4):
+        assert_one_rounding(x * 2.0**power, target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_fp32_numbers_are_rounded_alike(target: torch.dtype) -> None:
+    patterns = torch.arange(PATTERNS, device=DEVICE) * STEP - 2**31
+    assert_one_rounding(patterns.to(torch.int32).view(torch.float32), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_code_is_decoded_alike(target: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    for soft in SOFT:
+        out = torch.empty(256, device=DEVICE)
+        _decode[(1,)](codes, out, BIAS[target], soft)
+        assert same_values(out, codes.view(target).float())

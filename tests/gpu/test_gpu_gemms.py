@@ -1,0 +1,98 @@
+"""On a GPU: the float8 GEMMs of the device against their emulation in fp32."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from reference import sqnr
+
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    cast_to_float8,
+)
+from fp8_dist.linear.recording import GemmRecord, record_gemms
+from fp8_dist.tensor import Float8Tensor, scaled_mm
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+OUT_DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+# Rounding to bf16 alone leaves 55 dB or so; fast accumulation keeps 14 bits of a sum.
+LEAST_DB = 45
+
+
+def gemms_of_a_step(recipe: str, m: int, k: int, n: int) -> list[GemmRecord]:
+    """The float8 GEMMs of a forward and backward, as they were called."""
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
+    layer = Float8Linear(k, n, bias=False, device=DEVICE, dtype=torch.bfloat16, config=config)
+    x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    with record_gemms() as records:
+        layer(x).backward(torch.randn(m, n, device=DEVICE, dtype=torch.bfloat16))
+    return records
+
+
+def check(a: Float8Tensor, b: Float8Tensor, out_dtype: torch.dtype, fast: bool) -> None:
+    options = {"out_dtype": out_dtype, "pad_inner_dim": True}
+    native = scaled_mm(a, b, use_fast_accum=fast, **options)
+    emulated = scaled_mm(a, b, emulate=True, **options)
+    assert native.dtype is out_dtype
+    assert native.shape == emulated.shape == (a.shape[0], b.shape[1])
+    assert native.is_contiguous()
+    assert sqnr(emulated, native) > LEAST_DB, (a.shape, b.shape, a.scale.shape, b.scale.shape)
+
+
+@pytest.mark.parametrize("shape", [(64, 128, 96), (33, 128, 96), (1, 64, 48), (7, 20, 33)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_gemms_of_every_recipe(recipe: str, shape: tuple[int, int, int]) -> None:
+    records = gemms_of_a_step(recipe, *shape)
+    assert len(records) == (2 if recipe == "rowwise_with_gw_hp" else 3)
+    for record, dtype, fast in itertools.product(records, OUT_DTYPES, (False, True)):
+        check(record.a, record.b, dtype, fast)
+
+
+@pytest.mark.parametrize("shape", [(0, 64, 48), (64, 64, 0)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_empty_gemms(recipe: str, shape: tuple[int, int, int]) -> None:
+    for record in gemms_of_a_step(recipe, *shape):
+        out = scaled_mm(record.a, record.b, out_dtype=torch.bfloat16)
+        assert not out.any()
+
+
+def laid_out(x: Float8Tensor, layout: str) -> Float8Tensor:
+    """A matrix with the same values, row-major, column-major, or with gaps between its rows."""
+    data = x.qdata.view(torch.uint8)
+    if layout == "columns":
+        data = data.t().contiguous().t()
+    elif layout == "gaps":
+        wide = data.new_zeros(data.shape[0], data.shape[1] + 16)
+        data = wide[:, : data.shape[1]].copy_(data)
+    else:
+        data = data.contiguous()
+    return x.rewrap(qdata=data.view(x.qdata.dtype))
+
+
+@pytest.mark.parametrize("scales", ["tensor", "rows"])
+@pytest.mark.parametrize("of_b", ["rows", "columns", "gaps"])
+@pytest.mark.parametrize("of_a", ["rows", "columns", "gaps"])
+def test_operands_of_any_layout(of_a: str, of_b: str, scales: str) -> None:
+    rows = scales == "rows"
+    kind = ScalingGranularity.AXISWISE if rows else ScalingGranularity.TENSORWISE
+    config, dim = CastConfig(scaling_granularity=kind), -1 if rows else None
+    a = cast_to_float8(torch.randn(33, 64, device=DEVICE), config, dim=dim)
+    b = cast_to_float8(torch.randn(48, 64, device=DEVICE), config, dim=dim).t()
+    expected = scaled_mm(a, b, out_dtype=torch.bfloat16)
+    found = scaled_mm(laid_out(a, of_a), laid_out(b, of_b), out_dtype=torch.bfloat16)
+    assert torch.equal(found, expected)
+    check(a, b, torch.bfloat16, False)
+
+
+@pytest.mark.parametrize("shape", [(512, 4096, 1024), (512, 14336, 256)])
+def test_long_sums(shape: tuple[int, int, int]) -> None:
+    for record in gemms_of_a_step("tensorwise", *shape):
+        check(record.a, record.b, torch.bfloat16, False)

@@ -1,0 +1,130 @@
+"""On one GPU: FSDP2 and FSDP2 x TP between ranks that are threads, and FSDP2's streams alone."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import mesh_training
+import pytest
+import torch
+import torch.distributed as dist
+from delayed_steps import amaxes
+from threads import ThreadedRanks, threads_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fp8_dist import (
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    convert_to_float8_training,
+    update_float8_scales,
+)
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+SLEEP = 2_000_000  # cycles of the GPU, about a millisecond
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[dict[int, ThreadedRanks]]:
+    pools = {size: ThreadedRanks(size) for size in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def trained(recipe: str, dp: int, tp: int) -> list[float]:
+    """On a rank that is a thread."""
+    return mesh_training.trained(recipe, threads_mesh(DEVICE, dp=dp, tp=tp), DEVICE)
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_on_a_mesh(
+    threads: dict[int, ThreadedRanks], recipe: str, dp: int, tp: int
+) -> None:
+    # A tensor-parallel sum has another order: an element may be rounded to its neighbour.
+    least = 80 if tp == 1 else 40
+    for found in threads[dp * tp].run(trained, recipe, dp, tp):
+        assert min(found) > least, found
+
+
+class _Slow(nn.Module):
+    """Linear layers in whose forward and backward the compute stream falls behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(256, 512, bias=False)
+        self.down = nn.Linear(512, 256, bias=False)
+        self.cycles = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(_Wait.apply(x, self.cycles))
+        return x + self.down(_Wait.apply(torch.relu(hidden), self.cycles))
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cycles):  # type: ignore[no-untyped-def]
+        ctx.cycles = cycles
+        _wait(cycles)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        _wait(ctx.cycles)
+        return grad.clone(), None
+
+
+def _wait(cycles: int) -> None:
+    if cycles:
+        torch.cuda._sleep(cycles)
+    elif DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def histories_of_steps(cycles: int, event: bool) -> dict[str, list[float]]:
+    """The amax histories after five steps under FSDP2; without cycles, everything is waited for.
+
+    The rank is one of two, the other one is not there: gathers find this rank's shard twice.
+    Gradients are not used, the weights change by a rule of their own.
+    """
+    mesh = init_device_mesh(DEVICE, (2,))
+    torch.manual_seed(0)
+    net = nn.Sequential(*(_Slow() for _ in range(4))).to(DEVICE)
+    for block in net:
+        block.cycles = cycles
+    delayed = Float8LinearConfig.from_recipe_name("delayed")
+    config = replace(delayed, enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(net, config=config)
+    for module in (*net, net):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    for step in range(5):
+        for micro_batch in range(2):
+            generator = torch.Generator().manual_seed(10 * step + micro_batch)
+            net(torch.randn(256, 256, generator=generator).to(DEVICE)).sum().backward()
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.to_local().mul_(1.25)
+                weight.grad = None
+        if event:
+            net.set_post_optim_event(torch.cuda.current_stream().record_event())
+        update_float8_scales(net)
+        _wait(cycles)
+    return amaxes(net)
+
+
+@pytest.mark.parametrize("event", [False, True])
+def test_delayed_histories_where_the_compute_stream_is_slow(event: bool) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        expected = histories_of_steps(0, event)
+        assert len(expected) == 24
+        of_weights = [h for name, h in expected.items() if name.endswith("weight")]
+        assert all(len(set(history)) > 3 for history in of_weights)
+        assert histories_of_steps(SLEEP, event) == expected
+    finally:
+        dist.destroy_process_group()

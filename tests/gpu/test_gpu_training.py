@@ -1,0 +1,177 @@
+"""On a GPU: training steps of every recipe, eager and compiled, against the CPU and each other."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import checkpointed
+import pytest
+import torch
+from nets import Net
+from reference import sqnr
+from torch import nn
+
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    convert_to_float8_training,
+    update_float8_scales,
+)
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+# Below that of rounding to bf16, above that of a wrong operand.
+LEAST_DB = 40
+
+
+def layers(recipe: str, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    """Two layers on the GPU; between them a function that is exact."""
+    model = nn.Sequential(
+        nn.Linear(64, 96, bias=False), nn.ReLU(), nn.Linear(96, 64, bias=False)
+    ).to(DEVICE, dtype)
+    return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
+def batch(step: int, device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(32, 64, generator=generator).to(device, dtype)
+
+
+def trained(
+    model: nn.Module,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    device: str,
+    lr: float = 0.5,
+) -> list[torch.Tensor]:
+    """Outputs and gradients of each step, then the weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    seen = []
+    for step in range(4):
+        x = batch(step, device).requires_grad_()
+        torch.compiler.cudagraph_mark_step_begin()
+        output = forward(x)
+        output.backward(batch(100 + step, device))
+        found = [output, x.grad, *(p.grad for p in model.parameters())]
+        seen += [each.detach().clone().cpu() for each in found]
+        optimizer.step()
+        optimizer.zero_grad()
+        update_float8_scales(model)
+    return seen + [p.detach().cpu() for p in model.parameters()]
+
+
+def assert_close(
+    found: list[torch.Tensor], expected: list[torch.Tensor], least: float = LEAST_DB
+) -> None:
+    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert mine.dtype is theirs.dtype
+        assert sqnr(theirs, mine) > least, i
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_computes_what_it_does_on_a_cpu(recipe: str, dtype: torch.dtype) -> None:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    on_cpu = Float8Linear(64, 48, dtype=dtype, config=config)
+    on_gpu = copy.deepcopy(on_cpu).to(DEVICE)
+    results = []
+    for layer, device in ((on_cpu, "cpu"), (on_gpu, DEVICE)):
+        x = batch(0, device, dtype).requires_grad_()
+        output = layer(x)
+        output.backward(batch(1, device, dtype)[:, :48])
+        results.append(
+            [t.detach().cpu() for t in (output, x.grad, *(p.grad for p in layer.parameters()))]
+        )
+    assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_that_are_not_aligned(recipe: str) -> None:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    for rows in (0, 1, 33):
+        layer = Float8Linear(64, 48, device=DEVICE, dtype=torch.bfloat16, config=config)
+        x = torch.randn(rows, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        layer(x).sum().backward()
+        assert x.grad.shape == x.shape
+        assert x.grad.isfinite().all()
+        assert layer.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_steps_are_eager_steps(recipe: str, mode: str) -> None:
+    torch._dynamo.reset()
+    eager = layers(recipe)
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, mode=mode, fullgraph=True, dynamic=False)
+    expected = trained(eager, eager, DEVICE)
+    first = expected[0]
+    # The weights must change by more than what separates the two.
+    assert sqnr(first, layers(recipe)(batch(0, DEVICE)).cpu()) < LEAST_DB
+    assert_close(trained(model, compiled, DEVICE), expected, 30)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointing(recipe: str, mode: str) -> None:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    net = convert_to_float8_training(Net().to(DEVICE, torch.bfloat16), config=config)
+    twin = copy.deepcopy(net)
+
+    def forward(model: Net, mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: checkpointed.forward(model, x[None], mode)[0]
+
+    expected = trained(twin, forward(twin, "none"), DEVICE, lr=1e-3)
+    assert_close(trained(net, forward(net, mode), DEVICE, lr=1e-3), expected, 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_autocast(recipe: str, compiled: bool, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    on_cpu = Float8Linear(64, 48, config=config)
+    on_gpu = copy.deepcopy(on_cpu).to(DEVICE)
+    results = []
+    for layer, device in ((on_cpu, "cpu"), (on_gpu, DEVICE)):
+        x = batch(0, device, torch.float32).requires_grad_()
+        run = torch.compile(layer, fullgraph=True) if compiled and layer is on_gpu else layer
+        with torch.autocast(device, dtype):
+            output = run(x)
+        assert output.dtype is dtype
+        output.backward(batch(1, device, dtype)[:, :48])
+        results.append(
+            [t.detach().cpu() for t in (output, x.grad, *(p.grad for p in layer.parameters()))]
+        )
+    assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_does_not_wait_for_the_device(recipe: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    model = layers(recipe)
+    run = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = batch(0, DEVICE)
+    for step in range(4):
+        # Kernels are compiled, and histories and optimizer states made, in the first two.
+        with _no_waiting() if step > 1 else nullcontext():
+            for _ in range(2):
+                run(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            update_float8_scales(model)
+
+
+class _no_waiting:
+    """What makes the host wait for the device raises."""
+
+    def __enter__(self) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, *exception: object) -> None:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,112 @@
+"""On several GPUs, one for each rank, with NCCL alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mesh_training
+import pytest
+import torch
+from ranks import device_mesh
+from test_mesh_grid import MESHES, REFUSED, SHAPES, verdicts
+
+from fp8_dist import Float8LinearRecipeName
+from scripts.common.ranks import run_on_ranks
+
+DEVICE = "cuda"
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+
+
+def on_gpus(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The results of a function on ranks whose tensors are on GPUs unless it says otherwise."""
+    return run_on_ranks(
+        world_size, _with_default_device, DEVICE, function, arguments, device=DEVICE
+    )
+
+
+def _with_default_device(device: str, function: Callable[..., Any], arguments: Any) -> Any:
+    torch.set_default_device(device)
+    return function(*arguments)
+
+
+def grid(mesh: str) -> dict[tuple[str, bool], dict[str, list[bool]]]:
+    """The verdicts of the mesh grid on a mesh, for all shapes."""
+    axes, style, dim = MESHES[mesh]
+    return {
+        (shape, precompute): verdicts(axes, style, dim, SHAPES[shape], precompute)
+        for shape in SHAPES
+        for precompute in (False, True)
+        if (mesh, shape) not in REFUSED
+    }
+
+
+MESHES_OF_GPUS = [
+    pytest.param(mesh, marks=pytest.mark.gpus(torch.Size(axes).numel()))
+    for mesh, (axes, _, _) in MESHES.items()
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES_OF_GPUS)
+def test_operands(mesh: str) -> None:
+    size = torch.Size(MESHES[mesh][0]).numel()
+    for found in on_gpus(size, grid, mesh):
+        assert found
+        wrong = [
+            (case, recipe)
+            for case, of_recipe in found.items()
+            for recipe, same in of_recipe.items()
+            if not (same and all(same))
+        ]
+        assert not wrong
+
+
+def trained(
+    axes: dict[str, int], data: tuple[str, ...], hidden: int, offload: bool, device: str
+) -> dict[str, list[float]]:
+    """`mesh_training.trained` for all recipes."""
+    mesh = device_mesh(**axes)
+    options = {"data": data, "hidden": hidden, "offload": offload}
+    return {r: mesh_training.trained(r, mesh, device, **options) for r in RECIPES}
+
+
+def check(
+    axes: dict[str, int],
+    data: tuple[str, ...] = ("dp",),
+    hidden: int = 96,
+    offload: bool = False,
+) -> None:
+    """Training on the mesh is training on one device."""
+    size = torch.Size(axes.values()).numel()
+    # A sum of several ranks has another order: an element may be rounded to its neighbour.
+    for by_recipe in on_gpus(size, trained, axes, data, hidden, offload, DEVICE):
+        for recipe, found in by_recipe.items():
+            assert min(found) > 40, (recipe, found)
+
+
+@pytest.mark.gpus(2)
+def test_fsdp() -> None:
+    check({"dp": 2, "tp": 1})
+
+
+@pytest.mark.gpus(2)
+def test_uneven_shards() -> None:
+    check({"dp": 2, "tp": 1}, hidden=97)
+
+
+@pytest.mark.gpus(2)
+def test_cpu_offload() -> None:
+    check({"dp": 2, "tp": 1}, offload=True)
+
+
+@pytest.mark.gpus(4)
+def test_hybrid_sharding() -> None:
+    check({"replicate": 2, "shard": 2, "tp": 1}, data=("replicate", "shard"))
+
+
+@pytest.mark.gpus(8)
+def test_hybrid_sharding_and_tensor_parallelism() -> None:
+    check({"replicate": 2, "shard": 2, "tp": 2}, data=("replicate", "shard"))
+
+
+@pytest.mark.gpus(8)
+def test_uneven_shards_of_eight() -> None:
+    check({"dp": 8, "tp": 1}, hidden=97)

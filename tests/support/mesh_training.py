@@ -1,0 +1,73 @@
+"""Training on a mesh, of any device, beside the same training on one device."""
+
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from nets import Net, full, net_plan
+from reference import sqnr
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, update_float8_scales
+from fp8_dist.tensor_parallel import apply_tp_plan
+
+# Where ranks are threads: modules are initialized from one generator, which they share.
+_SERIAL = threading.Lock()
+
+
+def trained(
+    recipe: str,
+    mesh: DeviceMesh,
+    device: str,
+    *,
+    data: tuple[str, ...] = ("dp",),
+    hidden: int = 96,
+    offload: bool = False,
+) -> list[float]:
+    """SQNR of outputs and weights in three steps, against those on one device.
+
+    Every rank has the same batches.
+
+    Args:
+        recipe: of the layers.
+        mesh: its axis "tp" is tensor-parallel, without sequence parallelism.
+        device: of the model.
+        data: the axes over which FSDP2 shards (the last one) and replicates (those before).
+        hidden: the size of the layers; shards may be uneven.
+        offload: parameters are on the CPU.
+    """
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
+    sharded = mesh[data].size() > 1 or offload
+    with _SERIAL, torch.device("cpu") if offload else nullcontext():
+        net, twin = Net(hidden=hidden), Net(hidden=hidden)
+    twin.to(device)
+    if not offload:
+        net.to(device)
+    convert_to_float8_training(twin, config=config)
+    gather = "auto" if sharded else False
+    convert_to_float8_training(net, config=replace(config, enable_fsdp_float8_all_gather=gather))
+    if mesh["tp"].size() > 1:
+        apply_tp_plan(net, mesh["tp"], net_plan(net, sequence_parallel=False))
+    if sharded:
+        options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+        for module in (*net.layers, net):
+            fully_shard(module, mesh=mesh[data], **options)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, twin)]
+    found = []
+    for step in range(3):
+        generator = torch.Generator("cpu").manual_seed(step)
+        x = torch.randn(4, 8, 64, generator=generator, device="cpu").to(device)
+        outputs = [model(x) for model in (net, twin)]
+        for output, optimizer, model in zip(outputs, optimizers, (net, twin), strict=True):
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            update_float8_scales(model)
+        found.append(sqnr(outputs[1], outputs[0]))
+    if offload:  # (its group moves tensors of GPUs alone)
+        net.to(device)
+    weights = zip(net.parameters(), twin.parameters(), strict=True)
+    return found + [sqnr(theirs, full(mine)) for mine, theirs in weights]
