@@ -145,7 +145,7 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
 
 def note_scales_made(layers: Iterable[Float8Linear]) -> None:
     """Let later gathers of these weights wait for the scales that were made on this stream."""
-    weights = [layer.float8_weight for layer in layers if layer.float8_weight.shard().is_cuda]
+    weights = [layer.float8_weight for layer in layers if _device_of(layer).type == "cuda"]
     if weights:
         event = torch.cuda.current_stream().record_event()
         for weight in weights:
@@ -207,6 +207,13 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
         )
 
 
+def _device_of(layer: Float8Linear) -> torch.device:
+    """Where the scales of a weight are used: with CPU offload not where its shard is."""
+    shard, layout = layer.float8_weight.shard(), Layout.of(layer.weight)
+    offloaded = layout is not None and layout.mesh.device_type != shard.device.type
+    return torch.device(layout.mesh.device_type) if layout and offloaded else shard.device
+
+
 def _local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity], _Amaxes]:
     """By the weight, which layers may share, and the granularity."""
     wanted = {
@@ -220,11 +227,12 @@ def _local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity
         whole = [key for key in wanted if key[1] is TENSOR and shards[key].device == device]
         if whole:
             first, *others = (shards[key] for key in whole)
-            local |= zip(whole, amax_of_each(first, others).unbind(), strict=True)
+            values = amax_of_each(first, others).to(_device_of(wanted[whole[0]]))
+            local |= zip(whole, values.unbind(), strict=True)
     found = {}
     for key, layer in wanted.items():
         value = local[key] if key in local else local_amax(shards[key], key[1])
-        found[key] = _with_position(layer, value, key[1])
+        found[key] = _with_position(layer, value.to(_device_of(layer)), key[1])
     return found
 
 
