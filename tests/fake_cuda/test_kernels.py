@@ -31,16 +31,16 @@ def test_a_step_of_one_layer(fake_cuda: FakeCudaProcess) -> None:
         """\
 bf16                           3 kernels 3 GEMMs 0 transposing copies   0.00 GB
 bf16, weight cached            3 kernels 3 GEMMs 0 transposing copies   0.00 GB
-tensorwise                    48 kernels 3 GEMMs 3 transposing copies   4.82 GB
-tensorwise, weight cached     34 kernels 3 GEMMs 3 transposing copies   3.59 GB
-rowwise                      102 kernels 3 GEMMs 3 transposing copies  10.91 GB
-rowwise, weight cached        70 kernels 3 GEMMs 3 transposing copies   7.97 GB
-rowwise_with_gw_hp            70 kernels 3 GEMMs 1 transposing copies   6.60 GB
-rowwise_with_gw_hp, weight cached  37 kernels 3 GEMMs 1 transposing copies   3.89 GB
-rowwise_folded                92 kernels 3 GEMMs 3 transposing copies  17.53 GB
-rowwise_folded, weight cached  76 kernels 3 GEMMs 3 transposing copies  16.06 GB
-delayed                       45 kernels 3 GEMMs 3 transposing copies   6.50 GB
-delayed, weight cached        32 kernels 3 GEMMs 3 transposing copies   4.80 GB""",
+tensorwise                     9 kernels 3 GEMMs 0 transposing copies   1.26 GB
+tensorwise, weight cached      7 kernels 3 GEMMs 0 transposing copies   0.91 GB
+rowwise                       12 kernels 3 GEMMs 0 transposing copies   1.26 GB
+rowwise, weight cached         9 kernels 3 GEMMs 0 transposing copies   0.91 GB
+rowwise_with_gw_hp            10 kernels 3 GEMMs 0 transposing copies   0.92 GB
+rowwise_with_gw_hp, weight cached   6 kernels 3 GEMMs 0 transposing copies   0.45 GB
+rowwise_folded                12 kernels 3 GEMMs 0 transposing copies   1.07 GB
+rowwise_folded, weight cached  11 kernels 3 GEMMs 0 transposing copies   0.84 GB
+delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
+delayed, weight cached         7 kernels 3 GEMMs 0 transposing copies   0.60 GB""",
     )
 
 
@@ -54,11 +54,11 @@ def test_a_compiled_step_of_one_layer(fake_cuda: FakeCudaProcess) -> None:
         "\n".join(rows),
         """\
 bf16                           3 kernels 3 GEMMs 0 transposing copies   0.00 GB
-tensorwise                    51 kernels 3 GEMMs 3 transposing copies   5.29 GB
-rowwise                      108 kernels 3 GEMMs 3 transposing copies  11.85 GB
-rowwise_with_gw_hp            76 kernels 3 GEMMs 1 transposing copies   7.54 GB
-rowwise_folded                87 kernels 3 GEMMs 3 transposing copies  14.71 GB
-delayed                       52 kernels 3 GEMMs 3 transposing copies   6.50 GB
+tensorwise                    14 kernels 3 GEMMs 0 transposing copies   1.26 GB
+rowwise                       20 kernels 3 GEMMs 0 transposing copies   1.49 GB
+rowwise_with_gw_hp            17 kernels 3 GEMMs 0 transposing copies   1.04 GB
+rowwise_folded                15 kernels 3 GEMMs 0 transposing copies   1.19 GB
+delayed                       30 kernels 3 GEMMs 0 transposing copies   1.26 GB
 torchao tensorwise            13 kernels 3 GEMMs 0 transposing copies   1.38 GB
 torchao rowwise               15 kernels 3 GEMMs 0 transposing copies   1.75 GB
 torchao rowwise_with_gw_hp    11 kernels 3 GEMMs 0 transposing copies   1.06 GB""",
@@ -79,8 +79,8 @@ def test_blocks_under_fsdp(fake_cuda: FakeCudaProcess) -> None:
         "\n".join(rows),
         """\
 bf16                          149 kernels
-tensorwise                    537 kernels
-delayed                       705 kernels
-tensorwise, update of 14 weights   64 kernels
-delayed, update of 14 weights   38 kernels""",
+tensorwise                    217 kernels
+delayed                       257 kernels
+tensorwise, update of 14 weights    5 kernels
+delayed, update of 14 weights   28 kernels""",
     )
