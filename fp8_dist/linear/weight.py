@@ -127,7 +127,8 @@ class Float8Weight:
             with torch.no_grad():
                 float8 = copies_by(shard, copies, self._scalings(shard, source))
         else:
-            float8 = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD)
+            record = torch.is_grad_enabled()
+            float8 = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD, record)
         if "weight" in self._histories:
             scale = self._recorded(next(iter(float8.values())).scale)
             float8 = {copy: q._replace(scale=scale) for copy, q in float8.items()}
@@ -170,11 +171,16 @@ class Float8Weight:
         shard: torch.Tensor,
         copies: tuple[CopySpec, ...],
         source: ScaleState,
+        record: bool = False,
     ) -> Copies:
-        """Copies of a parameter's shard, outside of graphs; kept where they may be."""
+        """Copies of a parameter's shard, outside of graphs; kept where they may be.
+
+        ``record``: they belong to a training step, so a delayed scale records the amax. (What FSDP2
+        gathers without gradients is recorded by the forward.)
+        """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # autograd can't save inference tensors
-                return self._casts(parameter, shard, copies, source)
+                return self._casts(parameter, shard, copies, source, record)
         cache, shard = self.cache, shard.detach()
         fresh, queried = cache.is_fresh(parameter), is_selectively_checkpointed()
         float8 = cache.float8 if fresh else None
@@ -189,8 +195,6 @@ class Float8Weight:
             # Known scalings may be stale unnoticed: the values may exceed their amax.
             float8 = copies_by(shard, copies, self._scalings(shard, source))
         elif copies[0].cast.delayed:
-            # (What FSDP2 gathers without gradients is recorded by the forward: _recorded.)
-            record = source is ScaleState.FROM_FORWARD and torch.is_grad_enabled()
             tensor, history = with_local(parameter, shard), self._histories["weight"]
             scaling, float8 = history.copies_of(tensor, copies, record)
             self._note(parameter, {copies[0].cast: scaling}, source)

@@ -372,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     task = (measured_step, sizes, TOKENS, minutes["step"], args.repeat)
     step = [Result(*each) for each in run_on_ranks(gpus, *task, device="cuda")[0]]
     body = page(by_shape, block, step, gpus)
-    return finish(args, {"gpu measured": body}, data=[by_shape, block, step])
+    return finish(args, {"gpu measured": body})
 
 
 def _layers(args: argparse.Namespace, minutes: float) -> dict[str, list[Result]]:

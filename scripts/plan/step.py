@@ -117,9 +117,10 @@ def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
         after_step(plan.variant, sharded=True)(model)
     with phase("forward"):
         saved = saved_bytes(forward, {}, (*model.parameters(), *model.buffers()))
-    kept = [layer.float8_weight.cache.float8 or () for layer in float8_layers(model).values()]
-    shards = bytes_of(part for casts in kept for cast in casts for part in (cast.qdata, cast.scale))
-    del kept
+    kept = [layer.float8_weight.cache.float8 or {} for layer in float8_layers(model).values()]
+    copies = [copy for each in kept for copy in each.values()]
+    shards = bytes_of(part for copy in copies for part in (copy.qdata, copy.scale))
+    del kept, copies
     with phase("backward"):
         losses.pop().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
