@@ -1,5 +1,6 @@
 """Casts to float8, differentiable and DTensor-aware."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -254,7 +255,8 @@ def copies_by(
         data = []
         for cast, transposed_ in copies:
             qdata = quantize_local(x, scalings[cast], cast, fits=fits).qdata
-            data.append(transposed_copy(qdata.view(-1, x.shape[-1])) if transposed_ else qdata)
+            matrix = qdata.view(math.prod(x.shape[:-1]), x.shape[-1])
+            data.append(transposed_copy(matrix) if transposed_ else qdata)
     return as_copies(x, copies, data, scalings)
 
 

@@ -6,7 +6,8 @@
     checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
 
 (both from ``torch.utils.checkpoint``). What is recomputed then is elementwise: norms, activations,
-and the casts, with the scales of the forward.
+and the casts, with the scales of the forward. (On a GPU a cast by rows finds its amaxes again, in
+the same pass.)
 """
 
 from typing import Any

@@ -9,7 +9,7 @@ rows (and columns) stand at their global positions: the scales of all become kno
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -304,13 +304,14 @@ def _scalings(
 ) -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
     """For each layer its scaling by cast, and the scales of the global weight where needed."""
     # By what the formula depends on: all scales of a kind are computed at once.
-    wanted: dict[tuple[torch.dtype, bool], list[tuple[Float8Linear, CastSpec]]] = {}
+    wanted: dict[tuple[Any, ...], list[tuple[Float8Linear, CastSpec]]] = {}
     for layer in weights:
         for cast in layer.config.casts("weight"):
-            kind = (cast.dtype, layer.config.round_scales_to_power_of_2)
+            device = reduced[weights[layer], cast.granularity][0].local.device
+            kind = (cast.dtype, layer.config.round_scales_to_power_of_2, device)
             wanted.setdefault(kind, []).append((layer, cast))
     scalings: dict[tuple[Float8Linear, CastSpec], Scaling] = {}
-    for (dtype, power_of_2), same in wanted.items():
+    for (dtype, power_of_2, _), same in wanted.items():
         found = [reduced[weights[layer], cast.granularity] for layer, cast in same]
         values = [a.local.reshape(-1) if whole is None else whole for a, whole in found]
         sizes = [len(value) for value in values]

@@ -56,6 +56,9 @@ if [ "$#" -eq 0 ]; then
     stage "ruff format" "$PY" -m ruff format --check .
     stage "mypy" "$PY" -m mypy
     stage "import contracts" "$PY" -c 'from importlinter.cli import lint_imports_command as run; run()'
+    # Two processes with a pool of ranks each: many tests keep one core busy. Files stay whole, as
+    # tests of one share what they start.
+    set -- -n 2 --dist loadfile
 fi
 stage "pytest" "$PY" -m pytest "$@"
 

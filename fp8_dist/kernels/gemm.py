@@ -180,7 +180,7 @@ def _native(
         columns = scale_b.expand(1, b.shape[1]).contiguous()
         return run(rows, columns, out_dtype=out_dtype)
     # The rowwise kernel writes bf16 alone; the tensorwise one writes fp32, which is scaled after.
-    one = torch.ones((), device=a.device)
+    one = torch.ones((), dtype=torch.float32, device=a.device)
     return apply_scales(run(one, one, out_dtype=torch.float32), scale_a, scale_b).to(out_dtype)
 
 

@@ -33,6 +33,8 @@ What one float8 copy of g can't do: values that fall below the range of g0 besid
 their row are lost to grad_weight, whose columns might have kept them.
 """
 
+import math
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -113,7 +115,8 @@ def _folded_locally(
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
     s = None if weight is None else weight.scale.reshape(-1)
     t = None if input is None else input.scale.reshape(-1)
-    made = iter(fold_gradient(grad.reshape(-1, grad.shape[-1]), cast.dtype, s, t, transposed))
+    matrix = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
+    made = iter(fold_gradient(matrix, cast.dtype, s, t, transposed))
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     if weight is not None:
         left = Quantized(next(made).view(grad.shape), next(made), ROW)

@@ -122,6 +122,9 @@ class Float8Weight:
         if self._is_exchanged:
             return self._casts_of_unsharded(shard, source)
         by_gemm = self.config.copies("weight", shard.device)
+        if not torch.is_grad_enabled():
+            # No backward follows, whose GEMM might take a transposed copy.
+            by_gemm = {gemm: CopySpec(copy.cast) for gemm, copy in by_gemm.items()}
         copies = tuple(dict.fromkeys(by_gemm.values()))
         if compiling:
             with torch.no_grad():
@@ -142,7 +145,7 @@ class Float8Weight:
 
         Collectives: as :meth:`forward_casts`.
         """
-        if self.scales_made is not None:
+        if self.scales_made is not None and not is_captured(shard):
             # FSDP2 gathers on a stream that waits for the optimizer alone (set_post_optim_event).
             self.scales_made.wait()
         (cast,) = self.config.casts("weight")
@@ -182,7 +185,7 @@ class Float8Weight:
             with torch.inference_mode(False):  # autograd can't save inference tensors
                 return self._casts(parameter, shard, copies, source, record)
         cache, shard = self.cache, shard.detach()
-        fresh, queried = cache.is_fresh(parameter), is_selectively_checkpointed()
+        fresh, queried = self._is_fresh(parameter, shard), is_selectively_checkpointed()
         float8 = cache.float8 if fresh else None
         if float8 is not None and all(
             copy in float8 and float8[copy].qdata.device == shard.device for copy in copies
@@ -197,13 +200,13 @@ class Float8Weight:
         elif copies[0].cast.delayed:
             tensor, history = with_local(parameter, shard), self._histories["weight"]
             scaling, float8 = history.copies_of(tensor, copies, record)
-            self._note(parameter, {copies[0].cast: scaling}, source)
+            self._note(parameter, shard, {copies[0].cast: scaling}, source)
         else:
             power_of_2 = self.config.round_scales_to_power_of_2
             scalings, float8 = copies_over(parameter, copies, power_of_2, local=shard)
-            self._note(parameter, scalings, source)
+            self._note(parameter, shard, scalings, source)
         keeps = _is_parameter(parameter) and self.config.cache_float8_shards
-        keeps &= not is_captured(parameter)
+        keeps &= not is_captured(shard)
         cache.float8 = float8 if keeps and shard.device == parameter.device else None
         return float8
 
@@ -249,8 +252,16 @@ class Float8Weight:
     def _answer(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
         """:meth:`_scalings`, without the operator."""
         parameter = self.parameter()
-        known = self.cache.scaling if self.cache.is_fresh(parameter) else None
+        known = self.cache.scaling if self._is_fresh(parameter, shard) else None
         return self._new_scalings(parameter, shard, source) if known is None else known
+
+    def _is_fresh(self, parameter: torch.Tensor, shard: torch.Tensor) -> bool:
+        """Whether what is known of a parameter may be used.
+
+        Not while a CUDA graph is captured: it must hold the computation of scales and casts, to be
+        replayed with other values.
+        """
+        return not is_captured(shard) and self.cache.is_fresh(parameter)
 
     def _new_scalings(
         self, parameter: torch.Tensor, shard: torch.Tensor, source: ScaleState | None
@@ -262,12 +273,18 @@ class Float8Weight:
         """
         casts = self.config.casts("weight")
         new = {cast: self._scaling_of(parameter, shard, cast) for cast in casts}
-        self._note(parameter, new, source)
+        self._note(parameter, shard, new, source)
         return new
 
-    def _note(self, parameter: torch.Tensor, new: Scalings, source: ScaleState | None) -> None:
+    def _note(
+        self,
+        parameter: torch.Tensor,
+        shard: torch.Tensor,
+        new: Scalings,
+        source: ScaleState | None,
+    ) -> None:
         """Tell the cache the scaling for each cast of a parameter's values."""
-        if is_captured(parameter):
+        if is_captured(shard):
             return  # they belong to the graph
         self.cache.warn_if_stale(parameter, self.fqn)
         if source is not None and _is_parameter(parameter):

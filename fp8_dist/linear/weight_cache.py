@@ -42,7 +42,7 @@ import torch
 from fp8_dist.cast import Copies, Scalings
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
-from fp8_dist.torch_internals import in_backward, is_captured
+from fp8_dist.torch_internals import in_backward
 from fp8_dist.warn import warn_once
 
 _Values = tuple[torch.Tensor, int | None]  # a parameter and its version stand for its values
@@ -177,12 +177,8 @@ class WeightCache:
             watch_steps(self)
 
     def is_fresh(self, param: torch.Tensor) -> bool:
-        """True if scales are known (or PENDING) for ``param``, and for the values it has now.
-
-        Not while a CUDA graph is captured: it must hold the computation of scales and casts, to be
-        replayed with other values.
-        """
-        if self._param is not param or self.state in _WITHOUT_SCALES or is_captured(param):
+        """True if scales are known (or PENDING) for ``param``, and for the values it has now."""
+        if self._param is not param or self.state in _WITHOUT_SCALES:
             return False
         local_version = _version(local_tensor(param))
         if self._local_version is None:

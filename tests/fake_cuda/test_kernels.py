@@ -54,7 +54,7 @@ def test_a_compiled_step_of_one_layer(fake_cuda: FakeCudaProcess) -> None:
         "\n".join(rows),
         """\
 bf16                           3 kernels 3 GEMMs 0 transposing copies   0.00 GB
-tensorwise                    14 kernels 3 GEMMs 0 transposing copies   1.26 GB
+tensorwise                    15 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise                       20 kernels 3 GEMMs 0 transposing copies   1.49 GB
 rowwise_with_gw_hp            17 kernels 3 GEMMs 0 transposing copies   1.04 GB
 rowwise_folded                15 kernels 3 GEMMs 0 transposing copies   1.19 GB

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from fp8_dist.kernels.cuda.results import Cast, FoldedRows, Layouts, RecordedCast
+from fp8_dist.kernels.folding import UNIT
 from fp8_dist.kernels.scale import amax as portable_amax
 from fp8_dist.kernels.scale import scaling_from_amax
 from fp8_dist.torch_internals import foreach_norm
 from fp8_dist.warn import warn_once
 
 INF = float("inf")
-UNIT = 512.0  # as in fp8_dist.linear.rowwise_folded
 
 
 def note_no_triton(x: torch.Tensor) -> None:

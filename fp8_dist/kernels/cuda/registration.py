@@ -19,6 +19,7 @@ from fp8_dist.kernels.copies import (
     covered_dims,
     quantize_copies,
 )
+from fp8_dist.kernels.cuda.zeros import pooled
 from fp8_dist.kernels.folding import fold_gradient
 from fp8_dist.kernels.gemm import transposed_copy
 from fp8_dist.kernels.quantization import quantize, quantize_after
@@ -222,8 +223,8 @@ def _shaped(data: torch.Tensor | None, like: torch.Tensor, transposed: bool) -> 
 @cache
 def register_kernels() -> None:
     """Register them, once."""
-    amax.register("cuda", _amax)
-    amaxes.register("cuda", _amaxes)
+    amax.register("cuda", _amax, direct=pooled(_amax))
+    amaxes.register("cuda", _amaxes, direct=pooled(_amaxes))
     amax_of_each.register("cuda", _amax_of_each)
     scaling_from_amax.register("cuda", _scaling_from_amax)
     quantize.register("cuda", _quantize)
@@ -231,6 +232,6 @@ def register_kernels() -> None:
     quantize_copies.register("cuda", _quantize_copies)
     cast_copies.register("cuda", _cast_copies)
     cast_rows.register("cuda", _cast_rows)
-    cast_and_record.register("cuda", _cast_and_record)
+    cast_and_record.register("cuda", _cast_and_record, direct=pooled(_cast_and_record))
     fold_gradient.register("cuda", _fold_gradient)
     transposed_copy.register("cuda", cuda.transpose)

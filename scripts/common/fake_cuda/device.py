@@ -12,7 +12,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_dist import torch_internals
-from fp8_dist.kernels.cuda.triton import launch
+from fp8_dist.kernels.cuda import zeros
 from scripts.common.fake_cuda import streams
 from scripts.common.fake_cuda.triton_kernels import intercept_launches
 from scripts.plan.world import HostValues
@@ -102,7 +102,7 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
     with (
         patch.object(torch_internals, "_PLAIN", plain),
         patch.object(torch_internals, "_len_torch_dispatch_stack", lambda: 0),
-        patch.object(launch, "_zeros", launch._Zeros()),  # not those of another mode
+        patch.object(zeros, "_zeros", zeros._Zeros()),  # not those of another mode
         mode or fake_tensor_mode(),
         _ValuesOnHost(),
     ):

@@ -102,3 +102,25 @@ def test_folded_gradients(transposed: bool) -> None:
     s, t = torch.rand(48) + 0.5, torch.rand(8) + 0.5
     for weight_scale, input_scale in product((s, None), (t, None)):
         check(fold_gradient, grad, E4M3, weight_scale, input_scale, transposed)
+
+
+@pytest.mark.parametrize("rows", [4, 33])
+def test_results_that_graphs_get_are_aligned(rows: int) -> None:
+    for amax in implementation(kernels.amaxes)(torch.randn(rows, 32), [ROW, COLUMN]):
+        assert amax.storage_offset() * amax.itemsize % 16 == 0
+
+
+def test_another_default_dtype() -> None:
+    x = torch.randn(8, 32)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for covers, of, transposed in COPIES:
+            check(cast_copies, x, kernels.amaxes(x, covers), E4M3, True, of, transposed)
+        check(kernels.amaxes, x, [ROW, TENSOR])
+        one = torch.ones((), dtype=torch.float32)
+        check(cast_and_record, x, one, one, E4M3, [False, True], one)
+        check(cast_rows, x, E4M3, True, [False])
+        scales = torch.rand(32, dtype=torch.float32) + 1, torch.rand(8, dtype=torch.float32) + 1
+        check(fold_gradient, x, E4M3, *scales, True)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -48,3 +48,26 @@ def test_emulation_takes_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
         copies = Float8LinearConfig(emulate=emulate).copies("input", torch.device("cpu"))
         assert copies["grad_weight"].transposed is not emulate
         assert not copies["output"].transposed
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sizes_of_zero(recipe: str) -> None:
+    for rows, features in ((0, 16), (4, 0)):
+        layer = Float8Linear(16, features, config=Float8LinearConfig.from_recipe_name(recipe))
+        x = torch.randn(rows, 16, requires_grad=True)
+        layer(x).sum().backward()
+        assert x.grad is not None
+        assert layer.weight.grad is not None
+        assert not x.grad.any()
+        assert not layer.weight.grad.any()
+
+
+def test_a_forward_without_gradients_casts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "takes_transposed", lambda device: True)
+    layer = Float8Linear(32, 48)
+    parameter = layer.weight
+    assert len({id(q.qdata) for q in layer.float8_weight.forward_casts(parameter)[:2] if q}) == 2
+    layer.float8_weight.cache.drop()
+    with torch.no_grad():
+        casts = layer.float8_weight.forward_casts(parameter)
+    assert casts.output is casts.grad_input

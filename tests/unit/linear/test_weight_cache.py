@@ -143,3 +143,11 @@ def test_models_train_in_several_threads() -> None:
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+def test_precompute_of_weights_on_several_devices() -> None:
+    layers = [Float8Linear(16, 16, device=device) for device in ("cpu", "meta")]
+    precompute_float8_dynamic_scale(nn.Sequential(*layers))
+    for layer in layers:
+        (scaling,) = (layer.float8_weight.cache.scaling or {}).values()
+        assert all(number.device == layer.weight.device for number in scaling)

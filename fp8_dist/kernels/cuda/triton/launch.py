@@ -1,6 +1,5 @@
 """How the host calls a Triton kernel: block sizes, float8 formats, empty outputs."""
 
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -97,30 +96,6 @@ def converts(dtype: torch.dtype, device: torch.device) -> bool:
         return False
     known = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     return known and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-class _Zeros(threading.local):
-    """Zeros that a thread hands out one by one, of one fill for many, by device and stream."""
-
-    def __init__(self) -> None:
-        self.left: dict[Hashable, list[torch.Tensor]] = {}
-
-
-_zeros = _Zeros()
-
-
-def zero(device: torch.device) -> torch.Tensor:
-    """A 0-dim fp32 zero of its own, for a kernel on the current stream to add to.
-
-    One launch for 256 of them.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros((), device=device)  # which a CUDA graph fills at each replay
-    left = _zeros.left.setdefault((device, torch.cuda.current_stream(device)), [])
-    if not left:
-        with torch.inference_mode(False):
-            left += torch.zeros(256, device=device).unbind()
-    return left.pop()
 
 
 def programs(size: int, block: int) -> int:

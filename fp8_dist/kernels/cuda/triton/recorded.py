@@ -13,7 +13,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     programs,
     size_class,
     tuned,
-    zero,
 )
 from fp8_dist.kernels.cuda.triton.rounding import (
     indices,
@@ -23,6 +22,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     store_tile,
     to_float8,
 )
+from fp8_dist.kernels.cuda.zeros import zero
 
 
 @tuned(blocks(4, BM=64, BN=64), blocks(8, BM=64, BN=128), blocks(8, BM=128, BN=64))
@@ -110,7 +110,7 @@ def cast_and_record(
         COLUMN_MAJOR=column_major,
         **float8_constants(dtype, x.device),
     )
-    poisoned, largest = (torch.empty((), device=x.device) for _ in range(2))
+    poisoned, largest = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
     _record(
         lambda chosen: (1,),
         (),

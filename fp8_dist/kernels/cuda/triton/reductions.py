@@ -17,9 +17,9 @@ from fp8_dist.kernels.cuda.triton.launch import (
     programs,
     size_class,
     tuned,
-    zero,
 )
 from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
+from fp8_dist.kernels.cuda.zeros import zero
 
 _STEPS = 8  # blocks that one instance reads, of an amax of a tensor
 
