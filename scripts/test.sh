@@ -58,7 +58,7 @@ if [ "$#" -eq 0 ]; then
     stage "import contracts" "$PY" -c 'from importlinter.cli import lint_imports_command as run; run()'
     # Two processes with a pool of ranks each: many tests keep one core busy. Files stay whole, as
     # tests of one share what they start.
-    set -- -n 2 --dist loadfile
+    set -- -n 2 --dist loadfile --no-loadscope-reorder
 fi
 stage "pytest" "$PY" -m pytest "$@"
 
