@@ -255,8 +255,9 @@ def copies_by(
         data = []
         for cast, transposed_ in copies:
             qdata = quantize_local(x, scalings[cast], cast, fits=fits).qdata
-            matrix = qdata.view(math.prod(x.shape[:-1]), x.shape[-1])
-            data.append(transposed_copy(matrix) if transposed_ else qdata)
+            if transposed_:
+                qdata = transposed_copy(qdata.view(math.prod(x.shape[:-1]), x.shape[-1]))
+            data.append(qdata)
     return as_copies(x, copies, data, scalings)
 
 
