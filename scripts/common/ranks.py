@@ -1,5 +1,6 @@
 """Runs a function on ranks of this machine."""
 
+import faulthandler
 import os
 import pickle
 import sys
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from tqdm import tqdm
+
+from scripts.common.gloo import use_one_thread_per_group
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -57,6 +60,7 @@ def _rank_main(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    faulthandler.enable()  # a rank that dies of a signal says where
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     tqdm.set_lock(RLock())  # os._exit below would leave tqdm's own, a semaphore, behind
@@ -64,6 +68,7 @@ def _rank_main(
         torch.cuda.set_device(rank)
     else:
         _bind(rank, world_size)
+    use_one_thread_per_group()
     store = dist.FileStore(f"{folder}/store", world_size)
     options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import clip_grad_norm_
 from scripts.common.corpus import VOCAB_SIZE, Corpus
+from scripts.common.gloo import use_one_thread_per_group
 from scripts.common.llama import MODELS
 from scripts.common.models import after_step, build
 from scripts.train.options import make_parser, parse_options
@@ -59,6 +60,7 @@ def process_group() -> Iterator[tuple[torch.device, str]]:
     use_cuda = device.type == "cuda"
     if use_cuda:
         torch.cuda.set_device(device)
+    use_one_thread_per_group()
     backend = "nccl" if use_cuda else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)

@@ -104,6 +104,16 @@ def test_sqnr() -> None:
     assert sqnr(exact, torch.tensor([3.0, 4.5])) == pytest.approx(20.0)
 
 
+def gloo_threads() -> set[int]:
+    """How many threads run the collectives of the default group, and of one made for a mesh."""
+    groups = [dist.group.WORLD, device_mesh(cp=1).get_group()]
+    return {group._get_backend(torch.device("cpu")).options._threads for group in groups}
+
+
+def test_gloo_runs_the_collectives_of_a_group_one_by_one(ranks: RankPools) -> None:
+    assert run_on_ranks(1, gloo_threads) == ranks(1).run(gloo_threads) == [{1}]
+
+
 def rank_that_aborts_at_its_end() -> tuple[int, int]:
     atexit.register(os.abort)
     return dist.get_rank(), torch.get_num_threads()

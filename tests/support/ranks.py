@@ -38,6 +38,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
+from scripts.common.gloo import use_one_thread_per_group
+
 # Importing torch on a busy machine with few cores.
 START_TIMEOUT_S = 180.0
 # Ends a collective that some rank never joins, well before the parent gives up.
@@ -252,6 +254,7 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     torch.set_num_threads(1)
+    use_one_thread_per_group()
     dist.init_process_group(
         "cpu:gloo",
         store=dist.FileStore(f"{folder}/store", world_size),
