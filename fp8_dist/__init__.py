@@ -28,6 +28,7 @@ from fp8_dist.fsdp import (
     attach_precompute,
     attach_update,
     precompute_float8_dynamic_scale,
+    rewrap_float8_weights,
     sync_float8_amax_and_scale_history,
     update_float8_scales,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "invalidate_float8_scales",
     "precompute_float8_dynamic_scale",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "rewrap_float8_weights",
     "selective_checkpoint_policy",
     "sync_float8_amax_and_scale_history",
     "update_float8_scales",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -47,6 +47,7 @@ try:
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
     foreach_norm = torch._foreach_norm
+    tensor_data: Any = torch._C.TensorBase.data  # the descriptor behind tensor.data
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
@@ -67,6 +68,11 @@ wrapped_in_flight = getattr(getattr(funcol, "_wrap_tensor_autograd", None), "def
 def dtensor_local(tensor: DTensor) -> torch.Tensor:
     """The local tensor as it is, perhaps in flight. (``to_local()`` waits, and has a gradient.)"""
     return tensor._local_tensor
+
+
+def set_dtensor_local(tensor: DTensor, local: torch.Tensor) -> None:
+    """Exchange the local tensor for another of the same shape and dtype, as FSDP2 does."""
+    tensor._local_tensor = local
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
@@ -104,6 +110,11 @@ def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     """The strides, in elements, of a contiguous tensor."""
     sizes = [max(n, 1) for n in shape[:0:-1]]
     return tuple(accumulate(sizes, mul, initial=1))[::-1] if shape else ()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True for a tensor or parameter of no subclass."""
+    return type(tensor) in _PLAIN
 
 
 def op_name(op: OpOverload) -> str:
@@ -173,6 +184,26 @@ def fsdp_parameter_users(module: FSDPModule) -> Iterator[tuple[nn.Module, str]]:
             info = parameter._module_info
             yield info.module, info.param_name
             yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
+class FsdpParameterUse(NamedTuple):
+    """A parameter of a module that FSDP2 shards."""
+
+    module: nn.Module
+    name: str
+    has_extensions: bool  # fully_shard found that the tensor has hooks for the all-gather
+    has_gathered: bool  # it was gathered once
+
+
+def fsdp_parameter_uses() -> Iterator[FsdpParameterUse]:
+    """Every use of the parameters that FSDP2 shards, of all models."""
+    for group in fsdp_groups():
+        for parameter in group.fsdp_params:
+            state = (hasattr(parameter, "_extensions_data"), hasattr(parameter, "_unsharded_param"))
+            info = parameter._module_info
+            yield FsdpParameterUse(info.module, info.param_name, *state)
+            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                yield FsdpParameterUse(module, name, *state)
 
 
 def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:

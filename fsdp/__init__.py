@@ -8,6 +8,7 @@ if __name__ != "fp8_dist.fsdp":
 
 from fp8_dist.fsdp.clip import clip_grad_norm_
 from fp8_dist.fsdp.precompute import attach_precompute, precompute_float8_dynamic_scale
+from fp8_dist.fsdp.rewrap import rewrap_float8_weights
 from fp8_dist.fsdp.sync import sync_float8_amax_and_scale_history
 from fp8_dist.fsdp.update import attach_update, update_float8_scales
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
@@ -18,6 +19,7 @@ __all__ = [
     "attach_update",
     "clip_grad_norm_",
     "precompute_float8_dynamic_scale",
+    "rewrap_float8_weights",
     "sync_float8_amax_and_scale_history",
     "update_float8_scales",
 ]

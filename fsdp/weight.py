@@ -22,16 +22,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.fsdp.resharding import check_layer
 from fp8_dist.granularity import Granularity
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.mesh import Layout, all_reduce_max, global_offset, local_sizes, local_tensor, narrowed
 from fp8_dist.tensor import Float8Tensor, Quantized
-from fp8_dist.torch_internals import disabled_torch_function, make_wrapper_subclass, tree_map_only
+from fp8_dist.torch_internals import (
+    disabled_torch_function,
+    make_wrapper_subclass,
+    tensor_data,
+    tree_map_only,
+)
 
 aten = torch.ops.aten
 
@@ -114,6 +120,28 @@ class Float8AllGatherWeight(torch.Tensor):
         return Float8AllGatherWeight(inner["_tensor"])
 
     __torch_function__ = disabled_torch_function
+
+    def data_ptr(self) -> int:
+        """The address of the plain tensor's data, by which trainers tell parameters apart."""
+        return self._tensor.data_ptr()
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor; what is assigned replaces the plain tensor inside, too."""
+        return tensor_data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, DTensor) or not value.is_floating_point():
+            raise TypeError(
+                "the .data of a weight that FSDP2 gathers in float8 must be a plain "
+                f"floating-point tensor, got {type(value).__name__} of {value.dtype}; assign a new "
+                "nn.Parameter to layer.weight instead, and call rewrap_float8_weights(model)"
+            )
+        plain = self.unwrap(value.detach())
+        tensor_data.__set__(self, Float8AllGatherWeight(plain))
+        self._tensor = plain
+        increment_version(self)  # so that the layer drops the scales of the old values
 
     @classmethod
     def __torch_dispatch__(

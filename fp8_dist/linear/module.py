@@ -231,7 +231,7 @@ class Float8Linear(nn.Linear):
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Forget every precomputed scale and cached float8 weight in ``module``.
 
-    For changes that can't be noticed: writes to a weight through ``.data`` or a numpy array,
+    For changes that can't be noticed: writes into a weight's ``.data`` or a numpy array of it,
     collectives into it (``dist.broadcast``), and for DTensors in-place foreach ops outside an
     optimizer. Call it on all ranks; it issues no collectives.
     """

@@ -157,6 +157,8 @@ class Float8Weight:
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
         self._is_exchanged |= gathered
+        if gathered and self.config.fsdp_float8_all_gather:
+            self._warn_if_type_is_lost(old)
         self.cache.parameter_replaced(new, old if gathered else None)
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -305,6 +307,17 @@ class Float8Weight:
         if "weight" not in self._histories or not torch.is_grad_enabled():
             return scale
         return self._histories["weight"].recorded(scale)
+
+    def _warn_if_type_is_lost(self, sharded: torch.Tensor | None) -> None:
+        local = None if sharded is None else local_tensor(sharded)
+        if local is not None and self.gather_type.unwrap(local) is local:
+            warn_once(
+                "high-precision gather",
+                f"{self.fqn}: FSDP2 gathers this weight in high precision, although "
+                f"enable_fsdp_float8_all_gather={self.config.enable_fsdp_float8_all_gather!r}: "
+                "other code has rebuilt the parameter (a checkpoint loader, for instance), without "
+                "its type. Call rewrap_float8_weights(model) after that, before fully_shard",
+            )
 
     def _warn_if_flags_have_no_effect(self, parameter: torch.Tensor, wrapped: bool) -> None:
         if wrapped and self.config.enable_fsdp_float8_all_gather == "auto":

@@ -12,12 +12,14 @@ What can change a weight, and how it is noticed:
   The values of an unsharded parameter are unknown the next time, except in the backward. There
   they are what the forward gathered, unless the versions of the two tell of a write since.
 * In-place ops on the parameter or on its ``to_local()``: version counters.
+* ``parameter.data = tensor``, if the parameter is no DTensor (torch lets those be as they were):
+  another storage.
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops what is known, or the
   identity of the parameter differs.
 
 Nothing that Python can read changes, so it is not noticed, with
 
-* writes through ``.data`` (``vector_to_parameters`` makes such), or through a numpy array;
+* writes into ``.data`` (``vector_to_parameters`` makes such), or through a numpy array;
 * collectives into the weight: ``dist.broadcast(weight, 0)``, ``all_reduce``, ``recv``;
 * on DTensors: in-place foreach ops outside an optimizer, and writes to what ``state_dict()`` gave
   out;
@@ -38,11 +40,12 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8_dist.cast import Copies, Scalings
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
-from fp8_dist.torch_internals import in_backward
+from fp8_dist.torch_internals import in_backward, is_plain
 from fp8_dist.warn import warn_once
 
 _Values = tuple[torch.Tensor, int | None]  # a parameter and its version stand for its values
@@ -132,6 +135,7 @@ class WeightCache:
         self._param: torch.Tensor | None = None
         self._version: int | None = None
         self._local_version: int | None = None
+        self._storage: StorageWeakRef | None = None
         # What FSDP2 gathered, and into what.
         self._origin: _Values | None = None
         self._gathered: _Values | None = None
@@ -171,6 +175,9 @@ class WeightCache:
         self._origin = origin
         self.state, self._scaling = state, scaling
         self._version, self._local_version = _version(param), _version(local_tensor(param))
+        # (The weak reference keeps the storage's address from being given to another.)
+        plain = is_plain(param)
+        self._storage = StorageWeakRef(param.untyped_storage()) if plain else None
         if self._param is not param:
             self._param = param
             self._optimized = False
@@ -183,10 +190,15 @@ class WeightCache:
         local_version = _version(local_tensor(param))
         if self._local_version is None:
             self._local_version = local_version
-        if self._version != _version(param) or self._local_version != local_version:
+        same_version = self._version == _version(param) and self._local_version == local_version
+        if not same_version or not self._has_same_storage(param):
             self.drop()
             return False
         return True
+
+    def _has_same_storage(self, param: torch.Tensor) -> bool:
+        storage = self._storage
+        return storage is None or storage.cdata == param.untyped_storage()._cdata
 
     def precomputed_for_another(self, param: torch.Tensor) -> bool:
         """True if a scale was precomputed for a parameter, and ``param`` is another."""

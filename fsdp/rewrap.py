@@ -1,0 +1,84 @@
+"""Weights whose type was lost: other code rebuilt the parameter that FSDP2 gathers in float8."""
+
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from fp8_dist.fsdp.weight import Float8AllGatherWeight
+from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.torch_internals import fsdp_parameter_uses, set_dtensor_local
+
+
+def rewrap_float8_weights(module: nn.Module) -> list[str]:
+    """Let FSDP2 gather the weights in float8 again whose parameters other code has rebuilt.
+
+    ``convert_to_float8_training`` with ``enable_fsdp_float8_all_gather`` gives weights a tensor
+    type that FSDP2 gathers in float8. Code that makes new parameters from the old ones loses it:
+    checkpoint loaders, ``distribute_tensor``, ``deepcopy`` by hand. Call this afterwards, before
+    the optimizer is made and before the first forward. To call it twice changes nothing.
+
+    A weight that is a DTensor stays the same parameter. A plain one becomes a new parameter on the
+    same storage, with the old one's gradient and attributes. Layers that share a weight still do.
+
+    Args:
+        module: the model, or a part of it.
+
+    Returns:
+        The names of the layers whose weights were wrapped.
+
+    Collectives: none.
+
+    Raises:
+        ValueError: ``module`` has no converted layer; or FSDP2 manages a weight and can't gather it
+            in another way any more, because ``fully_shard`` found it without the type, or has
+            gathered it since. Nothing has been changed then.
+    """
+    layers = float8_layers(module)
+    if not layers:
+        raise ValueError(
+            "rewrap_float8_weights: the module has no Float8Linear; call "
+            "convert_to_float8_training first"
+        )
+    lost = {name or layer.fqn: layer for name, layer in layers.items() if _lost_type(layer)}
+    _check_fsdp(lost)
+    new: dict[int, nn.Parameter] = {}
+    for layer in lost.values():
+        _rewrap(layer, new)
+    return list(lost)
+
+
+def _lost_type(layer: Float8Linear) -> bool:
+    if not layer.config.fsdp_float8_all_gather or "weight" not in layer._parameters:
+        return False
+    local = local_tensor(layer.weight)
+    return not isinstance(local, Float8AllGatherWeight | Float8Tensor)
+
+
+def _rewrap(layer: Float8Linear, new: dict[int, nn.Parameter]) -> None:
+    """Wrap the weight of a layer. ``new``: the parameters that were made, by the old one's id."""
+    old = layer.weight
+    if isinstance(old, DTensor):
+        set_dtensor_local(old, Float8AllGatherWeight.wrap(local_tensor(old)))
+        layer.float8_weight.cache.reset()
+        return
+    if id(old) not in new:
+        new[id(old)] = layer.float8_weight.wrapped(old)
+        new[id(old)].__dict__.update(old.__dict__)
+        new[id(old)].grad = old.grad
+    layer.weight = new[id(old)]
+
+
+def _check_fsdp(layers: dict[str, Float8Linear]) -> None:
+    """Refuse weights that FSDP2 can gather in high precision only."""
+    names = {layer: name for name, layer in layers.items()}
+    for use in fsdp_parameter_uses() if layers else ():
+        if use.module not in names or use.name != "weight":
+            continue
+        if use.has_gathered or not use.has_extensions:
+            found = "has gathered it" if use.has_gathered else "was set up (fully_shard)"
+            raise ValueError(
+                f"rewrap_float8_weights: {names[use.module]}: FSDP2 {found} after the weight lost "
+                "its type, and goes on gathering it in high precision. Call "
+                "rewrap_float8_weights(model) before fully_shard"
+            )

@@ -1,0 +1,272 @@
+"""Weights that other code rebuilds: ``.data =``, new parameters, and the float8 gather after that."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from nets import Net
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits, weights_used
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import fp8_dist.warn
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_layers,
+    precompute_float8_dynamic_scale,
+    rewrap_float8_weights,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.fsdp import Float8AllGatherWeight
+from fp8_dist.linear.weight_cache import ScaleState
+from fp8_dist.mesh import local_tensor
+
+GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def net(dtype: torch.dtype = torch.float32) -> Net:
+    converted = convert_to_float8_training(Net().to(dtype), config=GATHERED)
+    assert isinstance(converted, Net)
+    return converted
+
+
+def shard(model: Net) -> None:
+    mesh = device_mesh(dp=2)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=POLICY)
+
+
+def gathers(model: Net) -> dict[str, int]:
+    """The number of all-gathers of one step, by dtype; and what the step warns of as "warnings"."""
+    fp8_dist.warn._warned.clear()
+    with warnings.catch_warnings(record=True) as caught, comm_audit() as audit:
+        warnings.simplefilter("always")
+        model(torch.randn(2, 8, 64)).sum().backward()
+    found: dict[str, int] = {}
+    for row in audit.rows:
+        if row.op == "all_gather":
+            found[str(row.dtype)] = found.get(str(row.dtype), 0) + row.count
+    found = {dtype: count for dtype, count in found.items() if count}
+    return found | {"warnings": sum("high precision" in str(w.message) for w in caught)}
+
+
+IN_FLOAT8 = {"torch.float8_e4m3fn": 4, "warnings": 0}
+IN_HIGH_PRECISION = {"torch.bfloat16": 4, "warnings": 1}
+
+
+def rebuild(model: nn.Module) -> None:
+    """As transformers' loader does: a plain parameter in the place of each."""
+    for layer in float8_layers(model).values():
+        plain = layer.float8_weight.plain(layer.weight)
+        layer._parameters["weight"] = nn.Parameter(plain.clone())
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "plain"])
+def test_what_is_assigned_to_data_is_the_weight(wrapped: bool) -> None:
+    model = net(torch.bfloat16)
+    weight = model.layers[0].w1.weight
+    before = weight.float()
+    weight.data = weight.data.float() if wrapped else before
+    assert weight.dtype == weight.data.dtype == weight.detach().dtype == torch.float32
+    assert same_bits(model.state_dict()["layers.0.w1.weight"], before)
+    assert isinstance(weight, nn.Parameter)
+    assert isinstance(weight, Float8AllGatherWeight)
+
+
+def test_an_assigned_tensor_shares_its_storage_as_in_torch() -> None:
+    weight = net().layers[0].w1.weight
+    other = torch.zeros(96, 64)
+    weight.data = other
+    other.fill_(3)
+    assert weight.sum() == 3 * 96 * 64
+    assert weight.data_ptr() == other.data_ptr() != 0
+
+
+def test_what_can_not_be_data_is_refused_by_name() -> None:
+    weight = net().layers[0].w1.weight
+
+    def assign() -> None:
+        weight.data = torch.zeros(96, 64, dtype=torch.int32)
+
+    assert_expected_inline(
+        raised(TypeError, assign),
+        """the .data of a weight that FSDP2 gathers in float8 must be a plain floating-point tensor, got Tensor of torch.int32; assign a new nn.Parameter to layer.weight instead, and call rewrap_float8_weights(model)""",
+    )
+    assert weight.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect", "ignore:.*the weight changed")
+@pytest.mark.parametrize("config", [GATHERED, Float8LinearConfig()], ids=["gathered", "plain"])
+@pytest.mark.parametrize("precompute", [False, True])
+def test_data_that_is_assigned_drops_scales(config: Float8LinearConfig, precompute: bool) -> None:
+    layer = Float8Linear(32, 16, config=config)
+    x = torch.ones(16, 32)
+    if precompute:
+        precompute_float8_dynamic_scale(layer)
+    layer(x)
+    layer.weight.data = layer.weight.data * 100
+    assert not layer.float8_weight.cache.is_fresh(layer.weight)
+    dropped = ScaleState.STALE if precompute else ScaleState.UNKNOWN
+    assert layer.float8_weight.cache.state is dropped
+    with weights_used(layer) as used:
+        layer(x)
+    (cast,) = used.values()
+    assert cast.dequantize().abs().max() > 10
+
+
+def trained_after(change: Callable[[nn.Module], None]) -> tuple[dict[str, int], bool]:
+    """Gathers of a step of a bf16 model that was upcast; whether optimizer and state are fp32."""
+    model = net(torch.bfloat16)
+    change(model)
+    shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    found = gathers(model)
+    optimizer.step()
+    state = {t.dtype for t in model.state_dict().values()}
+    return found, state == {torch.float32}
+
+
+def upcast(model: nn.Module) -> None:
+    """As accelerate's ``fsdp2_prepare_model`` does for a bf16 model with mixed precision."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def test_a_bf16_model_that_is_upcast_through_data(ranks: RankPools) -> None:
+    assert ranks(2).run_same(trained_after, upcast) == (IN_FLOAT8, True)
+
+
+def upcast_and_rebuild(model: nn.Module) -> None:
+    upcast(model)
+    rebuild(model)
+
+
+def upcast_rebuild_and_rewrap(model: nn.Module) -> None:
+    upcast_and_rebuild(model)
+    assert rewrap_float8_weights(model) == list(float8_layers(model))
+
+
+def test_a_lost_type_is_said_and_rewrapping_brings_it_back(ranks: RankPools) -> None:
+    assert ranks(2).run_same(trained_after, upcast_and_rebuild) == (IN_HIGH_PRECISION, True)
+    assert ranks(2).run_same(trained_after, upcast_rebuild_and_rewrap) == (IN_FLOAT8, True)
+
+
+def warning_of_a_lost_type() -> str:
+    model = net()
+    rebuild(model)
+    shard(model)
+    fp8_dist.warn._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.randn(2, 8, 64))
+    (text,) = (str(w.message) for w in caught if "float8" in str(w.message))
+    return text
+
+
+def test_the_warning_names_the_layer_and_the_remedy(ranks: RankPools) -> None:
+    assert_expected_inline(
+        ranks(2).run_same(warning_of_a_lost_type),
+        """layers.0.w1: FSDP2 gathers this weight in high precision, although enable_fsdp_float8_all_gather=True: other code has rebuilt the parameter (a checkpoint loader, for instance), without its type. Call rewrap_float8_weights(model) after that, before fully_shard""",
+    )
+
+
+def load(model: nn.Module) -> None:
+    """As transformers loads into a model that it sharded on the meta device."""
+    for module in model.modules():
+        for name, old in module.named_parameters(recurse=False):
+            values = distribute_tensor(torch.ones(old.shape), old.device_mesh, old.placements)
+            module._parameters[name] = nn.Parameter(values)
+
+
+def loaded_after_sharding() -> tuple[dict[str, int], bool, bool]:
+    with torch.device("meta"):
+        model = net()
+    shard(model)
+    load(model)
+    before = {name: p for name, p in model.named_parameters()}
+    rewrapped = rewrap_float8_weights(model)
+    same = all(p is before[name] for name, p in model.named_parameters())
+    return gathers(model), len(rewrapped) == 6, same
+
+
+def test_weights_that_are_loaded_after_sharding(ranks: RankPools) -> None:
+    assert ranks(2).run_same(loaded_after_sharding) == (IN_FLOAT8, True, True)
+
+
+def too_late() -> list[str]:
+    model = net()
+    rebuild(model)
+    shard(model)
+    texts = [raised(ValueError, lambda: rewrap_float8_weights(model))]
+    with torch.device("meta"):
+        model = net()
+    shard(model)
+    load(model)
+    gathers(model)
+    texts.append(raised(ValueError, lambda: rewrap_float8_weights(model)))
+    kinds = {type(local_tensor(layer.weight)) for layer in float8_layers(model).values()}
+    return [*texts, str(kinds)]
+
+
+def test_rewrapping_too_late_is_refused(ranks: RankPools) -> None:
+    assert_expected_inline(
+        "\n".join(ranks(2).run_same(too_late)),
+        """\
+rewrap_float8_weights: layers.0.w1: FSDP2 was set up (fully_shard) after the weight lost its type, and goes on gathering it in high precision. Call rewrap_float8_weights(model) before fully_shard
+rewrap_float8_weights: layers.0.w1: FSDP2 has gathered it after the weight lost its type, and goes on gathering it in high precision. Call rewrap_float8_weights(model) before fully_shard
+{<class 'torch.Tensor'>}""",
+    )
+
+
+def test_rewrapping_twice_changes_nothing() -> None:
+    model = net()
+    rebuild(model)
+    assert rewrap_float8_weights(model)
+    before = list(model.parameters())
+    assert rewrap_float8_weights(model) == []
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_rewrapping_keeps_ties_gradients_and_attributes() -> None:
+    model = net()
+    rebuild(model)
+    first, second = model.layers[0].w1, model.layers[1].w1
+    first._parameters["weight"] = second._parameters["weight"]
+    second.weight.grad = torch.ones(96, 64)
+    second.weight.is_mine = True
+    second.weight.requires_grad_(False)
+    rewrap_float8_weights(model)
+    assert first.weight is second.weight
+    assert isinstance(first.weight, Float8AllGatherWeight)
+    assert first.weight.is_mine
+    assert not first.weight.requires_grad
+    assert same_bits(first.weight.grad, torch.ones(96, 64))
+
+
+def test_rewrapping_leaves_other_layers_alone() -> None:
+    plain = convert_to_float8_training(Net())
+    assert rewrap_float8_weights(plain) == []
+    text = raised(ValueError, lambda: rewrap_float8_weights(Net()))
+    assert "convert_to_float8_training first" in text
+
+
+def gathered_already() -> list[str]:
+    """Unsharded weights have their type, too."""
+    model = net()
+    mesh = device_mesh(dp=2)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    model(torch.randn(2, 8, 64))
+    assert not isinstance(model.layers[0].w1.weight, DTensor)
+    return rewrap_float8_weights(model)
+
+
+def test_unsharded_weights_are_left_alone(ranks: RankPools) -> None:
+    assert ranks(2).run_same(gathered_already) == []
