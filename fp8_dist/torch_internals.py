@@ -117,6 +117,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN
 
 
+def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run after ``optimizer.step()``: not in subclasses that skip ``__init__``."""
+    hooked = getattr(type(optimizer).step, "hooked", False)
+    return hooked and "_optimizer_step_post_hooks" in vars(optimizer)
+
+
 def op_name(op: OpOverload) -> str:
     """The qualified name of an operator, without its overload: ``aten::mm``."""
     return op._schema.name

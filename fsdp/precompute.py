@@ -9,6 +9,7 @@ rows (and columns) stand at their global positions: the scales of all become kno
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.cast import local_amax
 from fp8_dist.config import CastSpec
+from fp8_dist.fsdp.attach import attach
 from fp8_dist.fsdp.resharding import check_sharded_module
 from fp8_dist.granularity import TENSOR, Granularity
 from fp8_dist.kernels import Scaling, amax_of_each, scaling_from_amax
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.optimizer_steps import after_step
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
 from fp8_dist.mesh import (
     AmaxReduction,
@@ -163,11 +164,22 @@ def reshard(module: nn.Module) -> None:
 def attach_precompute(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
     """:func:`precompute_float8_dynamic_scale` after every step, until ``remove()`` of the result.
 
+    Args:
+        optimizer: one that updates float8 weights of ``module``, made after the conversion,
+            ``apply_tp_plan`` and ``fully_shard``. A wrapper (accelerate's AcceleratedOptimizer) or
+            a container (torchtitan's OptimizersContainer, a list) is looked through where it runs
+            no hooks of its own. Of several optimizers, pass the one that steps last.
+        module: the model, or a part of it.
+
     Raises:
-        ValueError: ``module`` has no converted layer.
+        ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
+            weights.
+        TypeError: ``optimizer`` is and holds no torch optimizer.
     """
-    _float8_layers(module, "attach_precompute")
-    return after_step(optimizer, lambda: precompute_float8_dynamic_scale(module))
+    layers = _float8_layers(module, "attach_precompute")
+    reshard(module)  # the parameters that an optimizer updates
+    call = partial(precompute_float8_dynamic_scale, module)
+    return attach(call, optimizer, layers, "attach_precompute")
 
 
 def _float8_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:

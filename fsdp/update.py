@@ -1,5 +1,7 @@
 """What a model needs after an optimizer step, whatever its recipes: precompute, sync, or both."""
 
+from functools import partial
+
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
@@ -7,10 +9,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fp8_dist.fsdp.precompute import precompute_layers
+from fp8_dist.fsdp.attach import attach
+from fp8_dist.fsdp.precompute import precompute_layers, reshard
 from fp8_dist.fsdp.sync import sync_float8_amax_and_scale_history
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.optimizer_steps import after_step
 from fp8_dist.torch_internals import fsdp_parameter_users
 
 
@@ -50,15 +52,19 @@ def update_float8_scales(module: nn.Module) -> None:
 def attach_update(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
     """Call :func:`update_float8_scales` after every step, until ``remove()`` of what it returns.
 
-    Attach it to one optimizer of a model; with several, to the one that steps last. No hook runs
+    The optimizer is taken as by :func:`fp8_dist.attach_precompute`. Attach to one optimizer of a
+    model; with several, to the one that steps last. No hook runs
     for a step that ``torch.amp.GradScaler`` skips: with DELAYED scales call
     :func:`update_float8_scales` in the loop instead.
 
     Raises:
-        ValueError: ``module`` has no converted layer.
+        ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
+            weights.
+        TypeError: ``optimizer`` is and holds no torch optimizer.
     """
-    _converted_layers(module, "attach_update")
-    return after_step(optimizer, lambda: update_float8_scales(module))
+    layers = _converted_layers(module, "attach_update")
+    reshard(module)  # the parameters that an optimizer updates
+    return attach(partial(update_float8_scales, module), optimizer, layers, "attach_update")
 
 
 def _converted_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:

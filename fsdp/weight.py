@@ -15,6 +15,7 @@ The weight carries nothing but its type. Its scale lives on the layer that owns 
 five-argument hook hands over, so ``detach``, ``to``, offload and checkpoints have nothing to lose.
 """
 
+from copy import deepcopy
 from functools import lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
@@ -122,8 +123,20 @@ class Float8AllGatherWeight(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
     def data_ptr(self) -> int:
-        """The address of the plain tensor's data, by which trainers tell parameters apart."""
+        """The address of the plain tensor's data, by which accelerate tells parameters apart."""
         return self._tensor.data_ptr()
+
+    # torch's own copies and pickles take a tensor of any address for one with a storage.
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            attributes = deepcopy(self.__dict__, memo)
+            copied = _rebuilt(deepcopy(self._tensor, memo), self.requires_grad, attributes)
+            memo[id(self)] = copied
+            copied.grad = deepcopy(self.grad, memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (self._tensor, self.requires_grad, self.__dict__)
 
     @property
     def data(self) -> torch.Tensor:
@@ -222,6 +235,12 @@ class Float8AllGatherWeight(torch.Tensor):
         qdata = data.view(metadata.dtype)
         qdata = qdata.as_strided(metadata.size, torch.empty(metadata.size, device="meta").stride())
         return Quantized(qdata, scale, granularity).as_tensor(param_dtype), ()
+
+
+def _rebuilt(plain: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
+    weight = Float8AllGatherWeight(plain).requires_grad_(requires_grad)
+    weight.__dict__.update(attributes)
+    return weight
 
 
 def _gathered_scales(

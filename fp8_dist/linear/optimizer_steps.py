@@ -3,13 +3,15 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
+
+from fp8_dist.torch_internals import runs_step_hooks
 
 
 class WatchesSteps(Protocol):
@@ -45,6 +47,33 @@ def after_step(optimizer: Optimizer, call: Callable[[], None]) -> RemovableHandl
     return handle
 
 
+def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The optimizers behind an object whose steps run torch's hooks, in the order of their steps.
+
+    That is the object itself, or what a wrapper holds (accelerate's AcceleratedOptimizer, a
+    learning rate scheduler: as ``.optimizer``), or what a container holds (by iteration).
+    """
+    if isinstance(optimizer, Optimizer) and runs_step_hooks(optimizer):
+        return [optimizer]
+    held = getattr(optimizer, "optimizer", None)
+    held = _iterated(optimizer) if held is None else [held]
+    return [found for each in held for found in hooked_optimizers(each)]
+
+
+def updated_by(optimizer: Optimizer) -> set[int]:
+    """The ids of an optimizer's parameters."""
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+def _iterated(optimizer: Any) -> list[Any]:
+    """The optimizers that an object iterates over (torchtitan's OptimizersContainer, a list)."""
+    return (
+        [o for o in optimizer if isinstance(o, Optimizer)]
+        if isinstance(optimizer, Iterable)
+        else []
+    )
+
+
 @cache
 def _install_hook() -> RemovableHandle:
     return register_optimizer_step_post_hook(_on_optimizer_step)
@@ -52,10 +81,13 @@ def _install_hook() -> RemovableHandle:
 
 @torch.compiler.disable
 def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    with _watchers_lock:
-        watchers = list(_watchers)
-    for watcher in watchers:
-        watcher.optimizer_stepped(updated)
+    # A container's weights were updated by the optimizers in it, whose hooks have run already.
+    # What has been found since, by calls after those steps, holds.
+    if not _iterated(optimizer):
+        updated = updated_by(optimizer)
+        with _watchers_lock:
+            watchers = list(_watchers)
+        for watcher in watchers:
+            watcher.optimizer_stepped(updated)
     for call in list(_calls.get(optimizer, {}).values()):
         call()

@@ -1,5 +1,7 @@
 """Weights that other code rebuilds: ``.data =``, new parameters, and the float8 gather after that."""
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 
@@ -87,6 +89,25 @@ def test_an_assigned_tensor_shares_its_storage_as_in_torch() -> None:
     other.fill_(3)
     assert weight.sum() == 3 * 96 * 64
     assert weight.data_ptr() == other.data_ptr() != 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
+def test_a_copied_parameter_is_one(copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weight = net().layers[0].w1.weight.requires_grad_(False)
+    weight.label = "w1"
+    twin = copied(weight)
+    assert isinstance(twin, nn.Parameter)
+    assert isinstance(twin, Float8AllGatherWeight)
+    assert twin.label == "w1"
+    assert not twin.requires_grad
+    assert same_bits(twin.detach()._tensor, weight.detach()._tensor)
+    assert twin.data_ptr() != weight.data_ptr()
+
+
+def test_weights_have_addresses_of_their_own() -> None:
+    """accelerate finds an optimizer's parameters again by them, once FSDP2 has replaced these."""
+    weights = [layer.weight for layer in float8_layers(net()).values()]
+    assert len({weight.data_ptr() for weight in weights} - {0}) == len(weights)
 
 
 def test_what_can_not_be_data_is_refused_by_name() -> None:
@@ -191,7 +212,7 @@ def loaded_after_sharding() -> tuple[dict[str, int], bool, bool]:
         model = net()
     shard(model)
     load(model)
-    before = {name: p for name, p in model.named_parameters()}
+    before = dict(model.named_parameters())
     rewrapped = rewrap_float8_weights(model)
     same = all(p is before[name] for name, p in model.named_parameters())
     return gathers(model), len(rewrapped) == 6, same

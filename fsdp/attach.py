@@ -1,0 +1,52 @@
+"""Calls after an optimizer's steps, once it is known that these change a model's float8 weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.optimizer_steps import after_step, hooked_optimizers, updated_by
+
+
+def attach(
+    call: Callable[[], None], optimizer: Any, layers: dict[str, Float8Linear], caller: str
+) -> RemovableHandle:
+    """Run ``call`` after the steps of an optimizer, which may be wrapped or one of several.
+
+    Of the optimizers in a container that runs no hooks itself it is the last one that updates a
+    weight of these layers.
+
+    Args:
+        call: what to run.
+        optimizer: a torch optimizer, or an object that holds some.
+        layers: by name. FSDP2's sharded parameters must be in place.
+        caller: for messages.
+
+    Raises:
+        TypeError: no optimizer is found in ``optimizer``.
+        ValueError: the optimizer updates none of the weights, though some can be trained.
+    """
+    found = hooked_optimizers(optimizer)
+    if not found:
+        raise TypeError(
+            f"{caller}: a {type(optimizer).__name__} is no torch.optim.Optimizer that runs step "
+            "hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
+            "optimizer that updates the model"
+        )
+    trained = {id(layer.weight): name for name, layer in layers.items() if _is_trained(layer)}
+    fitting = [each for each in found if not trained.keys().isdisjoint(updated_by(each))]
+    if trained and not fitting:
+        first = next(iter(trained.values()))
+        raise ValueError(
+            f"{caller}: the {type(optimizer).__name__} updates none of the module's "
+            f"{len(trained)} float8 weights (such as {first}.weight), so its steps would leave "
+            "them, and their scales, as they are. Make the optimizer after "
+            "convert_to_float8_training, apply_tp_plan and fully_shard, which make new parameters, "
+            "and pass the one that updates them"
+        )
+    return after_step((fitting or found)[-1], call)
+
+
+def _is_trained(layer: Float8Linear) -> bool:
+    return layer.weight.requires_grad

@@ -1,0 +1,288 @@
+"""attach_precompute and attach_update: wrapped optimizers, containers, and those that don't fit."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import Distributed, Net
+from ranks import RankPools
+from reference import raised, same_bits
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import ConstantLR
+
+from fp8_dist import (
+    Float8LinearConfig,
+    attach_precompute,
+    attach_update,
+    convert_to_float8_training,
+    float8_layers,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.linear.weight_cache import ScaleState
+from fp8_dist.mesh import local_tensor
+
+ATTACH = [attach_precompute, attach_update]
+INT32 = torch.int32
+
+
+class Accelerated(Optimizer):
+    """Stands for accelerate 1.15's AcceleratedOptimizer, which does not call Optimizer.__init__.
+
+    (Its ``step`` also skips micro-steps and asks a GradScaler.)
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+class Container(Optimizer):
+    """Stands for torchtitan 0.3.0's OptimizersContainer, which does call Optimizer.__init__."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self.optimizers = optimizers
+        groups = [group for each in optimizers for group in each.param_groups]
+        super().__init__([p for group in groups for p in group["params"]], {})
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self.optimizers)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.optimizers:
+            each.step()
+
+
+class InBackward(Container):
+    """Stands for torchtitan's OptimizersInBackwardContainer: the optimizers step in backward."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+class Lookahead(Optimizer):
+    """Stands for wrappers that write to the weights after the step of the optimizer they hold."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                local_tensor(param.detach()).data.mul_(0.5)
+
+
+class Optimizers(list[Optimizer]):
+    """A container that is no optimizer itself."""
+
+    def step(self) -> None:
+        for each in self:
+            each.step()
+
+
+Attach = Callable[[Any, nn.Module], Any]
+Pair = tuple[Any, Any]  # what steps, what is attached to
+
+
+def one(net: nn.Module) -> Pair:
+    optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
+    return optimizer, optimizer
+
+
+def accelerated(net: nn.Module) -> Pair:
+    wrapped = Accelerated(one(net)[0])
+    return wrapped, wrapped
+
+
+def wrapped_twice(net: nn.Module) -> Pair:
+    wrapped = Accelerated(Accelerated(one(net)[0]))
+    return wrapped, wrapped
+
+
+def scheduler(net: nn.Module) -> Pair:
+    optimizer, _ = one(net)
+    return optimizer, ConstantLR(optimizer)
+
+
+def parts(net: nn.Module) -> list[Optimizer]:
+    """An optimizer for each block, and then one for what is not in float8."""
+    biases = [p for name, p in net.named_parameters() if name.endswith("bias")]
+    weights = [[layer.weight for layer in float8_layers(block).values()] for block in net.layers]
+    return [AdamW(params, lr=1e-2, fused=True) for params in (*weights, biases)]
+
+
+def container(net: nn.Module) -> Pair:
+    held = Container(*parts(net))
+    return held, held
+
+
+def inside_of_a_container(net: nn.Module) -> Pair:
+    held = Container(*parts(net))
+    return held, held.optimizers[1]
+
+
+def accelerated_container(net: nn.Module) -> Pair:
+    wrapped = Accelerated(Container(*parts(net)))
+    return wrapped, wrapped
+
+
+def list_of_optimizers(net: nn.Module) -> Pair:
+    held = Optimizers(parts(net))
+    return held, held
+
+
+def lookahead(net: nn.Module) -> Pair:
+    held = Lookahead(one(net)[0])
+    return held, held
+
+
+PAIRS = [
+    one,
+    accelerated,
+    wrapped_twice,
+    scheduler,
+    container,
+    inside_of_a_container,
+    accelerated_container,
+    list_of_optimizers,
+    lookahead,
+]
+
+
+def steps(make: Callable[[nn.Module], Pair], attach: Attach | None) -> tuple[list[int], list[Any]]:
+    """Amax all-reduces of each of two steps with their next forwards; the weights after that."""
+    world = Distributed(2, 1)
+    stepping, attached = make(world.net)
+    if attach is not None:
+        attach(attached, world.net)
+    x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0)))
+    found = []
+    loss = world.net(x).square().mean()
+    for _ in range(2):
+        loss.backward()
+        with comm_audit() as audit:
+            stepping.step()
+            loss = world.net(x).square().mean()
+        found.append(audit.count("all_reduce", dtype=INT32))
+    return found, [local_tensor(p.detach()) for p in world.net.state_dict().values()]
+
+
+@pytest.mark.parametrize("attach", ATTACH)
+@pytest.mark.parametrize("make", PAIRS)
+def test_one_all_reduce_per_step(ranks: RankPools, make: Any, attach: Attach) -> None:
+    results = ranks(2).run(steps, make, attach)
+    without = ranks(2).run(steps, make, None)
+    for (found, weights), (each, expected) in zip(results, without, strict=True):
+        assert found == [1, 1]
+        assert each == [6, 6]
+        assert all(map(same_bits, weights, expected))
+
+
+def a_wrapper_that_writes() -> list[int]:
+    """What Lookahead does after the step of the optimizer that it holds is not overlooked."""
+    world = Distributed(2, 1)
+    held = Lookahead(AdamW(world.net.parameters()))
+    attach_precompute(held.optimizer, world.net)
+    x = world.mine(torch.randn(4, 8, 64))
+    world.net(x).square().mean().backward()
+    held.step()
+    caches = [layer.float8_weight.cache for layer in float8_layers(world.net).values()]
+    return [cache.state is ScaleState.STALE for cache in caches]
+
+
+def test_scales_are_dropped_after_a_wrapper_that_writes(ranks: RankPools) -> None:
+    assert ranks(2).run_same(a_wrapper_that_writes) == [True] * 6
+
+
+def test_an_empty_step_of_a_container_drops_nothing() -> None:
+    net = convert_to_float8_training(Net())
+    held = InBackward(*parts(net))
+    attach_precompute(held.optimizers[1], net)
+    net(torch.randn(2, 8, 64)).sum().backward()
+    for each in held:
+        each.step()
+    held.step()
+    layers = float8_layers(net).values()
+    assert all(layer.float8_weight.cache.is_fresh(layer.weight) for layer in layers)
+
+
+@pytest.mark.parametrize("attach", ATTACH)
+def test_an_optimizer_of_other_parameters_is_refused(attach: Attach) -> None:
+    net = convert_to_float8_training(Net())
+    text = raised(ValueError, lambda: attach(AdamW(nn.Linear(2, 2).parameters()), net))
+    assert text == (
+        f"{attach.__name__}: the AdamW updates none of the module's 6 float8 weights (such as "
+        "layers.0.w1.weight), so its steps would leave them, and their scales, as they are. Make "
+        "the optimizer after convert_to_float8_training, apply_tp_plan and fully_shard, which make "
+        "new parameters, and pass the one that updates them"
+    )
+
+
+@pytest.mark.parametrize("attach", ATTACH)
+@pytest.mark.parametrize("wrap", [lambda o: o, Accelerated, Container, lambda o: [o]])
+def test_an_optimizer_made_before_the_conversion_is_refused(attach: Attach, wrap: Any) -> None:
+    net = Net()
+    optimizer = wrap(AdamW(net.parameters()))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(net, config=config)
+    text = raised(ValueError, lambda: attach(optimizer, net))
+    assert "Make the optimizer after convert_to_float8_training" in text
+
+
+def made_before_sharding() -> str:
+    world = Distributed(2, 1, shard=False)
+    optimizer = AdamW(world.net.parameters())
+    world.fully_shard(world.net, world.net.layers)
+    return raised(ValueError, lambda: attach_precompute(optimizer, world.net))
+
+
+def test_an_optimizer_made_before_sharding_is_refused(ranks: RankPools) -> None:
+    assert "fully_shard" in ranks(2).run_same(made_before_sharding)
+
+
+@pytest.mark.parametrize("attach", ATTACH)
+def test_what_holds_no_optimizer_is_refused(attach: Attach) -> None:
+    net = convert_to_float8_training(Net())
+    for other in (net, None, [], "AdamW"):
+        text = raised(TypeError, lambda other=other: attach(other, net))
+        assert f"{attach.__name__}: a {type(other).__name__} is no torch.optim.Optimizer" in text
+
+
+def attached_while_unsharded() -> tuple[int, int]:
+    """After a forward whose weights stay unsharded: the layers have not the optimizer's then."""
+    world = Distributed(2, 1, fsdp_arguments={"reshard_after_forward": False})
+    optimizer = AdamW(world.net.parameters())
+    x = world.mine(torch.randn(4, 8, 64))
+    world.net(x)
+    attach_precompute(optimizer, world.net)
+    world.net(x).square().mean().backward()
+    with comm_audit() as audit:
+        optimizer.step()
+    return audit.count("all_reduce"), audit.count()
+
+
+def test_attaching_while_weights_are_unsharded(ranks: RankPools) -> None:
+    assert ranks(2).run_same(attached_while_unsharded) == (1, 1)
+
+
+@pytest.mark.parametrize("attach", ATTACH)
+def test_frozen_float8_weights_need_no_optimizer(attach: Attach) -> None:
+    """As LoRA beside a float8 base: DELAYED inputs, for one, are still to be synced."""
+    net = convert_to_float8_training(Net()).requires_grad_(False)
+    adapter = nn.Linear(64, 64)
+    attach(AdamW(adapter.parameters()), net)
+
+
+def test_some_of_the_weights_are_enough() -> None:
+    net = convert_to_float8_training(Net())
+    net.layers[0].requires_grad_(False)
+    attach_precompute(AdamW([net.layers[1].w3.weight]), net)
