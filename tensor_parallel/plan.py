@@ -18,6 +18,7 @@ from fp8_dist.tensor_parallel.styles import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
+from fp8_dist.tensor_parallel.ties import find_ties, tie_again, untied_by
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
 _HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
@@ -31,14 +32,17 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
         mesh: the tensor-parallel axis, 1-D: ``mesh["tp"]`` of a larger mesh.
         plan: module names (``*`` stands for any part) to torch's styles or ours.
 
+    Parameters that modules share (tied embeddings) stay shared.
+
     Collectives: those of torch's ``parallelize_module``, which scatters the parameters.
 
     Raises:
         TypeError: an entry's value is not a style.
         ValueError: the mesh is not 1-D, an entry matches no module, two entries match one module,
-            a float8 style is on a module without a ``Float8Linear``, or a head count is not
-            divisible by the mesh's size. All offenders are listed, on all ranks alike, and nothing
-            has been changed.
+            a float8 style is on a module without a ``Float8Linear``, a head count is not divisible
+            by the mesh's size, or modules that share a parameter would divide it in several ways.
+            All offenders are listed, on all ranks alike, and nothing has been changed. (But for a
+            shared parameter that a style of your own places: what it does is seen afterwards.)
     """
     if mesh.ndim != 1:
         raise ValueError(
@@ -52,14 +56,18 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 f"instance, such as ColwiseParallel()"
             )
     matches = {pattern: dict(_matches(model, pattern)) for pattern in plan}
+    # By name: for a pattern, torch warns about every module on the way that it does not match.
+    resolved = {name: plan[pattern] for pattern in plan for name in matches[pattern]}
+    ties = find_ties(model)
     # Without duplicates: all projections of an attention module report its head counts.
     offenders = dict.fromkeys(_offenders(model, mesh.size(), plan, matches))
+    offenders |= dict.fromkeys(untied_by(ties, resolved))
     if offenders:
         listing = "\n".join(f"  - {offender}" for offender in offenders)
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
-    # By name: for a pattern, torch warns about every module on the way that it does not match.
-    resolved = {name: plan[pattern] for pattern in plan for name in matches[pattern]}
-    return parallelize_module(model, mesh, resolved)
+    parallelize_module(model, mesh, resolved)
+    tie_again(ties)
+    return model
 
 
 def _matches(module: nn.Module, pattern: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -1,4 +1,4 @@
-"""``comm_audit`` records every collective of eager code.
+"""``comm_audit`` records every collective.
 
 Terms: *collective* and *buffer* as in ``collectives``. FSDP2 copies parameters of several dtypes
 into one uint8 buffer and gathers that: a *mixed gather*. The *payload dtype* of a uint8 tensor is
@@ -127,7 +127,7 @@ class CommAudit(CommTable):
 
 
 def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
-    """Record every collective that eager code runs inside the block, FSDP2's included.
+    """Record every collective that runs inside the block, FSDP2's included.
 
     ::
 
@@ -136,8 +136,10 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
         print(audit.table())
 
     Every call of an op of torch's communication namespaces is recorded, but for barriers, waits
-    and signals, which move no data. Not seen: compiled graphs, what a custom op sends inside its
-    own kernel, and direct reads of symmetric memory. The bytes are sizes of buffers, see
+    and signals, which move no data. Compiled code stays compiled. Its collectives are recorded
+    under the innermost module that is not compiled, and float8 that it sends as uint8 may be shown
+    so. Not seen: what a custom op sends inside its own kernel, graphs that run without Python (CUDA
+    graphs, AOTInductor), and direct reads of symmetric memory. The bytes are sizes of buffers, see
     :class:`CommRow`, not what crosses the wire, which also depends on the algorithm and on the size
     of the group.
 
@@ -169,6 +171,11 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, audit: CommAudit) -> None:
         super().__init__()
         self._audit = audit
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile inside the block, without this mode; False would forbid it."""
+        return True
 
     def __torch_dispatch__(
         self,

@@ -23,7 +23,8 @@ class ModulePath:
     itself is ``""``, and so is code outside of any module. ``current`` covers what torch runs
     around a module's own forward and backward too: hooks of FSDP2 and of tensor parallel styles.
     (``torch.utils.module_tracker`` takes a module for left before its own forward hooks run, which
-    is where a row-parallel layer reduces its output.)
+    is where a row-parallel layer reduces its output.) Modules inside of compiled code are passed
+    over: it runs as part of the module that called it.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,8 @@ class ModulePath:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Runs before every other forward pre-hook of the module."""
+        if torch.compiler.is_compiling():
+            return
         fqn, caller = self._fqn(module), self.current
         self.current = fqn
         # Appended after the hooks that the module already has, so it runs after them.
@@ -67,6 +70,8 @@ class ModulePath:
             self._handles.append(register_multi_grad_hook(tensors, leave))
 
     def _before_own_hooks(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         # First of the hooks on these tensors, before FSDP2's, which gathers the weights.
         self._on_backward_of(self._fqn(module), output)
 
