@@ -32,8 +32,10 @@ from fp8_dist.fsdp import (
     sync_float8_amax_and_scale_history,
     update_float8_scales,
 )
+from fp8_dist.head_filter import skip_head
 from fp8_dist.linear.module import Float8Linear, float8_layers, invalidate_float8_scales
 from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.summary import conversion_summary
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 # The layers wrap weights in a type whose hooks are FSDP2's business, above their room.
@@ -54,6 +56,7 @@ __all__ = [
     "attach_update",
     "auto_filter",
     "cast_to_float8",
+    "conversion_summary",
     "convert_to_float8_training",
     "float8_layers",
     "invalidate_float8_scales",
@@ -61,6 +64,7 @@ __all__ = [
     "precompute_float8_dynamic_scale_for_fsdp",
     "rewrap_float8_weights",
     "selective_checkpoint_policy",
+    "skip_head",
     "sync_float8_amax_and_scale_history",
     "update_float8_scales",
 ]

@@ -107,6 +107,10 @@ class AutoFilter:
         self._rows[fqn] = FilterDecision(fqn, shape, local, not reason, reason or "large enough")
         return not reason
 
+    def reason(self, fqn: str) -> str:
+        """Why a layer is left out, for messages."""
+        return f"auto_filter: {self._rows[fqn].reason}"
+
     @property
     def report(self) -> AutoFilterReport:
         """The decisions up to now. A layer that is asked for again keeps one row."""

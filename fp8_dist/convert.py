@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -14,6 +15,9 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.linear.module import Float8Linear
 
 FilterFn = Callable[[nn.Module, str], bool]
+
+# Why the layers of models that were converted were left out.
+_reasons: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 
 
 def convert_to_float8_training(
@@ -82,7 +86,7 @@ def _choose(
         if not isinstance(layer, nn.Linear):
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
-            reasons[fqn] = "module_filter_fn returned False"
+            _reasons[layer] = reasons[fqn] = _why_filtered(module_filter_fn, fqn)
         elif isinstance(layer, Float8Linear):
             if config not in (None, layer.config):
                 raise ValueError(
@@ -92,7 +96,7 @@ def _choose(
                 )
             reasons[fqn] = "it is a Float8Linear already"
         elif reason := _unconvertible(layer):
-            reasons[fqn] = reason
+            _reasons[layer] = reasons[fqn] = reason
             left.append(f"{fqn} ({reason})")
         else:
             chosen[fqn] = layer
@@ -105,6 +109,18 @@ def _choose(
             stacklevel=3,
         )
     return chosen
+
+
+def skip_reason(layer: nn.Linear) -> str:
+    """Why a layer is not in float8."""
+    never = "convert_to_float8_training has not seen it"
+    return _reasons.get(layer) or _unconvertible(layer) or never
+
+
+def _why_filtered(module_filter_fn: FilterFn, fqn: str) -> str:
+    """In the words of the filter, if it has any (a method ``reason``)."""
+    reason = getattr(module_filter_fn, "reason", None)
+    return reason(fqn) if callable(reason) else "module_filter_fn returned False"
 
 
 def _unconvertible(layer: nn.Linear) -> str:

@@ -4,7 +4,7 @@ torch's styles give each module a new parameter, so modules that shared one no l
 all of them divide it alike, they share the first one's again. Otherwise the plan is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -97,7 +97,7 @@ def _place_now(use: Use) -> _Place:
     return parameter.placements[-1] if isinstance(parameter, DTensor) else "whole"
 
 
-def _refusal(uses: list[Use], places: list[_Place | None]) -> str:
+def _refusal(uses: Sequence[Use], places: Sequence[_Place | None]) -> str:
     found = ", ".join(
         f"{use} {place or 'unknown'}" for use, place in zip(uses, places, strict=True)
     )

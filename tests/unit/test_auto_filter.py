@@ -314,8 +314,8 @@ def test_nothing_large_enough_is_an_error_and_the_report_says_why() -> None:
         error,
         """\
 convert_to_float8_training: no layer of Sequential was converted:
-  0: module_filter_fn returned False
-  2: module_filter_fn returned False""",
+  0: auto_filter: out <= 2048
+  2: auto_filter: out = 8 is no multiple of 16""",
     )
     assert_expected_inline(
         str(filter_fn.report),
