@@ -14,9 +14,10 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
     """Let FSDP2 gather the weights in float8 again whose parameters other code has rebuilt.
 
     ``convert_to_float8_training`` with ``enable_fsdp_float8_all_gather`` gives weights a tensor
-    type that FSDP2 gathers in float8. Code that makes new parameters from the old ones loses it:
-    checkpoint loaders, ``distribute_tensor``, ``deepcopy`` by hand. Call this afterwards, before
-    the optimizer is made and before the first forward. To call it twice changes nothing.
+    type that FSDP2 gathers in float8. Code that makes new parameters of plain tensors loses it, as
+    checkpoint loaders do. Call this afterwards, before ``fully_shard`` and before the optimizer is
+    made. (A model that was sharded with the type, on the meta device for instance, may be loaded
+    and rewrapped until its first forward.) A second call changes nothing.
 
     A weight that is a DTensor stays the same parameter. A plain one becomes a new parameter on the
     same storage, with the old one's gradient and attributes. Layers that share a weight still do.

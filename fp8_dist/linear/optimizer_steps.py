@@ -81,13 +81,13 @@ def _install_hook() -> RemovableHandle:
 
 @torch.compiler.disable
 def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # A container's weights were updated by the optimizers in it, whose hooks have run already.
-    # What has been found since, by calls after those steps, holds.
-    if not _iterated(optimizer):
-        updated = updated_by(optimizer)
-        with _watchers_lock:
-            watchers = list(_watchers)
-        for watcher in watchers:
-            watcher.optimizer_stepped(updated)
+    # What the optimizers in a container have updated, their own hooks have told. What calls after
+    # their steps have found since holds.
+    held = [each for inner in _iterated(optimizer) for each in hooked_optimizers(inner)]
+    updated = updated_by(optimizer).difference(*map(updated_by, held))
+    with _watchers_lock:
+        watchers = list(_watchers)
+    for watcher in watchers:
+        watcher.optimizer_stepped(updated)
     for call in list(_calls.get(optimizer, {}).values()):
         call()

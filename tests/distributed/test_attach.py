@@ -18,6 +18,7 @@ from fp8_dist import (
     attach_update,
     convert_to_float8_training,
     float8_layers,
+    precompute_float8_dynamic_scale,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear.weight_cache import ScaleState
@@ -213,6 +214,26 @@ def test_an_empty_step_of_a_container_drops_nothing() -> None:
     held.step()
     layers = float8_layers(net).values()
     assert all(layer.float8_weight.cache.is_fresh(layer.weight) for layer in layers)
+
+
+class Unhooked(AdamW):
+    """Runs no hooks, as it skips ``Optimizer.__init__``; it does not hold an optimizer either."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": list(params)}]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.data.mul_(2)
+
+
+def test_a_container_of_optimizers_without_hooks_drops_scales() -> None:
+    net = convert_to_float8_training(Net())
+    held = Container(Unhooked(net.parameters()))
+    precompute_float8_dynamic_scale(net)
+    held.step()
+    caches = [layer.float8_weight.cache for layer in float8_layers(net).values()]
+    assert all(cache.state is ScaleState.STALE for cache in caches)
 
 
 @pytest.mark.parametrize("attach", ATTACH)

@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from operator import is_
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import fp8_dist.warn
 from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
+    attach_precompute,
     convert_to_float8_training,
     float8_layers,
     precompute_float8_dynamic_scale,
@@ -163,6 +165,32 @@ def upcast(model: nn.Module) -> None:
 
 def test_a_bf16_model_that_is_upcast_through_data(ranks: RankPools) -> None:
     assert ranks(2).run_same(trained_after, upcast) == (IN_FLOAT8, True)
+
+
+def prepared_together() -> tuple[dict[str, int], bool, int]:
+    """As accelerate's FSDP2 plug-in prepares a model and the optimizer that was made for it.
+
+    It finds the optimizer's parameters again by the addresses of the old ones.
+    """
+    model = net(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    old = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    (group,) = optimizer.param_groups
+    addresses = [parameter.data_ptr() for parameter in group["params"]]
+    upcast(model)
+    shard(model)
+    new = {old[name]: parameter for name, parameter in model.named_parameters()}
+    group["params"] = [new[address] for address in addresses]
+    attach_precompute(optimizer, model)
+    found = gathers(model)
+    with comm_audit() as audit:
+        optimizer.step()
+    ours = list(model.parameters())
+    return found, all(map(is_, group["params"], ours)), audit.count("all_reduce")
+
+
+def test_an_optimizer_whose_parameters_are_found_by_address(ranks: RankPools) -> None:
+    assert ranks(2).run_same(prepared_together) == (IN_FLOAT8, True, 1)
 
 
 def upcast_and_rebuild(model: nn.Module) -> None:
