@@ -15,7 +15,16 @@ from fp8_dist.linear.module import Float8Linear
 # What modules, and transformers' configs, call the number of experts that a token visits.
 _EXPERTS_PER_TOKEN = ("top_k", "num_experts_per_tok", "experts_per_token")
 # Modules whose parameters are looked up, or multiplied more than once per token.
-_NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+_NO_PRODUCTS = (
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,11 @@ def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     return tuple(accumulate(sizes, mul, initial=1))[::-1] if shape else ()
 
 
+def storage_address(tensor: torch.Tensor) -> int:
+    """The address of the storage object, the same for all views."""
+    return tensor.untyped_storage()._cdata
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for a tensor or parameter of no subclass."""
     return type(tensor) in _PLAIN

@@ -19,7 +19,13 @@ from fp8_dist.debug.table import CommRow, CommTable
 from fp8_dist.dtypes import is_float8
 from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import STAND_INS, OpOverload, TorchDispatchMode, op_name
+from fp8_dist.torch_internals import (
+    STAND_INS,
+    OpOverload,
+    TorchDispatchMode,
+    op_name,
+    storage_address,
+)
 
 # FSDP2's copy of all its inputs into the buffer that the next all-gather moves.
 FSDP_COPY_IN = "fsdp::all_gather_copy_in"
@@ -64,11 +70,11 @@ class CommAudit(CommTable):
         """``source`` is about to be viewed as uint8."""
         # The weak reference keeps the storage's address from being given to another.
         reference = StorageWeakRef(source.untyped_storage())
-        self._payload_dtypes[_storage(source)] = (reference, source.dtype)
+        self._payload_dtypes[storage_address(source)] = (reference, source.dtype)
 
     def _note_copy_in(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         """FSDP2 is about to copy ``inputs`` into the buffer that it gathers next."""
-        self._copied_in[_storage(output)] = self._bytes_by_dtype(inputs)
+        self._copied_in[storage_address(output)] = self._bytes_by_dtype(inputs)
 
     def _note_collective(self, collective: Collective) -> None:
         sizes = self._copied_in_sizes(collective) or self._bytes_by_dtype(collective.tensors)
@@ -97,7 +103,7 @@ class CommAudit(CommTable):
         first = collective.tensors[0]
         if isinstance(first, Float8Tensor):
             return None
-        return self._copied_in.pop(_storage(first), None)
+        return self._copied_in.pop(storage_address(first), None)
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Bytes by payload dtype, in order of first appearance."""
@@ -109,7 +115,7 @@ class CommAudit(CommTable):
             for part in parts:
                 payload = part.dtype
                 if payload == torch.uint8:
-                    payload = self._payload_dtypes.get(_storage(part), (None, payload))[1]
+                    payload = self._payload_dtypes.get(storage_address(part), (None, payload))[1]
                 sizes[payload] = sizes.get(payload, 0) + part.nbytes
         return sizes
 
@@ -210,8 +216,3 @@ def _rewrites_ops(kind: Any) -> bool:
     """
     handled = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return handled and not issubclass(kind, STAND_INS)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """The address of the storage object, the same for all views."""
-    return tensor.untyped_storage()._cdata

@@ -329,6 +329,8 @@ class Float8Weight:
                 "FSDP2 does not manage its weight. Call fully_shard on the model (after "
                 "convert_to_float8_training), or leave the flag off",
             )
+        elif self._is_exchanged and self.config.fsdp_float8_all_gather:
+            return  # the parameter has lost its type, which was said when FSDP2 gathered it
         elif self.cache.precomputed_for_another(parameter):
             warn_once(
                 "precompute without float8 gather",

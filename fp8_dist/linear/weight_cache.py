@@ -45,7 +45,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8_dist.cast import Copies, Scalings
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
-from fp8_dist.torch_internals import in_backward, is_plain
+from fp8_dist.torch_internals import in_backward, is_plain, storage_address
 from fp8_dist.warn import warn_once
 
 _Values = tuple[torch.Tensor, int | None]  # a parameter and its version stand for its values
@@ -198,7 +198,7 @@ class WeightCache:
 
     def _has_same_storage(self, param: torch.Tensor) -> bool:
         storage = self._storage
-        return storage is None or storage.cdata == param.untyped_storage()._cdata
+        return storage is None or storage.cdata == storage_address(param)
 
     def precomputed_for_another(self, param: torch.Tensor) -> bool:
         """True if a scale was precomputed for a parameter, and ``param`` is another."""
