@@ -161,7 +161,9 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def attach_precompute(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
+def attach_precompute(
+    optimizer: Optimizer | Iterable[Optimizer], module: nn.Module
+) -> RemovableHandle:
     """:func:`precompute_float8_dynamic_scale` after every step, until ``remove()`` of the result.
 
     Args:

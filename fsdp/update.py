@@ -1,5 +1,6 @@
 """What a model needs after an optimizer step, whatever its recipes: precompute, sync, or both."""
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -49,7 +50,7 @@ def update_float8_scales(module: nn.Module) -> None:
         sync_float8_amax_and_scale_history(module)
 
 
-def attach_update(optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
+def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:
     """Call :func:`update_float8_scales` after every step, until ``remove()`` of what it returns.
 
     The optimizer is taken as by :func:`fp8_dist.attach_precompute`. Attach to one optimizer of a
