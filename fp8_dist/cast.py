@@ -239,7 +239,7 @@ def copies_over(
         flat = cast_copies(x, values, dtype, round_scales_to_power_of_2, of, transposed)
     n = 2 * len(casts)
     scalings = dict(zip(casts, zip(flat[:n:2], flat[1:n:2], strict=True), strict=True))
-    return scalings, as_copies(x, copies, flat[n:], scalings)
+    return scalings, as_copies(x, copies, flat[n:], flat[1:n:2])
 
 
 def copies_by(
@@ -258,7 +258,7 @@ def copies_by(
             if transposed_:
                 qdata = transposed_copy(qdata.view(math.prod(x.shape[:-1]), x.shape[-1]))
             data.append(qdata)
-    return as_copies(x, copies, data, scalings)
+    return as_copies(x, copies, data, [scalings[cast][1] for cast in casts])
 
 
 def _in_one_pass(casts: Sequence[CastSpec]) -> bool:
@@ -268,15 +268,30 @@ def _in_one_pass(casts: Sequence[CastSpec]) -> bool:
 
 
 def as_copies(
-    x: torch.Tensor, copies: Sequence[CopySpec], data: Sequence[torch.Tensor], scalings: Scalings
+    x: torch.Tensor,
+    copies: Sequence[CopySpec],
+    data: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
 ) -> Copies:
-    """The copies of a local tensor whose data a kernel wrote."""
+    """The copies of a local tensor whose data a kernel wrote, with a scale for each cast."""
+    scale_of = dict(zip(dict.fromkeys(copy.cast for copy in copies), scales, strict=True))
     found = {}
     for copy, qdata in zip(copies, data, strict=True):
         if copy.transposed:
             qdata = qdata.t() if x.ndim == 2 else qdata.t().view(x.shape)
-        found[copy] = Quantized(qdata, scalings[copy.cast][1], copy.cast.granularity)
+        found[copy] = Quantized(qdata, scale_of[copy.cast], copy.cast.granularity)
     return found
+
+
+def flat_copies(copies: Copies) -> list[torch.Tensor]:
+    """The scale of each cast, and then the data as kernels write them: see :func:`as_copies`."""
+    scales = {copy.cast: quantized.scale for copy, quantized in copies.items()}
+    data = []
+    for copy, (qdata, *_) in copies.items():
+        if copy.transposed:
+            qdata = qdata.view(math.prod(qdata.shape[:-1]), qdata.shape[-1]).t()
+        data.append(qdata)
+    return [*scales.values(), *data]
 
 
 def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:

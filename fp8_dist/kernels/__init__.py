@@ -16,6 +16,7 @@ from fp8_dist.kernels.copies import (
     cast_copies,
     cast_rows,
     covered_dims,
+    empty_copies,
     fuses_rows,
     quantize_copies,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "covered_dims",
     "cpu",
     "custom_op",
+    "empty_copies",
     "fuses_rows",
     "needs_alignment",
     "quantize",

@@ -135,7 +135,7 @@ def _cast_and_record_fake(
     recorded: torch.Tensor | None,
 ) -> Tensors:
     numbers = [x.new_empty((), dtype=torch.float32) for _ in range(3)]
-    return [*numbers, *_empty_copies(x, dtype, transposed)]
+    return [*numbers, *empty_copies(x, dtype, transposed)]
 
 
 def fuses_rows(x: torch.Tensor) -> bool:
@@ -152,7 +152,8 @@ def _amaxes_fake(x: torch.Tensor, covers: Sequence[str]) -> Tensors:
     return [amax_fake(x, covered_dims(name, x.ndim)) for name in covers]
 
 
-def _empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
+def empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
+    """Uninitialized copies of a local tensor."""
     turned = (x.shape[-1] if x.ndim else 1, math.prod(x.shape[:-1]))
     return [
         torch.empty(turned if each else x.shape, dtype=dtype, device=x.device)
@@ -170,7 +171,7 @@ def _quantize_copies_fake(
     *,
     fits: bool = False,
 ) -> Tensors:
-    return _empty_copies(x, dtype, transposed)
+    return empty_copies(x, dtype, transposed)
 
 
 @cast_copies.register_fake
@@ -183,7 +184,7 @@ def _cast_copies_fake(
     transposed: Sequence[bool],
 ) -> Tensors:
     scalings = [torch.empty_like(each) for each in amaxes for _ in range(2)]
-    return [*scalings, *_empty_copies(x, dtype, transposed)]
+    return [*scalings, *empty_copies(x, dtype, transposed)]
 
 
 @cast_rows.register_fake
@@ -194,4 +195,4 @@ def _cast_rows_fake(
     transposed: Sequence[bool],
 ) -> Tensors:
     scalings = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2)]
-    return [*scalings, *_empty_copies(x, dtype, transposed)]
+    return [*scalings, *empty_copies(x, dtype, transposed)]

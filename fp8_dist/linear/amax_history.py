@@ -18,12 +18,19 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from fp8_dist.cast import Copies, amax_group, as_copies, as_float8_of, copies_by
+from fp8_dist.cast import (
+    Copies,
+    amax_group,
+    as_copies,
+    as_float8_of,
+    copies_by,
+    flat_copies,
+)
 from fp8_dist.config import CastSpec, CopySpec
-from fp8_dist.kernels import Scaling, amax, cast_and_record, scaling_from_amax
+from fp8_dist.kernels import Scaling, amax, cast_and_record, empty_copies, scaling_from_amax
 from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
 from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
-from fp8_dist.torch_internals import is_captured
+from fp8_dist.torch_internals import is_captured, is_selectively_checkpointed
 
 
 class AmaxHistory:
@@ -63,21 +70,36 @@ class AmaxHistory:
 
         Collectives: none, but while there is no history those of a dynamic cast.
         """
-        group = amax_group(tensor)
-        group_name = group.group_name if group else ""
-        local = local_tensor(tensor)
+        local, group = local_tensor(tensor), _group_name(tensor)
         if must_query():
-            return history_scaling.overload(local, self._handle, record, group_name)
-        return self._scaling_of_local(local, record, group_name)
+            return history_scaling.overload(local, self._handle, record, group)
+        return self._scaling_of_local(local, record, group)
 
-    def copies_of(
+    def copies_of(self, tensor: torch.Tensor, copies: Sequence[CopySpec], record: bool) -> Copies:
+        """Float8 copies of a tensor's local part; as :meth:`scaling_of`."""
+        if torch.compiler.is_compiling():
+            x, transposed = local_tensor(tensor), [copy.transposed for copy in copies]
+            scale, *data = history_copies.overload(
+                x, self._handle, self.cast_as.dtype, transposed, record, _group_name(tensor)
+            )
+            return as_copies(x, copies, data, [scale])
+        return self.scaled_copies_of(tensor, copies, record)[1]
+
+    def scaled_copies_of(
         self, tensor: torch.Tensor, copies: Sequence[CopySpec], record: bool
     ) -> tuple[Scaling, Copies]:
-        """Float8 copies of a tensor's local part, with their scaling; as :meth:`scaling_of`."""
+        """:meth:`copies_of` outside of graphs, with the scaling."""
         x = local_tensor(tensor)
-        # (Asked in this order: a graph must have no guard on whether there is a scale yet.)
-        if must_query() or self.scaling is None or is_captured(x):
+        if is_selectively_checkpointed():
             scaling = self.scaling_of(tensor, record)
+            return scaling, copies_by(x, copies, {self.cast_as: scaling})
+        return self._copies_of_local(x, copies, record, _group_name(tensor))
+
+    def _copies_of_local(
+        self, x: torch.Tensor, copies: Sequence[CopySpec], record: bool, group: str
+    ) -> tuple[Scaling, Copies]:
+        if self.scaling is None or is_captured(x):
+            scaling = self._scaling_of_local(x, record, group)
             return scaling, copies_by(x, copies, {self.cast_as: scaling})
         multiplier, scale = (number.to(x.device) for number in self.scaling)
         transposed = [copy.transposed for copy in copies]
@@ -89,14 +111,13 @@ class AmaxHistory:
         self._last = None if record else value
         if record:
             self.current = largest
-        scaling = multiplier, scale
-        return scaling, as_copies(x, copies, data, {self.cast_as: scaling})
+        return (multiplier, scale), as_copies(x, copies, data, [scale])
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """Record the amax of the last cast, if it was not recorded yet; returns its scale."""
         if must_query():
             return record_amax.overload(scale, self._handle)
-        self._record_later()
+        self.record_later()
         return scale
 
     def _scaling_of_local(self, x: torch.Tensor, record: bool, group: str) -> Scaling:
@@ -120,7 +141,7 @@ class AmaxHistory:
     def cast(self, tensor: torch.Tensor, record: bool = True) -> torch.Tensor:
         """A tensor or DTensor as float8, outside of autograd; see :meth:`scaling_of`."""
         copy = CopySpec(self.cast_as)
-        return as_float8_of(tensor, self.copies_of(tensor, (copy,), record)[1][copy])
+        return as_float8_of(tensor, self.copies_of(tensor, (copy,), record)[copy])
 
     def _record_last(self) -> None:
         value, self._last = self._last, None
@@ -129,7 +150,7 @@ class AmaxHistory:
             current = value if self.current is None else self.current.to(value.device)
             self.current = torch.maximum(current, value)
 
-    def _record_later(self) -> None:
+    def record_later(self) -> None:
         """:meth:`_record_last`, perhaps on another stream than the cast."""
         if self._last is not None and self._last.is_cuda:
             # FSDP2's stream, on which it was allocated, must not use its memory again too early.
@@ -144,6 +165,42 @@ class AmaxHistory:
             advance_to([self], history.to(torch.float32).clone().unsqueeze(0))
 
 
+def _group_name(tensor: torch.Tensor) -> str:
+    """The group that an amax of a tensor is reduced over; empty: there is none."""
+    group = amax_group(tensor)
+    return group.group_name if group else ""
+
+
+@query(
+    "history_copies(Tensor x, Tensor handle, ScalarType dtype, bool[] transposed, bool record, "
+    "str group) -> Tensor[]"
+)
+def history_copies(
+    x: torch.Tensor,
+    handle: torch.Tensor,
+    dtype: torch.dtype,
+    transposed: Sequence[bool],
+    record: bool,
+    group: str,
+) -> list[torch.Tensor]:
+    """The scale and the copies of :meth:`AmaxHistory.copies_of` a local tensor."""
+    history = owner_of(handle)
+    copies = [CopySpec(history.cast_as, turned) for turned in transposed]
+    return flat_copies(history._copies_of_local(x, copies, record, group)[1])
+
+
+@history_copies.register_fake
+def _history_copies_fake(
+    x: torch.Tensor,
+    handle: torch.Tensor,
+    dtype: torch.dtype,
+    transposed: Sequence[bool],
+    record: bool,
+    group: str,
+) -> list[torch.Tensor]:
+    return [x.new_empty((), dtype=torch.float32), *empty_copies(x, dtype, transposed)]
+
+
 @query("history_scaling(Tensor x, Tensor handle, bool record, str group) -> (Tensor, Tensor)")
 def history_scaling(
     x: torch.Tensor, handle: torch.Tensor, record: bool, group: str
@@ -156,7 +213,7 @@ def history_scaling(
 @query("record_amax(Tensor scale, Tensor handle) -> Tensor")
 def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     """:meth:`AmaxHistory.recorded`."""
-    owner_of(handle)._record_later()
+    owner_of(handle).record_later()
     return scale.clone()
 
 

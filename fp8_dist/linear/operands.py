@@ -208,7 +208,7 @@ def _copies(
     cast = copies[0].cast
     if cast.delayed:  # its two casts are the same: they have one scale per tensor
         record = spec.record or operand == "grad_output"
-        return spec.histories[operand].copies_of(tensor, copies, record)[1]
+        return spec.histories[operand].copies_of(tensor, copies, record)
     power_of_2 = spec.config.round_scales_to_power_of_2
     if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
         return copies_over(tensor, copies, power_of_2, axes)[1]

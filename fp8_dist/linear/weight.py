@@ -24,15 +24,25 @@ graphs and selective activation checkpointing ask by operators (``scale_query``)
 """
 
 import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
 import torch.nn as nn
 
-from fp8_dist.cast import Copies, Scalings, copies_by, copies_over, scaling_over
+from fp8_dist.cast import (
+    Copies,
+    Scalings,
+    as_copies,
+    copies_by,
+    copies_over,
+    flat_copies,
+    scaling_over,
+)
 from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig
 from fp8_dist.granularity import granularity_named
-from fp8_dist.kernels import Scaling
+from fp8_dist.kernels import Scaling, empty_copies
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
@@ -128,13 +138,13 @@ class Float8Weight:
         copies = tuple(dict.fromkeys(by_gemm.values()))
         if compiling:
             with torch.no_grad():
-                float8 = copies_by(shard, copies, self._scalings(shard, source))
+                float8 = self._casts_of_graph(shard, copies, keeps)
         else:
             record = torch.is_grad_enabled()
             float8 = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD, record)
-        if "weight" in self._histories:
-            scale = self._recorded(next(iter(float8.values())).scale)
-            float8 = {copy: q._replace(scale=scale) for copy, q in float8.items()}
+            if "weight" in self._histories:
+                scale = self._recorded(next(iter(float8.values())).scale)
+                float8 = {copy: q._replace(scale=scale) for copy, q in float8.items()}
         taken = {gemm: float8[copy] for gemm, copy in by_gemm.items()}
         return WeightCasts(taken.get("output"), taken.get("grad_input"))
 
@@ -199,18 +209,72 @@ class Float8Weight:
         if fresh or queried:
             # Known scalings may be stale unnoticed: the values may exceed their amax.
             float8 = copies_by(shard, copies, self._scalings(shard, source))
-        elif copies[0].cast.delayed:
-            tensor, history = with_local(parameter, shard), self._histories["weight"]
-            scaling, float8 = history.copies_of(tensor, copies, record)
-            self._note(parameter, shard, {copies[0].cast: scaling}, source)
         else:
-            power_of_2 = self.config.round_scales_to_power_of_2
-            scalings, float8 = copies_over(parameter, copies, power_of_2, local=shard)
+            scalings, float8 = self._new_casts(parameter, shard, copies, record)
             self._note(parameter, shard, scalings, source)
         keeps = _is_parameter(parameter) and self.config.cache_float8_shards
         keeps &= not is_captured(shard)
         cache.float8 = float8 if keeps and shard.device == parameter.device else None
         return float8
+
+    def _new_casts(
+        self,
+        parameter: torch.Tensor,
+        shard: torch.Tensor,
+        copies: tuple[CopySpec, ...],
+        record: bool,
+    ) -> tuple[Scalings, Copies]:
+        """Copies of a shard of which nothing is known, and the scaling for each cast."""
+        cast = copies[0].cast
+        if cast.delayed:
+            tensor, history = with_local(parameter, shard), self._histories["weight"]
+            scaling, float8 = history.scaled_copies_of(tensor, copies, record)
+            return {cast: scaling}, float8
+        power_of_2 = self.config.round_scales_to_power_of_2
+        return copies_over(parameter, copies, power_of_2, local=shard)
+
+    def _casts_of_graph(
+        self, shard: torch.Tensor, copies: tuple[CopySpec, ...], keep: bool
+    ) -> Copies:
+        """:meth:`_casts` in a compiled graph, by one operator.
+
+        ``keep``: the forward belongs to a training step; new scalings are kept.
+        """
+        casts = list(dict.fromkeys(copy.cast for copy in copies))
+        names = [cast.granularity.name for cast in casts]
+        of, transposed = [casts.index(copy.cast) for copy in copies], [c.transposed for c in copies]
+        dtype = casts[0].dtype
+        flat = weight_copies.overload(shard, self._handle, dtype, names, of, transposed, keep)
+        return as_copies(shard, copies, flat[len(casts) :], flat[: len(casts)])
+
+    def _copies_for_graph(
+        self, shard: torch.Tensor, of: list[int], transposed: list[bool], keep: bool
+    ) -> list[torch.Tensor]:
+        """What :func:`weight_copies` returns.
+
+        A graph may reuse the memory of what it is given: none of it is kept here. (So a cached
+        float8 copy does not serve: to copy it moves as many bytes as to cast the weight again.)
+        """
+        shard, parameter, casts = shard.detach(), self.parameter(), self.config.casts("weight")
+        copies = tuple(CopySpec(casts[i], t) for i, t in zip(of, transposed, strict=True))
+        history = self._histories.get("weight")
+        known = self.cache.scaling if self._is_fresh(parameter, shard) else None
+        if known is not None:
+            own = {
+                cast: (multiplier.to(shard.device), scale.to(shard.device, copy=True))
+                for cast, (multiplier, scale) in known.items()
+            }
+            float8 = copies_by(shard, copies, own)
+        else:
+            # (A scale that its history tells again costs nothing, so it is not kept.)
+            keeps = keep and (history is None or history.scaling is None)
+            scalings, float8 = self._new_casts(parameter, shard, copies, keep)
+            multipliers = {cast: multiplier for cast, (multiplier, _) in scalings.items()}
+            later = partial(_scalings_by, multipliers)
+            self._note(parameter, shard, later, ScaleState.FROM_FORWARD if keeps else None)
+        if history is not None and keep:
+            history.record_later()
+        return flat_copies(float8)
 
     def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
         """What a forward takes of a parameter that FSDP2 gathered in high precision.
@@ -282,7 +346,7 @@ class Float8Weight:
         self,
         parameter: torch.Tensor,
         shard: torch.Tensor,
-        new: Scalings,
+        new: Scalings | Callable[[], Scalings],
         source: ScaleState | None,
     ) -> None:
         """Tell the cache the scaling for each cast of a parameter's values."""
@@ -355,6 +419,33 @@ def weight_scalings(
     return copies(owner_of(handle)._answer(x, source).values(), x.device)
 
 
+def _scalings_by(multipliers: Mapping[CastSpec, torch.Tensor]) -> Scalings:
+    return {cast: (m, torch.reciprocal(m)) for cast, m in multipliers.items()}
+
+
+@query(
+    "weight_copies(Tensor x, Tensor handle, ScalarType dtype, str[] granularities, int[] of, "
+    "bool[] transposed, bool keep) -> Tensor[]"
+)
+def weight_copies(
+    x: torch.Tensor,
+    handle: torch.Tensor,
+    dtype: torch.dtype,
+    granularities: list[str],
+    of: list[int],
+    transposed: list[bool],
+    keep: bool,
+) -> list[torch.Tensor]:
+    """The scale of each cast of a weight, and then its copies, as a forward takes them.
+
+    Args:
+        of: for each copy the index of its cast.
+        transposed: for each copy whether it is ``[K, N]`` in memory.
+        keep: whether new scalings serve later forwards and an amax is recorded.
+    """
+    return owner_of(handle)._copies_for_graph(x, of, transposed, keep)
+
+
 # This is another operator because selective checkpointing must not save its results: FSDP2 may
 # gather in a checkpointed forward and not in its recomputation.
 @query("shard_scalings(Tensor x, Tensor handle, str[] granularities) -> Tensor[]")
@@ -370,6 +461,21 @@ def _fake_scalings(
 ) -> list[torch.Tensor]:
     shapes = [granularity_named(name).scale_shape(x.shape) for name in granularities]
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]
+
+
+@weight_copies.register_fake
+def _fake_copies(
+    x: torch.Tensor,
+    handle: torch.Tensor,
+    dtype: torch.dtype,
+    granularities: list[str],
+    of: list[int],
+    transposed: list[bool],
+    keep: bool,
+) -> list[torch.Tensor]:
+    shapes = [granularity_named(name).scale_shape(x.shape) for name in granularities]
+    scales = [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    return [*scales, *empty_copies(x, dtype, transposed)]
 
 
 weight_scalings.register_fake(_fake_scalings)

@@ -129,7 +129,7 @@ class WeightCache:
         self.state = ScaleState.UNKNOWN
         self.float8: Copies | None = None
         self.all_scales: torch.Tensor | None = None
-        self._scaling: Scalings | PendingScales | None = None
+        self._scaling: Scalings | PendingScales | Callable[[], Scalings] | None = None
         # The parameter, with its version and that of its local tensor. (A strong reference: tensors
         # with weak ones can't be swapped, as module.to() does.)
         self._param: torch.Tensor | None = None
@@ -147,6 +147,10 @@ class WeightCache:
         """The scaling of the local shard for each cast. One that is PENDING is waited for."""
         if isinstance(self._scaling, PendingScales):
             self._scaling.wait()
+        if callable(self._scaling):
+            # Autograd can't save inference tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                self._scaling = self._scaling()
         return None if isinstance(self._scaling, PendingScales) else self._scaling
 
     def resolve(
@@ -164,11 +168,15 @@ class WeightCache:
         self._local_version = None
 
     def store(
-        self, param: torch.Tensor, scaling: Scalings | PendingScales, state: ScaleState
+        self,
+        param: torch.Tensor,
+        scaling: Scalings | PendingScales | Callable[[], Scalings],
+        state: ScaleState,
     ) -> None:
         """Remember the scaling of the values that ``param`` has now, as it is used.
 
-        ``state`` says who found it: FROM_GATHER or FROM_FORWARD.
+        ``state`` says who found it: FROM_GATHER or FROM_FORWARD. A scaling that may not be asked
+        for again can be given as a function that makes it.
         """
         origin = self._origin
         self.drop()

@@ -8,7 +8,7 @@ from reference import raised
 
 from scripts.common.candidates import OURS
 from scripts.common.fake_cuda.counter import KernelCounter
-from scripts.common.fake_cuda.device import fake_tensor_mode, fake_tensors
+from scripts.common.fake_cuda.device import FakeCudaMode, fake_tensors
 from scripts.common.fake_cuda.layer import LayerShape, layer_on_fake_cuda
 from scripts.common.fake_cuda.process import FakeCudaProcess
 
@@ -20,7 +20,7 @@ def launches(name: str) -> list[int]:
 
     The weight of the first capture is known, that of the second is new.
     """
-    mode = fake_tensor_mode()
+    mode = FakeCudaMode()
     layer = layer_on_fake_cuda(name, SHAPE, mode)
     with fake_tensors(mode):
         layer.run()
@@ -37,7 +37,7 @@ def launches(name: str) -> list[int]:
 
 
 def refusal_of_delayed_scales() -> str:
-    mode = fake_tensor_mode()
+    mode = FakeCudaMode()
     layer = layer_on_fake_cuda("delayed", SHAPE, mode)
     capture = patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
     with fake_tensors(mode), capture:

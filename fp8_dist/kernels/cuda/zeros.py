@@ -1,4 +1,4 @@
-"""Zeros for kernels to reduce into: in eager code one fill serves many."""
+"""Zeros for kernels to reduce into: one fill serves many."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -23,25 +23,27 @@ _zeros = _Zeros()
 
 
 def zero(device: torch.device) -> torch.Tensor:
-    """A 0-dim fp32 zero of its own, for a kernel on the current stream.
+    """A 0-dim fp32 zero of its own, aligned to 16 bytes, for a kernel on the current stream.
 
-    In functions that are :func:`pooled` one launch fills 256 of them.
+    One launch fills 256 of them, in functions that are :func:`pooled` and on the default stream.
+    (Inductor warms up and captures its CUDA graphs on another stream, in memory that must hold
+    nothing else.)
     """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if not _zeros.pooled or device.type != "cuda" or capturing:
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros((), dtype=torch.float32, device=device)
-    left = _zeros.left.setdefault((device, torch.cuda.current_stream(device)), [])
+    stream = torch.cuda.current_stream(device)
+    if not _zeros.pooled and stream != torch.cuda.default_stream(device):
+        return torch.zeros((), dtype=torch.float32, device=device)
+    left = _zeros.left.setdefault((device, stream), [])
     if not left:
         with torch.inference_mode(False):
-            left += torch.zeros(256, dtype=torch.float32, device=device).unbind()
+            # Graphs assume that what they are given is aligned.
+            left += torch.zeros(256, 4, dtype=torch.float32, device=device)[:, 0].unbind()
     return left.pop()
 
 
 def pooled(run: Callable[P, R]) -> Callable[P, R]:
-    """The function for eager code, which may keep state.
-
-    Graphs call the other: they assume results to be aligned, and may own the memory.
-    """
+    """The function for eager code, which CUDA graphs don't hold, on whatever stream."""
 
     @wraps(run)
     def with_pool(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -64,6 +64,7 @@ def pretend() -> None:
         "set_rng_state": lambda state, device=None: None,
         "synchronize": lambda device=None: None,
         "current_stream": streams.current_stream,
+        "default_stream": streams.default_stream,
         "Event": streams.Event,
         "Stream": streams.Stream,
         "_DeviceGuard": _Device,
@@ -89,8 +90,19 @@ def _never_called(*args: Any) -> None:
     raise NotImplementedError("tensors on the fake CUDA device are fake")
 
 
+class FakeCudaMode(FakeTensorMode):
+    """A mode for fake tensors on the device."""
+
+    # torch.tensor(..., device="cuda") is a tensor on the CPU, which is then copied.
+    avoid_device_init = True
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.zeros = zeros._Zeros()  # the library's, which are tensors of this mode
+
+
 @contextmanager
-def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
+def fake_tensors(mode: FakeCudaMode | None = None) -> Iterator[None]:
     """Tensors are fake, and the library takes them, under dispatch modes too, for real ones.
 
     So it goes the ways of eager code that nothing observes: no dispatcher between it and its own
@@ -99,24 +111,15 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
     mode: the one of tensors that are there already.
     """
     plain = (*torch_internals._PLAIN, FakeTensor)
+    mode = mode or FakeCudaMode()
     with (
         patch.object(torch_internals, "_PLAIN", plain),
         patch.object(torch_internals, "_len_torch_dispatch_stack", lambda: 0),
-        patch.object(zeros, "_zeros", zeros._Zeros()),  # not those of another mode
-        mode or fake_tensor_mode(),
+        patch.object(zeros, "_zeros", mode.zeros),
+        mode,
         _ValuesOnHost(),
     ):
         yield
-
-
-def fake_tensor_mode() -> FakeTensorMode:
-    """A mode for fake tensors on the device."""
-    return _FakeTensors(allow_non_fake_inputs=True)
-
-
-class _FakeTensors(FakeTensorMode):
-    # torch.tensor(..., device="cuda") is a tensor on the CPU, which is then copied.
-    avoid_device_init = True
 
 
 class _ValuesOnHost(HostValues):

@@ -18,14 +18,13 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.select_algorithm import extern_kernels
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scripts.common.fake_cuda.counter import KernelCounter
-from scripts.common.fake_cuda.device import fake_tensors
+from scripts.common.fake_cuda.device import FakeCudaMode, fake_tensors
 
 
 @contextmanager
-def compiled_code_is_counted(mode: FakeTensorMode, counter: KernelCounter) -> Iterator[None]:
+def compiled_code_is_counted(mode: FakeCudaMode, counter: KernelCounter) -> Iterator[None]:
     """Makes Inductor's graphs, compiled in here, run on tensors of a mode and count what they do.
 
     What runs between graphs is not counted.

@@ -4,13 +4,12 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8_dist import Float8Linear
 from scripts.bench.layers import Layer
 from scripts.common.candidates import linear_of
 from scripts.common.fake_cuda.counter import Counts, KernelCounter
-from scripts.common.fake_cuda.device import fake_tensor_mode, fake_tensors
+from scripts.common.fake_cuda.device import FakeCudaMode, fake_tensors
 from scripts.common.fake_cuda.inductor import compiled_code_is_counted
 
 
@@ -22,7 +21,7 @@ class LayerShape(NamedTuple):
     out_features: int = 14336
 
 
-def layer_on_fake_cuda(name: str, shape: LayerShape, mode: FakeTensorMode) -> Layer:
+def layer_on_fake_cuda(name: str, shape: LayerShape, mode: FakeCudaMode) -> Layer:
     """A candidate's layer in bf16, without bias; delayed scales have a history already."""
     rows, k, n = shape
     with mode, torch.device("cuda"):
@@ -45,7 +44,7 @@ def count_layer(name: str, shape: LayerShape, weight_changed: bool) -> Counts:
         weight_changed: since then, as by an optimizer step. Otherwise the library's float8 copy of
             the weight serves again, as for a second micro-batch.
     """
-    mode = fake_tensor_mode()
+    mode = FakeCudaMode()
     layer = layer_on_fake_cuda(name, shape, mode)
     with fake_tensors(mode):
         layer.run()
@@ -58,11 +57,15 @@ def count_layer(name: str, shape: LayerShape, weight_changed: bool) -> Counts:
 
 
 def count_compiled_layer(name: str, shape: LayerShape) -> Counts:
-    """The same compiled by Inductor, with a weight that has changed."""
+    """The same compiled by Inductor, in the second step, with a weight that has changed."""
     torch._dynamo.reset()
-    mode, counter = fake_tensor_mode(), KernelCounter()
+    mode, counter = FakeCudaMode(), KernelCounter()
     layer = layer_on_fake_cuda(name, shape, mode)
-    layer.module = torch.compile(layer.module, fullgraph=True)  # type: ignore[assignment]
+    layer.module.compile(fullgraph=True)
     with compiled_code_is_counted(mode, counter):
+        layer.run()
+        with fake_tensors(mode):
+            layer.change_weight()
+        counter.counts = Counts()
         layer.run()
     return counter.counts

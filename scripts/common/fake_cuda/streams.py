@@ -75,10 +75,16 @@ class Event:
 _stack: list[Stream] = []
 
 
-def current_stream(device: Any = None) -> Stream:
-    """Stands for ``torch.cuda.current_stream``: outside of :func:`stream` the compute stream."""
+def default_stream(device: Any = None) -> Stream:
+    """Stands for ``torch.cuda.default_stream``: the compute stream."""
     if not _stack:
         _stack.append(Stream(name="compute"))
+    return _stack[0]
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Stands for ``torch.cuda.current_stream``: outside of :func:`stream` the compute stream."""
+    default_stream()
     return _stack[-1]
 
 
