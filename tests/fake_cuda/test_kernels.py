@@ -54,11 +54,11 @@ def test_a_compiled_step_of_one_layer(fake_cuda: FakeCudaProcess) -> None:
         "\n".join(rows),
         """\
 bf16                           3 kernels 3 GEMMs 0 transposing copies   0.00 GB
-tensorwise                    15 kernels 3 GEMMs 0 transposing copies   1.26 GB
-rowwise                       20 kernels 3 GEMMs 0 transposing copies   1.49 GB
-rowwise_with_gw_hp            17 kernels 3 GEMMs 0 transposing copies   1.04 GB
-rowwise_folded                15 kernels 3 GEMMs 0 transposing copies   1.19 GB
-delayed                       30 kernels 3 GEMMs 0 transposing copies   1.26 GB
+tensorwise                     9 kernels 3 GEMMs 0 transposing copies   1.26 GB
+rowwise                       12 kernels 3 GEMMs 0 transposing copies   1.26 GB
+rowwise_with_gw_hp            10 kernels 3 GEMMs 0 transposing copies   0.92 GB
+rowwise_folded                11 kernels 3 GEMMs 0 transposing copies   1.07 GB
+delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
 torchao tensorwise            13 kernels 3 GEMMs 0 transposing copies   1.38 GB
 torchao rowwise               15 kernels 3 GEMMs 0 transposing copies   1.75 GB
 torchao rowwise_with_gw_hp    11 kernels 3 GEMMs 0 transposing copies   1.06 GB""",
