@@ -271,13 +271,14 @@ def precomputed_in_graphs(recipe: str) -> list[int]:
         block.compile(backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     computed: list[int] = []
-    original = Float8Weight._scaling_of
+    original = Float8Weight._new_casts
 
-    def counting(scales, *args):  # type: ignore[no-untyped-def]
-        computed[-1] += 1
-        return original(scales, *args)
+    def counting(*args):  # type: ignore[no-untyped-def]
+        scalings, float8 = original(*args)
+        computed[-1] += len(scalings)
+        return scalings, float8
 
-    Float8Weight._scaling_of = counting  # type: ignore[method-assign]
+    Float8Weight._new_casts = counting  # type: ignore[method-assign]
     try:
         for step in range(4):
             computed.append(0)
@@ -287,7 +288,7 @@ def precomputed_in_graphs(recipe: str) -> list[int]:
                 model(world.mine(torch.randn(4, 8, 64))).sum().backward()
             optimizer.step()
     finally:
-        Float8Weight._scaling_of = original  # type: ignore[method-assign]
+        Float8Weight._new_casts = original  # type: ignore[method-assign]
     return computed
 
 

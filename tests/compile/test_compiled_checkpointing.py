@@ -79,7 +79,6 @@ def test_counts_in_graphs(ranks: RankPools) -> None:
         op_columns(columns),
         """\
                   none, fw  none, bw selective, fw selective, bw
-scale_query              3         0             3             0
 amax                     2         3             2             3
 quantize                 5         3             5             8
 scaled_mm                3         6             3             6
@@ -108,12 +107,11 @@ reduce_scatter           1         1
 all_reduce               2         4""",
         )
         return
-    # Where a weight's scale is asked for again, nothing is computed: it is known.
+    # Where a weight is cast again, its scale is known.
     assert_expected_inline(
         op_columns(ops),
         """\
                    forward  backward
-scale_query              3         3
 amax                     2         5
 quantize                 5         8
 scaled_mm                3         8

@@ -131,8 +131,8 @@ def bytes_on(axis: str, table: str) -> int:
     return sum(int(row[-1].replace(",", "")) for row in rows if axis in row)
 
 
-# In a graph, a scale_query asks for the scales of weights that precompute left. (A graph casts the
-# input that w1 and w3 share once; eager code does too, but not while it is watched.)
+# (A graph casts the input that w1 and w3 share once; eager code does too, but not while it is
+# watched.)
 def test_tensor_and_sequence_parallel_blocks(ranks: RankPools) -> None:
     eager, compiled = same_on_all(
         ranks(2).run(blocks_on_a_mesh, 1, 2, "tensorwise", 2, timeout=180)
@@ -142,7 +142,6 @@ def test_tensor_and_sequence_parallel_blocks(ranks: RankPools) -> None:
         """\
 0 graph breaks, 1 captured; made and run in a step: 1 and 2 forward, 1 and 2 backward
                    forward  backward    beside     eager
-scale_query              6         0         0         0
 amax                     4         6         0        10
 quantize                10         6         0        16
 scaled_mm                6        12         0        18
@@ -289,21 +288,18 @@ def test_a_layer_in_every_recipe() -> None:
 -- tensorwise
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-scale_query              1         0         0         0
 amax                     1         1         0         2
 quantize                 2         1         0         3
 scaled_mm                1         2         0         3
 -- rowwise
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-scale_query              1         0         0         0
 amax                     1         1         0         2
 quantize                 2         1         0         3
 scaled_mm                1         2         0         3
 -- rowwise_with_gw_hp
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-scale_query              1         0         0         0
 amax                     1         1         0         2
 quantize                 2         1         0         3
 scaled_mm                1         1         0         2
@@ -311,14 +307,12 @@ mm                       0         1         0         1
 -- rowwise_folded
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-scale_query              1         0         0         0
 amax                     1         0         0         1
 quantize                 2         0         0         2
 scaled_mm                1         2         0         3
 -- delayed
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-scale_query              3         1         0         0
 quantize                 2         1         0         3
 scaled_mm                1         2         0         3""",
     )
@@ -344,7 +338,6 @@ def test_a_module_inside_ddp(ranks: RankPools) -> None:
         """\
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager
-scale_query              3         0         0         0
 amax                     2         3         0         6
 quantize                 5         3         0         9
 scaled_mm                3         6         0         9

@@ -28,8 +28,9 @@ from fp8_dist.kernels import (
     quantize_after,
     quantize_copies,
 )
+from fp8_dist.linear.amax_history import history_copies
 from fp8_dist.linear.scale_query import QUERIES
-from fp8_dist.linear.weight import shard_scalings
+from fp8_dist.linear.weight import shard_scalings, weight_copies
 
 # Passes over tensors, GEMMs, collectives; and the queries of scales.
 OPS = (
@@ -44,7 +45,7 @@ OPS = (
 )
 
 
-# Each is one pass over a tensor, for one copy or for several.
+# Each is one cast of a tensor, to one copy or to several. The last two ask for the scale, too.
 CASTS = {
     each.overload
     for each in (
@@ -54,6 +55,8 @@ CASTS = {
         cast_and_record,
         cast_copies,
         cast_rows,
+        weight_copies,
+        history_copies,
     )
 }
 
@@ -62,10 +65,10 @@ def counted(func: Any) -> str | None:
     """The name in ``OPS`` of an operator, whatever its variant; None for all others."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
-    if func in QUERIES:
-        return None if func is shard_scalings.overload else "scale_query"
     if func in CASTS:
         return "quantize"
+    if func in QUERIES:
+        return None if func is shard_scalings.overload else "scale_query"
     name = func._schema.name.partition("::")[2]
     for op in OPS:
         if name in (op, f"{op}es", f"{op}_into_tensor", f"{op}_tensor"):
