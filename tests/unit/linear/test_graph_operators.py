@@ -1,0 +1,90 @@
+"""The operators by which compiled graphs cast: what they return belongs to the graph."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from reference import same_bits
+
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
+)
+from fp8_dist.linear.amax_history import history_copies
+from fp8_dist.linear.weight import weight_copies
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+E4M3 = torch.float8_e4m3fn
+
+
+def layer_of(recipe: str) -> Float8Linear:
+    torch.manual_seed(0)
+    return Float8Linear(32, 48, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
+def arguments_of(layer: Float8Linear) -> tuple[Any, ...]:
+    """To ask for all copies of the weight, each in both layouts."""
+    names = [cast.granularity.name for cast in layer.config.casts("weight")]
+    of = [i for i in range(len(names)) for _ in range(2)]
+    handle, layouts = layer.float8_weight._handle, [False, True] * len(names)
+    return layer.weight, handle, E4M3, names, of, layouts, True
+
+
+def kept(layer: Float8Linear) -> Iterator[torch.Tensor]:
+    for scaling in (layer.float8_weight.cache.scaling or {}).values():
+        yield from scaling
+    for history in layer.histories.values():
+        yield from (*(history.scaling or ()), *(t for t in vars(history).values() if t is not None))
+
+
+def memory(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight(recipe: str, precomputed: bool) -> None:
+    layer = layer_of(recipe)
+    layer(torch.randn(16, 32)).sum().backward()
+    if recipe == "delayed":
+        sync_float8_amax_and_scale_history(layer)
+    layer.float8_weight.cache.drop()
+    if precomputed and recipe != "delayed":
+        precompute_float8_dynamic_scale(layer)
+    first, second = (weight_copies.overload(*arguments_of(layer)) for _ in range(2))
+    assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+    assert not memory(first) & (memory(second) | memory(kept(layer)))
+    # Eager code afterwards: by the scale that is known now, with the same bits.
+    with patch("fp8_dist.cast.amax") as amax, patch("fp8_dist.cast.amaxes") as amaxes:
+        amax.side_effect = amaxes.side_effect = AssertionError("a scale that is known was computed")
+        found = layer.float8_weight.forward_casts(layer.weight)
+    scales = first[: len(first) // 3]
+    assert found.output is not None
+    assert same_bits(found.output.scale, scales[0])
+    assert same_bits(found.output.qdata, first[len(scales)])
+    assert same_bits(found.output.qdata, first[len(scales) + 1].t())
+    torch.library.opcheck(weight_copies.overload, arguments_of(layer), test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("synced", [False, True])
+def test_an_operand_with_a_history(synced: bool) -> None:
+    layer = layer_of("delayed")
+    x = torch.randn(2, 8, 32)
+    if synced:
+        layer(x).sum().backward()
+        sync_float8_amax_and_scale_history(layer)
+    history = layer.histories["input"]
+    arguments = (x, history._handle, E4M3, [False, True], True, "")
+    first, second = (history_copies.overload(*arguments) for _ in range(2))
+    assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+    assert not memory(first) & (memory(second) | memory(kept(layer)))
+    assert history.current == x.abs().max()
+    scale, plain, turned = first
+    assert same_bits(plain.flatten(0, 1).t(), turned)
+    torch.library.opcheck(history_copies.overload, arguments, test_utils="test_faketensor")
+    assert scale.shape == ()
