@@ -8,8 +8,9 @@ launch a kernel is counted, with the bytes that it reads and writes: forward and
 linear layer beside nn.Linear and torchao; two blocks of Llama 8B under FSDP2 over 8 ranks; and what
 updates the scales of all of its 224 weights after an optimizer step.
 
-Times are a roofline: what those operations and bytes take at assumed rates, and a least time for
-each kernel. Nothing here is measured on a GPU.
+Times on the device are a roofline: what those operations and bytes take at assumed rates, and a
+least time for each kernel. Nothing here is measured on a GPU. The CPU time to dispatch a layer's
+step is measured, on tensors without memory.
 """
 
 import argparse
@@ -21,10 +22,12 @@ from scripts.bench.timing import shape_type
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.blocks import count_blocks, count_update
 from scripts.common.fake_cuda.counter import Counts
+from scripts.common.fake_cuda.dispatch import seconds_to_dispatch
 from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from scripts.common.fake_cuda.process import FakeCudaProcess
 from scripts.common.fake_cuda.roofline import Rates, milliseconds
 from scripts.common.markdown import table
+from scripts.common.options import positive
 from scripts.common.report import finish, make_parser, start
 
 BLOCKS, SEQUENCE, ALL_BLOCKS = 2, 8192, 32
@@ -114,6 +117,15 @@ def _gigabytes(counts: Counts) -> str:
     return f"{counts.bytes_besides_gemms / 1e9:.2f}"
 
 
+def dispatch_table(seconds: Mapping[str, float]) -> str:
+    """CPU time of a step of each layer."""
+    lines = [
+        [name, f"{1e6 * found:.0f}", f"{found / seconds[BF16]:.1f}"]
+        for name, found in seconds.items()
+    ]
+    return table(["layer, us of CPU time", "eager", "x bf16"], lines, "lr")
+
+
 def assumptions(rates: Rates) -> str:
     """The rates, in a sentence."""
     return (
@@ -136,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         option = f"--{rate.name.replace('_', '-')}"
         text = f"{_HELP[rate.name]}; %(default)s"
         parser.add_argument(option, type=float, default=rate.default, metavar="RATE", help=text)
+    turns = "turns of each layer whose CPU time is taken; %(default)s"
+    parser.add_argument("--turns", type=positive, default=40, help=turns)
     args = start(parser, argv)
     rates = Rates(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Rates)})
     return finish(args, _blocks(args, rates))
@@ -152,10 +166,14 @@ def _blocks(args: argparse.Namespace, rates: Rates) -> dict[str, str]:
             )
             for name in names
         }
+    with FakeCudaProcess() as process:
+        names = (BF16, *OURS, *TORCHAO)
+        seconds = process.run(seconds_to_dispatch, names, LayerShape(*args.shape), args.turns)
     return {
         "gpu layer": counts_table(rows),
         "gpu roofline": f"{assumptions(rates)}\n\n{roofline_table(rows, rates)}",
         "gpu blocks": blocks_table(counted),
+        "gpu dispatch": dispatch_table(seconds),
     }
 
 

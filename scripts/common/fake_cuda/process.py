@@ -20,7 +20,6 @@ import torch
 from fp8_dist.kernels.cuda.registration import register_kernels
 from scripts.common.fake_cuda.device import pretend
 
-_SOURCE = Path(__file__).with_name("guard.cpp")
 _TORCH = Path(torch.__file__).parent
 
 
@@ -54,28 +53,29 @@ class FakeCudaProcess:
                 max_workers=1, mp_context=multiprocessing.get_context("spawn"), initializer=_start
             )
         # torch looks for CUDA while it is imported: only what is preloaded is there before it.
-        with patch.dict(os.environ, LD_PRELOAD=str(built_guard())):
+        with patch.dict(os.environ, LD_PRELOAD=str(built("guard.cpp"))):
             os.environ.pop("TRITON_INTERPRET", None)
             future = self._pool.submit(_call, function, args)  # starts the process
         return future.result(timeout)
 
 
-def built_guard() -> Path:
-    """The compiled guard for this release of torch, kept in the folder for temporary files.
+def built(name: str) -> Path:
+    """A C++ source of this folder, compiled for this release of torch; kept for the next time.
 
     Raises:
         RuntimeError: the compiler failed; has what it said.
     """
-    key = hashlib.sha256(f"{torch.__version__} {_TORCH}".encode() + _SOURCE.read_bytes())
+    source = Path(__file__).with_name(name)
+    key = hashlib.sha256(f"{torch.__version__} {_TORCH}".encode() + source.read_bytes())
     folder = Path(tempfile.gettempdir()) / f"fp8_dist_fake_cuda_{os.getuid()}"
-    library = folder / f"guard_{key.hexdigest()[:16]}.so"
+    library = folder / f"{source.stem}_{key.hexdigest()[:16]}.so"
     if library.exists():
         return library
     folder.mkdir(exist_ok=True)
     unfinished = library.with_suffix(f".{os.getpid()}")
     abi = int(torch.compiled_with_cxx11_abi())
-    command = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-std=c++20", "-O0"]
-    command += [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{_TORCH / 'include'}", str(_SOURCE)]
+    command = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-std=c++20", "-O2"]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{_TORCH / 'include'}", str(source)]
     command += ["-o", str(unfinished), f"-L{_TORCH / 'lib'}", f"-Wl,-rpath,{_TORCH / 'lib'}"]
     command += ["-ltorch_cpu", "-lc10"]
     done = subprocess.run(command, capture_output=True, text=True)
