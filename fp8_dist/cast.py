@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -210,9 +210,9 @@ def copies_over(
     Arguments and collectives as those of :func:`scaling_over`, for each cast.
     """
     x = local_tensor(tensor) if local is None else local
-    casts = list(dict.fromkeys(copy.cast for copy in copies))
+    casts, in_one_pass, of, transposed = _planned(copies)
     reduces = any(amax_group(tensor, cast.granularity, axes) is not None for cast in casts)
-    if len(casts) > 1 and (reduces or not _in_one_pass(casts)):
+    if len(casts) > 1 and (reduces or not in_one_pass):
         # (A graph that needs one copy alone must not repeat the reduction for the other.)
         scalings: Scalings = {}
         made: Copies = {}
@@ -221,24 +221,22 @@ def copies_over(
             found = copies_over(tensor, same, round_scales_to_power_of_2, axes, local=local)
             scalings, made = scalings | found[0], made | found[1]
         return scalings, made
-    if not _in_one_pass(casts):
-        (cast,) = casts
-        scaling = scaling_over(tensor, cast, round_scales_to_power_of_2, axes, local=x)
-        return {cast: scaling}, copies_by(x, copies, {cast: scaling}, fits=True)
-    dtype, granularities = casts[0].dtype, [cast.granularity for cast in casts]
-    of, transposed = [casts.index(copy.cast) for copy in copies], [c.transposed for c in copies]
-    if granularities == [ROW] and fuses_rows(x) and not reduces:
-        flat = cast_rows(x, dtype, round_scales_to_power_of_2, transposed)
+    first = casts[0]
+    if not in_one_pass:
+        scaling = scaling_over(tensor, first, round_scales_to_power_of_2, axes, local=x)
+        return {first: scaling}, copies_by(x, copies, {first: scaling}, fits=True)
+    if len(casts) == 1 and first.granularity is ROW and not reduces and fuses_rows(x):
+        flat = cast_rows(x, first.dtype, round_scales_to_power_of_2, transposed)
     else:
         if len(casts) > 1:
-            values = amaxes(x, [granularity.name for granularity in granularities])
+            values = amaxes(x, [cast.granularity.name for cast in casts])
         else:
-            values = [local_amax(x, granularities[0])]
+            values = [local_amax(x, first.granularity)]
         if reduces:
-            values = [global_amax(values[0], tensor, granularities[0], axes)]
-        flat = cast_copies(x, values, dtype, round_scales_to_power_of_2, of, transposed)
+            values = [global_amax(values[0], tensor, first.granularity, axes)]
+        flat = cast_copies(x, values, first.dtype, round_scales_to_power_of_2, of, transposed)
     n = 2 * len(casts)
-    scalings = dict(zip(casts, zip(flat[:n:2], flat[1:n:2], strict=True), strict=True))
+    scalings = {cast: (flat[2 * i], flat[2 * i + 1]) for i, cast in enumerate(casts)}
     return scalings, as_copies(x, copies, flat[n:], flat[1:n:2])
 
 
@@ -246,9 +244,8 @@ def copies_by(
     x: torch.Tensor, copies: Sequence[CopySpec], scalings: Scalings, *, fits: bool = False
 ) -> Copies:
     """Float8 copies of a local tensor with known scalings; ``fits``: those of its own amaxes."""
-    casts = list(dict.fromkeys(copy.cast for copy in copies))
-    if _in_one_pass(casts) and list(copies) != [CopySpec(casts[0])]:
-        of, transposed = [casts.index(copy.cast) for copy in copies], [c.transposed for c in copies]
+    casts, in_one_pass, of, transposed = _planned(copies)
+    if in_one_pass and (len(copies) > 1 or transposed[0]):
         multipliers = [scalings[cast][0] for cast in casts]
         data = quantize_copies(x, multipliers, casts[0].dtype, of, transposed, fits=fits)
     else:
@@ -261,10 +258,35 @@ def copies_by(
     return as_copies(x, copies, data, [scalings[cast][1] for cast in casts])
 
 
-def _in_one_pass(casts: Sequence[CastSpec]) -> bool:
-    """Whether one kernel makes copies in all of these casts."""
+class _Plan(NamedTuple):
+    """How some copies are made.
+
+    Attributes:
+        casts: each once.
+        in_one_pass: whether one kernel makes copies in all of these casts.
+        of: for each copy the index of its cast.
+        transposed: for each copy its layout.
+    """
+
+    casts: list[CastSpec]
+    in_one_pass: bool
+    of: list[int]
+    transposed: list[bool]
+
+
+@lru_cache(maxsize=1024)
+def _plan_copies(copies: tuple[CopySpec, ...]) -> _Plan:
+    casts = list(dict.fromkeys(copy.cast for copy in copies))
     same_dtype = len({cast.dtype for cast in casts}) == 1
-    return same_dtype and all(cast.granularity in (TENSOR, ROW, COLUMN) for cast in casts)
+    in_one_pass = same_dtype and all(c.granularity in (TENSOR, ROW, COLUMN) for c in casts)
+    of = [casts.index(copy.cast) for copy in copies]
+    return _Plan(casts, in_one_pass, of, [copy.transposed for copy in copies])
+
+
+def _planned(copies: Sequence[CopySpec]) -> _Plan:
+    # Dynamo warns of functions with a cache.
+    plan = _plan_copies.__wrapped__ if torch.compiler.is_compiling() else _plan_copies
+    return plan(tuple(copies))
 
 
 def as_copies(
@@ -274,12 +296,11 @@ def as_copies(
     scales: Sequence[torch.Tensor],
 ) -> Copies:
     """The copies of a local tensor whose data a kernel wrote, with a scale for each cast."""
-    scale_of = dict(zip(dict.fromkeys(copy.cast for copy in copies), scales, strict=True))
     found = {}
-    for copy, qdata in zip(copies, data, strict=True):
+    for copy, i, qdata in zip(copies, _planned(copies).of, data, strict=True):
         if copy.transposed:
             qdata = qdata.t() if x.ndim == 2 else qdata.t().view(x.shape)
-        found[copy] = Quantized(qdata, scale_of[copy.cast], copy.cast.granularity)
+        found[copy] = Quantized(qdata, scales[i], copy.cast.granularity)
     return found
 
 

@@ -247,7 +247,7 @@ class Float8LinearConfig:
         """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
         return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
 
-    # Two caches of what each forward asks for. The checks fill them, before any graph could ask.
+    # Three caches of what each forward asks for. The checks fill them, before any graph could ask.
 
     @cached_property
     def _uses(self) -> dict[Operand, dict[Gemm, CastSpec | None]]:
@@ -261,6 +261,21 @@ class Float8LinearConfig:
     def _casts(self) -> dict[Operand, tuple[CastSpec, ...]]:
         used = {operand: dict.fromkeys(uses.values()) for operand, uses in self._uses.items()}
         return {operand: tuple(cast for cast in casts if cast) for operand, casts in used.items()}
+
+    @cached_property
+    def _copies(self) -> tuple[dict[Operand, dict[Gemm, CopySpec]], ...]:
+        """Without transposed copies, and with them."""
+        return tuple(
+            {
+                operand: {
+                    gemm: CopySpec(cast, transposes and _is_second(operand, gemm))
+                    for gemm, cast in uses.items()
+                    if cast
+                }
+                for operand, uses in self._uses.items()
+            }
+            for transposes in (False, True)
+        )
 
     def cast(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
         """How ``operand``, as it is stored, is cast for ``gemm``; ``None``: in high precision."""
@@ -277,12 +292,7 @@ class Float8LinearConfig:
 
     def copies(self, operand: Operand, device: torch.device) -> dict[Gemm, CopySpec]:
         """The float8 copy of ``operand`` that each GEMM takes; others take it in high precision."""
-        transposes = not self.emulate and takes_transposed(device)
-        return {
-            gemm: CopySpec(cast, transposes and _is_second(operand, gemm))
-            for gemm, cast in self._uses[operand].items()
-            if cast
-        }
+        return self._copies[not self.emulate and takes_transposed(device)][operand]
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """How one of the three GEMMs is run: (use_fast_accum, pad_inner_dim, emulate).

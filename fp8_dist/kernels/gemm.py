@@ -185,6 +185,8 @@ def _native(
 
 
 def _row_major(x: Tensor) -> Tensor:
+    if x.is_contiguous():
+        return x
     return transposed_copy(x.t()) if x.t().is_contiguous() else x.contiguous()
 
 

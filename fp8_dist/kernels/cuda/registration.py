@@ -122,8 +122,10 @@ def _cast_copies(
         return cast_copies.portable(x, amaxes, dtype, round_scales_to_power_of_2, of, transposed)
     matrix, wanted = _matrix(x), list(zip(of, transposed, strict=True))
     given = [_of_matrix(each) for each in amaxes]
-    rows_and_columns = [(len(matrix), 1), (1, matrix.shape[1])]
-    if wanted == [(0, False), (1, True)] and [each.shape for each in given] == rows_and_columns:
+    if len(given) == 1:
+        layouts = {"row_major": False in transposed, "column_major": True in transposed}
+        casts = [cuda.cast(matrix, given[0], dtype, round_scales_to_power_of_2, **layouts)]
+    elif wanted == [(0, False), (1, True)] and _are_of_rows_and_columns(given, matrix):
         row, column = given
         casts = list(
             cuda.cast_rows_and_columns(matrix, row, column, dtype, round_scales_to_power_of_2)
@@ -140,13 +142,16 @@ def _cast_copies(
             )
             for i, each in enumerate(given)
         ]
-    scalings = [
-        number.view(each.shape)
-        for cast, each in zip(casts, amaxes, strict=True)
-        for number in (cast.multiplier, cast.scale)
-    ]
-    copies = [_shaped(casts[i][1 if turned else 0], x, turned) for i, turned in wanted]
-    return [*scalings, *copies]
+    made: Tensors = []
+    for cast, each in zip(casts, amaxes, strict=True):
+        scaling = cast.multiplier, cast.scale
+        made += scaling if each.ndim <= 2 else (number.view(each.shape) for number in scaling)
+    return made + [_shaped(casts[i][1 if turned else 0], x, turned) for i, turned in wanted]
+
+
+def _are_of_rows_and_columns(scales: Sequence[torch.Tensor], matrix: torch.Tensor) -> bool:
+    rows, columns = matrix.shape
+    return [scale.shape for scale in scales] == [(rows, 1), (1, columns)]
 
 
 def _cast_rows(
@@ -203,12 +208,14 @@ def _takes(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> bool:
     """Whether it is a matrix, perhaps of several leading dims, with scales of rows or columns."""
     if x.dtype not in cuda.DTYPES or x.ndim < 2:
         return False
+    if all(scale.ndim == 0 for scale in scales):
+        return True
     row, column = (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])
     return all(scale.ndim == 0 or scale.shape in (row, column) for scale in scales)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten(0, -2)
+    return x if x.ndim == 2 else x.flatten(0, -2)
 
 
 def _of_matrix(scale: torch.Tensor) -> torch.Tensor:
@@ -217,7 +224,7 @@ def _of_matrix(scale: torch.Tensor) -> torch.Tensor:
 
 def _shaped(data: torch.Tensor | None, like: torch.Tensor, transposed: bool) -> torch.Tensor:
     assert data is not None
-    return data if transposed else data.view(like.shape)
+    return data if transposed or like.ndim == 2 else data.view(like.shape)
 
 
 @cache

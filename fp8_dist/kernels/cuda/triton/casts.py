@@ -214,10 +214,7 @@ def cast(
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
-    multiplier, scale = (
-        torch.empty(amax.shape, dtype=torch.float32, device=x.device) for _ in range(2)
-    )
-    scaling = (multiplier, scale)
+    scaling = torch.empty_like(amax), torch.empty_like(amax)
     layouts = _cast_by(x, amax, dtype, scaling, power_of_2, False, row_major, column_major)
     return Cast(*layouts, *scaling)
 

@@ -1,6 +1,7 @@
 """How the host calls a Triton kernel: block sizes, float8 formats, empty outputs."""
 
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,9 +80,10 @@ def measure(call: Callable[[], None], quantiles: list[float]) -> Any:
 
 def size_class(*sizes: int) -> tuple[int, ...]:
     """Part of a key: sizes up to a factor of two."""
-    return tuple(size.bit_length() for size in sizes)
+    return tuple(map(int.bit_length, sizes))
 
 
+@cache
 def float8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """The constants of a kernel that rounds to ``dtype``."""
     return {"BIAS": BIAS[dtype], "SOFT": not converts(dtype, device)}
