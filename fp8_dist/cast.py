@@ -211,7 +211,9 @@ def copies_over(
     """
     x = local_tensor(tensor) if local is None else local
     casts, in_one_pass, of, transposed = _planned(copies)
-    reduces = any(amax_group(tensor, cast.granularity, axes) is not None for cast in casts)
+    reduces = isinstance(tensor, DTensor) and any(
+        amax_group(tensor, cast.granularity, axes) is not None for cast in casts
+    )
     if len(casts) > 1 and (reduces or not in_one_pass):
         # (A graph that needs one copy alone must not repeat the reduction for the other.)
         scalings: Scalings = {}

@@ -225,6 +225,7 @@ class Float8LinearConfig:
         self._check_folding()
         self._check_fsdp_gather()
         self._check_delayed()
+        _ = self._copies, self._gemm_options
         if self.force_recompute_fp8_weight_in_bwd:
             raise ValueError(
                 "Float8LinearConfig.force_recompute_fp8_weight_in_bwd=True has no meaning here: "
@@ -247,7 +248,7 @@ class Float8LinearConfig:
         """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
         return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
 
-    # Three caches of what each forward asks for. The checks fill them, before any graph could ask.
+    # Caches of what each forward asks for. They are filled before any graph could ask.
 
     @cached_property
     def _uses(self) -> dict[Operand, dict[Gemm, CastSpec | None]]:
@@ -277,6 +278,14 @@ class Float8LinearConfig:
             for transposes in (False, True)
         )
 
+    @cached_property
+    def _gemm_options(self) -> dict[Gemm, tuple[bool, bool, bool]]:
+        options: dict[Gemm, tuple[bool, bool, bool]] = {}
+        for gemm in GEMM_OPERANDS:
+            fast = getattr(self, f"gemm_config_{gemm}").use_fast_accum
+            options[gemm] = (fast, self.pad_inner_dim or gemm == "grad_weight", self.emulate)
+        return options
+
     def cast(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
         """How ``operand``, as it is stored, is cast for ``gemm``; ``None``: in high precision."""
         return self._uses[operand][gemm]
@@ -300,8 +309,7 @@ class Float8LinearConfig:
         The inner dim of grad_weight is padded in any case: it is the number of rows of the input,
         and an error on the one rank where that is misaligned would hang the others.
         """
-        fast = getattr(self, f"gemm_config_{gemm}").use_fast_accum
-        return fast, self.pad_inner_dim or gemm == "grad_weight", self.emulate
+        return self._gemm_options[gemm]
 
     def _cast_spec(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
         config = self.cast_config(operand, gemm)

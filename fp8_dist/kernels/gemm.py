@@ -172,7 +172,7 @@ def _native(
     # cuBLASLt multiplies a row-major by a column-major matrix.
     a, b = _row_major(a), _row_major(b.t()).t()
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
-    if scale_a.ndim == scale_b.ndim == 0:
+    if not (scale_a.ndim or scale_b.ndim):
         return run(scale_a, scale_b, out_dtype=out_dtype)
     if out_dtype is torch.bfloat16:
         # The rowwise kernel takes a scale for each row and column.

@@ -55,21 +55,19 @@ def float8_linear(
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    first, second = weight_casts.output, weight_casts.grad_input
+    first_qdata, first_scale = (weight_casts.output or (None, None))[:2]
+    second_qdata, second_scale = (weight_casts.grad_input or (None, None))[:2]
     multiplier, scale = weight_casts.recast or (None, None)
-    flat: list[torch.Tensor | None] = []
     # Dynamo refuses to pass a tensor twice.
-    for each in (*(first or (None, None))[:2], *(second or (None, None))[:2]):
-        flat.append(None if any(each is tensor for tensor in flat) else each)
-    if any(scale is tensor for tensor in flat):
-        scale = None
+    second_qdata = None if second_qdata is first_qdata else second_qdata
+    scale = None if scale is first_scale or scale is second_scale else scale
+    second_scale = None if second_scale is first_scale else second_scale
     # Compiled code has one function for all. Dynamo assumes that the gradient of an output has the
     # output's placements; between the two functions it has those of the final output.
     in_two = isinstance(input, DTensor) and not torch.compiler.is_compiling()
     first_bias = None if in_two else bias
-    output = _LinearFunction.apply(
-        input, weight, first_bias, spec, in_two, *flat, multiplier, scale
-    )
+    flat = (first_qdata, first_scale, second_qdata, second_scale, multiplier, scale)
+    output = _LinearFunction.apply(input, weight, first_bias, spec, in_two, *flat)
     finished = bias is None and spec.output_placements in (None, getattr(output, "placements", ()))
     return _FinishOutput.apply(output, bias, spec) if in_two and not finished else output
 

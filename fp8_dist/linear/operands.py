@@ -144,6 +144,8 @@ def prepare_operand(
     """
     if isinstance(local_tensor(tensor), Float8Tensor):
         return dict.fromkeys(gemms, _moved(tensor, placements))
+    if not isinstance(tensor, DTensor):
+        return _cast_here(tensor, operand, gemms, spec, None, tensor)
     casts = tuple(spec.config.cast(operand, gemm) for gemm in gemms)
     plan = _plan_of(tensor, operand, casts, placements, spec)
     if plan.first_cast is not None and plan.moves:
@@ -153,11 +155,22 @@ def prepare_operand(
     high = local_tensor(tensor)
     if plan.moves:
         high, tensor = _moved_in_high_precision(tensor, placements)
+    return _cast_here(tensor, operand, gemms, spec, plan.amax_axes, high)
+
+
+def _cast_here(
+    tensor: torch.Tensor,
+    operand: Operand,
+    gemms: tuple[Gemm, ...],
+    spec: LinearSpec,
+    axes: tuple[int, ...] | None,
+    high: torch.Tensor,
+) -> Operands:
+    """An operand, where it is, as the given GEMMs take it; ``high``: its local tensor."""
     by_gemm = spec.config.copies(operand, tensor.device)
-    taken = {gemm: by_gemm[gemm] for gemm in gemms if gemm in by_gemm}
-    wanted = tuple(dict.fromkeys(taken.values()))
-    made = _copies(tensor, operand, wanted, spec, plan.amax_axes) if wanted else {}
-    return {gemm: made[taken[gemm]] if gemm in taken else high for gemm in gemms}
+    wanted = tuple(dict.fromkeys([by_gemm[gemm] for gemm in gemms if gemm in by_gemm]))
+    made = _copies(tensor, operand, wanted, spec, axes) if wanted else {}
+    return {gemm: made[by_gemm[gemm]] if gemm in by_gemm else high for gemm in gemms}
 
 
 def prepare_gradients(

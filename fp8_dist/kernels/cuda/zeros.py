@@ -34,7 +34,7 @@ def zero(device: torch.device) -> torch.Tensor:
     stream = torch.cuda.current_stream(device)
     if not _zeros.pooled and stream != torch.cuda.default_stream(device):
         return torch.zeros((), dtype=torch.float32, device=device)
-    left = _zeros.left.setdefault((device, stream), [])
+    left = _zeros.left.setdefault((device, stream.stream_id), [])
     if not left:
         with torch.inference_mode(False):
             # Graphs assume that what they are given is aligned.
