@@ -418,7 +418,7 @@ class Float8LinearConfig:
                 f"Float8LinearConfig.amax_history_len={length!r}: use an integer of at least 1"
             )
         delayed = [o for o in get_args(Operand) if any(cast.delayed for cast in self.casts(o))]
-        if length != 16 and not delayed:
+        if length != type(self).amax_history_len and not delayed:  # the default
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length} has no effect: it belongs to "
                 "ScalingType.DELAYED, which no operand of this config uses"

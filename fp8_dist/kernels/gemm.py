@@ -170,7 +170,9 @@ def _native(
             f"multiplies none but {e4m3()} by any; set another target_dtype, or emulate=True"
         )
     # cuBLASLt multiplies a row-major by a column-major matrix.
-    a, b = _row_major(a), _row_major(b.t()).t()
+    a = _row_major(a)
+    if b.stride() != (1, b.shape[0]):
+        b = _row_major(b.t()).t()
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
     if not (scale_a.ndim or scale_b.ndim):
         return run(scale_a, scale_b, out_dtype=out_dtype)

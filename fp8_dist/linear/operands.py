@@ -59,15 +59,12 @@ class OperandPlan(NamedTuple):
 
     Attributes:
         first_cast: the one cast for all GEMMs, made before the operand moves; ``None``: it moves in
-            high precision.
-        later_casts: without a ``first_cast``, the cast for each GEMM, made where the operand
-            arrives; ``None``: that GEMM takes it in high precision.
+            high precision, and is cast for each GEMM where it arrives.
         moves: the operand is redistributed.
         amax_axes: the mesh axes over which amaxes may be reduced; ``None``: all.
     """
 
     first_cast: CastSpec | None
-    later_casts: tuple[CastSpec | None, ...]
     moves: bool
     amax_axes: tuple[int, ...] | None
 
@@ -100,8 +97,8 @@ def plan_operand(
     if first is not None and all(cast == first for cast in casts):
         granularity = first.granularity
         if granularity.can_move(dims, ndim) and (granularity.can_gather or not moves):
-            return OperandPlan(first, (), moves, None if everywhere else axes)
-    return OperandPlan(None, casts, moves, None if everywhere else ())
+            return OperandPlan(first, moves, None if everywhere else axes)
+    return OperandPlan(None, moves, None if everywhere else ())
 
 
 def _plan_of(

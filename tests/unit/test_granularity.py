@@ -108,7 +108,7 @@ def plan_line(
     if plan.first_cast is not None:
         steps = [f"cast per {shown(plan.first_cast)}", "move float8"]
     else:
-        steps = ["move high", "cast " + ", ".join(map(shown, plan.later_casts))]
+        steps = ["move high", "cast " + ", ".join(map(shown, casts))]
     if not plan.moves:
         steps = [step for step in steps if not step.startswith("move")]
     axes = {None: "all"}.get(plan.amax_axes, plan.amax_axes)  # type: ignore[call-overload]
