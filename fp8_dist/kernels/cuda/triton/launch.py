@@ -65,7 +65,7 @@ class Tuned:
                 self._fastest[key] = tuner.best_config.all_kwargs()
                 return
             chosen = self.configs[0].all_kwargs()
-        self.kernel[grid](*args, **constants, **chosen)
+        self.kernel.run(*args, grid=grid, warmup=False, **constants, **chosen)
 
 
 def tuned(*configs: triton.Config) -> Callable[[Any], Tuned]:
