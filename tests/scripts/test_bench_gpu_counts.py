@@ -27,6 +27,9 @@ MANY = Counts(
 
 
 def _answer(self: Any, function: Any, *args: Any) -> Any:
+    if function is gpu_counts.seconds_to_dispatch:
+        assert args[2] == 3
+        return {"bf16": 40e-6, "tensorwise": 90e-6}
     return FEW if args[0] == "bf16" or function is gpu_counts.count_update else MANY
 
 
@@ -43,9 +46,9 @@ def test_the_page(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeCudaProcess, "run", _answer)
     monkeypatch.setattr(gpu_counts, "OURS", ("tensorwise",))
     monkeypatch.setattr(gpu_counts, "TORCHAO", ())
-    assert gpu_counts.main(["--write", "--transpose", "0.17"]) == 0
+    assert gpu_counts.main(["--write", "--transpose", "0.17", "--turns", "3"]) == 0
     page = documents / "gpu.md"
-    names = ("gpu layer", "gpu roofline", "gpu blocks")
+    names = ("gpu layer", "gpu roofline", "gpu blocks", "gpu dispatch")
     texts = [read_block(page, name).partition("\n\n")[2] for name in names]
     assert_expected_inline(
         "\n\n".join(texts),
@@ -65,5 +68,10 @@ Assumed: 790 TFLOP/s in bf16, 1400 in float8 with fast accumulation and 1200 wit
 | blocks     | kernels | x bf16 | GB besides GEMMs | collectives | update: kernels |   GB | collectives |
 | ---------- | ------: | -----: | ---------------: | ----------: | --------------: | ---: | ----------: |
 | bf16       |       5 |   1.00 |             0.00 |           0 |               5 | 0.00 |           0 |
-| tensorwise |       4 |   0.80 |             7.67 |           2 |               5 | 0.00 |           0 |""",
+| tensorwise |       4 |   0.80 |             7.67 |           2 |               5 | 0.00 |           0 |
+
+| layer, us of CPU time | eager | x bf16 |
+| --------------------- | ----: | -----: |
+| bf16                  |    40 |    1.0 |
+| tensorwise            |    90 |    2.2 |""",
     )
