@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_dist.kernels import amax, amaxes, scaled_mm
 from fp8_dist.linear.amax_history import history_scaling, record_amax
-from fp8_dist.linear.weight import weight_scalings
+from fp8_dist.linear.weight_queries import weight_scalings
 from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten

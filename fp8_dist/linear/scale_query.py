@@ -8,7 +8,7 @@ operator is called, which asks the object that knows.
 
 A handle names that object. It is a tensor, an input of a graph like any other, so that layers can
 share a graph. Each question has an operator of its own, defined next to the class that answers it
-(``weight``, ``amax_history``).
+(``weight_queries``, ``amax_history``).
 """
 
 import itertools

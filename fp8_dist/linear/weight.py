@@ -41,13 +41,13 @@ from fp8_dist.cast import (
     scaling_over,
 )
 from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig
-from fp8_dist.granularity import granularity_named
-from fp8_dist.kernels import Scaling, empty_copies
+from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
-from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
+from fp8_dist.linear.scale_query import must_query, register_handle
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
+from fp8_dist.linear.weight_queries import shard_scalings, weight_copies, weight_scalings
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import is_captured, is_selectively_checkpointed
@@ -247,7 +247,7 @@ class Float8Weight:
         flat = weight_copies.overload(shard, self._handle, dtype, names, of, transposed, keep)
         return as_copies(shard, copies, flat[len(casts) :], flat[: len(casts)])
 
-    def _copies_for_graph(
+    def copies_for_graph(
         self, shard: torch.Tensor, of: list[int], transposed: list[bool], keep: bool
     ) -> list[torch.Tensor]:
         """What :func:`weight_copies` returns.
@@ -305,7 +305,7 @@ class Float8Weight:
         the state in which new scalings are kept; None: they are not.
         """
         if not must_query():
-            found, device = self._answer(shard, source), shard.device
+            found, device = self.answer(shard, source), shard.device
             return {cast: (m.to(device), scale.to(device)) for cast, (m, scale) in found.items()}
         casts = self.config.casts("weight")
         names = [cast.granularity.name for cast in casts]
@@ -315,7 +315,7 @@ class Float8Weight:
             flat = weight_scalings.overload(shard, self._handle, names, source is not None)
         return dict(zip(casts, zip(flat[::2], flat[1::2], strict=True), strict=True))
 
-    def _answer(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
+    def answer(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
         """:meth:`_scalings`, without the operator."""
         parameter = self.parameter()
         known = self.cache.scaling if self._is_fresh(parameter, shard) else None
@@ -410,73 +410,5 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     return type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
 
 
-@query("weight_scalings(Tensor x, Tensor handle, str[] granularities, bool keep) -> Tensor[]")
-def weight_scalings(
-    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool
-) -> list[torch.Tensor]:
-    """The (multiplier, scale) of each cast of a weight, flat, as a forward asks for them."""
-    source = ScaleState.FROM_FORWARD if keep else None
-    return copies(owner_of(handle)._answer(x, source).values(), x.device)
-
-
 def _scalings_by(multipliers: Mapping[CastSpec, torch.Tensor]) -> Scalings:
     return {cast: (m, torch.reciprocal(m)) for cast, m in multipliers.items()}
-
-
-@query(
-    "weight_copies(Tensor x, Tensor handle, ScalarType dtype, str[] granularities, int[] of, "
-    "bool[] transposed, bool keep) -> Tensor[]"
-)
-def weight_copies(
-    x: torch.Tensor,
-    handle: torch.Tensor,
-    dtype: torch.dtype,
-    granularities: list[str],
-    of: list[int],
-    transposed: list[bool],
-    keep: bool,
-) -> list[torch.Tensor]:
-    """The scale of each cast of a weight, and then its copies, as a forward takes them.
-
-    Args:
-        of: for each copy the index of its cast.
-        transposed: for each copy whether it is ``[K, N]`` in memory.
-        keep: whether new scalings serve later forwards and an amax is recorded.
-    """
-    return owner_of(handle)._copies_for_graph(x, of, transposed, keep)
-
-
-# This is another operator because selective checkpointing must not save its results: FSDP2 may
-# gather in a checkpointed forward and not in its recomputation.
-@query("shard_scalings(Tensor x, Tensor handle, str[] granularities) -> Tensor[]")
-def shard_scalings(
-    x: torch.Tensor, handle: torch.Tensor, granularities: list[str]
-) -> list[torch.Tensor]:
-    """The same, as FSDP2 asks for them."""
-    return copies(owner_of(handle)._answer(x, ScaleState.FROM_GATHER).values(), x.device)
-
-
-def _fake_scalings(
-    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool = False
-) -> list[torch.Tensor]:
-    shapes = [granularity_named(name).scale_shape(x.shape) for name in granularities]
-    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]
-
-
-@weight_copies.register_fake
-def _fake_copies(
-    x: torch.Tensor,
-    handle: torch.Tensor,
-    dtype: torch.dtype,
-    granularities: list[str],
-    of: list[int],
-    transposed: list[bool],
-    keep: bool,
-) -> list[torch.Tensor]:
-    shapes = [granularity_named(name).scale_shape(x.shape) for name in granularities]
-    scales = [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    return [*scales, *empty_copies(x, dtype, transposed)]
-
-
-weight_scalings.register_fake(_fake_scalings)
-shard_scalings.register_fake(_fake_scalings)

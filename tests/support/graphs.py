@@ -30,7 +30,7 @@ from fp8_dist.kernels import (
 )
 from fp8_dist.linear.amax_history import history_copies
 from fp8_dist.linear.scale_query import QUERIES
-from fp8_dist.linear.weight import shard_scalings, weight_copies
+from fp8_dist.linear.weight_queries import shard_scalings, weight_copies
 
 # Passes over tensors, GEMMs, collectives; and the queries of scales.
 OPS = (

@@ -1,0 +1,76 @@
+"""The operators by which compiled graphs and selective checkpointing ask a ``Float8Weight``."""
+
+import torch
+
+from fp8_dist.granularity import granularity_named
+from fp8_dist.kernels import empty_copies
+from fp8_dist.linear.scale_query import copies, owner_of, query
+from fp8_dist.linear.weight_cache import ScaleState
+
+
+@query("weight_scalings(Tensor x, Tensor handle, str[] granularities, bool keep) -> Tensor[]")
+def weight_scalings(
+    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool
+) -> list[torch.Tensor]:
+    """The (multiplier, scale) of each cast of a weight, flat, as a forward asks for them."""
+    source = ScaleState.FROM_FORWARD if keep else None
+    return copies(owner_of(handle).answer(x, source).values(), x.device)
+
+
+@query(
+    "weight_copies(Tensor x, Tensor handle, ScalarType dtype, str[] granularities, int[] of, "
+    "bool[] transposed, bool keep) -> Tensor[]"
+)
+def weight_copies(
+    x: torch.Tensor,
+    handle: torch.Tensor,
+    dtype: torch.dtype,
+    granularities: list[str],
+    of: list[int],
+    transposed: list[bool],
+    keep: bool,
+) -> list[torch.Tensor]:
+    """The scale of each cast of a weight, and then its copies, as a forward takes them.
+
+    Args:
+        of: for each copy the index of its cast.
+        transposed: for each copy whether it is ``[K, N]`` in memory.
+        keep: whether new scalings serve later forwards and an amax is recorded.
+    """
+    return owner_of(handle).copies_for_graph(x, of, transposed, keep)
+
+
+# This is another operator because selective checkpointing must not save its results: FSDP2 may
+# gather in a checkpointed forward and not in its recomputation.
+@query("shard_scalings(Tensor x, Tensor handle, str[] granularities) -> Tensor[]")
+def shard_scalings(
+    x: torch.Tensor, handle: torch.Tensor, granularities: list[str]
+) -> list[torch.Tensor]:
+    """The same, as FSDP2 asks for them."""
+    return copies(owner_of(handle).answer(x, ScaleState.FROM_GATHER).values(), x.device)
+
+
+def _fake_scalings(
+    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool = False
+) -> list[torch.Tensor]:
+    shapes = [granularity_named(name).scale_shape(x.shape) for name in granularities]
+    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]
+
+
+@weight_copies.register_fake
+def _fake_copies(
+    x: torch.Tensor,
+    handle: torch.Tensor,
+    dtype: torch.dtype,
+    granularities: list[str],
+    of: list[int],
+    transposed: list[bool],
+    keep: bool,
+) -> list[torch.Tensor]:
+    shapes = [granularity_named(name).scale_shape(x.shape) for name in granularities]
+    scales = [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    return [*scales, *empty_copies(x, dtype, transposed)]
+
+
+weight_scalings.register_fake(_fake_scalings)
+shard_scalings.register_fake(_fake_scalings)
