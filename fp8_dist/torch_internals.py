@@ -82,7 +82,12 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 
 def in_backward() -> bool:
     """True where this thread runs code of a backward pass."""
-    return _current_graph_task_id() != -1
+    return backward_id() != -1
+
+
+def backward_id() -> int:
+    """The number of the backward pass whose code this thread runs; -1 outside of any."""
+    return int(_current_graph_task_id())
 
 
 def make_dtensor(

@@ -24,23 +24,20 @@ from torch.utils.hooks import RemovableHandle
 from fp8_dist.cast import local_amax
 from fp8_dist.config import CastSpec
 from fp8_dist.fsdp.attach import attach
+from fp8_dist.fsdp.common_group import common_group
 from fp8_dist.fsdp.resharding import check_sharded_module
-from fp8_dist.granularity import TENSOR, Granularity
+from fp8_dist.fsdp.shard_casts import cast_shards
+from fp8_dist.granularity import ROW, TENSOR, Granularity
 from fp8_dist.kernels import Scaling, amax_of_each, scaling_from_amax
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
 from fp8_dist.mesh import (
     AmaxReduction,
-    Axis,
     Layout,
-    axes_of,
     global_offset,
-    group_along,
-    group_for_amax,
     local_sizes,
     local_tensor,
     narrowed,
-    union_of,
 )
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
@@ -141,6 +138,7 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
         # On a GPU this only queues the wait. Later it would be queued on whichever stream asks
         # first (FSDP2 gathers on one of its own), behind what others don't wait for.
         pending.wait()
+        cast_shards(module, weights)
         note_scales_made(weights)
 
 
@@ -236,18 +234,27 @@ def _local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity
         for cast in layer.config.casts("weight")
     }
     shards = {key: layer.float8_weight.shard() for key, layer in wanted.items()}
-    local: dict[tuple[int, Granularity], torch.Tensor] = {}
-    for device in {shard.device for shard in shards.values()}:
-        whole = [key for key in wanted if key[1] is TENSOR and shards[key].device == device]
-        if whole:
-            first, *others = (shards[key] for key in whole)
-            values = amax_of_each(first, others).to(_device_of(wanted[whole[0]]))
-            local |= zip(whole, values.unbind(), strict=True)
-    found = {}
+    alike: dict[tuple[Any, ...], list[tuple[int, Granularity]]] = {}
     for key, layer in wanted.items():
-        value = local[key] if key in local else local_amax(shards[key], key[1])
-        found[key] = _with_position(layer, value.to(_device_of(layer)), key[1])
-    return found
+        alike.setdefault((key[1], shards[key].device, _device_of(layer)), []).append(key)
+    found = {}
+    for (granularity, _, device), same in alike.items():
+        values = _amaxes_of_each([shards[key] for key in same], granularity, device)
+        for key, value in zip(same, values, strict=True):
+            found[key] = _with_position(wanted[key], value, granularity)
+    return {key: found[key] for key in wanted}
+
+
+def _amaxes_of_each(
+    shards: list[torch.Tensor], granularity: Granularity, device: torch.device
+) -> list[torch.Tensor]:
+    """The local amaxes of each, in the shape of its scales, on ``device``."""
+    if granularity not in (TENSOR, ROW):
+        return [local_amax(shard, granularity).to(device) for shard in shards]
+    shapes = [granularity.scale_shape(shard.shape) for shard in shards]
+    values = amax_of_each(shards[0], shards[1:], granularity is ROW).to(device)
+    parts = values.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _with_position(layer: Float8Linear, local: torch.Tensor, granularity: Granularity) -> _Amaxes:
@@ -270,29 +277,18 @@ def _with_position(layer: Float8Linear, local: torch.Tensor, granularity: Granul
 def _start(amaxes: Sequence[_Amaxes]) -> _Reduction | None:
     """Begin the one all-reduce, of the amaxes that need it."""
     chosen = [a for a in amaxes if a.axes]
-    # By identity first: to compare meshes of thousands of ranks takes longer than all the rest.
-    meshes = set({id(a.mesh): a.mesh for a in chosen if a.mesh is not None}.values())
-    if not meshes:
+    if not chosen:
         return None
-    rank = dist.get_rank()
-    missing: dict[DeviceMesh | None, list[Axis]] = {}  # the axes of other meshes that a mesh lacks
-    if len(meshes) == 1:
-        (mesh,) = meshes
-        axes = sorted({axis for a in chosen for axis in a.axes})
-        # Axes on which a weight is replicated may be included.
-        group = group_for_amax(mesh, axes, replicated=range(mesh.ndim))
-    else:
-        own = {mesh: axes_of(mesh) for mesh in meshes}
-        union = union_of(meshes)
-        missing = {mesh: [a for a in union if a not in axes] for mesh, axes in own.items()}
-        group = group_along(union, rank)
+    group, missing = common_group(_axes_by_mesh(chosen))
     assert group is not None
+    rank = dist.get_rank()
     sizes: list[int] = []
     parts: list[torch.Tensor] = []
     for a in chosen:
         # Along the axes of its own mesh a weight is one tensor; along the others there may be
         # as many as there are coordinates.
         slots, slot = 1, 0
+        assert a.mesh is not None
         for axis in missing.get(a.mesh, ()):
             slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
         before, after = slot * a.size, (slots - slot - 1) * a.size
@@ -300,6 +296,18 @@ def _start(amaxes: Sequence[_Amaxes]) -> _Reduction | None:
         parts.append(pad(whole, (before, after)) if slots > 1 else whole)
         sizes += [before, a.size, after]
     return _Reduction(AmaxReduction(torch.cat(parts), group.group_name), sizes)
+
+
+def _axes_by_mesh(amaxes: Sequence[_Amaxes]) -> dict[DeviceMesh, set[int]]:
+    # By identity first: to compare meshes of thousands of ranks takes longer than all the rest.
+    meshes: dict[int, tuple[DeviceMesh, set[int]]] = {}
+    for a in amaxes:
+        assert a.mesh is not None
+        meshes.setdefault(id(a.mesh), (a.mesh, set()))[1].update(a.axes)
+    axes: dict[DeviceMesh, set[int]] = {}
+    for mesh, own in meshes.values():
+        axes.setdefault(mesh, set()).update(own)
+    return axes
 
 
 def _reduced(

@@ -38,6 +38,12 @@ def check_layer(layer: nn.Module, name: str) -> None:
         _check(_groups[layer](), name)
 
 
+def group_of(layer: nn.Module) -> Any:
+    """FSDP2's parameter group of a layer that passed :func:`check_layer`; else None."""
+    group = _groups.get(layer)
+    return None if group is None else group()
+
+
 def _check(group: Any, name: str) -> None:
     if fsdp_reshards_to_smaller_mesh(group):
         raise ValueError(

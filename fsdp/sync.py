@@ -1,14 +1,13 @@
 """The end of a step for delayed scales: all amaxes in one all-reduce, then the next scales."""
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from fp8_dist.fsdp.common_group import common_group
 from fp8_dist.fsdp.precompute import note_scales_made, reshard
 from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.mesh import all_reduce_max, group_along, reduce_amax, union_of
+from fp8_dist.mesh import all_reduce_max
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -47,20 +46,12 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     device = next((mesh.device_type for mesh in meshes), layers[0].float8_weight.shard().device)
     zero = torch.zeros((), device=device)
     values = torch.stack([zero if h.current is None else h.current.to(device) for h in histories])
-    values = _reduce(values, meshes)
+    group, _ = common_group({mesh: range(mesh.ndim) for mesh in meshes})
+    if group is not None:
+        values = all_reduce_max(values, group.group_name)
     advance(histories, values)
     note_scales_made(layers)
     for layer in layers:
         if "weight" in layer.histories:
             layer.float8_weight.cache.drop()
         layer.float8_weight.cache.synced()
-
-
-def _reduce(values: torch.Tensor, meshes: set[DeviceMesh]) -> torch.Tensor:
-    """Maximum over all axes of the meshes."""
-    if len(meshes) == 1:
-        (mesh,) = meshes
-        return reduce_amax(values, mesh, range(mesh.ndim))
-    axes = union_of(meshes)
-    group = group_along(axes, dist.get_rank()) if axes else None
-    return values if group is None else all_reduce_max(values, group.group_name)

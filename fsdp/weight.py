@@ -15,10 +15,12 @@ The weight carries nothing but its type. Its scale lives on the layer that owns 
 five-argument hook hands over, so ``detach``, ``to``, offload and checkpoints have nothing to lose.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,8 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.fsdp.resharding import check_layer
+from fp8_dist.fsdp.resharding import check_layer, group_of
 from fp8_dist.granularity import Granularity
+from fp8_dist.kernels import TransposedTogether, takes_transposed
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.mesh import Layout, all_reduce_max, global_offset, local_sizes, local_tensor, narrowed
 from fp8_dist.tensor import Float8Tensor, Quantized
@@ -69,6 +72,18 @@ class _Metadata(NamedTuple):
     dtype: torch.dtype
     size: torch.Size
     granularity: Granularity
+    refilled: Callable[[torch.Tensor], None]  # to be told of the gathered data
+
+
+# By FSDP2's parameter group, on devices whose GEMM reads weights transposed in the backward.
+_together: "WeakKeyDictionary[Any, TransposedTogether]" = WeakKeyDictionary()
+
+
+def _refilled(layer: nn.Module, qdata: torch.Tensor) -> None:
+    """The weight of a layer was gathered."""
+    group = group_of(layer)
+    if group is not None and takes_transposed(qdata.device):
+        _together.setdefault(group, TransposedTogether()).refilled(id(layer), qdata)
 
 
 class Float8AllGatherWeight(torch.Tensor):
@@ -209,7 +224,8 @@ class Float8AllGatherWeight(torch.Tensor):
             inputs, scale = (*inputs, cast.scale.reshape(-1)), None
         else:
             scale = _gathered_scales(module, cast, outer_size, mesh)
-        return inputs, _Metadata(scale, cast.qdata.dtype, outer_size, cast.granularity)
+        refilled = partial(_refilled, module)
+        return inputs, _Metadata(scale, cast.qdata.dtype, outer_size, cast.granularity, refilled)
 
     def fsdp_post_all_gather(
         self,
@@ -229,11 +245,13 @@ class Float8AllGatherWeight(torch.Tensor):
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.scale = granularity.to_rows(scale)
+            metadata.refilled(unsharded.qdata)
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs. What it gathered
         # is the weight, padded, and for shards of other dims than the first in another shape.
         qdata = data.view(metadata.dtype)
         qdata = qdata.as_strided(metadata.size, torch.empty(metadata.size, device="meta").stride())
+        metadata.refilled(qdata)
         return Quantized(qdata, scale, granularity).as_tensor(param_dtype), ()
 
 

@@ -26,10 +26,10 @@ from fp8_dist.kernels.gemm import (
     needs_alignment,
     scaled_mm,
     takes_transposed,
-    transposed_copy,
 )
-from fp8_dist.kernels.quantization import quantize, quantize_after
+from fp8_dist.kernels.quantization import fuses_many, quantize, quantize_after, quantize_each
 from fp8_dist.kernels.scale import Scaling, amax, amax_of_each, scaling_from_amax
+from fp8_dist.kernels.transposing import TransposedTogether, transposed_copy
 
 if torch.version.cuda is not None or torch.version.hip is not None:
     from fp8_dist.kernels.cuda.registration import register_kernels
@@ -40,6 +40,7 @@ __all__ = [
     "ALIGNMENT",
     "CustomOp",
     "Scaling",
+    "TransposedTogether",
     "amax",
     "amax_of_each",
     "amaxes",
@@ -50,11 +51,13 @@ __all__ = [
     "cpu",
     "custom_op",
     "empty_copies",
+    "fuses_many",
     "fuses_rows",
     "needs_alignment",
     "quantize",
     "quantize_after",
     "quantize_copies",
+    "quantize_each",
     "scaled_mm",
     "scaling_from_amax",
     "takes_transposed",

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.gemm import transposed_copy
 from fp8_dist.kernels.quantization import quantize
 from fp8_dist.kernels.scale import amax, amax_fake, scaling_from_amax
+from fp8_dist.kernels.transposing import transposed_copy
 
 Tensors = list[torch.Tensor]
 

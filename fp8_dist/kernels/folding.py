@@ -6,9 +6,9 @@ The derivation is in :mod:`fp8_dist.linear.rowwise_folded`, whose words these ar
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.gemm import transposed_copy
 from fp8_dist.kernels.quantization import quantize
 from fp8_dist.kernels.scale import amax, scaling_from_amax
+from fp8_dist.kernels.transposing import transposed_copy
 
 # Folded in is ``scale * UNIT``, about the largest value of a row and not 1/448 of it, which keeps
 # products of small gradients away from the epsilon of fp8_dist.kernels.scale.

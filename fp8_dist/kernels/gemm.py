@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from fp8_dist.dtypes import device_has_float8_gemm, e4m3, e5m2
 from fp8_dist.env import strict_alignment
 from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.transposing import transposed_copy
 from fp8_dist.torch_internals import native_scaled_mm
 
 ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
@@ -42,7 +43,7 @@ def apply_scales(product: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     return product.mul_(scale_a * scale_b)
 
 
-def _emulated(
+def emulated_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     product = torch.mm(a.to(torch.float32), b.to(torch.float32))
@@ -59,8 +60,14 @@ def scaled_mm_with(
     use_fast_accum: bool,
     pad_inner_dim: bool,
     emulate: bool,
+    transpose: Callable[[Tensor], Tensor] = transposed_copy,
 ) -> Tensor:
-    """:func:`scaled_mm` with the given function, of its first five arguments, as the emulation."""
+    """:func:`scaled_mm`.
+
+    Args:
+        emulated: computes it from the first five arguments in a wider type.
+        transpose: makes the transposed copies that the device's GEMM needs.
+    """
     per_element = _check_scales(a, b, scale_a, scale_b)
     (rows, inner), columns = a.shape, b.shape[1]
     if not (rows and inner and columns):
@@ -75,7 +82,7 @@ def scaled_mm_with(
         if scale_b.ndim and b.shape[1] > columns:
             scale_b = pad(scale_b, (0, b.shape[1] - columns))
     if not emulate and device_has_float8_gemm(a.device):
-        out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
+        out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum, transpose)
     else:
         # Autocast would narrow the wider type. (Turning it off costs time where it is off.)
         autocast = torch.is_autocast_enabled(a.device.type)
@@ -122,7 +129,7 @@ def scaled_mm(
         ValueError: a scale runs along K; the device takes neither these dims nor these dtypes.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
-    return scaled_mm_with(_emulated, a, b, scale_a, scale_b, *options)
+    return scaled_mm_with(emulated_mm, a, b, scale_a, scale_b, *options)
 
 
 @scaled_mm.register_fake
@@ -163,16 +170,23 @@ def _native(
     scale_b: Tensor,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
+    transpose: Callable[[Tensor], Tensor],
 ) -> Tensor:
     if a.dtype == b.dtype == e5m2() and torch.version.hip is None:
         raise ValueError(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}, both {a.dtype}: this device "
             f"multiplies none but {e4m3()} by any; set another target_dtype, or emulate=True"
         )
+
+    def row_major(x: Tensor) -> Tensor:
+        if x.is_contiguous():
+            return x
+        return transpose(x.t()) if x.t().is_contiguous() else x.contiguous()
+
     # cuBLASLt multiplies a row-major by a column-major matrix.
-    a = _row_major(a)
+    a = row_major(a)
     if b.stride() != (1, b.shape[0]):
-        b = _row_major(b.t()).t()
+        b = row_major(b.t()).t()
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
     if not (scale_a.ndim or scale_b.ndim):
         return run(scale_a, scale_b, out_dtype=out_dtype)
@@ -184,21 +198,6 @@ def _native(
     # The rowwise kernel writes bf16 alone; the tensorwise one writes fp32, which is scaled after.
     one = torch.ones((), dtype=torch.float32, device=a.device)
     return apply_scales(run(one, one, out_dtype=torch.float32), scale_a, scale_b).to(out_dtype)
-
-
-def _row_major(x: Tensor) -> Tensor:
-    if x.is_contiguous():
-        return x
-    return transposed_copy(x.t()) if x.t().is_contiguous() else x.contiguous()
-
-
-@custom_op("transposed_copy(Tensor x) -> Tensor")
-def transposed_copy(x: Tensor) -> Tensor:
-    """The transpose ``[K, M]`` of a contiguous matrix ``[M, K]``, contiguous too."""
-    return x.t().contiguous()
-
-
-transposed_copy.register_fake(lambda x: x.new_empty(x.shape[::-1]))
 
 
 def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """Casts of local tensors to float8, by the formula of :mod:`fp8_dist.kernels.scale`."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,6 +47,51 @@ def quantize_after(
 ) -> torch.Tensor:
     """:func:`quantize` that a graph neither merges with another cast nor puts before ``after``."""
     return quantize(x, multiplier, dtype)
+
+
+@custom_op(
+    "quantize_each(Tensor first, Tensor[] others, Tensor multipliers, ScalarType dtype, "
+    "bool of_rows) -> Tensor"
+)
+def quantize_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    multipliers: torch.Tensor,
+    dtype: torch.dtype,
+    of_rows: bool,
+) -> torch.Tensor:
+    """:func:`quantize` of each of many local tensors of one device.
+
+    Args:
+        multipliers: fp32, flat: one for each tensor.
+        of_rows: one for each row (along the last dim) of each instead.
+
+    Returns:
+        the data of all, flat, one after the other.
+    """
+    tensors = (first, *others)
+    sizes = [math.prod(x.shape[:-1]) if of_rows else 1 for x in tensors]
+    data = []
+    for x, mine in zip(tensors, multipliers.split(sizes), strict=True):
+        multiplier = mine.view(*x.shape[:-1], 1) if of_rows else mine.view(())
+        data.append(quantize(x, multiplier, dtype).view(torch.uint8).view(-1))
+    return torch.cat(data).view(dtype)
+
+
+def fuses_many(x: torch.Tensor) -> bool:
+    """Whether :func:`quantize_each` casts many tensors at once on this device."""
+    return x.is_cuda
+
+
+@quantize_each.register_fake
+def _quantize_each_fake(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    multipliers: torch.Tensor,
+    dtype: torch.dtype,
+    of_rows: bool,
+) -> torch.Tensor:
+    return first.new_empty(sum(x.numel() for x in (first, *others)), dtype=dtype)
 
 
 def _fake(

@@ -13,6 +13,7 @@ covers dequantizes to NaN (``0 * inf``), which is how one NaN on one rank become
 The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -55,15 +56,28 @@ def _amax_shape(x: torch.Tensor, dims: Sequence[int] | None) -> list[int]:
     return [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
 
 
-@custom_op("amax_of_each(Tensor first, Tensor[] others) -> Tensor")
-def amax_of_each(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The :func:`amax` of each of many local tensors of one device: fp32, ``[1 + len(others)]``."""
-    return torch.stack([amax(x) for x in (first, *others)])
+@custom_op("amax_of_each(Tensor first, Tensor[] others, bool of_rows=False) -> Tensor")
+def amax_of_each(
+    first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
+) -> torch.Tensor:
+    """The :func:`amax` of each of many local tensors of one device: fp32, ``[1 + len(others)]``.
+
+    Args:
+        of_rows: of each row (along the last dim) of each instead: the rows of one tensor follow
+            those of the tensor before.
+    """
+    tensors = (first, *others)
+    if not of_rows:
+        return torch.stack([amax(x) for x in tensors])
+    return torch.cat([amax(x, (x.ndim - 1,)).reshape(-1) for x in tensors])
 
 
-amax_of_each.register_fake(
-    lambda first, others: first.new_empty(1 + len(others), dtype=torch.float32)
-)
+@amax_of_each.register_fake
+def _amax_of_each_fake(
+    first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
+) -> torch.Tensor:
+    sizes = [math.prod(x.shape[:-1]) if of_rows else 1 for x in (first, *others)]
+    return first.new_empty(sum(sizes), dtype=torch.float32)
 
 
 @custom_op(

@@ -258,7 +258,7 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
     A non-finite amax is left out: it has been seen in the step itself, whose update may have been
     skipped for that reason. So is 0, which is also what a rank without a cast reports.
     """
-    groups: dict[Any, list[int]] = {}
+    same_size: dict[Any, list[int]] = {}
     on_host: list[float] = []
     for i, history in enumerate(histories):
         history.current = None
@@ -268,27 +268,31 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
             on_host = on_host or values.tolist()
             if not 0 < on_host[i] < math.inf:
                 continue
-        kind = (history.cast_as, history.length, history.power_of_2, filled)
-        groups.setdefault(kind, []).append(i)
-    each = values.unbind()
-    for members in groups.values():
+        same_size.setdefault((history.length, filled), []).append(i)
+    for members in same_size.values():
         group = [histories[i] for i in members]
-        # (A tensor of indices would be copied to a GPU, and the host would wait for that.)
-        new = torch.stack([each[i] for i in members]).unsqueeze(1)
+        new = values
+        if len(members) < len(histories):
+            # (A tensor of indices would be copied to a GPU, and the host would wait for that.)
+            each = values.unbind()
+            new = torch.stack([each[i] for i in members])
+        new = new.unsqueeze(1)
         before = [history.history for history in group if history.history is not None]
         if before:
             old, length = torch.stack(before).to(values.device), group[0].length
             longer = torch.cat([new, old], dim=1)[:, :length]
             same = torch.cat([old, old[:, -1:]], dim=1)[:, :length]
-            new = torch.where((new > 0) & new.isfinite(), longer, same)
+            new = torch.where((new > 0) & (new < math.inf), longer, same)
         advance_to(group, new)
 
 
 def advance_to(histories: Sequence[AmaxHistory], rows: torch.Tensor) -> None:
-    """Give histories of one kind their new amaxes ``[histories, amaxes]`` and scales."""
-    first = histories[0]
-    dtype, power_of_2 = first.cast_as.dtype, first.power_of_2
-    multipliers, scales = scaling_from_amax(rows.amax(dim=1), dtype, power_of_2)
+    """Give histories their new amaxes ``[histories, amaxes]``, and the scales that follow."""
+    largest = rows.amax(dim=1)
+    kinds = {(history.cast_as.dtype, history.power_of_2) for history in histories}
+    # For every kind those of all: a launch more costs less than to pick the amaxes of a kind.
+    scalings = {kind: scaling_from_amax(largest, *kind) for kind in kinds}
     for i, history in enumerate(histories):
+        multipliers, scales = scalings[history.cast_as.dtype, history.power_of_2]
         history.history = rows[i]
         history.scaling = (multipliers[i], scales[i])

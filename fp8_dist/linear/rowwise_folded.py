@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import global_amax, local_amax
 from fp8_dist.config import CastSpec, Gemm
-from fp8_dist.granularity import COLUMN, ROW, TENSOR
+from fp8_dist.granularity import COLUMN, ROW
 from fp8_dist.kernels import quantize, scaling_from_amax
 from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes
 from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
@@ -70,7 +70,7 @@ def folded_gradients(
         transposed: write g2 transposed, if the gradient is local.
 
     Returns:
-        Local operands; the scale of the right one is 1, since it was folded into the left one.
+        Local operands; the scales of the right one are 1, since they were folded into the left one.
 
     Collectives: an all-gather of 1 byte per element and 8 per row for a grad that is gathered; an
     all-reduce of 8 bytes per row where N is sharded; one of 4 bytes per column where rows are.
@@ -91,18 +91,22 @@ def folded_gradients(
         qdata, numbers = _moved(qdata, numbers, layout, placements)
     layout = layout._replace(placements=placements)
 
+    one = _unit_scale(weight, input)
     g0 = qdata.to(torch.float32) * numbers[..., :1]
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     if weight is not None and weight_fold is not None:
         g1, scale = first_fold(g0, weight_fold, numbers[..., 1:], cast.dtype)
-        operands["grad_input"] = (Quantized(g1, scale, ROW), _with_unit_scale(weight))
+        operands["grad_input"] = (
+            Quantized(g1, scale, ROW),
+            weight._replace(scale=one, granularity=COLUMN),
+        )
     if input is not None:
         folded = g0 * (input.scale * UNIT)
         value = global_amax(local_amax(folded, COLUMN), layout.wrap(folded), COLUMN, axes)
         multiplier, scale = scaling_from_amax(value, cast.dtype, True)
         g2 = quantize(folded, multiplier, cast.dtype, fits=True)
         left = Quantized(g2, scale / UNIT, COLUMN)
-        operands["grad_weight"] = (left, _with_unit_scale(input))
+        operands["grad_weight"] = (left, input._replace(scale=one, granularity=COLUMN))
     return operands
 
 
@@ -116,21 +120,25 @@ def _folded_locally(
     s = None if weight is None else weight.scale.reshape(-1)
     t = None if input is None else input.scale.reshape(-1)
     matrix = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
+    one = _unit_scale(weight, input)
     made = iter(fold_gradient(matrix, cast.dtype, s, t, transposed))
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     if weight is not None:
         left = Quantized(next(made).view(grad.shape), next(made), ROW)
-        operands["grad_input"] = (left, _with_unit_scale(weight))
+        operands["grad_input"] = (left, weight._replace(scale=one, granularity=COLUMN))
     if input is not None:
         g2 = next(made)
         g2 = (g2.t() if transposed else g2).view(grad.shape)
-        operands["grad_weight"] = (Quantized(g2, next(made), COLUMN), _with_unit_scale(input))
+        left = Quantized(g2, next(made), COLUMN)
+        operands["grad_weight"] = (left, input._replace(scale=one, granularity=COLUMN))
     return operands
 
 
-def _with_unit_scale(operand: Quantized) -> Quantized:
-    # (Dynamo of torch 2.11 does not take the default granularity.)
-    return Quantized(operand.qdata, operand.scale.new_ones(()), TENSOR)
+def _unit_scale(*operands: Quantized | None) -> torch.Tensor:
+    """Ones in the place of the scales that were folded in, ``[1, K]``: those of both operands."""
+    operand = next(each for each in operands if each is not None)
+    # Of this shape, because a GPU's GEMM takes no other beside the scales of rows.
+    return operand.scale.new_ones(1, operand.qdata.shape[-1])
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:

@@ -37,8 +37,8 @@ rowwise                       12 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise, weight cached         9 kernels 3 GEMMs 0 transposing copies   0.91 GB
 rowwise_with_gw_hp            10 kernels 3 GEMMs 0 transposing copies   0.92 GB
 rowwise_with_gw_hp, weight cached   6 kernels 3 GEMMs 0 transposing copies   0.45 GB
-rowwise_folded                12 kernels 3 GEMMs 0 transposing copies   1.07 GB
-rowwise_folded, weight cached  11 kernels 3 GEMMs 0 transposing copies   0.84 GB
+rowwise_folded                 9 kernels 3 GEMMs 0 transposing copies   1.07 GB
+rowwise_folded, weight cached   8 kernels 3 GEMMs 0 transposing copies   0.84 GB
 delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
 delayed, weight cached         7 kernels 3 GEMMs 0 transposing copies   0.60 GB""",
     )
@@ -57,7 +57,7 @@ bf16                           3 kernels 3 GEMMs 0 transposing copies   0.00 GB
 tensorwise                     9 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise                       12 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise_with_gw_hp            10 kernels 3 GEMMs 0 transposing copies   0.92 GB
-rowwise_folded                11 kernels 3 GEMMs 0 transposing copies   1.07 GB
+rowwise_folded                10 kernels 3 GEMMs 0 transposing copies   1.07 GB
 delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
 torchao tensorwise            13 kernels 3 GEMMs 0 transposing copies   1.38 GB
 torchao rowwise               15 kernels 3 GEMMs 0 transposing copies   1.75 GB
@@ -66,21 +66,38 @@ torchao rowwise_with_gw_hp    11 kernels 3 GEMMs 0 transposing copies   1.06 GB"
 
 
 def test_blocks_under_fsdp(fake_cuda: FakeCudaProcess) -> None:
-    rows = []
-    for name in (BF16, "tensorwise", "delayed"):
+    rows, launches = [], {}
+    for name in (BF16, "tensorwise", "rowwise_folded", "delayed"):
         counts = fake_cuda.run(count_blocks, name, 2, 8192)
+        launches[name] = counts.launches
         rows.append(f"{name:28} {counts.launches:4} kernels")
         assert counts.syncs == counts.problems == []
-    for name in ("tensorwise", "delayed"):
-        counts = fake_cuda.run(count_update, name, 2)
-        rows.append(f"{name + ', update of 14 weights':28} {counts.launches:4} kernels")
-        assert counts.syncs == []
+    assert launches["tensorwise"] <= 1.3 * launches[BF16]
     assert_expected_inline(
         "\n".join(rows),
         """\
-bf16                          149 kernels
-tensorwise                    217 kernels
-delayed                       257 kernels
-tensorwise, update of 14 weights    5 kernels
-delayed, update of 14 weights   28 kernels""",
+bf16                          153 kernels
+tensorwise                    195 kernels
+rowwise_folded                215 kernels
+delayed                       249 kernels""",
+    )
+
+
+def test_updates_of_many_weights(fake_cuda: FakeCudaProcess) -> None:
+    rows = []
+    for name in ("tensorwise", "rowwise_folded", "delayed"):
+        for blocks in (2, 32):
+            counts, weights = fake_cuda.run(count_update, name, blocks), 7 * blocks
+            rows.append(f"{name:15} {weights:3} weights {counts.launches:2} kernels")
+            assert counts.syncs == []
+        assert counts.launches <= weights / 10
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+tensorwise       14 weights  7 kernels
+tensorwise      224 weights 10 kernels
+rowwise_folded   14 weights  5 kernels
+rowwise_folded  224 weights  7 kernels
+delayed          14 weights 12 kernels
+delayed         224 weights 22 kernels""",
     )

@@ -143,22 +143,28 @@ def test_steps(recipe: str, options: str, fake_cuda: FakeCudaProcess) -> None:
     assert not found, shown(found)
 
 
-_SCALES_TOO_EARLY = "(_cast|_cast_and_amax|_record) on .* reads what _scaling on compute .*"
+_SCALES_TOO_EARLY = (
+    "(_cast|_cast_and_amax|_record|all_gather_copy_in) on .* reads what _scaling on compute .*"
+)
+_SHARDS_TOO_EARLY = "all_gather_copy_in on .* reads what (_cast_many|_scaling) on compute .*"
 
 
 @pytest.mark.parametrize(
-    ("method", "recipe", "expected"),
+    ("method", "recipe", "cache", "expected"),
     [
-        ("torch.Tensor.record_stream", "delayed", ".*before maximum on compute.*"),
-        (f"{streams.__name__}.Event.wait", "delayed", _SCALES_TOO_EARLY),
-        (f"{streams.__name__}.Event.wait", "tensorwise", _SCALES_TOO_EARLY),
-        (f"{streams.__name__}.Event.wait", "rowwise_folded", _SCALES_TOO_EARLY),
+        ("torch.Tensor.record_stream", "delayed", True, ".*before maximum on compute.*"),
+        (f"{streams.__name__}.Event.wait", "delayed", True, _SCALES_TOO_EARLY),
+        (f"{streams.__name__}.Event.wait", "tensorwise", True, _SHARDS_TOO_EARLY),
+        (f"{streams.__name__}.Event.wait", "tensorwise", False, _SCALES_TOO_EARLY),
+        (f"{streams.__name__}.Event.wait", "rowwise_folded", True, _SHARDS_TOO_EARLY),
+        (f"{streams.__name__}.Event.wait", "rowwise_folded", False, _SCALES_TOO_EARLY),
     ],
 )
 def test_what_the_library_must_not_leave_out(
-    method: str, recipe: str, expected: str, fake_cuda: FakeCudaProcess
+    method: str, recipe: str, cache: bool, expected: str, fake_cuda: FakeCudaProcess
 ) -> None:
-    found = fake_cuda.run(hazards_without, method, Training(recipe, event=True))
+    training = Training(recipe, event=True, cache=cache)
+    found = fake_cuda.run(hazards_without, method, training)
     assert found
     for hazard in found:
         assert re.fullmatch(expected, hazard), shown(found)

@@ -26,6 +26,17 @@ TYPES = {
 }
 
 
+DIVISIBLE = [["tt.divisibility", 16]]
+
+
+def type_of(value: torch.Tensor | int) -> str:
+    return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+
+
+def by_16(value: torch.Tensor | int) -> bool:
+    return isinstance(value, torch.Tensor) or value % 16 == 0
+
+
 class Compiler:
     """Takes the place of launches."""
 
@@ -43,13 +54,16 @@ class Compiler:
         constants = constants | chosen.kwargs
         types, attributes = {}, {}
         for n, (name, value) in enumerate(zip(names, args, strict=False)):
+            if isinstance(value, tuple):
+                types[name] = tuple(map(type_of, value))
+                attributes |= {(n, i): DIVISIBLE for i, each in enumerate(value) if by_16(each)}
+                continue
             if value is None or (isinstance(value, int) and value == 1):
                 constants[name] = value
                 continue
-            pointer = isinstance(value, torch.Tensor)
-            types[name] = TYPES[value.dtype] if pointer else "i32"
-            if pointer or value % 16 == 0:
-                attributes[(n,)] = [["tt.divisibility", 16]]
+            types[name] = type_of(value)
+            if by_16(value):
+                attributes[(n,)] = DIVISIBLE
         signature = {name: types.get(name, "constexpr") for name in names}
         options = {"num_warps": chosen.num_warps, "enable_fp_fusion": False}
         source = ASTSource(tuned.kernel, signature, constants, attributes)
@@ -69,14 +83,16 @@ def call_all() -> None:
         kernels.amax(x, dims)
     kernels.amax_of_rows_and_columns(x)
     kernels.amaxes([x, x])
+    kernels.row_amaxes([x, x])
+    kernels.quantize_many([x, x], rows.new_ones(512), e4m3, True)
     kernels.cast(x, torch.zeros(()), e4m3, True, column_major=True)
     kernels.quantize(x, columns, e4m3, column_major=True)
     kernels.cast_rows(x, e4m3, True, column_major=True)
     kernels.cast_rows_and_columns(x, rows, columns, e4m3, True)
-    kernels.folded_row_amaxes(x, columns.view(-1))
     kernels.fold_rows(x, columns.view(-1), rows.view(-1), e4m3)
     kernels.fold_columns(x, rows, rows.view(-1), columns, e4m3)
     kernels.transpose(x.view(torch.uint8))
+    kernels.transpose_many([x.view(torch.uint8)] * 7)
 
 
 def main(architecture: str) -> None:

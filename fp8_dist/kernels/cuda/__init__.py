@@ -22,10 +22,12 @@ if HAS_TRITON:
         cast_rows_and_columns,
         fold_columns,
         fold_rows,
-        folded_row_amaxes,
         quantize,
+        quantize_many,
+        row_amaxes,
         scaling,
         transpose,
+        transpose_many,
     )
 else:
     from fp8_dist.kernels.cuda.operators import (
@@ -38,10 +40,12 @@ else:
         cast_rows_and_columns,
         fold_columns,
         fold_rows,
-        folded_row_amaxes,
         quantize,
+        quantize_many,
+        row_amaxes,
         scaling,
         transpose,
+        transpose_many,
     )
 
 __all__ = [
@@ -59,8 +63,10 @@ __all__ = [
     "cast_rows_and_columns",
     "fold_columns",
     "fold_rows",
-    "folded_row_amaxes",
     "quantize",
+    "quantize_many",
+    "row_amaxes",
     "scaling",
     "transpose",
+    "transpose_many",
 ]

@@ -9,6 +9,7 @@ import torch
 
 from fp8_dist.kernels.cuda.results import Cast, FoldedRows, Layouts, RecordedCast
 from fp8_dist.kernels.folding import UNIT
+from fp8_dist.kernels.quantization import quantize_each
 from fp8_dist.kernels.scale import amax as portable_amax
 from fp8_dist.kernels.scale import scaling_from_amax
 from fp8_dist.torch_internals import foreach_norm
@@ -47,6 +48,19 @@ def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     # A norm of no elements is an error, and is 0 with one zero in their place.
     filled = [t if t.numel() else t.new_zeros(1) for t in tensors]
     return torch.stack(foreach_norm(filled, INF, dtype=torch.float32))
+
+
+def row_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The amaxes of the rows of many tensors of one device: fp32, flat."""
+    return torch.cat([amax(t, [t.ndim - 1]).view(-1) for t in tensors])
+
+
+def quantize_many(
+    tensors: Sequence[torch.Tensor], multipliers: torch.Tensor, dtype: torch.dtype, of_rows: bool
+) -> torch.Tensor:
+    """Many tensors in float8: flat, one after the other."""
+    note_no_triton(tensors[0])
+    return quantize_each.portable(tensors[0], tensors[1:], multipliers, dtype, of_rows)
 
 
 def cast(
@@ -138,25 +152,17 @@ def cast_rows_and_columns(
     return by_rows, cast(x, column_amax, dtype, power_of_2, row_major=False, column_major=True)
 
 
-def folded_row_amaxes(grad: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """The amaxes of the rows of g and of ``g * s``, ``[M, 2]``."""
-    return torch.cat([amax(grad, [1]), amax(grad * (weight_scale * UNIT), [1])], dim=1)
-
-
 def fold_rows(
     grad: torch.Tensor,
     weight_scale: torch.Tensor | None,
     input_scale: torch.Tensor | None,
     dtype: torch.dtype,
-    row_amaxes: torch.Tensor | None = None,
 ) -> FoldedRows:
     """g1, and what the second fold needs."""
-    if row_amaxes is None:
-        if weight_scale is None:
-            row_amaxes = amax(grad, [1])
-        else:
-            row_amaxes = folded_row_amaxes(grad, weight_scale)
-    multipliers, _ = scaling_from_amax.portable(row_amaxes, dtype, True)
+    largest = amax(grad, [1])
+    if weight_scale is not None:
+        largest = torch.cat([largest, amax(grad * (weight_scale * UNIT), [1])], dim=1)
+    multipliers, _ = scaling_from_amax.portable(largest, dtype, True)
     multiplier = multipliers[:, :1]
     g0 = _g0(grad, multiplier, dtype)
     g1 = scale = column_amax = None
@@ -191,3 +197,8 @@ def _g0(grad: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype) -> tor
 def transpose(x: torch.Tensor) -> torch.Tensor:
     """``x.t().contiguous()`` of a matrix with elements of one byte."""
     return x.t().contiguous()
+
+
+def transpose_many(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """:func:`transpose` of some matrices."""
+    return [transpose(x) for x in matrices]

@@ -5,7 +5,7 @@ over other dims than those of rows and columns.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -21,9 +21,10 @@ from fp8_dist.kernels.copies import (
 )
 from fp8_dist.kernels.cuda.zeros import pooled
 from fp8_dist.kernels.folding import fold_gradient
-from fp8_dist.kernels.gemm import transposed_copy
-from fp8_dist.kernels.quantization import quantize, quantize_after
+from fp8_dist.kernels.gemm import emulated_mm, scaled_mm, scaled_mm_with
+from fp8_dist.kernels.quantization import quantize, quantize_after, quantize_each
 from fp8_dist.kernels.scale import Scaling, amax, amax_of_each, scaling_from_amax
+from fp8_dist.kernels.transposing import transposed, transposed_copies, transposed_copy
 
 
 def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
@@ -38,12 +39,32 @@ def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     return amax.portable(x, dims)
 
 
-def _amax_of_each(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+def _amax_of_each(
+    first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
+) -> torch.Tensor:
     tensors = [first, *others]
-    alike = all(x.dtype is first.dtype and x.is_contiguous() for x in tensors)
-    if not alike or first.dtype not in cuda.DTYPES:
-        return amax_of_each.portable(first, others)
-    return cuda.amaxes(tensors)
+    if not _are_alike(tensors):
+        return amax_of_each.portable(first, others, of_rows)
+    return cuda.row_amaxes(tensors) if of_rows else cuda.amaxes(tensors)
+
+
+def _quantize_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    multipliers: torch.Tensor,
+    dtype: torch.dtype,
+    of_rows: bool,
+) -> torch.Tensor:
+    tensors = [first, *others]
+    if not _are_alike(tensors):
+        return quantize_each.portable(first, others, multipliers, dtype, of_rows)
+    return cuda.quantize_many(tensors, multipliers.contiguous(), dtype, of_rows)
+
+
+def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one launch takes them."""
+    dtype = tensors[0].dtype
+    return dtype in cuda.DTYPES and all(x.dtype is dtype and x.is_contiguous() for x in tensors)
 
 
 def _scaling_from_amax(
@@ -204,6 +225,10 @@ def _fold_gradient(
     return made
 
 
+def _transposed_copies(first: torch.Tensor, others: Sequence[torch.Tensor]) -> Tensors:
+    return cuda.transpose_many([first, *others])
+
+
 def _takes(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> bool:
     """Whether it is a matrix, perhaps of several leading dims, with scales of rows or columns."""
     if x.dtype not in cuda.DTYPES or x.ndim < 2:
@@ -236,9 +261,13 @@ def register_kernels() -> None:
     scaling_from_amax.register("cuda", _scaling_from_amax)
     quantize.register("cuda", _quantize)
     quantize_after.register("cuda", _quantize_after)
+    quantize_each.register("cuda", _quantize_each)
     quantize_copies.register("cuda", _quantize_copies)
     cast_copies.register("cuda", _cast_copies)
     cast_rows.register("cuda", _cast_rows)
     cast_and_record.register("cuda", _cast_and_record, direct=pooled(_cast_and_record))
     fold_gradient.register("cuda", _fold_gradient)
     transposed_copy.register("cuda", cuda.transpose)
+    transposed_copies.register("cuda", _transposed_copies)
+    eager = partial(scaled_mm_with, emulated_mm, transpose=transposed)
+    scaled_mm.register("cuda", scaled_mm.portable, direct=eager)

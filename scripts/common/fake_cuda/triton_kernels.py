@@ -12,6 +12,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 try:
     from triton.backends.compiler import GPUTarget
@@ -50,9 +51,12 @@ def launch_nothing() -> None:
 
 
 def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    given = [*args, *kwargs.values(), *(reference() for reference in _addressed)]
+    given = tree_leaves([*args, *kwargs.values()])
+    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+    addressed = [tensor for reference in _addressed if (tensor := reference()) is not None]
     _addressed.clear()
-    tensors = [argument for argument in given if isinstance(argument, torch.Tensor)]
+    tensors += [t for t in addressed if t.untyped_storage()._cdata not in storages]
     torch.ops.fake_cuda.triton_kernel(self.__name__, tensors)
 
 

@@ -56,6 +56,34 @@ def test_amaxes_of_many_tensors() -> None:
     check(kernels.amax_of_each, tensors[0], tensors[1:])
     check(kernels.amax_of_each, tensors[0].float(), tensors[1:])
     check(kernels.amax_of_each, tensors[0].t(), [])
+    check(kernels.amax_of_each, tensors[0], tensors[1:], True)
+    check(kernels.amax_of_each, tensors[0].t(), tensors[1:], True)
+
+
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_casts_of_many_tensors(of_rows: bool) -> None:
+    tensors = [torch.randn(shape).bfloat16() for shape in SHAPES]
+    for first in (tensors[0], tensors[0].float(), torch.randn(32, 6).bfloat16().t()):
+        given = [first, *tensors[1:]]
+        multipliers = kernels.amax_of_each.portable(first, given[1:], of_rows) * 200
+        check(kernels.quantize_each, first, given[1:], multipliers, E4M3, of_rows)
+        every = quantize_each_of(given, multipliers, of_rows)
+        assert same_bits(
+            kernels.quantize_each.portable(first, given[1:], multipliers, E4M3, of_rows), every
+        )
+
+
+def quantize_each_of(
+    tensors: Sequence[torch.Tensor], multipliers: torch.Tensor, of_rows: bool
+) -> torch.Tensor:
+    """Tensors in float8 one by one, flat."""
+    left, data = multipliers.tolist(), []
+    for x in tensors:
+        rows = x.reshape(-1, x.shape[-1]) if of_rows else x.reshape(1, -1)
+        for row in rows:
+            data.append(kernels.quantize(row, torch.tensor(left.pop(0)), E4M3))
+    assert not left
+    return torch.cat([each.view(torch.uint8) for each in data]).view(E4M3)
 
 
 COPIES: list[tuple[Sequence[str], list[int], list[bool]]] = [

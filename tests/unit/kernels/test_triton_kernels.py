@@ -18,7 +18,7 @@ from fp8_dist.cast import quantize_over
 from fp8_dist.config import CastSpec
 from fp8_dist.dtypes import FLOAT8_DTYPES
 from fp8_dist.granularity import ROW
-from fp8_dist.kernels import amax, quantize, scaling_from_amax
+from fp8_dist.kernels import amax, amax_of_each, quantize, quantize_each, scaling_from_amax
 from fp8_dist.kernels.cuda import DTYPES, HAS_TRITON, Cast, operators, triton
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.tensor import Quantized
@@ -182,6 +182,38 @@ def test_amaxes_of_many_tensors(route: ModuleType) -> None:
             assert (found.view(torch.int32) >= 0).all()
 
 
+MANY = [(16, 32), (0, 32), (5, 7), (3, 0), (1, 1), (40, 1030), (11,)]
+
+
+@pytest.mark.parametrize("of", DTYPES)
+def test_amaxes_of_the_rows_of_many_tensors(route: ModuleType, of: torch.dtype) -> None:
+    tensors = [matrix(shape, of) for shape in MANY]
+    tensors[2][1, 2], tensors[2][3] = -math.nan, -math.inf
+    for chosen in (tensors, tensors[:1], tensors[1:2], tensors[::2]):
+        found = route.row_amaxes(chosen)
+        expected = [amax.portable(each, (each.ndim - 1,)).reshape(-1) for each in chosen]
+        assert_same(found, torch.cat(expected))
+        assert (found.view(torch.int32) >= 0).all()
+
+
+@pytest.mark.parametrize("of_rows", [False, True])
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("of", DTYPES)
+def test_casts_of_many_tensors(
+    route: ModuleType, of: torch.dtype, dtype: torch.dtype, of_rows: bool
+) -> None:
+    tensors = [matrix(shape, of) for shape in MANY]
+    tensors[2][1, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    tensors[0][3] = -0.0
+    for chosen in (tensors, tensors[:1], tensors[1:2], tensors[::2]):
+        values = amax_of_each.portable(chosen[0], chosen[1:], of_rows)
+        multipliers, _ = scaling_from_amax.portable(values, dtype)
+        multipliers[::3] *= 3  # what does not fit saturates
+        found = route.quantize_many(chosen, multipliers, dtype, of_rows)
+        expected = quantize_each.portable(chosen[0], chosen[1:], multipliers, dtype, of_rows)
+        assert_same(found, expected)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transposes(route: ModuleType, shape: tuple[int, int]) -> None:
     x = torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)
@@ -191,6 +223,17 @@ def test_transposes(route: ModuleType, shape: tuple[int, int]) -> None:
             assert found.dtype == data.dtype
             assert found.is_contiguous()
             assert torch.equal(found.view(torch.uint8), view.t())
+
+
+def test_transposes_of_many(route: ModuleType) -> None:
+    shapes = [(64, 128), (0, 5), (1, 1), (77, 130), (5, 0), (16, 1), *[(3, 70)] * 13, (0, 0)]
+    matrices = [torch.randint(256, shape, dtype=torch.uint8, device=DEVICE) for shape in shapes]
+    for chosen in (matrices, matrices[:1], matrices[1:3], matrices[1:2], matrices[::5]):
+        found = route.transpose_many([x.view(E4M3) for x in chosen])
+        for mine, x in zip(found, chosen, strict=True):
+            assert mine.dtype is E4M3
+            assert mine.is_contiguous()
+            assert torch.equal(mine.view(torch.uint8), x.t())
 
 
 def test_offsets_of_more_than_32_bits(route: ModuleType) -> None:
@@ -208,10 +251,9 @@ def check_folds(
     s, t = w.scale.view(-1), x.scale.view(-1)
     operands = folded_gradients(grad, CastSpec(dtype, ROW), None, w, x, None)
     g1, g2 = operands["grad_input"][0], operands["grad_weight"][0]
-    for amaxes in (None, route.folded_row_amaxes(grad, s)):
-        rows = route.fold_rows(grad, s, t, dtype, amaxes)
-        assert_same(rows.qdata, g1.qdata)
-        assert_same(rows.scale, g1.scale)
+    rows = route.fold_rows(grad, s, t, dtype)
+    assert_same(rows.qdata, g1.qdata)
+    assert_same(rows.scale, g1.scale)
     found = route.fold_columns(grad, rows.multiplier, t, rows.column_amax, dtype)
     assert found[0].is_contiguous()
     assert_same(found[0], g2.qdata.t())
@@ -260,11 +302,10 @@ def test_one_of_the_two_folds(route: ModuleType, of: torch.dtype) -> None:
     first = route.fold_rows(grad, s, None, E5M2)
     assert first.column_amax is None
     assert_same(first.qdata, both.qdata)
-    for amaxes in (None, route.amax(grad, [1])):
-        second = route.fold_rows(grad, None, t, E5M2, amaxes)
-        assert second.qdata is second.scale is None
-        assert_same(second.multiplier, both.multiplier)
-        assert_same(second.column_amax, both.column_amax)
+    second = route.fold_rows(grad, None, t, E5M2)
+    assert second.qdata is second.scale is None
+    assert_same(second.multiplier, both.multiplier)
+    assert_same(second.column_amax, both.column_amax)
 
 
 def test_there_is_one_warning_where_there_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ there is Triton: :mod:`fp8_dist.kernels.cuda` decides.
 """
 
 from fp8_dist.kernels.cuda.triton.casts import cast, cast_rows, quantize
-from fp8_dist.kernels.cuda.triton.copies import transpose
-from fp8_dist.kernels.cuda.triton.folded import fold_columns, fold_rows, folded_row_amaxes
+from fp8_dist.kernels.cuda.triton.copies import transpose, transpose_many
+from fp8_dist.kernels.cuda.triton.folded import fold_columns, fold_rows
+from fp8_dist.kernels.cuda.triton.many import amaxes, quantize_many, row_amaxes
 from fp8_dist.kernels.cuda.triton.recorded import cast_and_record
-from fp8_dist.kernels.cuda.triton.reductions import amax, amaxes
+from fp8_dist.kernels.cuda.triton.reductions import amax
 from fp8_dist.kernels.cuda.triton.rows_and_columns import (
     amax_of_rows_and_columns,
     cast_rows_and_columns,
@@ -25,8 +26,10 @@ __all__ = [
     "cast_rows_and_columns",
     "fold_columns",
     "fold_rows",
-    "folded_row_amaxes",
     "quantize",
+    "quantize_many",
+    "row_amaxes",
     "scaling",
     "transpose",
+    "transpose_many",
 ]

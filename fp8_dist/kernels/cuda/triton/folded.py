@@ -84,31 +84,10 @@ def _g0(
 
 @tuned(*_ROWS)
 @triton.jit
-def _amaxes(
-    grad: tl.tensor,
-    weight_scale: tl.tensor,
-    out: tl.tensor,
-    M: tl.tensor,
-    N: tl.tensor,
-    stride_m: tl.tensor,
-    stride_n: tl.tensor,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
-    # One instance: BM rows. Moves the bytes of grad once.
-    i = indices(tl.program_id(0), BM)
-    a0, a1 = _row_amaxes(grad, weight_scale, i, M, N, stride_m, stride_n, True, BM, BN)
-    tl.store(out + 2 * i, a0, mask=i < M)
-    tl.store(out + 2 * i + 1, a1, mask=i < M)
-
-
-@tuned(*_ROWS)
-@triton.jit
 def _fold_rows(
     grad: tl.tensor,
     weight_scale: tl.tensor,
     input_scale: tl.tensor,
-    row_amaxes: tl.tensor,
     multiplier: tl.tensor,
     g1: tl.tensor,
     scale: tl.tensor,
@@ -117,7 +96,6 @@ def _fold_rows(
     N: tl.tensor,
     stride_m: tl.tensor,
     stride_n: tl.tensor,
-    KNOWN: tl.constexpr,
     WEIGHT: tl.constexpr,
     INPUT: tl.constexpr,
     BIAS: tl.constexpr,
@@ -125,16 +103,10 @@ def _fold_rows(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: BM rows, read for their amaxes, if these are not known, and again, mostly from
-    # the L2 cache. Moves the bytes of grad once to twice, and 1 byte per element for g1.
+    # One instance: BM rows, read for their amaxes, and again, mostly from the L2 cache. Moves the
+    # bytes of grad once to twice, and 1 byte per element for g1.
     i = indices(tl.program_id(0), BM)
-    if KNOWN:
-        a0 = tl.load(row_amaxes + (1 + WEIGHT) * i, mask=i < M, other=0.0)
-        a1 = a0
-        if WEIGHT:
-            a1 = tl.load(row_amaxes + 2 * i + 1, mask=i < M, other=0.0)
-    else:
-        a0, a1 = _row_amaxes(grad, weight_scale, i, M, N, stride_m, stride_n, WEIGHT, BM, BN)
+    a0, a1 = _row_amaxes(grad, weight_scale, i, M, N, stride_m, stride_n, WEIGHT, BM, BN)
     m = multiplier_of(a0, True, BIAS)
     tl.store(multiplier + i, m, mask=i < M)
     if WEIGHT:
@@ -190,32 +162,11 @@ def _fold_columns(
     store_tile(g2_t, tl.trans(code), j, i, N, M)
 
 
-def folded_row_amaxes(grad: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """The amaxes of the rows of g and of ``g * s``, ``[M, 2]``, where they are reduced over ranks.
-
-    Args:
-        grad: ``[M, N]``, bf16, fp16 or fp32, any strides.
-        weight_scale: s, ``[N]``, fp32, contiguous.
-
-    One launch; 2 bytes per bf16 element.
-    """
-    M, N = grad.shape
-    out = torch.empty(M, 2, dtype=torch.float32, device=grad.device)
-    _amaxes(
-        lambda chosen: (programs(M, chosen["BM"]),),
-        (grad.dtype, size_class(M, N), grad.stride(1) == 1),
-        grad.device,
-        *(grad, weight_scale, out, M, N, *grad.stride()),
-    )
-    return out
-
-
 def fold_rows(
     grad: torch.Tensor,
     weight_scale: torch.Tensor | None,
     input_scale: torch.Tensor | None,
     dtype: torch.dtype,
-    row_amaxes: torch.Tensor | None = None,
 ) -> FoldedRows:
     """g1, and what the second fold needs.
 
@@ -224,8 +175,6 @@ def fold_rows(
         weight_scale: s, ``[N]``, fp32, contiguous; ``None`` where g1 is not needed.
         input_scale: t, ``[M]``, fp32, contiguous; ``None`` where g2 is not needed.
         dtype: a float8 dtype.
-        row_amaxes: of g and of ``g * s``, ``[M, 2]``, where they are known; of g alone, ``[M, 1]``,
-            without a weight.
 
     Two launches, one without an input; 3 to 5 bytes per bf16 element.
     """
@@ -240,16 +189,14 @@ def fold_rows(
         column_amax = torch.zeros(1, N, dtype=torch.float32, device=device)
     _fold_rows(
         lambda chosen: (programs(M, chosen["BM"]),),
-        (grad.dtype, size_class(M, N), g1 is None, column_amax is None, row_amaxes is None),
+        (grad.dtype, size_class(M, N), g1 is None, column_amax is None),
         device,
         *(grad, weight_scale, input_scale),
-        None if row_amaxes is None else row_amaxes.contiguous(),
         multiplier,
         None if g1 is None else g1.view(torch.uint8),
         scale,
         None if column_amax is None else column_amax.view(torch.int32),
         *(M, N, *grad.stride()),
-        KNOWN=row_amaxes is not None,
         WEIGHT=weight_scale is not None,
         INPUT=input_scale is not None,
         **float8_constants(dtype, device),

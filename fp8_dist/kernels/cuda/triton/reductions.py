@@ -1,11 +1,10 @@
-"""Maximum of absolute values: of a tensor, of rows or columns, of many tensors.
+"""Maximum of absolute values of a tensor, of its rows or of its columns.
 
 All of them are the maximum of the bits of ``|x|`` as integers, which keeps a NaN. A result that
 several program instances share is filled with zeros first: a launch more.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -94,31 +93,6 @@ def _columns(
     tl.atomic_max(out + j, tl.max(largest, 0), mask=j < K, sem="relaxed")
 
 
-@tuned(blocks(4, BLOCK=2048), blocks(8, BLOCK=4096))
-@triton.jit
-def _many(
-    table: tl.tensor,
-    out: tl.tensor,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    # One instance: one of SPLITS parts of one tensor, whose address and size are in the table.
-    # Moves the bytes of all tensors once.
-    tensor = tl.program_id(0)
-    x = tl.load(table + 2 * tensor).to(tl.pointer_type(DTYPE))
-    size = tl.load(table + 2 * tensor + 1)
-    if ALIGNED:
-        x = tl.multiple_of(x, 16)
-        size = tl.multiple_of(size, 16)
-    largest = tl.zeros([BLOCK], tl.int32)
-    for block in range(tl.program_id(1), tl.cdiv(size, BLOCK), SPLITS):
-        n = indices(block, BLOCK)
-        largest = tl.maximum(largest, magnitude(tl.load(x + n, mask=n < size, other=0.0)))
-    tl.atomic_max(out + tensor, tl.max(largest, 0), sem="relaxed")
-
-
 def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """:func:`fp8_dist.kernels.amax` of a tensor, of its rows or of its columns.
 
@@ -175,50 +149,3 @@ def _amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:
         STEPS=_STEPS,
     )
     return out
-
-
-_TRITON = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
-
-
-def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The amax of each of many contiguous tensors of one dtype and device: fp32 ``[len(tensors)]``.
-
-    Two launches, and a copy of the tensors' addresses to the device, which the host waits for,
-    where they are not the same as in the last calls; 2 bytes per bf16 element. One by one while a
-    CUDA graph is captured, which would outlive the addresses.
-    """
-    device, dtype = tensors[0].device, tensors[0].dtype
-    assert all(t.is_contiguous() and t.dtype == dtype and t.device == device for t in tensors)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.stack([amax(t) for t in tensors])
-    addresses = tuple(t.data_ptr() for t in tensors)
-    sizes = tuple(t.numel() for t in tensors)
-    out = torch.zeros(len(tensors), dtype=torch.float32, device=device)
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    splits = min(256, programs(max(sizes), 2**15))
-    _many(
-        lambda chosen: (len(tensors), splits),
-        (dtype, size_class(len(tensors), max(sizes))),
-        device,
-        *(_table(addresses, sizes, device, stream), out.view(torch.int32)),
-        DTYPE=_TRITON[dtype],
-        ALIGNED=all(n % 16 == 0 for n in addresses + sizes),
-        SPLITS=splits,
-    )
-    return out
-
-
-@lru_cache(maxsize=16)
-def _table(
-    addresses: tuple[int, ...],
-    sizes: tuple[int, ...],
-    device: torch.device,
-    stream: torch.cuda.Stream | None,
-) -> torch.Tensor:
-    # For each stream its own: memory that is freed may be taken by others on that stream alone.
-    rows = list(zip(addresses, sizes, strict=True))
-    return torch.tensor(rows, dtype=torch.int64).to(device)
