@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.config import CastConfig, CastSpec, CopySpec, ScalingGranularity, ScalingType
@@ -24,9 +23,10 @@ from fp8_dist.kernels import (
     transposed_copy,
 )
 from fp8_dist.mesh import (
+    GroupNames,
     Placements,
     all_reduce_max,
-    group_for_amax,
+    groups_over,
     local_tensor,
     reduced,
     with_local,
@@ -62,8 +62,9 @@ def cast_to_float8(
         scales of the last dim with their rows; tensors with scales along other dims can't be
         redistributed. The gradient passes unchanged.
 
-    Collectives: at most one all-reduce of 4 bytes per scale, none for scales of a ``dim`` that is
-    not sharded (and those of Partial axes, in high precision).
+    Collectives: an all-reduce of 4 bytes per scale over the axes that shard what a scale covers
+    (one per axis where they have no group in common, see :mod:`fp8_dist.mesh.groups`), none where
+    no axis does; and those of Partial axes, in high precision.
 
     Raises:
         TypeError: ``tensor`` is no tensor, not floating point, or float8 already.
@@ -126,7 +127,7 @@ def scaling_over(
         axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
         local: its local tensor, where that is stored in another form.
 
-    Collectives: at most one all-reduce of 4 bytes per scale.
+    Collectives: at most one all-reduce of 4 bytes per scale for each of :func:`amax_groups`.
     """
     value = local_amax(local_tensor(tensor) if local is None else local, cast.granularity)
     value = global_amax(value, tensor, cast.granularity, axes)
@@ -147,22 +148,22 @@ def global_amax(
 ) -> torch.Tensor:
     """The :func:`local_amax` of a tensor, reduced over the axes that shard what a scale covers.
 
-    At most one all-reduce of 4 bytes per element of ``value``; ``axes`` as in :func:`scaling_over`.
+    An all-reduce of 4 bytes per element of ``value`` for each of :func:`amax_groups`; ``axes`` as
+    in :func:`scaling_over`.
     """
-    group = amax_group(tensor, granularity, axes)
-    return value if group is None else all_reduce_max(value, group.group_name)
+    return all_reduce_max(value, amax_groups(tensor, granularity, axes))
 
 
-def amax_group(
+def amax_groups(
     tensor: torch.Tensor, granularity: Granularity = TENSOR, axes: tuple[int, ...] | None = None
-) -> ProcessGroup | None:
-    """The group over which amaxes of a tensor are reduced; arguments as in :func:`global_amax`."""
+) -> GroupNames:
+    """The groups over which amaxes of a tensor are reduced; arguments as in :func:`global_amax`."""
     if not isinstance(tensor, DTensor):
-        return None
+        return ()
     # Dynamo warns of functions with a cache.
     find = _amax_axes.__wrapped__ if torch.compiler.is_compiling() else _amax_axes
     over, same = find(tuple(tensor.placements), tensor.ndim, granularity, axes)
-    return group_for_amax(tensor.device_mesh, over, same)
+    return groups_over(tensor.device_mesh, over, same)
 
 
 @lru_cache(maxsize=1024)
@@ -204,16 +205,16 @@ def copies_over(
     axes: tuple[int, ...] | None = None,
     *,
     local: torch.Tensor | None = None,
+    known_amax: torch.Tensor | None = None,
 ) -> tuple[Scalings, Copies]:
     """Float8 copies of the local part of a tensor, and the scaling for each cast among them.
 
-    Arguments and collectives as those of :func:`scaling_over`, for each cast.
+    Arguments and collectives as those of :func:`scaling_over`, for each cast. ``known_amax``
+    is the :func:`global_amax` of the one cast (one scale per tensor) of all copies, if it is known.
     """
     x = local_tensor(tensor) if local is None else local
     casts, in_one_pass, of, transposed = _planned(copies)
-    reduces = isinstance(tensor, DTensor) and any(
-        amax_group(tensor, cast.granularity, axes) is not None for cast in casts
-    )
+    reduces = any(amax_groups(tensor, cast.granularity, axes) for cast in casts)
     if len(casts) > 1 and (reduces or not in_one_pass):
         # (A graph that needs one copy alone must not repeat the reduction for the other.)
         scalings: Scalings = {}
@@ -232,10 +233,12 @@ def copies_over(
     else:
         if len(casts) > 1:
             values = amaxes(x, [cast.granularity.name for cast in casts])
+        elif known_amax is not None:
+            values = [known_amax]
         else:
             values = [local_amax(x, first.granularity)]
-        if reduces:
-            values = [global_amax(values[0], tensor, first.granularity, axes)]
+            if reduces:
+                values = [global_amax(values[0], tensor, first.granularity, axes)]
         flat = cast_copies(x, values, first.dtype, round_scales_to_power_of_2, of, transposed)
     n = 2 * len(casts)
     scalings = {cast: (flat[2 * i], flat[2 * i + 1]) for i, cast in enumerate(casts)}

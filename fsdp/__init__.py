@@ -7,6 +7,7 @@ if __name__ != "fp8_dist.fsdp":
     )
 
 from fp8_dist.fsdp.clip import clip_grad_norm_
+from fp8_dist.fsdp.groups import make_amax_group
 from fp8_dist.fsdp.precompute import attach_precompute, precompute_float8_dynamic_scale
 from fp8_dist.fsdp.rewrap import rewrap_float8_weights
 from fp8_dist.fsdp.sync import sync_float8_amax_and_scale_history
@@ -18,6 +19,7 @@ __all__ = [
     "attach_precompute",
     "attach_update",
     "clip_grad_norm_",
+    "make_amax_group",
     "precompute_float8_dynamic_scale",
     "rewrap_float8_weights",
     "sync_float8_amax_and_scale_history",

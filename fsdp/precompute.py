@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8_dist.cast import local_amax
 from fp8_dist.config import CastSpec
 from fp8_dist.fsdp.attach import attach
-from fp8_dist.fsdp.common_group import common_group
+from fp8_dist.fsdp.groups import common_groups
 from fp8_dist.fsdp.resharding import check_sharded_module
 from fp8_dist.fsdp.shard_casts import cast_shards
 from fp8_dist.granularity import ROW, TENSOR, Granularity
@@ -96,6 +96,9 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     Collectives: exactly one all-reduce (MAX) of 4 bytes per scale that needs it (more for weights
     that don't live on all axes, see above), none if no scale does. With one scale per row these
     are the rows that are sharded along themselves (row-parallel weights), or unevenly by FSDP2.
+    A stage of a pipeline has no group over its axes at first. The first call makes the groups of
+    all stages, so all ranks of the world must make it (or see ``fp8_dist.fsdp.make_amax_group``).
+    If the mesh was sliced from one that leaves out ranks of the world, each axis has an all-reduce.
     On CPUs it runs in the background; the first use of a scale waits for it.
 
     Raises:
@@ -279,8 +282,7 @@ def _start(amaxes: Sequence[_Amaxes]) -> _Reduction | None:
     chosen = [a for a in amaxes if a.axes]
     if not chosen:
         return None
-    group, missing = common_group(_axes_by_mesh(chosen))
-    assert group is not None
+    groups, missing = common_groups(_axes_by_mesh(chosen))
     rank = dist.get_rank()
     sizes: list[int] = []
     parts: list[torch.Tensor] = []
@@ -295,7 +297,7 @@ def _start(amaxes: Sequence[_Amaxes]) -> _Reduction | None:
         whole = a.at_global_positions()
         parts.append(pad(whole, (before, after)) if slots > 1 else whole)
         sizes += [before, a.size, after]
-    return _Reduction(AmaxReduction(torch.cat(parts), group.group_name), sizes)
+    return _Reduction(AmaxReduction(torch.cat(parts), groups), sizes)
 
 
 def _axes_by_mesh(amaxes: Sequence[_Amaxes]) -> dict[DeviceMesh, set[int]]:

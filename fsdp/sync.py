@@ -3,7 +3,7 @@
 import torch
 import torch.nn as nn
 
-from fp8_dist.fsdp.common_group import common_group
+from fp8_dist.fsdp.groups import common_groups
 from fp8_dist.fsdp.precompute import note_scales_made, reshard
 from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
@@ -27,7 +27,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
         module: the model, or a part of it.
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per operand, over all axes of these
-    meshes; none if there are none.
+    meshes; none if there are none. Groups of a pipeline's stages are made as in precompute.
 
     Raises:
         ValueError: no operand in ``module`` is DELAYED.
@@ -46,9 +46,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     device = next((mesh.device_type for mesh in meshes), layers[0].float8_weight.shard().device)
     zero = torch.zeros((), device=device)
     values = torch.stack([zero if h.current is None else h.current.to(device) for h in histories])
-    group, _ = common_group({mesh: range(mesh.ndim) for mesh in meshes})
-    if group is not None:
-        values = all_reduce_max(values, group.group_name)
+    groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
+    values = all_reduce_max(values, groups)
     advance(histories, values)
     note_scales_made(layers)
     for layer in layers:

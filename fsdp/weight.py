@@ -34,7 +34,7 @@ from fp8_dist.fsdp.resharding import check_layer, group_of
 from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import TransposedTogether, takes_transposed
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.mesh import Layout, all_reduce_max, global_offset, local_sizes, local_tensor, narrowed
+from fp8_dist.mesh import Layout, global_offset, local_sizes, local_tensor, narrowed, reduce_amax
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import (
     disabled_torch_function,
@@ -271,7 +271,7 @@ def _gathered_scales(
     if cache.all_scales is None:
         every = scale.new_zeros(granularity.scale_shape(layout.shape))
         narrowed(every, granularity.offset(global_offset(layout)), scale.shape).copy_(scale)
-        cache.all_scales = all_reduce_max(every, mesh.get_group().group_name)
+        cache.all_scales = reduce_amax(every, mesh, range(mesh.ndim))
     offset = granularity.offset(global_offset(_unsharded_layout(layout, mesh)))
     return narrowed(cache.all_scales, offset, granularity.scale_shape(size)).to(scale.device)
 

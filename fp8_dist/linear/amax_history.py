@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from fp8_dist.cast import (
     Copies,
-    amax_group,
+    amax_groups,
     as_copies,
     as_float8_of,
     copies_by,
@@ -70,17 +70,18 @@ class AmaxHistory:
 
         Collectives: none, but while there is no history those of a dynamic cast.
         """
-        local, group = local_tensor(tensor), _group_name(tensor)
+        groups = amax_groups(tensor)
+        local = local_tensor(tensor)
         if must_query():
-            return history_scaling.overload(local, self._handle, record, group)
-        return self._scaling_of_local(local, record, group)
+            return history_scaling.overload(local, self._handle, record, list(groups))
+        return self._scaling_of_local(local, record, groups)
 
     def copies_of(self, tensor: torch.Tensor, copies: Sequence[CopySpec], record: bool) -> Copies:
         """Float8 copies of a tensor's local part; as :meth:`scaling_of`."""
         if torch.compiler.is_compiling():
             x, transposed = local_tensor(tensor), [copy.transposed for copy in copies]
             scale, *data = history_copies.overload(
-                x, self._handle, self.cast_as.dtype, transposed, record, _group_name(tensor)
+                x, self._handle, self.cast_as.dtype, transposed, record, list(amax_groups(tensor))
             )
             return as_copies(x, copies, data, [scale])
         return self.scaled_copies_of(tensor, copies, record)[1]
@@ -93,13 +94,13 @@ class AmaxHistory:
         if is_selectively_checkpointed():
             scaling = self.scaling_of(tensor, record)
             return scaling, copies_by(x, copies, {self.cast_as: scaling})
-        return self._copies_of_local(x, copies, record, _group_name(tensor))
+        return self._copies_of_local(x, copies, record, amax_groups(tensor))
 
     def _copies_of_local(
-        self, x: torch.Tensor, copies: Sequence[CopySpec], record: bool, group: str
+        self, x: torch.Tensor, copies: Sequence[CopySpec], record: bool, groups: Sequence[str]
     ) -> tuple[Scaling, Copies]:
         if self.scaling is None or is_captured(x):
-            scaling = self._scaling_of_local(x, record, group)
+            scaling = self._scaling_of_local(x, record, groups)
             return scaling, copies_by(x, copies, {self.cast_as: scaling})
         multiplier, scale = (number.to(x.device) for number in self.scaling)
         transposed = [copy.transposed for copy in copies]
@@ -120,15 +121,15 @@ class AmaxHistory:
         self.record_later()
         return scale
 
-    def _scaling_of_local(self, x: torch.Tensor, record: bool, group: str) -> Scaling:
+    def _scaling_of_local(self, x: torch.Tensor, record: bool, groups: Sequence[str]) -> Scaling:
         if is_captured(x):
             raise NotImplementedError(
                 "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
                 "amax history is kept by Python. Use ScalingType.DYNAMIC, or torch.compile"
             )
         value = amax(x)
-        if self.scaling is None and group:
-            value = all_reduce_max(value, group)
+        if self.scaling is None:
+            value = all_reduce_max(value, groups)
         self._last = value
         if record:
             self._record_last()
@@ -165,15 +166,9 @@ class AmaxHistory:
             advance_to([self], history.to(torch.float32).clone().unsqueeze(0))
 
 
-def _group_name(tensor: torch.Tensor) -> str:
-    """The group that an amax of a tensor is reduced over; empty: there is none."""
-    group = amax_group(tensor)
-    return group.group_name if group else ""
-
-
 @query(
     "history_copies(Tensor x, Tensor handle, ScalarType dtype, bool[] transposed, bool record, "
-    "str group) -> Tensor[]"
+    "str[] groups) -> Tensor[]"
 )
 def history_copies(
     x: torch.Tensor,
@@ -181,12 +176,12 @@ def history_copies(
     dtype: torch.dtype,
     transposed: Sequence[bool],
     record: bool,
-    group: str,
+    groups: list[str],
 ) -> list[torch.Tensor]:
     """The scale and the copies of :meth:`AmaxHistory.copies_of` a local tensor."""
     history = owner_of(handle)
     copies = [CopySpec(history.cast_as, turned) for turned in transposed]
-    return flat_copies(history._copies_of_local(x, copies, record, group)[1])
+    return flat_copies(history._copies_of_local(x, copies, record, groups)[1])
 
 
 @history_copies.register_fake
@@ -196,17 +191,17 @@ def _history_copies_fake(
     dtype: torch.dtype,
     transposed: Sequence[bool],
     record: bool,
-    group: str,
+    groups: list[str],
 ) -> list[torch.Tensor]:
     return [x.new_empty((), dtype=torch.float32), *empty_copies(x, dtype, transposed)]
 
 
-@query("history_scaling(Tensor x, Tensor handle, bool record, str group) -> (Tensor, Tensor)")
+@query("history_scaling(Tensor x, Tensor handle, bool record, str[] groups) -> (Tensor, Tensor)")
 def history_scaling(
-    x: torch.Tensor, handle: torch.Tensor, record: bool, group: str
+    x: torch.Tensor, handle: torch.Tensor, record: bool, groups: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:meth:`AmaxHistory.scaling_of` of a local tensor."""
-    m, scale = copies([owner_of(handle)._scaling_of_local(x, record, group)], x.device)
+    m, scale = copies([owner_of(handle)._scaling_of_local(x, record, groups)], x.device)
     return m, scale
 
 
@@ -236,7 +231,7 @@ def load_histories(
         meshes: where the layer's operands are distributed. Ranks that were not given a history
             (a checkpoint that rank 0 broadcasts comes without) take that of the others.
 
-    Collectives: one all-reduce of 4 bytes per amax that histories can hold, over each mesh.
+    Collectives: an all-reduce of 4 bytes per amax that histories can hold, over each mesh.
     """
     none = torch.zeros(0, device="cpu")
     rows = [saved.get(name, none) for name in histories]

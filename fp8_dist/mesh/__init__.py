@@ -3,8 +3,8 @@
 Other rooms import from here, and only this one reduces amaxes. Below it: ``torch_internals``.
 """
 
-from fp8_dist.mesh.amax import AmaxReduction, all_reduce_max, group_for_amax, reduce_amax
-from fp8_dist.mesh.groups import Axis, axes_of, group_along, union_of
+from fp8_dist.mesh.amax import AmaxReduction, all_reduce_max, reduce_amax
+from fp8_dist.mesh.groups import Axis, GroupNames, axes_of, groups_over, make_group, union_of
 from fp8_dist.mesh.layout import (
     Layout,
     Placements,
@@ -21,17 +21,18 @@ from fp8_dist.mesh.rules import LinearLayouts, linear_layouts
 __all__ = [
     "AmaxReduction",
     "Axis",
+    "GroupNames",
     "Layout",
     "LinearLayouts",
     "Placements",
     "all_reduce_max",
     "axes_of",
     "global_offset",
-    "group_along",
-    "group_for_amax",
+    "groups_over",
     "linear_layouts",
     "local_sizes",
     "local_tensor",
+    "make_group",
     "narrowed",
     "reduce_amax",
     "reduced",

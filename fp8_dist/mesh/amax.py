@@ -5,49 +5,42 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.mesh.groups import group_over
+from fp8_dist.mesh.groups import groups_over
 from fp8_dist.torch_internals import funcol, without_dispatch_modes
-
-
-def group_for_amax(
-    mesh: DeviceMesh, axes: Sequence[int], replicated: Sequence[int] = ()
-) -> dist.ProcessGroup | None:
-    """The group over which the amax of a tensor that is sharded on ``axes`` is reduced.
-
-    ``None`` if there is nothing to reduce. Axes along which it is ``replicated`` may be included.
-    """
-    axes = [axis for axis in axes if mesh.size(axis) > 1]
-    if len(axes) > 1:
-        axes = sorted({*axes, *replicated})  # the world's group exists
-    return group_over(mesh, tuple(axes)) if axes else None
 
 
 def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
     """Maximum of local amaxes (fp32, non-negative or NaN, any shape) over some axes of a mesh.
 
-    One all-reduce of 4 bytes per element, whatever the number of axes; none for no axes.
+    One all-reduce of 4 bytes per element for each group of :func:`groups_over`.
     """
-    group = group_for_amax(mesh, axes)
-    return amax if group is None else all_reduce_max(amax, group.group_name)
+    return all_reduce_max(amax, groups_over(mesh, axes))
 
 
-def all_reduce_max(amax: torch.Tensor, group_name: str) -> torch.Tensor:
-    """All-reduce (MAX) of non-negative fp32 values that keeps a NaN of any rank."""
-    return _wait(_start(amax, group_name))
+def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
+    """All-reduce (MAX) of non-negative fp32 values that keeps a NaN of any rank.
+
+    Over one group after the other; none for no groups.
+    """
+    for name in groups:
+        amax = _wait(_start(amax, name))
+    return amax
 
 
 class AmaxReduction:
     """:func:`all_reduce_max` in two halves: the constructor starts it, :meth:`wait` ends it.
 
+    (Of several groups the last one alone: each needs what the one before found.)
+
     A reduction that is never waited for is waited for when it is freed, or when the process exits:
     torch keeps its buffers until then.
     """
 
-    def __init__(self, amax: torch.Tensor, group_name: str) -> None:
-        self._bits = _start(amax, group_name)
+    def __init__(self, amax: torch.Tensor, groups: Sequence[str]) -> None:
+        *others, last = groups
+        self._bits = _start(all_reduce_max(amax, others), last)
         self._finalizer = weakref.finalize(self, _wait_quietly, self._bits)
 
     def wait(self) -> torch.Tensor:

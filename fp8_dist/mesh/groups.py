@@ -1,5 +1,11 @@
 """Process groups over the axes of one mesh, or of several meshes sliced from one root mesh.
 
+An axis has a group, which its mesh made, and so has the world. A group of several axes, such as all
+axes of a pipeline's stage, has to be made, and with NCCL all ranks of the world may have to take
+part in that (ncclCommSplit). So groups are made at one defined time, in :func:`make_group`, which
+precompute and sync call between two steps. Forward and backward take the groups that exist
+(:func:`groups_over`), because their ranks may wait for each other, as the stages of a pipeline do.
+
 Axes of several meshes are compared as digits of the global rank.
 """
 
@@ -9,50 +15,14 @@ from itertools import pairwise
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# Groups that had to be made, by their ranks, for each default group: they die with it.
-_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = (
-    WeakKeyDictionary()
-)
+from fp8_dist.torch_internals import root_mesh
 
-
-def group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of this rank over some axes of a mesh.
-
-    A single axis has one already, and so does the whole world. For other products, such as all axes
-    of a pipeline stage, :func:`group_of` makes one.
-    """
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
-    if math.prod(mesh.size(axis) for axis in axes) == dist.get_world_size():
-        # Without reading the mesh's ranks: under FakeTensorMode they have no values.
-        return group_of(range(dist.get_world_size()), "world")
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this rank is not part of the mesh"
-    index = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(mesh.ndim))
-    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-    return group_of(mesh.mesh[index].flatten().tolist(), "+".join(names[axis] for axis in axes))
-
-
-def group_of(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
-    """The process group of exactly these global ranks, made on first use, and kept.
-
-    This rank is one of them. No other rank takes part in making it. Those that do must have made
-    the same number of groups before, as torch names groups by that number.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "no default process group"
-    if len(ranks) == world.size():
-        return world
-    groups = _made.setdefault(world, {})
-    key = tuple(sorted(ranks))
-    if key not in groups:
-        groups[key] = dist.new_group(
-            list(key), use_local_synchronization=True, group_desc=f"mesh_{description}"
-        )
-    return groups[key]
+# The groups to reduce over, one after the other, by name.
+GroupNames = tuple[str, ...]
 
 
 class Axis(NamedTuple):
@@ -66,9 +36,120 @@ class Axis(NamedTuple):
         return rank // self.stride % self.size
 
 
+# The names of groups that were made, by their axes, for each default group: they die with it.
+_made: "WeakKeyDictionary[dist.ProcessGroup, dict[frozenset[Axis], str]]" = WeakKeyDictionary()
+
+
+def groups_over(
+    mesh: DeviceMesh, axes: Sequence[int], replicated: Sequence[int] = ()
+) -> GroupNames:
+    """The groups of this rank over some axes of a mesh.
+
+    One group, if there is one over all of the axes: the world, or what :func:`make_group` made; it
+    may include axes along which values are ``replicated``. Otherwise one group per axis. None for
+    axes of size 1. No collectives.
+    """
+    axes = [axis for axis in axes if mesh.size(axis) > 1]
+    if len(axes) > 1:
+        for every in ({*axes, *replicated}, axes):
+            if (name := _existing_group(mesh, every)) is not None:
+                return (name,)
+    return tuple(str(mesh.get_group(axis).group_name) for axis in axes)
+
+
+def make_group(meshes: Iterable[DeviceMesh]) -> GroupNames:
+    """The groups of this rank over all axes of meshes that are slices of one root mesh.
+
+    One group, made if need be. One group per axis, if the root mesh does not hold all ranks of the
+    world, or does not enumerate them in ascending, even steps.
+
+    Collectives: if a group is made, all ranks of the world make it, and those beside it.
+
+    Raises:
+        NotImplementedError: several meshes that are not slices of one root mesh.
+    """
+    meshes = list(meshes)
+    first, *others = meshes
+    if not others:
+        existing = groups_over(first, range(first.ndim))
+        if len(existing) < 2 or not _is_regular(first):
+            return existing
+    axes, world, root = union_of(meshes), _world(), root_mesh(first)
+    if math.prod(axis.size for axis in axes) == world.size():
+        return (str(world.group_name),)
+    by_axis = {axis: (mesh, i) for mesh in meshes for i, axis in enumerate(axes_of(mesh))}
+    own = [by_axis[axis] for axis in axes]
+    if len(axes) > 1 and root.size() == world.size() and _is_regular(root):
+        groups = _made.setdefault(world, {})
+        if frozenset(axes) not in groups:
+            names = "+".join((mesh.mesh_dim_names or "?" * mesh.ndim)[i] for mesh, i in own)
+            groups[frozenset(axes)] = _make_beside_each_other(axes, names)
+        return (groups[frozenset(axes)],)
+    return tuple(str(mesh.get_group(i).group_name) for mesh, i in own)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "no default process group"
+    return world
+
+
+def _existing_group(mesh: DeviceMesh, axes: Iterable[int]) -> str | None:
+    """The group over all of the axes, but for the one of a single axis."""
+    world = _world()
+    # First without reading the mesh's ranks: under FakeTensorMode they have no values. (A list:
+    # dynamo takes no generator.)
+    if math.prod([mesh.size(axis) for axis in axes]) == world.size():
+        return str(world.group_name)
+    # (Dynamo can't look it up.)
+    made = None if torch.compiler.is_compiling() else _made.get(world)
+    if not made or not _is_regular(mesh):
+        return None
+    digits = axes_of(mesh)
+    return made.get(frozenset(digits[i] for i in axes if digits[i].size > 1))
+
+
+def _make_beside_each_other(axes: Sequence[Axis], names: str) -> str:
+    """Make the groups over some axes of the world; the name of the one that this rank is in."""
+    size, own = _world().size(), None
+    for rank in range(size):
+        if any(axis.coordinate(rank) for axis in axes):
+            continue
+        ranks = [rank]  # the first of a group
+        for axis in axes:
+            ranks = [base + i * axis.stride for base in ranks for i in range(axis.size)]
+        # (Unlike with use_local_synchronization, ranks that are not in the group take part.)
+        group = dist.new_group(ranks, group_desc=f"mesh_{names}")
+        if dist.get_rank() in ranks:
+            own = group
+    assert own is not None, f"rank {dist.get_rank()} is in no group over {axes}"
+    return str(own.group_name)
+
+
 def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
     """All axes of a mesh; NotImplementedError if its ranks don't ascend in even steps."""
-    return tuple(_axis(mesh, i) for i in range(mesh.ndim))
+    ranks = mesh.mesh
+    first = int(ranks.flatten()[0])
+    axes, expected = [], torch.tensor(first)
+    for dim, size in enumerate(ranks.shape):
+        stride = int(ranks.select(dim, 1).flatten()[0]) - first if size > 1 else 1
+        axes.append(Axis(stride, size))
+        expected = expected.unsqueeze(-1) + stride * torch.arange(size)
+    starts_at_0 = all(axis.stride > 0 and axis.coordinate(first) == 0 for axis in axes)
+    if not (starts_at_0 and torch.equal(ranks, expected)):
+        raise NotImplementedError(
+            f"weights live on several meshes, and {mesh} does not enumerate its ranks in "
+            "ascending, even steps; slice all of them from one init_device_mesh"
+        )
+    return tuple(axes)
+
+
+def _is_regular(mesh: DeviceMesh) -> bool:
+    try:
+        axes_of(mesh)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
@@ -79,30 +160,10 @@ def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
     meshes = list(meshes)
     union = sorted({a for mesh in meshes for a in axes_of(mesh) if a.size > 1}, reverse=True)
     for outer, inner in pairwise(union):
-        if inner.stride * inner.size > outer.stride or outer.stride % inner.stride:
+        if outer.stride % (inner.stride * inner.size):
             shown = "; ".join(sorted({str(mesh) for mesh in meshes}))
             raise NotImplementedError(
                 f"weights live on meshes whose axes overlap ({shown}); use meshes sliced from one "
                 "root mesh, and flattened axes for all weights or for none"
             )
     return union
-
-
-def group_along(axes: Sequence[Axis], rank: int) -> dist.ProcessGroup:
-    """The group of all ranks that differ from this one only along the given axes."""
-    ranks = [rank - sum(axis.coordinate(rank) * axis.stride for axis in axes)]
-    for axis in axes:
-        ranks = [base + i * axis.stride for base in ranks for i in range(axis.size)]
-    return group_of(ranks, "float8_amax")
-
-
-def _axis(mesh: DeviceMesh, axis: int) -> Axis:
-    ranks = mesh.mesh.movedim(axis, 0).reshape(mesh.size(axis), -1)[:, 0].tolist()
-    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    regular = range(ranks[0], ranks[0] + stride * len(ranks), stride) if stride > 0 else range(0)
-    if ranks != list(regular) or ranks[0] // stride % len(ranks) != 0:
-        raise NotImplementedError(
-            f"weights live on several meshes, and {mesh} does not enumerate its ranks in "
-            "ascending, even steps; slice all of them from one init_device_mesh"
-        )
-    return Axis(stride, len(ranks))

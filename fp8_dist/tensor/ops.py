@@ -319,7 +319,9 @@ def pack_rows(qdata: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     ``[..., K']`` of the dtype of the data: the data, zeros up to a multiple of 4, the 4 bytes of
     each number.
     """
-    data = torch.nn.functional.pad(as_bytes(qdata), (0, -qdata.shape[-1] % 4))
+    data, missing = as_bytes(qdata), -qdata.shape[-1] % 4
+    if missing:  # (to pad by nothing is a copy)
+        data = torch.nn.functional.pad(data, (0, missing))
     # Flat first: a column counts as contiguous with any stride in its last dim, and inductor (2.11)
     # then refuses to view it as bytes.
     flat = numbers.reshape(-1).contiguous().view(torch.uint8)

@@ -65,7 +65,7 @@ def unwaited() -> tuple[int, int, bool]:
     in_flight = torch._C._distributed_c10d._get_work_registry_size
     before = in_flight()
     assert dist.group.WORLD is not None
-    reduction = AmaxReduction(torch.ones(2), dist.group.WORLD.group_name)
+    reduction = AmaxReduction(torch.ones(2), [dist.group.WORLD.group_name])
     begun = in_flight() - before
     waits_at_exit = reduction._finalizer.atexit
     del reduction

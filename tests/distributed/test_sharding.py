@@ -7,10 +7,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPools, device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fp8_dist.mesh import Layout, all_reduce_max, linear_layouts, reduce_amax
-from fp8_dist.mesh.groups import group_over
+from fp8_dist.cast import quantize_over
+from fp8_dist.config import CastSpec
+from fp8_dist.granularity import TENSOR
+from fp8_dist.mesh import (
+    Layout,
+    all_reduce_max,
+    groups_over,
+    linear_layouts,
+    make_group,
+    reduce_amax,
+)
+from fp8_dist.torch_internals import resolve_process_group
 
 
 def wrong_rules(input_shape: tuple[int, ...]) -> list[str]:
@@ -86,31 +97,76 @@ def test_amax_is_reduced_over_its_axes_and_keeps_what_is_not_finite(ranks: RankP
             assert second == expected or (math.isnan(second) and math.isnan(expected))
 
 
-def groups() -> list[list[int]]:
-    """Ranks of the groups over some axes of a 3-D mesh; a stage makes its group alone."""
+def groups() -> list[list[list[int]]]:
+    """Ranks of the groups over some axes of a 3-D mesh, before and after one was made."""
     mesh = device_mesh(pp=2, dp=2, tp=2)
     stage = mesh["dp", "tp"]
-    for pp in (1, 0):
-        if mesh.get_local_rank("pp") == pp:
-            group = group_over(stage, (0, 1))
-            assert group_over(stage, (0, 1)) is group
-            largest = all_reduce_max(torch.tensor(float(dist.get_rank())), group.group_name)
-            assert largest.item() == 3 + 4 * pp
-        dist.barrier()
-    return [
-        dist.get_process_group_ranks(group_over(mesh, (0, 2))),
-        dist.get_process_group_ranks(group_over(mesh, (0, 1, 2))),
-        dist.get_process_group_ranks(group_over(mesh, (1,))),
-    ]
+
+    def ranks_over(mesh: DeviceMesh, *axes: int) -> list[list[int]]:
+        return [ranks_of(name) for name in groups_over(mesh, axes)]
+
+    before = ranks_over(mesh, 0, 2)
+    made = make_group([mesh["pp", "tp"]])
+    assert made == make_group([mesh["pp", "tp"]]) == groups_over(mesh, (0, 2))
+    (whole,) = make_group([stage["dp"], stage["tp"]])
+    assert groups_over(stage, (0, 1)) == (whole,)
+    largest = all_reduce_max(torch.tensor(float(dist.get_rank())), [whole])
+    assert largest.item() == 3 + 4 * mesh.get_local_rank("pp")
+    return [before, ranks_over(mesh, 0, 2), ranks_over(mesh, 0, 1, 2), ranks_over(mesh, 1)]
+
+
+def ranks_of(name: str) -> list[int]:
+    return dist.get_process_group_ranks(resolve_process_group(name))
 
 
 def test_groups_over_several_axes(ranks: RankPools) -> None:
     results = ranks(8).run(groups, timeout=120)
-    for rank, (outer, world, single) in enumerate(results):
+    for rank, (before, outer, world, single) in enumerate(results):
         dp = rank // 2 % 2
-        assert outer == [2 * dp, 2 * dp + 1, 4 + 2 * dp, 5 + 2 * dp]
-        assert world == list(range(8))
-        assert single == sorted({rank - 2 * dp, rank - 2 * dp + 2})
+        assert before == [sorted({rank % 4, rank % 4 + 4}), sorted({rank, rank ^ 1})]
+        assert outer == [[2 * dp, 2 * dp + 1, 4 + 2 * dp, 5 + 2 * dp]]
+        assert world == [list(range(8))]
+        assert single == [sorted({rank - 2 * dp, rank - 2 * dp + 2})]
+
+
+def meshes_without_a_group() -> list[bool]:
+    """Where no group can be made on all ranks of the world: reductions over one axis at a time."""
+    ranks = [[[0, 1], [3, 2]], [[4, 5], [7, 6]]]
+    irregular = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b", "c"))
+    part = DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]])  # made by all ranks, as torch asks for
+    found = []
+    for mesh in (irregular["b", "c"], part):
+        if mesh.get_coordinate() is not None:
+            names = make_group([mesh])
+            found.append(names == groups_over(mesh, (0, 1)) and len(names) == 2)
+            value = reduce_amax(torch.tensor(float(dist.get_rank())), mesh, (0, 1))
+            found.append(value.item() == mesh.mesh.max().item())
+    return found
+
+
+def test_meshes_whose_groups_not_all_ranks_can_make(ranks: RankPools) -> None:
+    results = ranks(8).run(meshes_without_a_group, timeout=120)
+    assert results == [[True] * 4] * 6 + [[True] * 2] * 2
+
+
+def cast_over_two_axes(world: int) -> list[bool]:
+    """Whether a graph casts a tensor that two axes shard as eager code does."""
+    mesh = device_mesh(dp=2, tp=2) if world == 4 else device_mesh(pp=2, dp=2, tp=2)["dp", "tp"]
+    rows = torch.randn(8, 16).chunk(2)[mesh.get_local_rank(0)]
+    local = rows.chunk(2, dim=1)[mesh.get_local_rank(1)].contiguous()
+
+    def cast(local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = DTensor.from_local(local, mesh, (Shard(0), Shard(1)), run_check=False)
+        qdata, scale, _ = quantize_over(whole, CastSpec(torch.float8_e4m3fn, TENSOR), False)
+        return qdata.view(torch.uint8), scale
+
+    compiled = torch.compile(cast, backend="aot_eager", fullgraph=True)
+    return [torch.equal(*pair) for pair in zip(cast(local), compiled(local), strict=True)]
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_a_graph_reduces_over_two_axes(ranks: RankPools, world: int) -> None:
+    assert ranks(world).run(cast_over_two_axes, world) == [[True, True]] * world
 
 
 def wrapped() -> bool:

@@ -69,7 +69,7 @@ class Counts:
         kernels: in the order of their launch.
         collectives: by name.
         syncs: each time the host had to wait for the device, with the reason.
-        problems: what the device's float8 GEMM would refuse of its operands.
+        problems: what the device's float8 GEMM would refuse of its operands, and NCCL.
     """
 
     kernels: list[Kernel] = field(default_factory=list)
@@ -116,6 +116,9 @@ class KernelCounter(TorchDispatchMode):
         elif space in ("c10d", "_c10d_functional", "_dtensor"):
             if name != "wait_tensor":
                 self.counts.collectives[name] += 1
+            moved = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            if not all(map(_is_cuda, moved)):
+                self.counts.problems.append(f"{name} of a tensor on the CPU, which NCCL refuses")
         elif space != "prim" and name != "record_stream":
             self._note(func, name, args, kwargs, result)
         return result
