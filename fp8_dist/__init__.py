@@ -37,6 +37,7 @@ from fp8_dist.linear.module import Float8Linear, float8_layers, invalidate_float
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.summary import conversion_summary
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.version import __version__
 
 # The layers wrap weights in a type whose hooks are FSDP2's business, above their room.
 Float8Weight.gather_type = Float8AllGatherWeight
@@ -52,6 +53,7 @@ __all__ = [
     "Float8Tensor",
     "ScalingGranularity",
     "ScalingType",
+    "__version__",
     "attach_precompute",
     "attach_update",
     "auto_filter",

@@ -10,6 +10,8 @@ FP8_DIST_STRICT_ALIGNMENT=1    the CPU refuses the operand shapes that a GPU wou
 
 import os
 
+SWITCHES = ("FP8_DIST_STRICT_ALIGNMENT",)
+
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 
@@ -20,3 +22,8 @@ def strict_alignment() -> bool:
     if value in _TRUE or value in _FALSE:
         return value in _TRUE
     raise ValueError(f"FP8_DIST_STRICT_ALIGNMENT={value!r}: expected one of {_TRUE + _FALSE}")
+
+
+def set_switches() -> dict[str, str]:
+    """The ``FP8_DIST_*`` variables that are set, those too that are not in ``SWITCHES``."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("FP8_DIST_")}

@@ -103,7 +103,7 @@ class ConversionSummary:
     def _cells(self) -> Iterator[tuple[str, ...]]:
         """Like rows of numbered blocks on one line, then what no row counts."""
         flops = sum(row.flops for row in self.rows)
-        for name, rows in _alike(self.rows):
+        for name, rows in alike(self.rows):
             first = rows[0]
             yield (
                 name if len(rows) == 1 else f"{name} ({len(rows)})",
@@ -202,7 +202,7 @@ def _count(parameters: Iterable[torch.Tensor], counted: set[int]) -> int:
     return sum(p.numel() for p in new)
 
 
-def _alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]]:
+def alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]]:
     """Rows that differ only by the numbers in their names, with the name that has ``*`` there."""
     alike: dict[tuple[object, ...], list[WeightSummary]] = {}
     for row in rows:

@@ -1,11 +1,9 @@
 """The README's example runs as it stands, on CPU ranks; public names are what they claim to be."""
 
-import dataclasses
 import inspect
 import re
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 from ranks import RankPools
@@ -81,14 +79,3 @@ def test_constructor_arguments_of_torch_are_taken() -> None:
         known = inspect.signature(ours).parameters
         for name, parameter in inspect.signature(theirs).parameters.items():
             assert known[name].default == parameter.default
-
-
-def test_config_fields_are_those_of_torchao() -> None:
-    torchao = pytest.importorskip("torchao.float8")
-    known = {f.name: f for f in dataclasses.fields(fp8_dist.Float8LinearConfig)}
-    for kind in ("CastConfig", "Float8GemmConfig", "Float8LinearConfig"):
-        ours = {f.name for f in dataclasses.fields(getattr(fp8_dist, kind))}
-        assert {f.name for f in dataclasses.fields(getattr(torchao, kind))} <= ours
-    for field in dataclasses.fields(torchao.Float8LinearConfig):
-        if isinstance(field.default, bool):
-            assert known[field.name].default is field.default

@@ -5,15 +5,20 @@ import importlib
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import fp8_dist
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -165,3 +170,63 @@ def test_constraints_are_exact() -> None:
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     assert all(str(pin.specifier).startswith("==") for pin in pins)
     assert [pin.name.lower() for pin in pins] == sorted(pin.name.lower() for pin in pins)
+
+
+def built(kind: str, tree: Path) -> Path:
+    """The sdist or wheel that the build backend makes of a tree, without the network."""
+    code = f"from setuptools import build_meta; build_meta.build_{kind}('dist')"
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=tree, capture_output=True, check=True)
+    (archive,) = (tree / "dist").iterdir()
+    return archive
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the wheel that is made from the sdist that is made from the checkout."""
+    checkout = tmp_path_factory.mktemp("checkout") / "tree"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "runs")
+    shutil.copytree(ROOT, checkout, symlinks=True, ignore=ignored)
+    unpacked, site = tmp_path_factory.mktemp("sdist"), tmp_path_factory.mktemp("site")
+    with tarfile.open(built("sdist", checkout)) as sdist:
+        sdist.extractall(unpacked, filter="data")
+    (tree,) = unpacked.iterdir()
+    with zipfile.ZipFile(built("wheel", tree)) as wheel:
+        wheel.extractall(site)
+    return site
+
+
+def test_the_wheel_holds_the_library_and_nothing_else(installed: Path) -> None:
+    found = {path.relative_to(installed).as_posix() for path in installed.rglob("*.*")}
+    packages = {package: package.replace(".", "/") for package in PACKAGE_DIRS}
+    modules = {
+        f"{packages[package]}/{path.name}"
+        for package, folder in PACKAGE_DIRS.items()
+        for path in (ROOT / folder).glob("*.py")
+    }
+    outside = {name for name in found if not name.startswith("fp8_dist-")}
+    assert outside == modules | {"fp8_dist/py.typed"}
+
+
+def test_the_wheel_says_what_it_is(installed: Path) -> None:
+    (wheel,) = importlib.metadata.distributions(path=[str(installed)])
+    assert (wheel.name, wheel.version) == ("fp8-dist", fp8_dist.__version__)
+    assert [line for line in wheel.requires or () if "extra ==" not in line] == ["torch>=2.11"]
+    extras = set(PROJECT["project"]["optional-dependencies"])
+    assert set(wheel.metadata.get_all("Provides-Extra")) == extras
+    assert wheel.metadata.get_all("License-File") == ["LICENSE"]
+
+
+def test_the_wheel_runs_outside_of_the_checkout(installed: Path) -> None:
+    command = [sys.executable, "-P", "-m", "fp8_dist.doctor"]
+    env = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        command, cwd=installed, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"fp8_dist {fp8_dist.__version__}, ")
+
+
+def test_the_changelog_has_the_version_or_is_ahead_of_it() -> None:
+    sections = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == "Unreleased"
+    assert sections[1:2] in ([], [fp8_dist.__version__])

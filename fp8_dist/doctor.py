@@ -1,0 +1,287 @@
+"""What this machine, and a model, would do in float8: ``python -m fp8_dist.doctor``.
+
+Prints the versions and devices that matter, and for a model what a conversion reaches::
+
+    python -m fp8_dist.doctor
+    python -m fp8_dist.doctor --model package.module:function --recipe rowwise_folded --dp 8 --tp 2
+
+``function`` takes no arguments and returns the model, an nn.Module that is not converted yet. It
+is called on the meta device; if it fails there, on the CPU. The exit status is 0, or 2 for a wrong
+call.
+"""
+
+import argparse
+import pkgutil
+import platform
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8_dist.auto_filter import auto_filter
+from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, Operand
+from fp8_dist.convert import convert_to_float8_training
+from fp8_dist.dtypes import device_has_float8_gemm
+from fp8_dist.env import SWITCHES, set_switches, strict_alignment
+from fp8_dist.head_filter import skip_head
+from fp8_dist.kernels import ALIGNMENT
+from fp8_dist.summary import ConversionSummary, WeightSummary, alike, conversion_summary
+from fp8_dist.version import __version__
+
+OLDEST_TORCH = "2.11"
+
+_RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, by default those of the process.
+
+    Returns:
+        The exit status 0. A wrong call is a SystemExit with status 2 and one line on stderr.
+
+    Collectives: none.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    model, where = None, ""
+    if args.model is not None:
+        try:
+            model, where = _build(args.model)
+        except ValueError as error:
+            parser.error(str(error))
+    elif args != parser.parse_args([]):
+        parser.error("--recipe, --dp and --tp describe the use of a model: give --model")
+    for line in _environment():
+        print(line)
+    if model is not None:
+        print(f"\nmodel {args.model}, built on {where}")
+        for line in _model_report(model, args.recipe, args.dp, args.tp):
+            print(line)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Without the usage before an error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m fp8_dist.doctor",
+        description="What this machine, and a model, would do in float8.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model to look at")
+    parser.add_argument("--recipe", choices=_RECIPES, default="tensorwise")
+    parser.add_argument("--dp", type=_ranks, default=1, metavar="N", help="ranks of FSDP2")
+    parser.add_argument("--tp", type=_ranks, default=1, metavar="N", help="tensor-parallel ranks")
+    return parser
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
+    return int(text)
+
+
+def _build(path: str) -> tuple[nn.Module, str]:
+    """The model, and the device that it was built on."""
+    try:
+        function = pkgutil.resolve_name(path)
+    except Exception as error:  # whatever the import of the module raises
+        raise ValueError(f"--model {path}: {_told(error)}") from error
+    if not callable(function):
+        raise ValueError(f"--model {path}: it is a {type(function).__name__}, not a function")
+    where = "the meta device"
+    try:
+        with torch.device("meta"):
+            model = function()
+    except Exception as meta_error:  # code that reads values of tensors fails there
+        where = f"the CPU; on the meta device: {_told(meta_error)}"
+        try:
+            model = function()
+        except Exception as error:
+            raise ValueError(f"--model {path}: {_told(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"--model {path}: it returned a {type(model).__name__}, not an nn.Module")
+    return model, where
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+# The machine.
+
+
+def _environment() -> Iterator[str]:
+    oldest = f"{OLDEST_TORCH} or later"
+    supported = f"supported ({oldest})"
+    if torch.__version__ < OLDEST_TORCH:
+        supported = f"not supported: fp8_dist needs {oldest}"
+    yield f"fp8_dist {__version__}, Python {platform.python_version()}"
+    yield f"torch {torch.__version__}: {supported}"
+    yield from _section("float8 GEMMs", _devices())
+    yield from _section("communication", _backends())
+    yield from _section("casts on GPUs", [_triton()])
+    yield from _section("FP8_DIST_* switches", _switches())
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    yield f"\n{title}"
+    yield from (f"  {line}" for line in lines)
+
+
+def _devices() -> Iterator[str]:
+    yield "cpu: emulated in a wider type, as on every CPU"
+    if not torch.cuda.is_available():
+        build = "for CPUs"
+        if torch.version.cuda or torch.version.hip:
+            build = f"for {_gpu_build()}, but finds no device"
+        yield f"no GPU: torch is built {build}"
+        return
+    for index in range(torch.cuda.device_count()):
+        properties: Any = torch.cuda.get_device_properties(index)
+        kind = f"compute capability {properties.major}.{properties.minor}"
+        where = "from compute capability 8.9 on"
+        if torch.version.hip:
+            kind, where = properties.gcnArchName, "on gfx94x, gfx95x and gfx12x"
+        native = device_has_float8_gemm(torch.device("cuda", index))
+        how = "native" if native else f"emulated in a wider type (native {where})"
+        yield f"cuda:{index}: {properties.name}, {kind}: {how}"
+
+
+def _gpu_build() -> str:
+    return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+
+
+def _backends() -> Iterator[str]:
+    if not dist.is_available():
+        yield "torch is built without torch.distributed"
+        return
+    missing = "not in this build of torch"
+    nccl = missing
+    if dist.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    yield f"NCCL: {nccl}"
+    yield f"gloo: {'available' if dist.is_gloo_available() else missing}"
+
+
+def _triton() -> str:
+    if find_spec("triton") is None:
+        return "Triton: not installed; GPUs cast with torch's operators, which is slower"
+    distributions = packages_distributions().get("triton")  # ROCm's has another name
+    return f"Triton: {version(distributions[0]) if distributions else 'found'}, fused kernels"
+
+
+def _switches() -> Iterator[str]:
+    found = set_switches()
+    for name, value in found.items():
+        yield f"{name}={value}" + ("" if name in SWITCHES else ": not a switch of the library")
+    try:
+        strict_alignment()
+    except ValueError as error:
+        yield str(error)
+    if not found:
+        yield "none is set"
+
+
+# The model.
+
+
+def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[str]:
+    config = replace(
+        Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather="auto"
+    )
+    yield f'recipe {recipe}, enable_fsdp_float8_all_gather="auto"'
+    yield "module_filter_fn=skip_head(model)"
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the summary has what they say
+            model = convert_to_float8_training(
+                model, module_filter_fn=skip_head(model), config=config
+            )
+    except ValueError as error:
+        yield f"refused: {error}"
+        return
+    summary = conversion_summary(model)
+    yield f"\n{summary}"
+    yield from _section("gathers", _gathers(config, summary, dp, tp))
+    misaligned = list(_notes(summary.converted, lambda row: _misaligned(row.shape, tp)))
+    yield from _section(
+        f"float8 layers with dims that are no multiple of {ALIGNMENT} (GPUs refuse them, unless "
+        "pad_inner_dim=True)",
+        misaligned or ["none"],
+    )
+    small = list(_notes(summary.converted, lambda row: _too_small(row, recipe, tp)))
+    yield from _section(
+        f'float8 layers that auto_filter("{recipe}", tp_size={tp}) would leave out as too small',
+        small or ["none"],
+    )
+
+
+def _gathers(
+    config: Float8LinearConfig, summary: ConversionSummary, dp: int, tp: int
+) -> Iterator[str]:
+    """What FSDP2 and TP/SP gather, and in which precision."""
+    if dp > 1:
+        elements = sum(row.parameters for row in summary.converted)
+        yield (
+            f"FSDP2, {dp} ranks: {len(summary.converted)} weights, {elements:,} elements, "
+            f"{_precision(config, 'weight')}; all other parameters in high precision"
+        )
+    if tp > 1:
+        yield f"TP + SP, {tp} ranks: inputs of converted layers {_precision(config, 'input')}"
+        yield f"TP + SP, {tp} ranks: their output gradients {_precision(config, 'grad_output')}"
+    if dp == tp == 1:
+        yield "none on one rank; --dp N and --tp N say how many there are"
+
+
+def _precision(config: Float8LinearConfig, operand: Operand) -> str:
+    if config.gather_cast(operand):
+        return "in float8 (1 byte per element)"
+    two = len(config.casts(operand)) > 1
+    why = "the two GEMMs take different casts" if two else "a GEMM takes high precision"
+    return f"in high precision ({why})"
+
+
+def _notes(rows: Iterable[WeightSummary], reason: Callable[[WeightSummary], str]) -> Iterator[str]:
+    """The rows for which there is a reason, with it; like rows on one line."""
+    noted = [replace(row, reason=reason(row)) for row in rows]
+    for name, found in alike(row for row in noted if row.reason):
+        count = f" ({len(found)})" if len(found) > 1 else ""
+        yield f"{name}{count}, {' x '.join(map(str, found[0].shape))}: {found[0].reason}"
+
+
+def _misaligned(shape: tuple[int, ...], tp: int) -> str:
+    """Which features of a layer are misaligned, as a whole or as a tensor-parallel rank's part."""
+    found = []
+    sides = (("out_features", "ColwiseParallel"), ("in_features", "RowwiseParallel"))
+    for size, (name, style) in zip(shape, sides, strict=True):
+        part = -(-size // tp)
+        parts = {min(part, size - start) for start in range(0, size, part)}
+        if any(each % ALIGNMENT for each in parts):
+            divided = f" ({' or '.join(map(str, sorted(parts)))} with {style})" if tp > 1 else ""
+            found.append(f"{name} {size}{divided}")
+    return ", ".join(found)
+
+
+def _too_small(row: WeightSummary, recipe: str, tp: int) -> str:
+    """Why auto_filter leaves out an aligned layer."""
+    admits = auto_filter(recipe, tp_size=tp)
+    out_features, in_features = row.shape
+    layer = nn.Linear(in_features, out_features, device="meta")
+    if _misaligned(row.shape, tp) or admits(layer, row.name):
+        return ""
+    return admits.reason(row.name).removeprefix("auto_filter: ")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

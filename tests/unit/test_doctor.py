@@ -1,0 +1,284 @@
+"""python -m fp8_dist.doctor: what it says about the machine and about models."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+import fp8_dist
+from fp8_dist import Float8LinearConfig, doctor, env
+from fp8_dist.dtypes import device_has_float8_gemm
+from fp8_dist.linear.checks import check_alignment
+
+ROOT = Path(__file__).parents[2]
+SIZES = (16, 24, 48, 50, 64, 100)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4096, 8192)
+        self.down = nn.Linear(8192, 4096)
+        self.small = nn.Linear(4096, 64)
+        self.odd = nn.Linear(48, 4100)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 4096)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(4096, 1000, bias=False)
+
+
+def reads_values() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, int(torch.tensor(32).item())))
+
+
+def tied() -> nn.Module:
+    model = nn.ModuleDict({"words": nn.Embedding(64, 32), "to_words": nn.Linear(32, 64)})
+    model["to_words"].weight = model["words"].weight
+    return model
+
+
+def of_all_sizes() -> nn.Module:
+    return nn.ModuleDict({f"{o}x{i}": nn.Linear(i, o) for o, i in product(SIZES, SIZES)})
+
+
+def needs_an_argument(size: int) -> nn.Module:
+    return nn.Linear(size, size)
+
+
+def no_model() -> int:
+    return 1
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert doctor.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def report_of(capsys: pytest.CaptureFixture[str], function: str, *arguments: str) -> str:
+    """The part about the model."""
+    text = report(capsys, "--model", f"{__name__}:{function}", *arguments)
+    return text[text.index("\nmodel ") + 1 :]
+
+
+# The machine
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stands for a machine with an A100 and an H100, and torch's build for CUDA."""
+    names = ["A100", "H100"]
+    capabilities = [(8, 0), (9, 0)]
+
+    def properties(index: int) -> SimpleNamespace:
+        major, minor = capabilities[index]
+        return SimpleNamespace(name=names[index], major=major, minor=minor)
+
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
+    device_has_float8_gemm.cache_clear()
+    yield
+    device_has_float8_gemm.cache_clear()
+
+
+@pytest.mark.usefixtures("gpus")
+def test_gpus_multiply_natively_or_not(capsys: pytest.CaptureFixture[str]) -> None:
+    text = report(capsys)
+    assert_expected_inline(
+        text[text.index("float8 GEMMs") : text.index("\ncommunication")],
+        """\
+float8 GEMMs
+  cpu: emulated in a wider type, as on every CPU
+  cuda:0: A100, compute capability 8.0: emulated in a wider type (native from compute capability 8.9 on)
+  cuda:1: H100, compute capability 9.0: native
+""",
+    )
+
+
+def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "  no GPU: torch is built for CPUs\n" in report(capsys)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "  no GPU: torch is built for CUDA 13.0, but finds no device\n" in report(capsys)
+
+
+def test_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == [f"torch>={doctor.OLDEST_TORCH}"]
+    text = report(capsys)
+    assert text.startswith(f"fp8_dist {fp8_dist.__version__}, Python 3.")
+    assert f"torch {torch.__version__}: supported (2.11 or later)\n" in text
+    assert "  gloo: available\n" in text
+    old = torch.torch_version.TorchVersion("2.10.1+cpu")
+    monkeypatch.setattr(torch, "__version__", old)
+    assert "torch 2.10.1+cpu: not supported: fp8_dist needs 2.11 or later\n" in report(capsys)
+
+
+def test_triton(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert "  Triton: not installed; GPUs cast with torch's operators" in report(capsys)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "packages_distributions", lambda: {"triton": ["torch"]})
+    assert f"  Triton: {torch.__version__}, fused kernels\n" in report(capsys)
+
+
+def test_switches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in env.set_switches():
+        monkeypatch.delenv(name)
+    assert report(capsys).endswith("FP8_DIST_* switches\n  none is set\n")
+    monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "maybe")
+    monkeypatch.setenv("FP8_DIST_STRICT_ALIGNEMENT", "1")
+    text = report(capsys)
+    assert "  FP8_DIST_STRICT_ALIGNMENT=maybe\n" in text
+    assert "  FP8_DIST_STRICT_ALIGNEMENT=1: not a switch of the library\n" in text
+    assert "  FP8_DIST_STRICT_ALIGNMENT='maybe': expected one of" in text
+
+
+def test_every_documented_switch_is_known() -> None:
+    assert set(re.findall(r"\bFP8_DIST_[A-Z_]+", env.__doc__ or "")) == set(env.SWITCHES)
+
+
+# Models
+
+
+def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_expected_inline(
+        report_of(capsys, "Model", "--dp", "4", "--tp", "2"),
+        """\
+model test_doctor:Model, built on the meta device
+recipe tensorwise, enable_fsdp_float8_all_gather="auto"
+module_filter_fn=skip_head(model)
+
+conversion_summary: 8 of 9 weights in float8, 94.3% of 143,360,520 parameters, 97.1% of FLOPs
+FLOPs: of products with weights, without attention's own products and convolutions
+  weight                            shape                parameters  FLOPs  reason
+  layers.*.up (2)                   8192 x 4096  float8       46.8%  48.2%
+  layers.*.down (2)                 4096 x 8192  float8       46.8%  48.2%
+  layers.*.small (2)                64 x 4096    float8        0.4%   0.4%
+  layers.*.odd (2)                  4100 x 48    float8        0.3%   0.3%
+  lm_head                           1000 x 4096  skip          2.9%   2.9%  skip_head: it is the model's head
+  (embeddings, norms, biases, ...)                             2.9%
+
+gathers
+  FSDP2, 4 ranks: 8 weights, 135,135,616 elements, in float8 (1 byte per element); all other parameters in high precision
+  TP + SP, 2 ranks: inputs of converted layers in float8 (1 byte per element)
+  TP + SP, 2 ranks: their output gradients in float8 (1 byte per element)
+
+float8 layers with dims that are no multiple of 16 (GPUs refuse them, unless pad_inner_dim=True)
+  layers.*.odd (2), 4100 x 48: out_features 4100 (2050 with ColwiseParallel), in_features 48 (24 with RowwiseParallel)
+
+float8 layers that auto_filter("tensorwise", tp_size=2) would leave out as too small
+  layers.*.small (2), 64 x 4096: out <= 1024 and in <= 4096
+""",
+    )
+
+
+def test_another_recipe_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    text = report_of(capsys, "Model", "--recipe", "rowwise")
+    assert_expected_inline(
+        text[text.index("gathers") :],
+        """\
+gathers
+  none on one rank; --dp N and --tp N say how many there are
+
+float8 layers with dims that are no multiple of 16 (GPUs refuse them, unless pad_inner_dim=True)
+  layers.*.odd (2), 4100 x 48: out_features 4100
+
+float8 layers that auto_filter("rowwise", tp_size=1) would leave out as too small
+  layers.*.small (2), 64 x 4096: out <= 2048
+""",
+    )
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_gathers_in_high_precision(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    text = report_of(capsys, "Model", "--recipe", recipe, "--dp", "2", "--tp", "2")
+    two, mixed = "the two GEMMs take different casts", "a GEMM takes high precision"
+    inputs = two if recipe == "rowwise" else mixed
+    assert f"elements, in high precision ({two})" in text
+    assert f"inputs of converted layers in high precision ({inputs})" in text
+    assert f"their output gradients in high precision ({inputs})" in text
+
+
+def test_the_meta_device_or_else_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_of(capsys, "Model").startswith(
+        "model test_doctor:Model, built on the meta device"
+    )
+    text = report_of(capsys, "reads_values")
+    assert "built on the CPU; on the meta device: RuntimeError: Tensor.item()" in text
+    assert "1 of 1 weights in float8" in text
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_alignment_is_that_of_the_layers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    """What is listed is what a layer refuses on some rank, in one of the two divisions."""
+    monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "1")
+
+    def refused(weight: torch.Tensor) -> bool:
+        try:
+            check_alignment(Float8LinearConfig(), weight, torch.device("cpu"), "layer")
+        except ValueError:
+            return True
+        return False
+
+    weights = {f"{o}x{i}": torch.empty(o, i, device="meta") for o, i in product(SIZES, SIZES)}
+    expected = {
+        name
+        for name, weight in weights.items()
+        if any(refused(part) for dim in (0, 1) for part in weight.chunk(tp, dim))
+    }
+    text = report_of(capsys, "of_all_sizes", "--tp", str(tp))
+    section = text[text.index("no multiple of 16") : text.index("auto_filter")]
+    assert expected
+    assert set(re.findall(r"^  (\d+x\d+), ", section, re.MULTILINE)) == expected
+
+
+def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    text = report_of(capsys, "tied")
+    assert "refused: convert_to_float8_training: enable_fsdp_float8_all_gather='auto'" in text
+    assert "to_words.weight is also words.weight" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "test_doctor:nothing"), "AttributeError: module 'test_doctor' has no"),
+        (("--model", "no_such_module:f"), "ModuleNotFoundError: No module named 'no_such_module'"),
+        (("--model", "not a name"), "ValueError: invalid format: 'not a name'"),
+        (("--model", "test_doctor:SIZES"), "it is a tuple, not a function"),
+        (("--model", "test_doctor:no_model"), "it returned a int, not an nn.Module"),
+        (("--model", "test_doctor:needs_an_argument"), "TypeError: needs_an_argument() missing 1"),
+        (("--tp", "2"), "--recipe, --dp and --tp describe the use of a model: give --model"),
+        (("--model", "test_doctor:Model", "--dp", "0"), "'0' is not a number of ranks"),
+        (("--model", "test_doctor:Model", "--recipe", "int4"), "invalid choice: 'int4'"),
+        (("--verbose",), "unrecognized arguments: --verbose"),
+    ],
+)
+def test_wrong_calls(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(arguments)
+    said = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert said.out == ""
+    assert said.err.startswith("python -m fp8_dist.doctor: error: ")
+    assert said.err.count("\n") == 1
+    assert message in said.err
