@@ -52,6 +52,20 @@ def fold_gradient(
     return made
 
 
+@custom_op("unit_scales(Tensor operand) -> Tensor")
+def unit_scales(operand: torch.Tensor) -> torch.Tensor:
+    """Ones ``[1, K]`` in the place of scales that were folded in, for an operand ``[..., K]``.
+
+    (An operator, because Inductor would fill ``torch.ones`` once for each GEMM that reads them.)
+    """
+    return torch.ones(1, operand.shape[-1], dtype=torch.float32, device=operand.device)
+
+
+unit_scales.register_fake(
+    lambda operand: operand.new_empty((1, operand.shape[-1]), dtype=torch.float32)
+)
+
+
 def row_amaxes(grad: torch.Tensor, weight_fold: torch.Tensor | None) -> torch.Tensor:
     """The amaxes of the rows of g, and of ``g * s``: ``[..., 1]`` or ``[..., 2]``."""
     rows = [amax(grad, (grad.ndim - 1,))]

@@ -17,6 +17,7 @@ from fp8_dist.env import strict_alignment
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.transposing import transposed_copy
 from fp8_dist.torch_internals import native_scaled_mm
+from fp8_dist.warn import warn_once
 
 ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 
@@ -190,14 +191,28 @@ def _native(
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
     if not (scale_a.ndim or scale_b.ndim):
         return run(scale_a, scale_b, out_dtype=out_dtype)
-    if out_dtype is torch.bfloat16:
+    if out_dtype is torch.bfloat16 and b.dtype == e4m3():
         # The rowwise kernel takes a scale for each row and column.
+        if not use_fast_accum and _has_slow_rowwise_gemm():
+            warn_once(
+                "slow rowwise GEMM",
+                f"torch built for CUDA {torch.version.cuda} runs GEMMs with scales of rows in a "
+                "slow kernel if they accumulate in full precision: use a build for CUDA 12.9 or "
+                "later, or Float8GemmConfig(use_fast_accum=True)",
+            )
         rows = scale_a.expand(a.shape[0], 1).contiguous()
         columns = scale_b.expand(1, b.shape[1]).contiguous()
         return run(rows, columns, out_dtype=out_dtype)
-    # The rowwise kernel writes bf16 alone; the tensorwise one writes fp32, which is scaled after.
+    # The rowwise kernel writes bf16 alone, and on some devices takes no other right operand. The
+    # tensorwise one writes fp32, which is scaled after.
     one = torch.ones((), dtype=torch.float32, device=a.device)
     return apply_scales(run(one, one, out_dtype=torch.float32), scale_a, scale_b).to(out_dtype)
+
+
+def _has_slow_rowwise_gemm() -> bool:
+    """Whether torch has CUTLASS's kernel alone. (cuBLASLt has its own from CUDA 12.9 on.)"""
+    cuda = torch.version.cuda
+    return cuda is not None and tuple(map(int, cuda.split(".")[:2])) < (12, 9)
 
 
 def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ from fp8_dist.cast import global_amax, local_amax
 from fp8_dist.config import CastSpec, Gemm
 from fp8_dist.granularity import COLUMN, ROW
 from fp8_dist.kernels import quantize, scaling_from_amax
-from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes
+from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes, unit_scales
 from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
@@ -135,10 +135,8 @@ def _folded_locally(
 
 
 def _unit_scale(*operands: Quantized | None) -> torch.Tensor:
-    """Ones in the place of the scales that were folded in, ``[1, K]``: those of both operands."""
-    operand = next(each for each in operands if each is not None)
-    # Of this shape, because a GPU's GEMM takes no other beside the scales of rows.
-    return operand.scale.new_ones(1, operand.qdata.shape[-1])
+    """Those of both operands: of a shape that a GPU's GEMM takes beside the scales of rows."""
+    return unit_scales(next(each for each in operands if each is not None).qdata)
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:

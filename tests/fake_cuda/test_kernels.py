@@ -57,7 +57,7 @@ bf16                           3 kernels 3 GEMMs 0 transposing copies   0.00 GB
 tensorwise                     9 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise                       12 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise_with_gw_hp            10 kernels 3 GEMMs 0 transposing copies   0.92 GB
-rowwise_folded                10 kernels 3 GEMMs 0 transposing copies   1.07 GB
+rowwise_folded                 9 kernels 3 GEMMs 0 transposing copies   1.07 GB
 delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
 torchao tensorwise            13 kernels 3 GEMMs 0 transposing copies   1.38 GB
 torchao rowwise               15 kernels 3 GEMMs 0 transposing copies   1.75 GB

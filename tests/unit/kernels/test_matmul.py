@@ -1,13 +1,21 @@
 """The scaled GEMM: exactness of the emulation, shapes, alignment."""
 
 import math
+import warnings
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from reference import same_bits, sqnr
 
-from fp8_dist import CastConfig, Float8Linear, Float8Tensor, ScalingGranularity, cast_to_float8
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8Tensor,
+    ScalingGranularity,
+    cast_to_float8,
+    warn,
+)
 from fp8_dist.kernels import gemm
 from fp8_dist.tensor import scaled_mm
 
@@ -149,3 +157,43 @@ def test_the_native_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [False, True]
     scaled_mm(a, b, out_dtype=torch.float32, emulate=True)
     assert len(calls) == 2
+
+
+def test_the_rowwise_kernel_takes_what_all_devices_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
+    scales: list[tuple[int, ...]] = []
+
+    def recording(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum):  # type: ignore[no-untyped-def]
+        scales.append(tuple(scale_a.shape))
+        product = (a.float() * scale_a) @ (b.float() * scale_b)
+        return product.to(out_dtype)
+
+    monkeypatch.setattr(gemm, "native_scaled_mm", recording)
+    x, w = torch.randn(32, 64), torch.randn(16, 64)
+    for right in (torch.float8_e4m3fn, torch.float8_e5m2):
+        config = CastConfig(target_dtype=right, scaling_granularity=ScalingGranularity.AXISWISE)
+        a, b = cast_to_float8(x, ROWS, dim=-1), cast_to_float8(w, config, dim=-1).t()
+        found = scaled_mm(a, b, out_dtype=torch.bfloat16)
+        assert sqnr(fp64(a, b), found) > 50
+    assert scales == [(32, 1), ()]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "fast", "warns"),
+    [("12.8", False, True), ("12.8", True, False), ("12.9", False, False), ("13.0", False, False)],
+)
+def test_a_slow_rowwise_kernel_is_told(
+    cuda: str, fast: bool, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
+    monkeypatch.setattr(
+        gemm, "native_scaled_mm", lambda a, b, *_, out_dtype, **__: a.float() @ b.float()
+    )
+    monkeypatch.setattr(warn, "_warned", set())
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    a, b = (cast_to_float8(torch.randn(16, 32), ROWS, dim=-1) for _ in range(2))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            scaled_mm(a, b.t(), out_dtype=torch.bfloat16, use_fast_accum=fast)
+    assert [f"CUDA {cuda}" in str(w.message) for w in found] == [True] * warns
