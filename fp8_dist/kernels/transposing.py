@@ -35,12 +35,18 @@ transposed_copies.register_fake(
 )
 
 
+# Matrices of one launch, whose arguments they are. It also bounds how many copies are kept at once,
+# where FSDP2 gathers a whole model together.
+MOST = 16
+
+
 @dataclass(eq=False)
 class _Member:
     """A matrix of a :class:`TransposedTogether`.
 
     Attributes:
         copy: its transposed copy, until it is asked for.
+        stream: that the copy was made on; ``None`` on CPUs.
         copied_in: the backward in which the last copy was made; ``None``: of its values, none.
         is_asked_for: whether the last copy was.
     """
@@ -48,6 +54,7 @@ class _Member:
     matrix: torch.Tensor
     together: "ReferenceType[TransposedTogether]"
     copy: torch.Tensor | None = None
+    stream: torch.Stream | None = None
     copied_in: int | None = None
     is_asked_for: bool = False
 
@@ -65,7 +72,7 @@ class TransposedTogether:
 
     def __init__(self) -> None:
         self._members: dict[Hashable, _Member] = {}
-        self._stream: torch.Stream | None = None  # that the copies were made on
+        self._backward: int | None = None  # the last one that asked
 
     def refilled(self, key: Hashable, matrix: torch.Tensor) -> None:
         """A matrix has new values: call this after each change, on the stream that made it.
@@ -84,7 +91,10 @@ class TransposedTogether:
     def take(self, member: _Member) -> torch.Tensor:
         """The transposed copy of a matrix, which the caller owns. Call it in a backward."""
         backward, stream = backward_id(), _stream_of(member.matrix)
-        if member.copy is None or stream != self._stream:
+        if backward != self._backward:
+            self._drop()  # what a backward left that raised
+            self._backward = backward
+        if member.copy is None or stream != member.stream:
             others = [
                 other
                 for other in self._members.values()
@@ -92,13 +102,13 @@ class TransposedTogether:
                 and other.is_asked_for
                 and other.copied_in != backward
                 and other.matrix.untyped_storage().nbytes()  # not resharded
-            ]
+            ][: MOST - 1]
             if others:
                 when_backward_ends(self._drop)
             made = transposed_copies(member.matrix, [other.matrix for other in others])
-            self._stream = stream
             for each, copy in zip((member, *others), made, strict=True):
-                each.copy, each.copied_in, each.is_asked_for = copy, backward, False
+                each.copy, each.stream, each.copied_in = copy, stream, backward
+                each.is_asked_for = False
         taken, member.copy, member.is_asked_for = member.copy, None, True
         assert taken is not None
         return taken

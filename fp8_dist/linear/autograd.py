@@ -18,31 +18,21 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.config import CastSpec, Gemm
-from fp8_dist.granularity import TENSOR, Granularity
+from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import quantize_after, scaled_mm
-from fp8_dist.linear.gradient_amax import GradientAmax, Siblings, siblings_of
 from fp8_dist.linear.once import Gradients, differentiable_once
 from fp8_dist.linear.operands import (
     LinearSpec,
     Local,
     WeightCasts,
-    find_gradient_amax,
     prepare_gradients,
     prepare_operand,
     redistributed,
     wait_local,
 )
 from fp8_dist.linear.recording import note_gemm
-from fp8_dist.mesh import (
-    Layout,
-    LinearLayouts,
-    Placements,
-    linear_layouts,
-    local_tensor,
-    reduced,
-    with_local,
-)
-from fp8_dist.tensor import Float8Tensor, Quantized
+from fp8_dist.mesh import Layout, LinearLayouts, Placements, linear_layouts, local_tensor, reduced
+from fp8_dist.tensor import Quantized
 
 
 def float8_linear(
@@ -75,32 +65,11 @@ def float8_linear(
     # Compiled code has one function for all. Dynamo assumes that the gradient of an output has the
     # output's placements; between the two functions it has those of the final output.
     in_two = isinstance(input, DTensor) and not torch.compiler.is_compiling()
+    first_bias = None if in_two else bias
     flat = (first_qdata, first_scale, second_qdata, second_scale, multiplier, scale)
-    if not in_two:
-        return _LinearFunction.apply(input, weight, bias, spec, False, *flat)
-    is_prepared = isinstance(local_tensor(input), Float8Tensor)
-    siblings = _siblings(input, is_prepared, spec)
-    if siblings is not None:
-        spec = spec._replace(gradient_amax=GradientAmax(siblings))
-    output = _LinearFunction.apply(input, weight, None, spec, True, *flat)
-    if siblings is not None and output.requires_grad:
-        siblings.add(output.grad_fn)
-    finished = bias is None and spec.output_placements in (None, output.placements)
-    needs_amax = is_prepared and siblings is not None
-    return output if finished and not needs_amax else _FinishOutput.apply(output, bias, spec)
-
-
-def _siblings(input: torch.Tensor, is_prepared: bool, spec: LinearSpec) -> Siblings | None:
-    """The calls whose output gradients' amaxes are reduced with that of this one.
-
-    ``None`` where no amax is found ahead of the GEMMs.
-    """
-    cast = spec.config.gather_cast("grad_output")
-    if not spec.record or cast is None or cast.delayed or cast.granularity is not TENSOR:
-        return None
-    if not is_prepared:
-        return Siblings()
-    return siblings_of(input) if spec.config.amax_scope == "global" else None
+    output = _LinearFunction.apply(input, weight, first_bias, spec, in_two, *flat)
+    finished = bias is None and spec.output_placements in (None, getattr(output, "placements", ()))
+    return _FinishOutput.apply(output, bias, spec) if in_two and not finished else output
 
 
 def _gemm(
@@ -179,8 +148,6 @@ class _LinearFunction(torch.autograd.Function):
         # The gather of the input is waited for here, after the weight's cast was issued.
         left = wait_local(x["output"])
         output = _unflattened(_gemm(left, w, "output", spec, input.dtype), left)
-        if spec.gradient_amax is not None and layouts is not None:
-            spec.gradient_amax.placements = layouts.grad_output
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
@@ -269,8 +236,6 @@ def _unflat(data: Any, scale: Any, granularity: Granularity | None) -> Any:
 class _FinishOutput(torch.autograd.Function):
     """The bias, and the reduction or move to ``spec.output_placements``, of a DTensor output.
 
-    Its backward also takes the amax of the gradient (:mod:`fp8_dist.linear.gradient_amax`).
-
     It is a function of its own because it saves nothing for backward. Full activation checkpointing
     ends a recomputation as soon as the last tensor is saved. A reduction issued by the function
     that saves tensors would be repeated, and its result dropped without being waited for.
@@ -285,9 +250,7 @@ class _FinishOutput(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.spec, ctx.bias_layout = spec, Layout.of(bias)
         ctx.set_materialize_grads(False)
-        finished = _finished(output, bias, spec.output_placements)
-        # (autograd would make a view of an input that is returned, through DTensor's dispatch.)
-        return with_local(output, local_tensor(output)) if finished is output else finished
+        return _finished(output, bias, spec.output_placements)
 
     @staticmethod
     @differentiable_once
@@ -295,9 +258,6 @@ class _FinishOutput(torch.autograd.Function):
         if grad is None:
             return None, None, None
         grad = reduced(grad)
-        if ctx.spec.gradient_amax is not None and ctx.needs_input_grad[0]:
-            find_gradient_amax(grad, ctx.spec)
-        # This hides the reduction of the amax, if it has started.
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if ctx.needs_input_grad[1] else None
         return grad, grad_bias, None
 

@@ -15,7 +15,6 @@ from fp8_dist.cast import Copies, as_float8_of, copies_over
 from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig, Gemm, Operand
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
-from fp8_dist.linear.gradient_amax import GradientAmax
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
 from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
@@ -25,19 +24,13 @@ from fp8_dist.warn import warn_once
 
 
 class LinearSpec(NamedTuple):
-    """One call of the linear function, but for its tensors.
-
-    Attributes:
-        record: whether the forward's casts belong to a training step.
-        gradient_amax: the amax of the output gradient, if it is found ahead of the GEMMs.
-    """
+    """One call of the linear function, but for its tensors."""
 
     config: Float8LinearConfig
     output_placements: Placements | None
     fqn: str
     histories: Mapping[str, AmaxHistory]
-    record: bool
-    gradient_amax: GradientAmax | None = None
+    record: bool  # whether the forward's casts belong to a training step
 
 
 class WeightCasts(NamedTuple):
@@ -214,15 +207,6 @@ def prepare_gradients(
     return operands | folded_gradients(grad, cast, placements, w, x, axes, transposed)
 
 
-def find_gradient_amax(grad: torch.Tensor, spec: LinearSpec) -> None:
-    """Let ``spec.gradient_amax`` take the amax of what :func:`prepare_gradients` will cast."""
-    assert spec.gradient_amax is not None
-    gemms: tuple[Gemm, ...] = ("grad_input", "grad_weight")
-    casts = tuple(spec.config.cast("grad_output", gemm) for gemm in gemms)
-    placements = spec.gradient_amax.placements
-    spec.gradient_amax.find(grad, _plan_of(grad, "grad_output", casts, placements, spec).amax_axes)
-
-
 def _copies(
     tensor: torch.Tensor,
     operand: Operand,
@@ -236,17 +220,14 @@ def _copies(
         record = spec.record or operand == "grad_output"
         return spec.histories[operand].copies_of(tensor, copies, record)
     power_of_2 = spec.config.round_scales_to_power_of_2
-    if operand == "grad_output" and spec.gradient_amax is not None:
-        known = spec.gradient_amax.take()
-        return copies_over(tensor, copies, power_of_2, axes, known_amax=known)[1]
     if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
         return copies_over(tensor, copies, power_of_2, axes)[1]
     key = cast_key(tensor, (copies, power_of_2))
-    made = last_cast(tensor, key)
-    if made is None:
-        made = copies_over(tensor, copies, power_of_2, axes)[1]
-        note_cast(tensor, key, made)
-    return made
+    known = last_cast(tensor, key)
+    if known is None:
+        known = copies_over(tensor, copies, power_of_2, axes)[1]
+        note_cast(tensor, key, known)
+    return known
 
 
 def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:

@@ -50,7 +50,7 @@ from fp8_dist.linear.weight_cache import ScaleState, WeightCache
 from fp8_dist.linear.weight_queries import shard_scalings, weight_copies, weight_scalings
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.tensor import Float8Tensor, Quantized
-from fp8_dist.torch_internals import is_captured, is_selectively_checkpointed
+from fp8_dist.torch_internals import is_captured, is_selectively_checkpointed, storage_address
 from fp8_dist.warn import warn_once
 
 
@@ -255,10 +255,11 @@ class Float8Weight:
         A graph may reuse the memory of what it is given: none of it is kept here. (So a cached
         float8 copy does not serve: to copy it moves as many bytes as to cast the weight again.)
         """
+        is_own = self._is_own(shard)
         shard, parameter, casts = shard.detach(), self.parameter(), self.config.casts("weight")
         copies = tuple(CopySpec(casts[i], t) for i, t in zip(of, transposed, strict=True))
         history = self._histories.get("weight")
-        known = self.cache.scaling if self._is_fresh(parameter, shard) else None
+        known = self.cache.scaling if is_own and self._is_fresh(parameter, shard) else None
         if known is not None:
             own = {
                 cast: (multiplier.to(shard.device), scale.to(shard.device, copy=True))
@@ -267,7 +268,7 @@ class Float8Weight:
             float8 = copies_by(shard, copies, own)
         else:
             # (A scale that its history tells again costs nothing, so it is not kept.)
-            keeps = keep and (history is None or history.scaling is None)
+            keeps = keep and is_own and (history is None or history.scaling is None)
             scalings, float8 = self._new_casts(parameter, shard, copies, keep)
             multipliers = {cast: multiplier for cast, (multiplier, _) in scalings.items()}
             later = partial(_scalings_by, multipliers)
@@ -314,6 +315,26 @@ class Float8Weight:
         else:
             flat = weight_scalings.overload(shard, self._handle, names, source is not None)
         return dict(zip(casts, zip(flat[::2], flat[1::2], strict=True), strict=True))
+
+    def answer_for_graph(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
+        """:meth:`_scalings` of a tensor that a graph read in the place of the weight."""
+        if self._is_own(shard):
+            return self.answer(shard, source)
+        return self._new_scalings(self.parameter(), shard, None)
+
+    def _is_own(self, shard: torch.Tensor) -> bool:
+        """Whether a graph read the values of the layer's parameter.
+
+        It may have read another tensor: in ``functional_call``, after an update within the graph,
+        or what a parametrization computes. Nothing is known of those.
+        """
+        layer = self._layer()
+        if layer is None or "weight" not in layer._parameters:
+            return False
+        own = self.shard()
+        return storage_address(own) == storage_address(shard) and (
+            own.storage_offset() == shard.storage_offset() and own.shape == shard.shape
+        )
 
     def answer(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
         """:meth:`_scalings`, without the operator."""

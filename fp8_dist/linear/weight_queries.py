@@ -14,7 +14,7 @@ def weight_scalings(
 ) -> list[torch.Tensor]:
     """The (multiplier, scale) of each cast of a weight, flat, as a forward asks for them."""
     source = ScaleState.FROM_FORWARD if keep else None
-    return copies(owner_of(handle).answer(x, source).values(), x.device)
+    return copies(owner_of(handle).answer_for_graph(x, source).values(), x.device)
 
 
 @query(

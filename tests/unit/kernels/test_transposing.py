@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from fp8_dist.kernels import TransposedTogether, transposing
@@ -145,3 +146,43 @@ def test_a_matrix_in_new_memory() -> None:
     group.refill()
     assert group.backward(0, 1, 2) == [2, 1]
     assert group.backward(0, 1, 2) == [3]
+
+
+def test_a_backward_that_raises_leaves_nothing_to_the_next() -> None:
+    group = Group()
+    group.backward(0, 1, 2)
+
+    def raises() -> None:
+        group.ask(0)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        in_backward(raises)
+    for matrix in group.matrices:
+        matrix.random_()  # unseen
+    assert group.backward(1, 0, 2) == [2, 1]
+
+
+def test_copies_belong_to_the_stream_that_made_them() -> None:
+    group = Group()
+    group.backward(0, 1, 2)
+
+    def asks() -> None:
+        for stream, i in enumerate(
+            (0, 1, 1, 2)
+        ):  # the second 1 is asked on the stream of the first
+            with patch.object(transposing, "_stream_of", lambda x, s=stream: min(s, 1)):
+                group.ask(i)
+
+    group.launches.clear()
+    in_backward(asks)
+    assert group.launches == [3, 1, 1, 1]
+
+
+def test_many_matrices_take_several_launches() -> None:
+    group = Group()
+    group.matrices = [torch.zeros(2, 3, dtype=torch.uint8) for _ in range(transposing.MOST + 2)]
+    group.refill()
+    every = range(len(group.matrices))
+    group.backward(*every)
+    assert group.backward(*every) == [transposing.MOST, 2]

@@ -8,8 +8,7 @@ import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton.launch import Blocks, blocks, programs, size_class, tuned
 from fp8_dist.kernels.cuda.triton.rounding import indices, store_tile
-
-_MOST = 16  # matrices of a launch, whose arguments they are
+from fp8_dist.kernels.transposing import MOST
 
 
 @tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64), blocks(8, BM=128, BN=128))
@@ -93,8 +92,8 @@ def transpose_many(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     device = matrices[0].device
     outs = [torch.empty(x.shape[::-1], dtype=x.dtype, device=device) for x in matrices]
-    for n in range(0, len(matrices), _MOST):
-        _launch(matrices[n : n + _MOST], outs[n : n + _MOST])
+    for n in range(0, len(matrices), MOST):
+        _launch(matrices[n : n + MOST], outs[n : n + MOST])
     return outs
 
 
