@@ -5,7 +5,7 @@ shard. What is made here waits in the weights' caches; where it is missing or no
 gather casts its shard itself.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from fp8_dist.torch_internals import (
     fsdp_modules_with_extensions,
     is_captured,
 )
+
+LARGEST_BUFFER = 2**30  # bytes
 
 
 def cast_shards(module: nn.Module, layers: Iterable[Float8Linear]) -> None:
@@ -47,7 +49,8 @@ def cast_shards(module: nn.Module, layers: Iterable[Float8Linear]) -> None:
         (cast,), shard = layer.config.casts("weight"), layer.float8_weight.shard()
         alike.setdefault((cast, shard.dtype, shard.device), []).append(layer)
     for same in alike.values():
-        _cast_alike(same)
+        for part in _parts(same):
+            _cast_alike(part)
 
 
 def _keeps_cast(layer: Float8Linear) -> bool:
@@ -61,6 +64,20 @@ def _keeps_cast(layer: Float8Linear) -> bool:
         and not is_captured(shard)
         and all(cast.granularity in (TENSOR, ROW) for cast in casts)
     )
+
+
+def _parts(layers: list[Float8Linear]) -> Iterator[list[Float8Linear]]:
+    """Layers whose casts share a buffer. It lives as long as any of them, so it has a limit."""
+    part: list[Float8Linear] = []
+    size = 0
+    for layer in layers:
+        bytes_ = layer.float8_weight.shard().numel()
+        if part and size + bytes_ > LARGEST_BUFFER:
+            yield part
+            part, size = [], 0
+        part.append(layer)
+        size += bytes_
+    yield part
 
 
 @torch.inference_mode(False)

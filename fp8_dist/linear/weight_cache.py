@@ -32,7 +32,7 @@ copy, and the scale unless it was precomputed. Every change, noticed or not, mus
 ranks: a rank that drops its scales alone waits alone for the all-reduce of new ones.
 
 All of it depends on the sequence of calls alone, which is the same on all ranks, so ranks agree
-about which of them need a collective. Nothing here runs inside a compiled graph.
+about which of them need a collective. A compiled graph asks when it runs, by an operator.
 """
 
 from collections.abc import Callable

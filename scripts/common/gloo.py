@@ -9,6 +9,7 @@ collectives. torch offers no option for the number of threads of the groups that
 meshes, so that its constructor is replaced here. NCCL has no such threads.
 """
 
+import os
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -22,7 +23,11 @@ class _OneThread(dist.ProcessGroupGloo):
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._threads = 1
         options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        gloo = dist.ProcessGroupGloo
+        options._devices = [gloo.create_device(interface=name) for name in names] or [
+            gloo.create_default_device()
+        ]
         super().__init__(store, rank, size, options)  # type: ignore[arg-type]
 
 

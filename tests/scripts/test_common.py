@@ -114,6 +114,12 @@ def test_gloo_runs_the_collectives_of_a_group_one_by_one(ranks: RankPools) -> No
     assert run_on_ranks(1, gloo_threads) == ranks(1).run(gloo_threads) == [{1}]
 
 
+def test_gloo_takes_the_interface_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    with pytest.raises(ProcessRaisedException, match="no_such_interface"):
+        run_on_ranks(1, gloo_threads)
+
+
 def rank_that_aborts_at_its_end() -> tuple[int, int]:
     atexit.register(os.abort)
     return dist.get_rank(), torch.get_num_threads()
