@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.module import Float8Linear, other_users
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -164,15 +164,7 @@ def _check_shared_weights(
     """Refuse a float8 gather of a weight that is shared with an unconverted module."""
     if not config.fsdp_float8_all_gather:
         return
-    float8_weights = {id(layer.weight): fqn for fqn, layer in chosen.items()}
-    layers = set(chosen.values())
-    shared = [
-        f"{float8_weights[id(parameter)]}.weight is also {fqn + '.' if fqn else ''}{name}"
-        for fqn, other in module.named_modules()
-        if other not in layers
-        for name, parameter in other.named_parameters(recurse=False)
-        if id(parameter) in float8_weights
-    ]
+    shared = other_users(module, chosen)
     if shared:
         raise ValueError(
             "convert_to_float8_training: enable_fsdp_float8_all_gather="

@@ -9,6 +9,15 @@ from typing import Any
 
 from torch import nn
 
+# Names that wrappers give the module that they wrap.
+_WRAPPED = {
+    "module",
+    "model",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+}
+
 
 class HeadFilter:
     """A ``module_filter_fn`` that knows heads; see :func:`skip_head`."""
@@ -32,8 +41,10 @@ def skip_head(model: nn.Module | None = None) -> HeadFilter:
 
     * what ``get_output_embeddings()`` of the model, or of a model within it, returns, as in
       transformers;
-    * layers with the name ``lm_head``, or within a module of this name, and layers with the name
-      ``output``: not in a numbered block, as ``layers.3.attention.output`` is.
+    * layers with the name ``lm_head``, or within a module of this name;
+    * the layer ``output`` of the model itself. A layer ``output`` of a module within it, such
+      as ``attention.output``, is not the head. (Names that wrappers give are ignored: ``module``,
+      ``model``, ``_orig_mod``, ``_fsdp_wrapped_module`` and ``_checkpoint_wrapped_module``.)
 
     ::
 
@@ -71,6 +82,5 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_name_of_head(fqn: str) -> bool:
-    parts = fqn.split(".")
-    in_block = any(part.isdigit() for part in parts)
-    return not in_block and (parts[-1] == "output" or "lm_head" in parts)
+    parts = [part for part in fqn.split(".") if part not in _WRAPPED]
+    return "lm_head" in parts or parts == ["output"]

@@ -12,8 +12,13 @@ from torch.nn.parameter import is_lazy
 from fp8_dist.convert import skip_reason
 from fp8_dist.linear.module import Float8Linear
 
-# What modules, and transformers' configs, call the number of experts that a token visits.
-_EXPERTS_PER_TOKEN = ("top_k", "num_experts_per_tok", "experts_per_token")
+# What transformers' configs call the number of experts that a token visits. (Their ``top_k`` is an
+# option of sampling.)
+_EXPERTS_IN_CONFIG = ("num_experts_per_tok", "experts_per_token")
+# What modules call it.
+_EXPERTS_IN_MODULE = ("top_k", *_EXPERTS_IN_CONFIG)
+# Modules that multiply by each of their 2-D parameters, once per token.
+_PRODUCTS = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 # Modules whose parameters are looked up, or multiplied more than once per token.
 _NO_PRODUCTS = (
     nn.Embedding,
@@ -29,7 +34,7 @@ _NO_PRODUCTS = (
 
 @dataclass(frozen=True)
 class WeightSummary:
-    """A weight that the model multiplies by.
+    """A weight that the model multiplies by, or may multiply by.
 
     Attributes:
         name: the FQN of the linear layer, or of the parameter if no nn.Linear owns it.
@@ -38,7 +43,8 @@ class WeightSummary:
         reason: why it does not; empty if it does.
         parameters: elements of the weight; 0 if a layer above shares it.
         flops: of its product in the forward, per token: 2 per multiplication. (For experts those
-            that a token visits, or all, if their number is not found. The reason says it.)
+            that a token visits, or all, if their number is not found. 0 for a 2-D parameter that
+            may be a table. The reason says it.)
     """
 
     name: str
@@ -54,7 +60,7 @@ class ConversionSummary:
     """What :func:`conversion_summary` found; ``str()`` of it is a table.
 
     Attributes:
-        rows: every weight that the model multiplies by, in the model's order.
+        rows: every weight that the model multiplies by, or may multiply by, in its order.
         parameters: of the model, shared ones counted once.
     """
 
@@ -125,7 +131,8 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
     Call it after ``convert_to_float8_training``, before or after the model is distributed. Besides
     linear layers it lists parameters that modules multiply by without an nn.Linear, which no
     conversion reaches: 3-D parameters of experts, and matrices such as those of
-    nn.MultiheadAttention. ::
+    nn.MultiheadAttention. A 2-D parameter of another module may be a table, of positions for
+    instance, and counts no FLOPs. ::
 
         print(conversion_summary(model))
 
@@ -168,16 +175,17 @@ def _row_of_parameter(
     name: str, parameter: torch.Tensor, modules: dict[str, nn.Module], counted: set[int]
 ) -> WeightSummary:
     owner = modules[name.rpartition(".")[0]]
-    reason, flops = (
-        f"no nn.Linear, but a parameter of {type(owner).__name__}",
-        2 * parameter.numel(),
-    )
+    reason = f"no nn.Linear, but a parameter of {type(owner).__name__}"
+    flops = 2 * parameter.numel()
     if parameter.ndim == 3:
         experts = parameter.shape[0]
         visited = _experts_per_token(name, modules, experts)
         reason = f"no nn.Linear, but a 3-D parameter of {experts} experts"
         reason += f" ({visited} per token)" if visited else " (FLOPs of all)"
         flops = flops // experts * (visited or experts)
+    elif not isinstance(owner, _PRODUCTS):
+        reason += " (may be a table or a matrix; not counted in FLOPs)"
+        flops = 0
     shape = tuple(parameter.shape)
     return WeightSummary(name, shape, False, reason, _count([parameter], counted), flops)
 
@@ -187,8 +195,11 @@ def _experts_per_token(name: str, modules: dict[str, nn.Module], experts: int) -
     owner = name.rpartition(".")[0]
     parent = modules[owner.rpartition(".")[0]]
     config = getattr(modules[""], "config", None)
-    for place in (modules[owner], parent, *parent.children(), config):
-        for attribute in _EXPERTS_PER_TOKEN:
+    places = [
+        (module, _EXPERTS_IN_MODULE) for module in (modules[owner], parent, *parent.children())
+    ]
+    for place, attributes in (*places, (config, _EXPERTS_IN_CONFIG)):
+        for attribute in attributes:
             found = getattr(place, attribute, None)
             if isinstance(found, int) and 0 < found <= experts:
                 return found

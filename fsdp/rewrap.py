@@ -4,7 +4,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
-from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.module import Float8Linear, float8_layers, other_users
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import fsdp_parameter_uses, set_dtensor_local
@@ -31,9 +31,10 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
     Collectives: none.
 
     Raises:
-        ValueError: ``module`` has no converted layer; or FSDP2 manages a weight and can't gather it
-            in another way any more, because ``fully_shard`` found it without the type, or has
-            gathered it since. Nothing has been changed then.
+        ValueError: ``module`` has no converted layer; a module that is not wrapped shares a weight
+            that is; or FSDP2 manages a weight and can't gather it in another way any more, because
+            ``fully_shard`` found it without the type, or has gathered it since. Nothing has been
+            changed then.
     """
     layers = float8_layers(module)
     if not layers:
@@ -42,6 +43,7 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
             "convert_to_float8_training first"
         )
     lost = {name or layer.fqn: layer for name, layer in layers.items() if _lost_type(layer)}
+    _check_shared_weights(module, lost)
     _check_fsdp(lost)
     new: dict[int, nn.Parameter] = {}
     for layer in lost.values():
@@ -68,6 +70,16 @@ def _rewrap(layer: Float8Linear, new: dict[int, nn.Parameter]) -> None:
         new[id(old)].__dict__.update(old.__dict__)
         new[id(old)].grad = old.grad
     layer.weight = new[id(old)]
+
+
+def _check_shared_weights(module: nn.Module, layers: dict[str, Float8Linear]) -> None:
+    """Refuse weights that other modules use as well, as the conversion does."""
+    if shared := other_users(module, layers):
+        raise ValueError(
+            "rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but "
+            f"{'; '.join(shared)}. Leave these layers unconverted (convert_to_float8_training's "
+            "module_filter_fn), or untie them"
+        )
 
 
 def _check_fsdp(layers: dict[str, Float8Linear]) -> None:

@@ -55,7 +55,11 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 f"the plan's entry {pattern!r} is {style!r}, not a parallel style: give an "
                 f"instance, such as ColwiseParallel()"
             )
-    matches = {pattern: dict(_matches(model, pattern)) for pattern in plan}
+    # By the first name of each module: torch knows no other.
+    names = {module: name for name, module in model.named_modules()}
+    matches = {
+        pattern: {names[module]: module for module in _matches(model, pattern)} for pattern in plan
+    }
     # By name: for a pattern, torch warns about every module on the way that it does not match.
     resolved = {name: plan[pattern] for pattern in plan for name in matches[pattern]}
     ties = find_ties(model)
@@ -70,15 +74,15 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     return model
 
 
-def _matches(module: nn.Module, pattern: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of each module that ``parallelize_module`` applies an entry to."""
+def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
+    """The modules with a name that an entry matches. A module may have several names."""
     if not pattern:
-        yield prefix, module
+        yield module
         return
     token, _, rest = pattern.partition(".")
-    for name, child in module.named_children():
-        if fnmatch(name, token):
-            yield from _matches(child, rest, f"{prefix}.{name}" if prefix else name)
+    for name, child in module._modules.items():
+        if child is not None and fnmatch(name, token):
+            yield from _matches(child, rest)
 
 
 def _offenders(

@@ -1,6 +1,7 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
@@ -246,3 +247,16 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
     name is empty.
     """
     return {n: m for n, m in module.named_modules() if isinstance(m, Float8Linear)}
+
+
+def other_users(module: nn.Module, layers: Mapping[str, nn.Linear]) -> list[str]:
+    """Which other modules in ``module`` hold the weights of ``layers`` too, a phrase each."""
+    names = {id(layer.weight): name for name, layer in layers.items()}
+    known = set(layers.values())
+    return [
+        f"{names[id(parameter)]}.weight is also {fqn + '.' if fqn else ''}{name}"
+        for fqn, other in module.named_modules()
+        if other not in known
+        for name, parameter in other.named_parameters(recurse=False)
+        if id(parameter) in names
+    ]

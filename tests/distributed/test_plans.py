@@ -277,6 +277,27 @@ layers.1.feed_forward.w3.weight""",
     )
 
 
+def several_names() -> nn.Module:
+    """A module whose layer ``a`` is also ``b`` and ``inner.c``."""
+    model = nn.Module()
+    model.a = nn.Linear(16, 16)
+    model.b = model.a
+    model.inner = nn.ModuleDict({"c": model.a})
+    return model
+
+
+@pytest.mark.parametrize("name", ["a", "b", "inner.c", "[ab]"])
+def test_a_module_with_several_names_has_all_of_them(fake_world: DeviceMesh, name: str) -> None:
+    model = apply_tp_plan(several_names(), fake_world["tp"], {name: ColwiseParallel()})
+    assert model.b.weight.placements == (Shard(0),)
+
+
+def test_entries_for_several_names_of_a_module_are_refused(fake_world: DeviceMesh) -> None:
+    plan = {"a": ColwiseParallel(), "inner.c": RowwiseParallel()}
+    text = raised(ValueError, lambda: apply_tp_plan(several_names(), fake_world["tp"], plan))
+    assert "'a' is matched by two entries, 'a' and 'inner.c'" in text
+
+
 def logits_loss_gradients(
     model: Llama, length: int, vocabulary_sharded: bool = False
 ) -> dict[str, torch.Tensor]:

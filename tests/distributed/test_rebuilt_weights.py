@@ -301,6 +301,21 @@ def test_rewrapping_keeps_ties_gradients_and_attributes() -> None:
     assert same_bits(first.weight.grad, torch.ones(96, 64))
 
 
+def test_rewrapping_a_weight_that_an_embedding_shares_is_refused() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(32, 16), "head": nn.Linear(16, 32, bias=False)})
+    model["other"] = nn.Linear(16, 16)
+    convert_to_float8_training(model, config=GATHERED)
+    rebuild(model)
+    model["head"].weight = model["words"].weight
+    before = dict(model.named_parameters(remove_duplicate=False))
+    assert_expected_inline(
+        raised(ValueError, lambda: rewrap_float8_weights(model)),
+        """rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but head.weight is also words.weight. Leave these layers unconverted (convert_to_float8_training's module_filter_fn), or untie them""",
+    )
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(after[name] is parameter for name, parameter in before.items())
+
+
 def test_rewrapping_leaves_other_layers_alone() -> None:
     plain = convert_to_float8_training(Net())
     assert rewrap_float8_weights(plain) == []

@@ -41,10 +41,13 @@ def nested(*names: str) -> nn.Module:
         "_orig_mod.output",  # torch.compile
         "language_model.lm_head",
         "lm_head.decoder",  # RoBERTa
+        "1.lm_head",  # nn.Sequential(body, nn.ModuleDict({"lm_head": ...}))
+        "module.model.output",
+        "_fsdp_wrapped_module._checkpoint_wrapped_module.output",
     ],
 )
 def test_heads_by_their_names(head: str, with_model: bool) -> None:
-    others = ["layers.0.attention.output", "layers.1.lm_head", "layers.0.output.dense", "outputs"]
+    others = ["layers.0.attention.output", "layers.0.output.dense", "outputs", "attention.output"]
     assert skipped(nested(head, *others), with_model) == {head}
 
 

@@ -63,9 +63,9 @@ conversion_summary: 2 of 9 weights in float8, 3.6% of 56,256 parameters, 7.1% of
 FLOPs: of products with weights, without attention's own products and convolutions
   weight                             shape                 parameters  FLOPs  reason
   layers.*.q_proj (2)                32 x 32       float8        3.6%   7.1%
-  layers.*.gate.weight (2)           4 x 32        skip          0.5%   0.9%  no nn.Linear, but a parameter of Router
-  layers.*.experts.gate_up_proj (2)  4 x 128 x 32  skip         58.2%  56.6%  no nn.Linear, but a 3-D parameter of 4 experts (2 per token)
-  layers.*.experts.down_proj (2)     4 x 32 x 64   skip         29.1%  28.3%  no nn.Linear, but a 3-D parameter of 4 experts (2 per token)
+  layers.*.gate.weight (2)           4 x 32        skip          0.5%   0.0%  no nn.Linear, but a parameter of Router (may be a table or a matrix; not counted in FLOPs)
+  layers.*.experts.gate_up_proj (2)  4 x 128 x 32  skip         58.2%  57.1%  no nn.Linear, but a 3-D parameter of 4 experts (2 per token)
+  layers.*.experts.down_proj (2)     4 x 32 x 64   skip         29.1%  28.6%  no nn.Linear, but a 3-D parameter of 4 experts (2 per token)
   lm_head                            64 x 32       skip          3.6%   7.1%  skip_head: it is the model's head
   (embeddings, norms, biases, ...)                               4.9%""",
     )
@@ -79,8 +79,8 @@ def test_the_data() -> None:
     assert [row.name for row in summary.converted] == ["layers.0.q_proj", "layers.1.q_proj"]
     assert summary.parameters == sum(p.numel() for p in model.parameters())
     assert summary.parameter_share == weights / summary.parameters
-    # Per token and layer: the router, and two of four experts.
-    others = 2 * (4 * 32 + 2 * (128 * 32 + 32 * 64)) + 64 * 32
+    # Per token and layer two of four experts. (The router's weight might be a table.)
+    others = 2 * 2 * (128 * 32 + 32 * 64) + 64 * 32
     assert summary.flop_share == pytest.approx(weights / (weights + others))
     assert len(summary.rows) == len(summary.converted) + len(summary.skipped)
     rows = {row.name: row for row in summary.rows}
@@ -103,6 +103,27 @@ def test_experts_per_token_from_the_config_or_not_at_all() -> None:
         2 * 2 * 32 * 16,
         "no nn.Linear, but a 3-D parameter of 8 experts (2 per token)",
     )
+
+
+def test_an_option_of_sampling_is_no_number_of_experts() -> None:
+    model = nn.Sequential(Experts(64, 16, 16))
+    model.config = SimpleNamespace(top_k=50)
+    assert conversion_summary(model).rows[0].reason.endswith("(FLOPs of all)")
+    model.config.num_experts_per_tok = 2
+    assert conversion_summary(model).rows[0].reason.endswith("(2 per token)")
+
+
+def test_a_table_counts_no_flops() -> None:
+    model = nn.Module()
+    model.pos_embed = nn.Parameter(torch.zeros(1024, 16))
+    model.linear = nn.Linear(16, 16)
+    model.rnn = nn.LSTMCell(16, 16, bias=False)
+    rows = {row.name: row for row in conversion_summary(model).rows}
+    assert (rows["pos_embed"].flops, rows["pos_embed"].parameters) == (0, 1024 * 16)
+    assert rows["pos_embed"].reason == (
+        "no nn.Linear, but a parameter of Module (may be a table or a matrix; not counted in FLOPs)"
+    )
+    assert rows["rnn.weight_hh"].flops == 2 * 64 * 16
 
 
 class OwnForward(nn.Linear):
