@@ -21,6 +21,13 @@ SHAPE = (16, 32, 48)
 with_torchao = pytest.mark.skipif(not TORCHAO, reason="torchao is not installed")
 
 
+@pytest.fixture(autouse=True)
+def without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The targets of CPUs without AMX, on all CPUs."""
+    monkeypatch.setattr(linear, "MOST_OF_BF16", 2.0)
+    monkeypatch.setattr(linear, "LEAST_OF_TORCHAO", {SPEED: 3.0, OVERHEAD: 2.0})
+
+
 def test_a_run(ranks: RankPools) -> None:
     args = Namespace(device="cpu", repeat=1, clock="wall")
     (on_dtensors,) = ranks(1).run(linear.measure_dtensors, SHAPE, args)
