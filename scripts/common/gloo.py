@@ -1,8 +1,8 @@
 """Process groups of gloo that run one collective at a time.
 
-By default each group has two threads that run its collectives. In torch 2.11 to 2.13 both write the
-name of what they completed into one string of the group, without a lock (``lastCompletedWorkName``
-in ``ProcessGroupGloo::runLoop``). Where two collectives of a group end at the same moment, one
+By default each group has two threads that run its collectives. In torch 2.13 both write the name of
+what they completed into one string of the group, without a lock (``lastCompletedWorkName`` in
+``ProcessGroupGloo::runLoop``). Where two collectives of a group end at the same moment, one
 thread may free the characters that the other writes: the heap is damaged, and the process dies a
 little later. It was seen in 3 of 33 trainings on 4 ranks, with FSDP2 x TP and overlapping
 collectives. torch offers no option for the number of threads of the groups that it makes for
