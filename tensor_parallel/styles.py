@@ -36,8 +36,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     Collectives: forward: an all-gather of the input, if it is sharded and was not gathered before;
     backward: a reduce-scatter (or all-reduce) of grad_input in high precision; and the amax
     all-reduces of the recipe. In ``tensorwise`` gathers take 1 byte per element, and amaxes are
-    4 bytes for a sharded input and for grad_output, reduced at once for layers that share an input
-    cast by :class:`PrepareFloat8ModuleInput`; ``delayed`` reduces none; ``rowwise_folded``
+    4 bytes for a sharded input and for grad_output; ``delayed`` reduces none; ``rowwise_folded``
     gathers 4 bytes more per row and reduces 8 per row of grad_output; ``rowwise`` and
     ``rowwise_with_gw_hp`` gather in high precision. (docs/communication.md counts.)
     """
