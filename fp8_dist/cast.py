@@ -205,10 +205,12 @@ def copies_over(
     axes: tuple[int, ...] | None = None,
     *,
     local: torch.Tensor | None = None,
+    known_amax: torch.Tensor | None = None,
 ) -> tuple[Scalings, Copies]:
     """Float8 copies of the local part of a tensor, and the scaling for each cast among them.
 
-    Arguments and collectives as those of :func:`scaling_over`, for each cast.
+    Arguments and collectives as those of :func:`scaling_over`, for each cast. ``known_amax``:
+    the :func:`global_amax` for the one cast (one scale per tensor) of all copies, if it is known.
     """
     x = local_tensor(tensor) if local is None else local
     casts, in_one_pass, of, transposed = _planned(copies)
@@ -231,10 +233,12 @@ def copies_over(
     else:
         if len(casts) > 1:
             values = amaxes(x, [cast.granularity.name for cast in casts])
+        elif known_amax is not None:
+            values = [known_amax]
         else:
             values = [local_amax(x, first.granularity)]
-        if reduces:
-            values = [global_amax(values[0], tensor, first.granularity, axes)]
+            if reduces:
+                values = [global_amax(values[0], tensor, first.granularity, axes)]
         flat = cast_copies(x, values, first.dtype, round_scales_to_power_of_2, of, transposed)
     n = 2 * len(casts)
     scalings = {cast: (flat[2 * i], flat[2 * i + 1]) for i, cast in enumerate(casts)}

@@ -42,6 +42,11 @@ try:
     StridedShard = _StridedShard
     resolve_process_group: Any = _resolve_process_group
     root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
+    # The place of a Function's autograd node in the order in which nodes were made.
+    _node: Any = torch._C._FunctionBase
+    sequence_number: Callable[[Any], int] = _node._sequence_nr
+    set_sequence_number: Callable[[Any, int], None] = _node._set_sequence_nr
+    make_node: Callable[[], Any] = torch._C._functions.UndefinedGrad
     without_dispatch_modes = _disable_current_modes
     _current_graph_task_id = torch._C._current_graph_task_id
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack

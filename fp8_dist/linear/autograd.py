@@ -18,20 +18,32 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.config import CastSpec, Gemm
-from fp8_dist.granularity import Granularity
+from fp8_dist.granularity import TENSOR, Granularity
 from fp8_dist.kernels import quantize_after, scaled_mm
+from fp8_dist.linear.gradient_amax import GradientAmax, Siblings
 from fp8_dist.linear.once import Gradients, differentiable_once
 from fp8_dist.linear.operands import (
     LinearSpec,
     Local,
     WeightCasts,
+    find_gradient_amax,
     prepare_gradients,
     prepare_operand,
     redistributed,
     wait_local,
 )
+from fp8_dist.linear.prepared_input import siblings_of
 from fp8_dist.linear.recording import note_gemm
-from fp8_dist.mesh import Layout, LinearLayouts, Placements, linear_layouts, local_tensor, reduced
+from fp8_dist.mesh import (
+    Layout,
+    LinearLayouts,
+    Placements,
+    linear_layouts,
+    local_tensor,
+    normalized,
+    reduced,
+    with_local,
+)
 from fp8_dist.tensor import Quantized
 
 
@@ -65,11 +77,50 @@ def float8_linear(
     # Compiled code has one function for all. Dynamo assumes that the gradient of an output has the
     # output's placements; between the two functions it has those of the final output.
     in_two = isinstance(input, DTensor) and not torch.compiler.is_compiling()
-    first_bias = None if in_two else bias
     flat = (first_qdata, first_scale, second_qdata, second_scale, multiplier, scale)
-    output = _LinearFunction.apply(input, weight, first_bias, spec, in_two, *flat)
-    finished = bias is None and spec.output_placements in (None, getattr(output, "placements", ()))
-    return _FinishOutput.apply(output, bias, spec) if in_two and not finished else output
+    if not in_two:
+        return _LinearFunction.apply(input, weight, bias, spec, False, *flat)
+    if spec.output_placements is not None:
+        placements = normalized(spec.output_placements, input.ndim)
+        spec = spec._replace(output_placements=placements)
+    output = _LinearFunction.apply(input, weight, None, spec, True, *flat)
+    amax = _gradient_amax(input, output, bias, spec) if output.requires_grad else None
+    if amax is None and bias is None and spec.output_placements in (None, output.placements):
+        return output
+    return _FinishOutput.apply(output, bias, spec, amax)
+
+
+def _gradient_amax(
+    input: torch.Tensor, output: torch.Tensor, bias: torch.Tensor | None, spec: LinearSpec
+) -> GradientAmax | None:
+    """The amax of the output gradient, if it is to be found ahead of the GEMMs.
+
+    It is where it can be reduced together with those of other layers, or while the bias's gradient
+    is computed.
+    """
+    cast = spec.config.gather_cast("grad_output")
+    if cast is None or cast.delayed or cast.granularity is not TENSOR:
+        return None
+    gemms: Any = output.grad_fn
+    layouts: LinearLayouts = gemms.layouts
+    siblings = None
+    if not _moves(gemms, spec):
+        if spec.config.amax_scope == "rank":
+            return None  # nothing is reduced
+        siblings = siblings_of(input)
+    if siblings is None and bias is not None and bias.requires_grad:
+        siblings = Siblings()
+    if siblings is None:
+        return None
+    gemms.amax = GradientAmax(siblings, layouts.grad_output, gemms)
+    return gemms.amax
+
+
+def _moves(gemms: Any, spec: LinearSpec) -> bool:
+    """Whether the input was moved for the GEMMs of a call, or its output gradient will be."""
+    layouts: LinearLayouts = gemms.layouts
+    outside = spec.output_placements or layouts.output
+    return gemms.x_layout.placements != layouts.input or outside != layouts.grad_output
 
 
 def _gemm(
@@ -150,6 +201,7 @@ class _LinearFunction(torch.autograd.Function):
         output = _unflattened(_gemm(left, w, "output", spec, input.dtype), left)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
+        ctx.amax = None
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         multiplier = recast_multiplier if needs_input else None
         uses_cast = needs_input and multiplier is None
@@ -194,7 +246,7 @@ class _LinearFunction(torch.autograd.Function):
             grouped = cast.granularity.grouped(local)
             qdata = quantize_after(grouped, multiplier, cast.dtype, local_tensor(grad))
             w = Quantized(qdata.view(local.shape), w_scale, cast.granularity)
-        operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
+        operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec, ctx.amax)
         grad_input = grad_weight = None
         if needs_input:
             left, right = operands["grad_input"]
@@ -236,6 +288,8 @@ def _unflat(data: Any, scale: Any, granularity: Granularity | None) -> Any:
 class _FinishOutput(torch.autograd.Function):
     """The bias, and the reduction or move to ``spec.output_placements``, of a DTensor output.
 
+    Its backward finds the amax of the gradient (``amax``, see :mod:`.gradient_amax`).
+
     It is a function of its own because it saves nothing for backward. Full activation checkpointing
     ends a recomputation as soon as the last tensor is saved. A reduction issued by the function
     that saves tensors would be repeated, and its result dropped without being waited for.
@@ -246,20 +300,29 @@ class _FinishOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: DTensor, bias: torch.Tensor | None, spec: LinearSpec
+        ctx: Any,
+        output: DTensor,
+        bias: torch.Tensor | None,
+        spec: LinearSpec,
+        amax: GradientAmax | None,
     ) -> torch.Tensor:
-        ctx.spec, ctx.bias_layout = spec, Layout.of(bias)
+        ctx.spec, ctx.bias_layout, ctx.amax = spec, Layout.of(bias), amax
         ctx.set_materialize_grads(False)
-        return _finished(output, bias, spec.output_placements)
+        finished = _finished(output, bias, spec.output_placements)
+        # (Autograd would make a view of an input that is returned, through DTensor's dispatch.)
+        return with_local(output, local_tensor(output)) if finished is output else finished
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
         if grad is None:
-            return None, None, None
+            return None, None, None, None
         grad = reduced(grad)
+        if ctx.amax is not None and ctx.needs_input_grad[0]:
+            find_gradient_amax(grad, ctx.spec, ctx.amax)
+        # This hides the all-reduce of the amax, if that has started.
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if ctx.needs_input_grad[1] else None
-        return grad, grad_bias, None
+        return grad, grad_bias, None, None
 
 
 def _finished(

@@ -15,6 +15,7 @@ from fp8_dist.cast import Copies, as_float8_of, copies_over
 from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig, Gemm, Operand
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.linear.gradient_amax import GradientAmax
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
 from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
@@ -132,12 +133,14 @@ def prepare_operand(
     gemms: tuple[Gemm, ...],
     placements: Placements | None,
     spec: LinearSpec,
+    amax: GradientAmax | None = None,
 ) -> Operands:
     """Cast an operand for the given GEMMs, and bring it to ``placements``, by its plan.
 
     Args:
         tensor: ``[..., K]``, in high precision or cast already; no Partial placements.
         placements: where the GEMMs need a DTensor.
+        amax: that of ``tensor``, if it was found ahead.
     """
     if isinstance(local_tensor(tensor), Float8Tensor):
         return dict.fromkeys(gemms, _moved(tensor, placements))
@@ -147,12 +150,12 @@ def prepare_operand(
     plan = _plan_of(tensor, operand, casts, placements, spec)
     if plan.first_cast is not None and plan.moves:
         copy = CopySpec(plan.first_cast)
-        quantized = _copies(tensor, operand, (copy,), spec, plan.amax_axes)[copy]
+        quantized = _copies(tensor, operand, (copy,), spec, plan.amax_axes, amax)[copy]
         return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
     high = local_tensor(tensor)
     if plan.moves:
         high, tensor = _moved_in_high_precision(tensor, placements)
-    return _cast_here(tensor, operand, gemms, spec, plan.amax_axes, high)
+    return _cast_here(tensor, operand, gemms, spec, plan.amax_axes, high, amax)
 
 
 def _cast_here(
@@ -162,11 +165,12 @@ def _cast_here(
     spec: LinearSpec,
     axes: tuple[int, ...] | None,
     high: torch.Tensor,
+    amax: GradientAmax | None = None,
 ) -> Operands:
     """An operand, where it is, as the given GEMMs take it; ``high``: its local tensor."""
     by_gemm = spec.config.copies(operand, tensor.device)
     wanted = tuple(dict.fromkeys([by_gemm[gemm] for gemm in gemms if gemm in by_gemm]))
-    made = _copies(tensor, operand, wanted, spec, axes) if wanted else {}
+    made = _copies(tensor, operand, wanted, spec, axes, amax) if wanted else {}
     return {gemm: made[by_gemm[gemm]] if gemm in by_gemm else high for gemm in gemms}
 
 
@@ -176,6 +180,7 @@ def prepare_gradients(
     input: Local | None,
     weight: Local | None,
     spec: LinearSpec,
+    amax: GradientAmax | None = None,
 ) -> dict[Gemm, tuple[Local, Local]]:
     """The left and the right operand of each gradient GEMM.
 
@@ -184,13 +189,14 @@ def prepare_gradients(
         placements: where the GEMMs need a DTensor.
         input: the right operand of grad_weight; None: that GEMM is left out.
         weight: the right operand of grad_input; None: that GEMM is left out.
+        amax: that of ``grad``, if :func:`find_gradient_amax` was called.
     """
     both: dict[Gemm, Local | None] = {"grad_input": weight, "grad_weight": input}
     right = {gemm: x for gemm, x in both.items() if x is not None}
     gemms = tuple(right)
     folds = {gemm: x for gemm, x in right.items() if isinstance(x, Quantized)}
     if not (spec.config.fold_row_scales and folds):
-        left = prepare_operand(grad, "grad_output", gemms, placements, spec)
+        left = prepare_operand(grad, "grad_output", gemms, placements, spec, amax)
         return {gemm: (left[gemm], right[gemm]) for gemm in gemms}
     cast = spec.config.cast("grad_output", next(iter(folds)))
     assert cast is not None
@@ -207,12 +213,20 @@ def prepare_gradients(
     return operands | folded_gradients(grad, cast, placements, w, x, axes, transposed)
 
 
+def find_gradient_amax(grad: torch.Tensor, spec: LinearSpec, amax: GradientAmax) -> None:
+    """Find the amax by which :func:`prepare_gradients` will cast ``grad``, a DTensor."""
+    gemms: tuple[Gemm, ...] = ("grad_input", "grad_weight")
+    casts = tuple(spec.config.cast("grad_output", gemm) for gemm in gemms)
+    amax.find(grad, _plan_of(grad, "grad_output", casts, amax.placements, spec).amax_axes)
+
+
 def _copies(
     tensor: torch.Tensor,
     operand: Operand,
     copies: tuple[CopySpec, ...],
     spec: LinearSpec,
     axes: tuple[int, ...] | None,
+    amax: GradientAmax | None = None,
 ) -> Copies:
     """The local part of an operand in float8, where the operand is."""
     cast = copies[0].cast
@@ -221,7 +235,8 @@ def _copies(
         return spec.histories[operand].copies_of(tensor, copies, record)
     power_of_2 = spec.config.round_scales_to_power_of_2
     if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
-        return copies_over(tensor, copies, power_of_2, axes)[1]
+        known_amax = None if amax is None else amax.take()
+        return copies_over(tensor, copies, power_of_2, axes, known_amax=known_amax)[1]
     key = cast_key(tensor, (copies, power_of_2))
     known = last_cast(tensor, key)
     if known is None:

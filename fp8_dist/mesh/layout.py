@@ -42,6 +42,11 @@ def sharded_dim(placement: Placement, ndim: int) -> int | None:
     return placement.dim % ndim if isinstance(placement, (Shard, StridedShard)) else None
 
 
+def normalized(placements: Placements, ndim: int) -> Placements:
+    """Placements of a tensor with the dims of shards counted from its first one."""
+    return tuple(Shard(p.dim % ndim) if type(p) is Shard else p for p in placements)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's local tensor (waits for it where a collective is in flight), else ``tensor``."""
     local = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor

@@ -65,10 +65,11 @@ TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
 TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
 VARIANTS = (PLAIN, OURS, OURS_PRECOMPUTED, OURS_RANK, FOLDED, FOLDED_RANK, DELAYED, ROWWISE)
 # Under tensor parallelism, with scales of weights known: of 4 inputs (of attention, wo,
-# feed-forward, w2) and 7 output gradients; with amax_scope="rank" of what is gathered, the inputs
-# of the two blocks and the output gradients of wo and w2; with rowwise_folded of the inputs of wo
-# and w2 and the output gradients of the five column-parallel layers.
-AMAX_PER_LAYER = {OURS_PRECOMPUTED: 11, OURS_RANK: 4, FOLDED: 7, FOLDED_RANK: 0, DELAYED: 0}
+# feed-forward, w2) and the output gradients of their 7 layers, together for each input; with
+# amax_scope="rank" of what is gathered, the inputs of the two blocks and the output gradients of wo
+# and w2; with rowwise_folded of the inputs of wo and w2 and the output gradients of the five
+# column-parallel layers.
+AMAX_PER_LAYER = {OURS_PRECOMPUTED: 8, OURS_RANK: 4, FOLDED: 7, FOLDED_RANK: 0, DELAYED: 0}
 
 
 class Row(NamedTuple):

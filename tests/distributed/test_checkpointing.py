@@ -169,7 +169,7 @@ quantize                10        14        14
 scaled_mm               18        24        18
 all_gather               4         6         4
 reduce_scatter           4         4         4
-all_reduce              12        16        12""",
+all_reduce              10        14        10""",
     )
 
 
@@ -178,7 +178,7 @@ def test_full_checkpointing_gathers_float8_again(ranks: RankPools) -> None:
         kinds(ranks(2).run(results, 1, 2, "tensorwise", "full")[0][1]),
         """\
 op              axis  dtype          count  elements   bytes
-all_reduce      tp    int32             14        14      56
+all_reduce      tp    int32             12        14      56
 all_gather      tp    float8_e4m3fn      4     8,192   8,192
 reduce_scatter  tp    float32            4     8,192  32,768
 all_reduce      tp    float32            2       128     512

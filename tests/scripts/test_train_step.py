@@ -102,14 +102,14 @@ all_gather      dp     bfloat16           1    16,448   32,896
 reduce_scatter  tp     bfloat16          10    40,960   81,920
 all_gather      dp     float8_e4m3fn      4    73,728   73,728
 all_gather      dp     bfloat16           +       512    1,024
-all_reduce      tp     int32             22        22       88
+all_reduce      tp     int32             16        22       88
 all_gather      tp     float8_e4m3fn      4    16,384   16,384
 all_gather      tp     bfloat16           3    24,576   49,152
 all_gather      tp     float8_e5m2        4    16,384   16,384
 reduce_scatter  dp     float32            3    53,568  214,272
 all_reduce      dp     float32            1        21       84
 all_reduce      world  int32              1        14       56
-total                                    53            485,988
+total                                    47            485,988
   float8                                               106,496
   other                                                379,492""",
     )

@@ -1,0 +1,360 @@
+"""Amaxes of output gradients, reduced together: bits as if each was reduced alone, in any backward."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from nets import full
+from ranks import RankPools, device_mesh
+from reference import same_bits
+from torch.autograd.graph import GradientEdge
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.linear import autograd
+from fp8_dist.linear.recording import record_gemms
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    PrepareFloat8ModuleInput,
+    apply_tp_plan,
+)
+
+INT32 = torch.int32
+
+
+class Projections(nn.Module):
+    """Several layers that take one input; the second has a bias."""
+
+    def __init__(self, widths: tuple[int, ...], dim: int = 16) -> None:
+        super().__init__()
+        for i, width in enumerate(widths):
+            setattr(self, f"layer{i}", nn.Linear(dim, width, bias=i == 1))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(x) * (i + 1) for i, layer in enumerate(self.children())]
+
+
+def projections(tp: int, widths: tuple[int, ...]) -> Projections:
+    torch.manual_seed(0)
+    net = Projections(widths)
+    convert_to_float8_training(net, config=Float8LinearConfig(pad_inner_dim=True))
+    plan: dict[str, Any] = {name: Float8ColwiseParallel() for name, _ in net.named_children()}
+    prepare = PrepareFloat8ModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    )
+    root = nn.ModuleDict({"block": net})
+    named = {f"block.{name}": style for name, style in plan.items()}
+    apply_tp_plan(root, device_mesh(tp=tp), {"block": prepare, **named})
+    return net
+
+
+@contextmanager
+def one_by_one():  # type: ignore[no-untyped-def]
+    """No amax is found ahead of the GEMMs."""
+    found, autograd._gradient_amax = autograd._gradient_amax, lambda *_: None
+    try:
+        yield
+    finally:
+        autograd._gradient_amax = found
+
+
+Backward = Callable[[Projections, torch.Tensor], None]
+
+
+def every(net: Projections, x: torch.Tensor) -> None:
+    sum(y.square().sum() for y in net(x)).backward()
+
+
+def last_alone(net: Projections, x: torch.Tensor) -> None:
+    net(x)[-1].square().sum().backward()
+
+
+def first_alone_then_every(net: Projections, x: torch.Tensor) -> None:
+    outputs = net(x)
+    outputs[0].square().sum().backward(retain_graph=True)
+    sum(y.square().sum() for y in outputs).backward()
+
+
+def bias_alone_then_every(net: Projections, x: torch.Tensor) -> None:
+    outputs = net(x)
+    losses = [y.square().sum() for y in outputs]
+    torch.autograd.grad(losses[1], net.layer1.bias, retain_graph=True)  # type: ignore[union-attr]
+    sum(losses).backward()
+
+
+def one_after_another(net: Projections, x: torch.Tensor) -> None:
+    """Each output depends on the one before, so the gradients come one by one."""
+    outputs, total = net(x), torch.zeros(())
+    for y in outputs:
+        total = (total + 1).tanh() * y.square().sum()
+    total.backward()
+
+
+def checkpointed(net: Projections, x: torch.Tensor) -> None:
+    sum(y.square().sum() for y in checkpoint(net, x, use_reentrant=False)).backward()
+
+
+def checkpointed_reentrant(net: Projections, x: torch.Tensor) -> None:
+    outputs = checkpoint(lambda x: tuple(net(x)), x, use_reentrant=True)
+    sum(y.square().sum() for y in outputs).backward()
+
+
+def nan_in_one(net: Projections, x: torch.Tensor) -> None:
+    outputs = net(x)
+    losses = [y.square().sum() for y in outputs]
+    (losses[0] + losses[1] * math.nan + losses[-1]).backward()
+
+
+def frozen(net: Projections, x: torch.Tensor) -> None:
+    net.layer0.weight.requires_grad_(False)  # type: ignore[union-attr]
+    every(net, x)
+
+
+def twice(net: Projections, x: torch.Tensor) -> None:
+    """Two forwards before one backward."""
+    first, second = net(x), net(x * 2)
+    sum(y.square().sum() for y in (*first, *second)).backward()
+
+
+def gradients(
+    tp: int, backward: Backward, widths: tuple[int, ...], length: int
+) -> tuple[list[torch.Tensor], int]:
+    """Gradients and operands of the GEMMs, and the amax all-reduces of the backward."""
+    net = projections(tp, widths)
+    mesh = device_mesh(tp=tp)
+    precompute_float8_dynamic_scale(net)
+    # A DTensor knows the lengths of uneven shards.
+    x = distribute_tensor(torch.randn(2, length, 16), mesh, [Shard(1)]).requires_grad_()
+    with comm_audit(mesh) as audit, record_gemms() as gemms:
+        backward(net, x)
+    found = [full(p.grad) for p in net.parameters() if p.grad is not None]
+    multiplied = [
+        part
+        for gemm in gemms
+        for each in (gemm.a, gemm.b)
+        for part in (each.qdata.view(torch.uint8), each.scale)
+    ]
+    return [full(x.grad), *found, *multiplied], audit.count("all_reduce", dtype=INT32)
+
+
+def together_and_alone(
+    tp: int, backward: Backward, widths: tuple[int, ...], length: int
+) -> tuple[bool, int, int]:
+    """Whether all bits agree, and how many amaxes are reduced together and alone."""
+    torch.manual_seed(1)
+    ours, few = gradients(tp, backward, widths, length)
+    torch.manual_seed(1)
+    with one_by_one():
+        theirs, many = gradients(tp, backward, widths, length)
+    same = len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+    return same, few, many
+
+
+@pytest.mark.parametrize(
+    ("backward", "few", "many"),
+    [
+        # One of the all-reduces is the input's, and one more for each forward that runs again.
+        (every, 2, 4),
+        (last_alone, 2, 2),
+        (first_alone_then_every, 3, 5),
+        (bias_alone_then_every, 2, 4),
+        (one_after_another, 2, 4),
+        (checkpointed, 3, 5),
+        (checkpointed_reentrant, 3, 5),
+        (nan_in_one, 2, 4),
+        (frozen, 2, 4),
+        (twice, 4, 8),
+    ],
+)
+@pytest.mark.parametrize("tp", [2, 3])
+def test_as_if_each_was_reduced_alone(
+    ranks: RankPools, tp: int, backward: Backward, few: int, many: int
+) -> None:
+    # 7 positions and 12 or 24 columns: uneven shards.
+    found = ranks(tp).run(together_and_alone, tp, backward, (24, 12, 24), 7)
+    assert found == [(True, few, many)] * tp
+
+
+def test_ranks_without_columns_and_positions(ranks: RankPools) -> None:
+    found = ranks(4).run(together_and_alone, 4, every, (16, 3, 2), 3)
+    assert found == [(True, 2, 4)] * 4
+
+
+def test_many_siblings(ranks: RankPools) -> None:
+    found = ranks(2).run(together_and_alone, 2, every, (4,) * 20, 4)
+    assert found == [(True, 2, 21)] * 2
+
+
+def more_calls_than_layers(net: Projections, x: torch.Tensor) -> None:
+    net.forward = lambda x: [layer(x) for layer in net.children() for _ in range(3)]  # type: ignore[method-assign]
+    every(net, x)
+
+
+def test_a_layer_called_again(ranks: RankPools) -> None:
+    # The order in which gradients of the input are summed is undefined for the last ones.
+    found = ranks(2).run(gradients_alike, 2, more_calls_than_layers)
+    assert found == [(True, 2)] * 2
+
+
+def gradients_alike(tp: int, backward: Backward) -> tuple[bool, int]:
+    """Whether the gradients are close to those of amaxes that are reduced alone; all-reduces."""
+    torch.manual_seed(1)
+    (gx, *ours), few = gradients(tp, backward, (8, 8), 4)
+    torch.manual_seed(1)
+    with one_by_one():
+        (gx_alone, *theirs), _ = gradients(tp, backward, (8, 8), 4)
+    torch.testing.assert_close(gx, gx_alone)
+    return len(ours) == len(theirs), few
+
+
+def backward_with_more_nodes(rank: int) -> Backward:
+    """On rank 1 the graph has more nodes: on one output, and before the layers."""
+
+    def backward(net: Projections, x: torch.Tensor) -> None:
+        if rank == 1:
+            net.layer0.register_forward_hook(lambda m, a, y: (y * 2) / 2)
+            x = (x * 2) / 2
+        every(net, x)
+
+    return backward
+
+
+def gradients_with_more_nodes() -> tuple[bool, int, int]:
+    return together_and_alone(2, backward_with_more_nodes(dist.get_rank()), (24, 12, 24), 8)
+
+
+def test_ranks_whose_graphs_differ(ranks: RankPools) -> None:
+    assert ranks(2).run(gradients_with_more_nodes) == [(True, 2, 4)] * 2
+
+
+def forward_in_a_thread(rank: int) -> Backward:
+    """On rank 1 the forward runs in a new thread, where autograd counts nodes from 0."""
+
+    def backward(net: Projections, x: torch.Tensor) -> None:
+        with ThreadPoolExecutor() as pool:
+            outputs = pool.submit(net, x).result() if rank == 1 else net(x)
+        sum(y.square().sum() for y in outputs).backward()
+
+    return backward
+
+
+def gradients_with_a_thread() -> tuple[bool, int, int]:
+    return together_and_alone(2, forward_in_a_thread(dist.get_rank()), (24, 12, 24), 8)
+
+
+def test_a_rank_whose_forward_has_a_thread_of_its_own(ranks: RankPools) -> None:
+    # (What is counted in a thread is not seen from another.)
+    assert [same for same, *_ in ranks(2).run(gradients_with_a_thread)] == [True, True]
+
+
+def stopped_at_the_gemms(net: Projections, x: torch.Tensor) -> None:
+    """A backward that ends between the amaxes and the GEMMs of a layer; then a whole one."""
+    outputs = net(x)
+    loss = sum(y.square().sum() for y in outputs)
+    (gemms, _), *_ = outputs[0].grad_fn.next_functions[0][0].next_functions  # type: ignore[union-attr]
+    torch.autograd.grad(loss, [GradientEdge(gemms, 0)], retain_graph=True)
+    loss.backward()
+
+
+def test_a_backward_that_ends_before_the_gemms(ranks: RankPools) -> None:
+    found = ranks(2).run(together_and_alone, 2, stopped_at_the_gemms, (24, 12, 24), 8)
+    assert found == [(True, 2, 4)] * 2
+
+
+class Box:
+    """Holds a tensor where FSDP2 doesn't see it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Boxed(nn.Module):
+    """A module whose input comes in a box, beside a tensor that FSDP2 sees."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, box: Box, side: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = sum(self.inner(box.x))  # type: ignore[assignment]
+        return y.to_local() + side if isinstance(y, DTensor) else y + side
+
+
+class Outer(nn.Module):
+    def __init__(self, boxed: Boxed) -> None:
+        super().__init__()
+        self.boxed = boxed
+
+    def forward(self, x: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+        return self.boxed(Box(x), side)
+
+
+def fsdp_gradients(
+    prepared: str, units: tuple[str, ...], needs_gradient: bool
+) -> list[torch.Tensor]:
+    """Gradients of column-parallel layers under FSDP2 x TP.
+
+    Args:
+        prepared: the module whose input is cast.
+        units: the modules that FSDP2 shards, inner ones first.
+        needs_gradient: whether the input of the layers does.
+    """
+    torch.manual_seed(0)
+    mesh = device_mesh(dp=2, tp=2)
+    root = nn.ModuleDict({"outer": Outer(Boxed(Projections((16, 16, 16))))})
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(root, config=config)
+    inner = "outer.boxed.inner"
+    prepare = PrepareFloat8ModuleInput(
+        input_layouts=(Shard(1), None)[: 1 if prepared == inner else 2],
+        desired_input_layouts=(Replicate(), None)[: 1 if prepared == inner else 2],
+    )
+    columns = {f"{inner}.layer{i}": Float8ColwiseParallel() for i in range(3)}
+    apply_tp_plan(root, mesh["tp"], {prepared: prepare, **columns})
+    for name in units:
+        fully_shard(root.get_submodule(name), mesh=mesh["dp"])
+    torch.manual_seed(dist.get_rank() // 2)
+    x = torch.randn(2, 4, 16, requires_grad=needs_gradient)
+    side = torch.randn(2, 8, 8, requires_grad=True)
+    for _ in range(2):
+        precompute_float8_dynamic_scale(root)
+        root["outer"](x, side).square().sum().backward()
+    return [full(p.grad) for p in root.parameters()] + [side.grad]
+
+
+def fsdp_bits(*case: Any) -> bool:
+    ours = fsdp_gradients(*case)
+    with one_by_one():
+        theirs = fsdp_gradients(*case)
+    return all(map(same_bits, ours, theirs))
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+@pytest.mark.parametrize(
+    ("prepared", "units"),
+    [
+        ("outer.boxed.inner", ("outer.boxed.inner", "outer")),
+        ("outer.boxed.inner", ("outer.boxed", "outer")),
+        ("outer.boxed.inner", ("outer",)),
+        ("outer", ("outer.boxed", "outer")),
+        ("outer", ("outer.boxed.inner.layer1", "outer.boxed.inner", "outer")),
+        ("outer", ("outer",)),
+    ],
+)
+def test_fsdp2_frees_weights_after_the_gemms(
+    ranks: RankPools, prepared: str, units: tuple[str, ...], needs_gradient: bool
+) -> None:
+    assert all(ranks(4).run(fsdp_bits, prepared, units, needs_gradient))
