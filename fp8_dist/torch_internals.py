@@ -71,6 +71,27 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 wrapped_in_flight = getattr(getattr(funcol, "_wrap_tensor_autograd", None), "default", None)
 
 
+def _tell_local_types_apart() -> None:
+    """Let torch's cache of compiled graphs see what the local tensor of a DTensor is.
+
+    Its key (torch 2.13) has the placements and the shape of a DTensor alone. A compiled optimizer
+    that was traced with plain shards would be run on tensors of another class, and read their
+    address, which they don't have.
+    """
+    of_dtensor = getattr(DTensor, "_stable_hash_for_caching", None)
+
+    def with_local_type(self: DTensor) -> str:
+        kind = type(self._local_tensor)
+        name = "" if kind in (torch.Tensor, *STAND_INS) else f"{kind.__module__}.{kind.__name__}"
+        return of_dtensor(self) + name  # type: ignore[misc]
+
+    if of_dtensor is not None:
+        DTensor._stable_hash_for_caching = with_local_type  # type: ignore[method-assign]
+
+
+_tell_local_types_apart()
+
+
 def dtensor_local(tensor: DTensor) -> torch.Tensor:
     """The local tensor as it is, perhaps in flight. (``to_local()`` waits, and has a gradient.)"""
     return tensor._local_tensor

@@ -1,0 +1,92 @@
+"""Optimizers on weights that FSDP2 gathers in float8: plain state, fresh scales, the same bits."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+from nets import Net
+from ranks import RankPools, device_mesh
+from reference import same_bits
+from schedulefree import AdamWScheduleFree
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torchao.optim import AdamW8bit
+
+from fp8_dist import (
+    Float8LinearConfig,
+    attach_precompute,
+    convert_to_float8_training,
+)
+from fp8_dist.debug import comm_audit
+
+Parameters = Iterator[nn.Parameter]
+OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=1e-2, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "Muon": lambda p: torch.optim.Muon([each for each in p if each.ndim == 2], lr=1e-2),
+    "torchao AdamW8bit": lambda p: AdamW8bit(p, lr=1e-2, block_size=64),
+    "schedule-free AdamW": lambda p: AdamWScheduleFree(p, lr=1e-2),
+}
+
+
+def trained(name: str, float8_gather: bool, steps: int = 3) -> tuple[list[torch.Tensor], list[int]]:
+    """The weights after some steps on 2 ranks, and the amax all-reduces of each step."""
+    mesh = device_mesh(dp=2)
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=float8_gather)
+    # float8 GEMMs in both: without the gather, weights are cast by each layer.
+    net = convert_to_float8_training(Net(dim=64, hidden=128), config=config)
+    for layer in net.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = OPTIMIZERS[name](net.parameters())
+    if float8_gather:
+        attach_precompute(optimizer, net)
+    data = torch.Generator().manual_seed(mesh.get_local_rank())
+    reduced = []
+    for _ in range(steps):
+        if isinstance(optimizer, AdamWScheduleFree):
+            optimizer.train()
+        with comm_audit(mesh) as audit:
+            net(torch.randn(2, 4, 64, generator=data)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        reduced.append(audit.count("all_reduce", dtype=torch.int32))
+    check_state(optimizer)
+    if isinstance(optimizer, AdamWScheduleFree):
+        # Writes other values into the weights, outside of a step.
+        optimizer.eval()
+    with torch.no_grad():
+        output = net(torch.ones(1, 4, 64))
+    weights = [p.full_tensor() for p in net.parameters() if isinstance(p, DTensor)]
+    return [*weights, output], reduced
+
+
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Nothing of the type that FSDP2 gathers in float8 may be among an optimizer's state."""
+    states = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
+    for value in states:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if isinstance(local, torch.Tensor):
+            assert "fp8_dist" not in type(local).__module__, type(local)
+
+
+def compared(name: str) -> tuple[bool, list[int]]:
+    ours, reduced = trained(name, float8_gather=True)
+    theirs, _ = trained(name, float8_gather=False)
+    return all(map(same_bits, ours, theirs)), reduced
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training(ranks: RankPools, name: str) -> None:
+    same, reduced = ranks(2).run_same(compared, name)
+    assert same
+    # The first step finds no scales: one all-reduce per weight, and precompute's.
+    assert reduced == [7, 1, 1]
