@@ -1,0 +1,1 @@
+"""Programs to copy from, one for each way to train."""

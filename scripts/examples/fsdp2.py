@@ -1,0 +1,46 @@
+"""FSDP2 whose weight all-gathers are float8.
+
+torchrun --nproc-per-node 2 scripts/examples/fsdp2.py
+"""
+
+import torch
+import torch.distributed as dist
+from own_model import Model, loss_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+    skip_head,
+)
+from fp8_dist.debug import comm_audit
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dist.init_process_group()
+mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+torch.manual_seed(0)
+model = Model().to(device)
+
+# First float8, then FSDP2, then the optimizer.
+config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
+for block in model.blocks:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+for step in range(20):
+    with comm_audit(mesh) as audit:
+        loss = loss_of(model, seed=step * mesh.size() + mesh.get_rank(), device=device)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        precompute_float8_dynamic_scale(model)  # one all-reduce for all weights
+    if mesh.get_rank() == 0:
+        print(f"step {step} loss {loss.item():.3f}", flush=True)
+
+if mesh.get_rank() == 0:
+    print("Communication of the last step:", audit.table(), sep="\n")
+dist.destroy_process_group()

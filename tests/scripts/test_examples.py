@@ -1,0 +1,62 @@
+"""Every example runs under torchrun as its docstring says, and learns."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "scripts" / "examples"
+# What is gathered in float8 in a step: messages and bytes, by axis and dtype.
+GATHERED = {
+    "ddp": {},
+    "fsdp2": {("dp", "float8_e4m3fn"): (4, 786_432)},
+    # Per block and axis: the input of attention and of the feed-forward, two output gradients.
+    "tensor_parallel": {
+        ("tp", "float8_e4m3fn"): (4, 262_144),
+        ("tp", "float8_e5m2"): (4, 262_144),
+    },
+    "fsdp2_tensor_parallel": {
+        ("dp", "float8_e4m3fn"): (4, 393_216),
+        ("tp", "float8_e4m3fn"): (4, 262_144),
+        ("tp", "float8_e5m2"): (4, 262_144),
+    },
+}
+
+
+def output_of(name: str) -> str:
+    """What the command in an example's docstring prints."""
+    text = (EXAMPLES / f"{name}.py").read_text()
+    found = re.search(r"^torchrun (--nproc-per-node \d+ scripts/examples/\w+\.py)$", text, re.M)
+    assert found, "the docstring names no command"
+    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(found[1])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes GPUs, of which there may be too few")
+@pytest.mark.parametrize("name", GATHERED)
+def test_it_learns(name: str) -> None:
+    printed = output_of(name)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) == 20
+    assert losses[0] > 5.4  # ln 256 = 5.5
+    assert sum(losses[-5:]) / 5 < 2.8
+    rows = re.findall(r"^all_gather +(\w+) +(float8\w+) +(\d+) +\S+ +(\S+)$", printed, re.M)
+    gathered = {(axis, dtype): (int(n), int(b.replace(",", ""))) for axis, dtype, n, b in rows}
+    assert gathered == GATHERED[name]
+
+
+def test_examples_are_short_and_all_are_tested() -> None:
+    paths = [path for path in EXAMPLES.glob("*.py") if path.stem not in ("__init__", "own_model")]
+    assert {path.stem for path in paths} - {"transformers_trainer"} == set(GATHERED)
+    assert all(len(path.read_text().splitlines()) < 80 for path in paths)
