@@ -42,11 +42,9 @@ try:
     StridedShard = _StridedShard
     resolve_process_group: Any = _resolve_process_group
     root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
-    # The place of a Function's autograd node in the order in which nodes were made.
-    _node: Any = torch._C._FunctionBase
-    sequence_number: Callable[[Any], int] = _node._sequence_nr
-    set_sequence_number: Callable[[Any, int], None] = _node._set_sequence_nr
-    make_node: Callable[[], Any] = torch._C._functions.UndefinedGrad
+    _function_node: Any = torch._C._FunctionBase
+    _set_sequence_nr = _function_node._set_sequence_nr
+    _any_node: Any = torch._C._functions.UndefinedGrad
     without_dispatch_modes = _disable_current_modes
     _current_graph_task_id = torch._C._current_graph_task_id
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
@@ -115,6 +113,16 @@ def in_backward() -> bool:
 def backward_id() -> int:
     """The number of the backward pass whose code this thread runs; -1 outside of any."""
     return int(_current_graph_task_id())
+
+
+def reserve_sequence_number() -> int:
+    """The place of a new autograd node in the order in which nodes are made; no node takes it."""
+    return int(_any_node()._sequence_nr())
+
+
+def set_sequence_number(node: Any, number: int) -> None:
+    """Give the autograd node of a Function another place in the order in which nodes were made."""
+    _set_sequence_nr(node, number)
 
 
 def make_dtensor(

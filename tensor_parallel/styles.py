@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
+from fp8_dist.cast import as_float8_of, quantize_over
 from fp8_dist.config import CastSpec
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.prepared_input import prepare_input
 from fp8_dist.mesh import local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.tensor_parallel.siblings import make_no_siblings, make_siblings
 
 _PREPARED_INPUT = "prepared_input"  # the name of its history among those of a layer
 
@@ -113,7 +113,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         layers = self._followed_layers(module)
         cast, power_of_2 = self._agreed_cast(layers)
         name, first = next(iter(layers.items()))
-        places = len(layers)
+        inside = list(float8_layers(module))
         if cast.delayed:
             # Among a layer's histories, since those are what sync reduces and a state_dict holds.
             first.histories[_PREPARED_INPUT] = AmaxHistory(
@@ -125,15 +125,21 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             # Looked up by name, because a copy of the module has the same hooks.
             layer: Any = module.get_submodule(name)
-            history = layer.histories.get(_PREPARED_INPUT)
-            siblings = places if _share_amaxes(module) else 0
-            how = (device_mesh, cast, power_of_2, history, siblings)
+            how = (device_mesh, cast, power_of_2, layer.histories.get(_PREPARED_INPUT))
+            if not torch.compiler.is_compiling():
+                make_siblings(module, inside)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
             cast_args = [_cast_input(x, at, *how) for x, at in zip(args, layouts, strict=False)]
             cast_kwargs = {k: _cast_input(x, by_name.get(k), *how) for k, x in kwargs.items()}
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
 
+        def end_siblings(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                make_no_siblings(module, inside)
+
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+        # (After an exception too: with it checkpointing ends a recomputation.)
+        module.register_forward_hook(end_siblings, always_call=True)
         return super()._apply(module, device_mesh)
 
     def _followed_layers(self, module: nn.Module) -> dict[str, Float8Linear]:
@@ -183,16 +189,6 @@ def shared_input_cast(layer: Float8Linear) -> tuple[CastSpec, bool] | None:
     return None if cast is None else (cast, layer.config.round_scales_to_power_of_2)
 
 
-def _share_amaxes(module: nn.Module) -> bool:
-    """Whether layers in ``module`` may reduce amaxes of their output gradients together.
-
-    Compiled code has its own order. Units of FSDP2 in it rely on the order of autograd's nodes.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return not any(isinstance(m, FSDPModule) for m in module.modules() if m is not module)
-
-
 def _cast_input(
     x: Any,
     layout: Placement | None,
@@ -200,7 +196,6 @@ def _cast_input(
     cast: CastSpec,
     power_of_2: bool,
     history: AmaxHistory | None,
-    siblings: int,
 ) -> Any:
     """A floating-point input as a DTensor of float8; anything else as it is."""
     castable = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
@@ -210,7 +205,28 @@ def _cast_input(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, (layout,), run_check=False)
-    return prepare_input(reduced(x), cast, power_of_2, history, siblings)
+    return _CastInput.apply(reduced(x), cast, power_of_2, history, torch.is_grad_enabled())
+
+
+class _CastInput(torch.autograd.Function):
+    """A cast whose gradient passes unchanged; ``record``: it belongs to a training step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        cast: CastSpec,
+        power_of_2: bool,
+        history: AmaxHistory | None,
+        record: bool,
+    ) -> torch.Tensor:
+        if history is not None:
+            return history.cast(input, record)
+        return as_float8_of(input, quantize_over(input, cast, power_of_2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+        return grad, None, None, None, None
 
 
 def _distribute(

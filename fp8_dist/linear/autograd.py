@@ -32,7 +32,6 @@ from fp8_dist.linear.operands import (
     redistributed,
     wait_local,
 )
-from fp8_dist.linear.prepared_input import siblings_of
 from fp8_dist.linear.recording import note_gemm
 from fp8_dist.mesh import (
     Layout,
@@ -53,6 +52,7 @@ def float8_linear(
     bias: torch.Tensor | None,
     weight_casts: WeightCasts,
     spec: LinearSpec,
+    siblings: Siblings | None = None,
 ) -> torch.Tensor:
     """``input @ weight^T + bias`` with float8 operands.
 
@@ -63,6 +63,7 @@ def float8_linear(
         bias: ``[N]`` or None.
         weight_casts: the local weight in float8.
         spec: config, where a DTensor output goes, and the amax histories of DELAYED operands.
+        siblings: the calls that may reduce amaxes of their output gradients with this one.
 
     Returns:
         ``[..., N]`` in the input's dtype.
@@ -84,30 +85,29 @@ def float8_linear(
         placements = normalized(spec.output_placements, input.ndim)
         spec = spec._replace(output_placements=placements)
     output = _LinearFunction.apply(input, weight, None, spec, True, *flat)
-    amax = _gradient_amax(input, output, bias, spec) if output.requires_grad else None
+    amax = _gradient_amax(output, bias, spec, siblings) if output.requires_grad else None
     if amax is None and bias is None and spec.output_placements in (None, output.placements):
         return output
     return _FinishOutput.apply(output, bias, spec, amax)
 
 
 def _gradient_amax(
-    input: torch.Tensor, output: torch.Tensor, bias: torch.Tensor | None, spec: LinearSpec
+    output: torch.Tensor, bias: torch.Tensor | None, spec: LinearSpec, siblings: Siblings | None
 ) -> GradientAmax | None:
     """The amax of the output gradient, if it is to be found ahead of the GEMMs.
 
-    It is where it can be reduced together with those of other layers, or while the bias's gradient
-    is computed.
+    It is where it can be reduced together with those of siblings, or while the bias's gradient is
+    computed.
     """
     cast = spec.config.gather_cast("grad_output")
     if cast is None or cast.delayed or cast.granularity is not TENSOR:
         return None
     gemms: Any = output.grad_fn
     layouts: LinearLayouts = gemms.layouts
-    siblings = None
-    if not _moves(gemms, spec):
-        if spec.config.amax_scope == "rank":
-            return None  # nothing is reduced
-        siblings = siblings_of(input)
+    if _moves(gemms, spec):
+        siblings = None
+    elif spec.config.amax_scope == "rank":
+        return None  # nothing is reduced
     if siblings is None and bias is not None and bias.requires_grad:
         siblings = Siblings()
     if siblings is None:

@@ -11,75 +11,88 @@ The second one waits for it (:meth:`GradientAmax.take`). If a sibling takes no p
 pass, the first GEMM that needs an amax starts the all-reduce of those that were found.
 
 Of the nodes that are ready, autograd runs the one with the largest sequence number: the one that
-was made last. The GEMMs' nodes of siblings get numbers right behind the node that cast their input:
+was made last. The GEMMs' nodes of siblings get numbers from before the module that they are in
+(:func:`fp8_dist.tensor_parallel.PrepareFloat8ModuleInput` makes the :class:`Siblings`):
 
 - All nodes that lead to an output gradient of a sibling were made later, so they run earlier. This
   holds for any graph, also if other ranks have nodes besides.
-- The node that cast the input needs the gradients of all siblings, so it runs after the GEMMs.
-- What was made before the cast runs after the GEMMs, as it does if they are not moved: FSDP2's
-  post-backward of the module whose input was cast, and of modules around it. FSDP2's nodes of
-  modules inside it were made after the cast, so layers there are not siblings
-  (:mod:`fp8_dist.linear.prepared_input`).
-- The order of the GEMMs, in which gradients of the input are summed, is that of autograd: the layer
-  that was called last comes first.
+- What was made before the module runs after the GEMMs, as it does if they are not moved: FSDP2's
+  post-backward of the module, and of modules around it. FSDP2's nodes of modules inside it were
+  made later, so a layer there is not a sibling.
+- Siblings keep the order that autograd gives them: the one that was called last comes first. (A
+  layer that takes the same input and is not a sibling comes before all of them. The gradient of the
+  input is summed in this order.)
 
-Numbers are reserved before it is known who takes the input. If more calls come, the last ones share
-a number, and their order is undefined. So only layers whose backward GEMMs issue no collective are
+Numbers are reserved for one call of each layer. If a layer is called again, the last calls share a
+number, and their order is undefined. So only layers whose backward GEMMs issue no collective are
 siblings: the input and the output gradient are where they are needed.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fp8_dist.cast import amax_groups, local_amax
 from fp8_dist.granularity import TENSOR
 from fp8_dist.mesh import AmaxReduction, GroupNames, Placements, local_tensor
-from fp8_dist.torch_internals import make_node, sequence_number, set_sequence_number
+from fp8_dist.torch_internals import (
+    backward_id,
+    reserve_sequence_number,
+    set_sequence_number,
+)
 
 
 class Siblings:
-    """The calls of layers that take one input.
+    """The calls of layers in one call of the module that their input was cast for.
 
     Args:
-        node: the autograd node that casts it, just made; ``None`` for a call without siblings.
-        places: how many calls keep their order.
+        places: how many calls keep their order; 0 for a call without siblings, which is not moved.
     """
 
-    def __init__(self, node: Any = None, places: int = 0) -> None:
-        self._number = None if node is None else sequence_number(node)
+    def __init__(self, places: int = 0) -> None:
         self._places, self._calls = places, 0
-        for _ in range(places):
-            make_node()  # which takes a number
-        self._found: dict[GradientAmax, tuple[torch.Tensor, GroupNames]] = {}
+        self._numbers = [reserve_sequence_number() for _ in range(places)]
+        self._backward = -1  # the one in which amaxes were found
+        self._found: dict[GradientAmax, _Found] = {}
 
     def add(self, gemms: Any) -> int:
         """Add a call, and return its place; ``gemms``: the node of its GEMMs, which this moves."""
         self._calls += 1
-        if self._number is not None:
-            set_sequence_number(gemms, self._number + min(self._calls, self._places))
+        if self._numbers:
+            set_sequence_number(gemms, self._numbers[min(self._calls, self._places) - 1])
         return self._calls
 
     def found(self, call: "GradientAmax", amax: torch.Tensor, groups: GroupNames) -> None:
         """Note a local amax; if it is the last one, start to reduce all of them."""
-        self._found[call] = amax, groups
+        if self._backward != backward_id():
+            self._backward = backward_id()
+            self._found.clear()  # of a backward that ended before it came to the GEMMs
+        stream = torch.cuda.current_stream(amax.device) if amax.is_cuda else None
+        self._found[call] = _Found(amax, groups, stream)
         if len(self._found) == self._calls:
             self.reduce()
 
     def awaits(self, call: "GradientAmax") -> bool:
-        """Whether the amax of a call was found, and its reduction did not start."""
-        return call in self._found
+        """Whether an amax was found in this backward, and its reduction did not start."""
+        return call in self._found and self._backward == backward_id()
 
     def reduce(self) -> None:
         """Start to reduce the amaxes that were found: an all-reduce for each set of groups."""
         found, self._found = self._found, {}
         # In the order of the forward, which all ranks share.
         calls = sorted(found, key=lambda call: call.place)
-        for groups in dict.fromkeys(found[call][1] for call in calls):
-            chosen = [call for call in calls if found[call][1] == groups]
-            joint = _JointReduction([found[call][0] for call in chosen], groups)
+        # (Nothing orders streams: what was found on one is used on that one.)
+        for together in dict.fromkeys(found[call][1:] for call in calls):
+            chosen = [call for call in calls if found[call][1:] == together]
+            joint = _JointReduction([found[call].amax for call in chosen], together[0])
             for i, call in enumerate(chosen):
-                call.reduction = joint, i
+                call.started(joint, i)
+
+
+class _Found(NamedTuple):
+    amax: torch.Tensor
+    groups: GroupNames
+    stream: torch.Stream | None
 
 
 class GradientAmax:
@@ -88,29 +101,31 @@ class GradientAmax:
     Attributes:
         placements: where the GEMMs need the gradient.
         place: among the siblings.
-        reduction: where to find the amax, and at which place, once its reduction has started.
     """
 
     def __init__(self, siblings: Siblings, placements: Placements, gemms: Any) -> None:
         self.placements, self.place = placements, siblings.add(gemms)
-        self.reduction: tuple[_JointReduction, int] | None = None
         self._siblings = siblings
+        self._started: tuple[_JointReduction, int, int] | None = None
 
     def find(self, grad: torch.Tensor, axes: tuple[int, ...] | None) -> None:
         """Take the local amax of a gradient (a DTensor), if it is to be reduced over ``axes``."""
-        self.reduction = None
         if groups := amax_groups(grad, TENSOR, axes):
             self._siblings.found(self, local_amax(local_tensor(grad), TENSOR), groups)
 
+    def started(self, reduction: "_JointReduction", i: int) -> None:
+        """The reduction of the amax has started, with others: it is the i-th."""
+        self._started = reduction, i, backward_id()
+
     def take(self) -> torch.Tensor | None:
-        """The amax over the mesh, fp32, 0-dim; ``None`` if none was found since the last time."""
+        """The amax over the mesh, fp32, 0-dim; ``None`` if none was found in this backward."""
         if self._siblings.awaits(self):
             self._siblings.reduce()
-        reduction, self.reduction = self.reduction, None
-        if reduction is None:
+        started, self._started = self._started, None
+        if started is None:
             return None
-        joint, i = reduction
-        return joint.values()[i]
+        reduction, i, backward = started
+        return reduction.values()[i] if backward == backward_id() else None
 
 
 class _JointReduction:

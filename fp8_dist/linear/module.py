@@ -14,6 +14,7 @@ from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory, load_histories
 from fp8_dist.linear.autograd import float8_linear
 from fp8_dist.linear.checks import check_alignment, check_mesh, check_prepared
+from fp8_dist.linear.gradient_amax import Siblings
 from fp8_dist.linear.operands import LinearSpec
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, Placements, local_tensor, reduced
@@ -38,6 +39,7 @@ class Float8Linear(nn.Linear):
         config: what is cast, and how.
         fqn: the layer's name in the model that was converted, for messages.
         output_placements: where a DTensor output goes; ``None`` leaves it where the GEMM left it.
+        siblings: the calls that reduce amaxes together, during a forward of the module around them.
             The tensor-parallel styles set it.
         float8_weight: what the layer knows of its weight, and how it casts it.
         histories: the amax history of each operand whose scaling is DELAYED (and of the input that
@@ -90,6 +92,7 @@ class Float8Linear(nn.Linear):
         self.config = Float8LinearConfig() if config is None else config
         self.fqn = fqn or type(self).__name__
         self.output_placements: Placements | None = None
+        self.siblings: Siblings | None = None
         length, power_of_2 = self.config.amax_history_len, self.config.round_scales_to_power_of_2
         self.histories = {
             str(operand): AmaxHistory(cast, length, power_of_2)
@@ -137,9 +140,10 @@ class Float8Linear(nn.Linear):
             if self.histories:
                 self.float8_weight.cache.warn_if_not_synced(self.fqn)
         weight_casts = self.float8_weight.forward_casts(weight)
-        local = local_tensor(input)
+        local, siblings = local_tensor(input), None
         if isinstance(local, Float8Tensor):
             check_prepared(self.config, local, self.fqn)
+            siblings = None if compiling else self.siblings
         else:
             device = input.device.type
             if torch.is_autocast_enabled(device) and dtype is not torch.float64:
@@ -151,7 +155,7 @@ class Float8Linear(nn.Linear):
         # In a graph the name would be guarded (torch 2.11): no two layers could share one.
         fqn = "" if compiling else self.fqn
         spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, training)
-        return float8_linear(input, weight, self.bias, weight_casts, spec)
+        return float8_linear(input, weight, self.bias, weight_casts, spec, siblings)
 
     def extra_repr(self) -> str:
         config = self.config
@@ -193,10 +197,12 @@ class Float8Linear(nn.Linear):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "float8_weight"}
+        left_out = {"float8_weight": None, "siblings": None}
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.siblings = None
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":

@@ -53,7 +53,9 @@ def projections(tp: int, widths: tuple[int, ...]) -> Projections:
     convert_to_float8_training(net, config=Float8LinearConfig(pad_inner_dim=True))
     plan: dict[str, Any] = {name: Float8ColwiseParallel() for name, _ in net.named_children()}
     prepare = PrepareFloat8ModuleInput(
-        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        input_layouts=(Shard(1),),
+        desired_input_layouts=(Replicate(),),
+        fwd_config_submodule_fqn="layer0",  # the others are siblings all the same
     )
     root = nn.ModuleDict({"block": net})
     named = {f"block.{name}": style for name, style in plan.items()}
@@ -221,11 +223,13 @@ def gradients_alike(tp: int, backward: Backward) -> tuple[bool, int]:
 
 
 def backward_with_more_nodes(rank: int) -> Backward:
-    """On rank 1 the graph has more nodes: on one output, and before the layers."""
+    """On rank 1 the graph has more nodes: around layers, before them, and of a backward hook."""
 
     def backward(net: Projections, x: torch.Tensor) -> None:
         if rank == 1:
             net.layer0.register_forward_hook(lambda m, a, y: (y * 2) / 2)
+            net.layer1.register_forward_pre_hook(lambda m, a: tuple(x.view_as(x) for x in a * 1))
+            net.register_full_backward_hook(lambda m, gx, gy: None)
             x = (x * 2) / 2
         every(net, x)
 
@@ -260,18 +264,42 @@ def test_a_rank_whose_forward_has_a_thread_of_its_own(ranks: RankPools) -> None:
     assert [same for same, *_ in ranks(2).run(gradients_with_a_thread)] == [True, True]
 
 
+def gemms_of(outputs: list[torch.Tensor]) -> list[GradientEdge]:
+    """Where the output gradient enters the GEMMs of each layer."""
+    edges = []
+    for y in outputs:
+        node: Any = y.grad_fn
+        while "LinearFunction" not in node.name():
+            node = node.next_functions[0][0]
+        edges.append(GradientEdge(node, 0))
+    return edges
+
+
 def stopped_at_the_gemms(net: Projections, x: torch.Tensor) -> None:
     """A backward that ends between the amaxes and the GEMMs of a layer; then a whole one."""
     outputs = net(x)
     loss = sum(y.square().sum() for y in outputs)
-    (gemms, _), *_ = outputs[0].grad_fn.next_functions[0][0].next_functions  # type: ignore[union-attr]
-    torch.autograd.grad(loss, [GradientEdge(gemms, 0)], retain_graph=True)
+    torch.autograd.grad(loss, gemms_of(outputs)[:1], retain_graph=True)
     loss.backward()
 
 
-def test_a_backward_that_ends_before_the_gemms(ranks: RankPools) -> None:
-    found = ranks(2).run(together_and_alone, 2, stopped_at_the_gemms, (24, 12, 24), 8)
-    assert found == [(True, 2, 4)] * 2
+def started_at_the_gemms(net: Projections, x: torch.Tensor) -> None:
+    """One that ends there; then one that starts there, with larger gradients."""
+    outputs = net(x)
+    edges = gemms_of(outputs)
+    loss = sum(y.square().sum() for y in outputs)
+    found = torch.autograd.grad(loss, edges, retain_graph=True)
+    torch.autograd.backward(edges, [g * 1000 for g in found])
+
+
+@pytest.mark.parametrize(
+    ("backward", "few", "many"), [(stopped_at_the_gemms, 2, 4), (started_at_the_gemms, 5, 4)]
+)
+def test_backwards_between_amaxes_and_gemms(
+    ranks: RankPools, backward: Backward, few: int, many: int
+) -> None:
+    found = ranks(2).run(together_and_alone, 2, backward, (24, 12, 24), 8)
+    assert found == [(True, few, many)] * 2
 
 
 class Box:
@@ -358,3 +386,52 @@ def test_fsdp2_frees_weights_after_the_gemms(
     ranks: RankPools, prepared: str, units: tuple[str, ...], needs_gradient: bool
 ) -> None:
     assert all(ranks(4).run(fsdp_bits, prepared, units, needs_gradient))
+
+
+class Returning(Projections):
+    """Returns its input too, which was cast for it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return sum(super().forward(x)), x
+
+
+class Handing(nn.Module):
+    """Hands the input that was cast for one module to another one, which is a unit of FSDP2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Returning((16, 16)), Boxed(Projections((16, 16)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, cast = self.first(x)
+        return y + self.second(Box(cast), y * 0.5)
+
+
+def handed_on() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    mesh = device_mesh(dp=2, tp=2)
+    root = nn.ModuleDict({"block": Handing()})
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(root, config=config)
+    prepare = PrepareFloat8ModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    )
+    modules = ("block.first", "block.second.inner")
+    columns = {f"{name}.layer{i}": Float8ColwiseParallel() for name in modules for i in range(2)}
+    apply_tp_plan(root, mesh["tp"], {"block.first": prepare, **columns})
+    fully_shard(root["block"].second, mesh=mesh["dp"])
+    fully_shard(root["block"], mesh=mesh["dp"])
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    root["block"](x).square().sum().backward()
+    return [full(p.grad) for p in root.parameters()]
+
+
+def handed_on_bits() -> bool:
+    ours = handed_on()
+    with one_by_one():
+        theirs = handed_on()
+    return all(map(same_bits, ours, theirs))
+
+
+def test_a_cast_input_that_leaves_its_module(ranks: RankPools) -> None:
+    assert all(ranks(4).run(handed_on_bits))

@@ -1,0 +1,39 @@
+"""Which layers reduce the amaxes of their output gradients together (:mod:`..gradient_amax`)."""
+
+from collections.abc import Iterable, Iterator
+
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+
+from fp8_dist.linear.gradient_amax import Siblings
+from fp8_dist.linear.module import Float8Linear
+
+
+def make_siblings(module: nn.Module, names: Iterable[str]) -> None:
+    """Let these layers of a module be siblings from now on: call it before each forward.
+
+    Those in a unit of FSDP2 inside the module are left out.
+    """
+    layers = list(_layers(module, names))
+    siblings = Siblings(len(layers))
+    for layer in layers:
+        layer.siblings = siblings
+
+
+def make_no_siblings(module: nn.Module, names: Iterable[str]) -> None:
+    """The end of :func:`make_siblings`: call it after each forward."""
+    for layer in _layers(module, names):
+        layer.siblings = None
+
+
+def _layers(module: nn.Module, names: Iterable[str]) -> Iterator[Float8Linear]:
+    for name in names:
+        inner: nn.Module | None = module
+        for part in name.split("."):
+            # (Other code may have wrapped or removed a layer.)
+            inner = None if inner is None else inner._modules.get(part)
+            if isinstance(inner, FSDPModule):
+                break
+        else:
+            if isinstance(inner, Float8Linear):
+                yield inner
