@@ -222,6 +222,16 @@ def _groups_of_state(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def fsdp_groups_of_same_root(group: Any) -> list[Any]:
+    """The parameter groups under the root module of one; before FSDP2 first runs it, it alone."""
+    return [other for other in fsdp_groups() if other.comm_ctx is group.comm_ctx]
+
+
+def fsdp_modules_asked(group: Any) -> list[nn.Module]:
+    """The module that FSDP2 asks what to gather, for each parameter of a group with such hooks."""
+    return [p._module_info.module for p in group.fsdp_params if hasattr(p, "_extensions_data")]
+
+
 def fsdp_modules_with_extensions(group: Any) -> list[nn.Module]:
     """The modules of a parameter group whose parameters have hooks for FSDP2's all-gather."""
     infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.optimizer_steps import after_step, hooked_optimizers, updated_by
+from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, updated_by
 
 
 def attach(
@@ -14,8 +14,8 @@ def attach(
 ) -> RemovableHandle:
     """Run ``call`` after the steps of an optimizer, which may be wrapped or one of several.
 
-    Of the optimizers in a container that runs no hooks itself it is the last one that updates a
-    weight of these layers.
+    Of the optimizers in a container that runs no hooks itself those count that update a weight of
+    these layers: ``call`` runs once, after the last of them (see ``after_steps``).
 
     Args:
         call: what to run.
@@ -45,7 +45,7 @@ def attach(
             "convert_to_float8_training, apply_tp_plan and fully_shard, which make new parameters, "
             "and pass the one that updates them"
         )
-    return after_step((fitting or found)[-1], call)
+    return after_steps(fitting or found, call)
 
 
 def _is_trained(layer: Float8Linear) -> bool:

@@ -7,7 +7,6 @@ so it gets a part (slot) of the vector per coordinate there, and fills in only i
 rows (and columns) stand at their global positions: the scales of all become known to all ranks.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,61 +20,22 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fp8_dist.cast import local_amax
 from fp8_dist.config import CastSpec
 from fp8_dist.fsdp.attach import attach
 from fp8_dist.fsdp.groups import common_groups
+from fp8_dist.fsdp.joining import joined
+from fp8_dist.fsdp.local_amaxes import Amaxes, axes_of, local_amaxes
 from fp8_dist.fsdp.resharding import check_sharded_module
-from fp8_dist.fsdp.shard_casts import cast_shards
-from fp8_dist.granularity import ROW, TENSOR, Granularity
-from fp8_dist.kernels import Scaling, amax_of_each, scaling_from_amax
+from fp8_dist.fsdp.streams import note_made
+from fp8_dist.granularity import Granularity
+from fp8_dist.kernels import Scaling, scaling_from_amax
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
 from fp8_dist.mesh import (
     AmaxReduction,
-    Layout,
-    global_offset,
-    local_sizes,
     local_tensor,
-    narrowed,
 )
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-
-
-class _Amaxes(NamedTuple):
-    """The amaxes of the weight of a layer, in one granularity.
-
-    Attributes:
-        mesh: where the weight is distributed.
-        local: of the local shard, in the shape of its scales.
-        shape: of the scales of the global weight.
-        offset: where the local ones begin among them, per dim.
-        axes: mesh axes of the weight that decide about them; empty if the local ones are global.
-    """
-
-    mesh: DeviceMesh | None
-    local: torch.Tensor
-    shape: list[int]
-    offset: list[int]
-    axes: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of scales of the global weight."""
-        return math.prod(self.shape)
-
-    def at_global_positions(self) -> torch.Tensor:
-        """All amaxes of the global weight, flat: zeros but for the local ones."""
-        added: list[int] = []
-        for n, start, size in zip(self.local.shape, self.offset, self.shape, strict=True):
-            added = [start, size - start - n, *added]  # from the last dim on
-        return (pad(self.local, added) if any(added) else self.local).reshape(-1)
-
-    def local_part(self, values: torch.Tensor) -> torch.Tensor:
-        """Of one value for each amax, flat, those of the local shard in the shape of its scales."""
-        if values.numel() != self.local.numel():
-            values = narrowed(values.view(self.shape), self.offset, self.local.shape)
-        return values.reshape(self.local.shape)
 
 
 class _Reduction(NamedTuple):
@@ -92,6 +52,9 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     The next forward and backward then need no amax collective for weights, sharded by FSDP2, by
     tensor parallelism, by both, or not at all. ``module`` may be a part of the model. Code that is
     compiled may call it: the graph breaks there. Graphs that use scales are not compiled anew.
+
+    A frozen weight (``requires_grad=False``) that FSDP2 gathers in float8 keeps its scale, and its
+    float8 copy, as long as training steps alone use it and no change is noticed.
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per scale that needs it (more for weights
     that don't live on all axes, see above), none if no scale does. With one scale per row these
@@ -125,10 +88,15 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
         layers = _float8_layers(module, "precompute_float8_dynamic_scale")
     reshard(module)  # unsharded weights are those of before the optimizer step
     _check_weights(layers)
-    amaxes = _local_amaxes(layers.values())
-    reduction = _start(list(amaxes.values()))
     # By the parameter that each layer has now: FSDP2 will put another in its place.
-    weights = {layer: id(layer.weight) for layer in layers.values()}
+    weights = {
+        layer: id(layer.weight)
+        for layer in layers.values()
+        if not layer.float8_weight.cache.outlives_steps(layer.weight)
+    }
+    amaxes = local_amaxes(weights)
+    left_out = [layer for layer in layers.values() if layer not in weights]
+    reduction = _start(list(amaxes.values()), left_out)
 
     def find() -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
         reduced = _reduced(list(amaxes.values()), reduction)
@@ -141,17 +109,7 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
         # On a GPU this only queues the wait. Later it would be queued on whichever stream asks
         # first (FSDP2 gathers on one of its own), behind what others don't wait for.
         pending.wait()
-        cast_shards(module, weights)
-        note_scales_made(weights)
-
-
-def note_scales_made(layers: Iterable[Float8Linear]) -> None:
-    """Let later gathers of these weights wait for the scales that were made on this stream."""
-    weights = [layer.float8_weight for layer in layers if _device_of(layer).type == "cuda"]
-    if weights:
-        event = torch.cuda.current_stream().record_event()
-        for weight in weights:
-            weight.scales_made = event
+        note_made(weights)
 
 
 def reshard(module: nn.Module) -> None:
@@ -171,7 +129,9 @@ def attach_precompute(
         optimizer: one that updates float8 weights of ``module``, made after the conversion,
             ``apply_tp_plan`` and ``fully_shard``. A wrapper (accelerate's AcceleratedOptimizer) or
             a container (torchtitan's OptimizersContainer, a list) is looked through where it runs
-            no hooks of its own. Of several optimizers, pass the one that steps last.
+            no hooks of its own. Of several optimizers, pass a list in the order of their steps, or
+            the one that steps last. If they step within a backward, pass all of them: precompute
+            runs when that has ended.
         module: the model, or a part of it.
 
     Raises:
@@ -222,67 +182,17 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
         )
 
 
-def _device_of(layer: Float8Linear) -> torch.device:
-    """Where the scales of a weight are used: with CPU offload not where its shard is."""
-    shard, layout = layer.float8_weight.shard(), Layout.of(layer.weight)
-    offloaded = layout is not None and layout.mesh.device_type != shard.device.type
-    return torch.device(layout.mesh.device_type) if layout and offloaded else shard.device
+def _start(amaxes: Sequence[Amaxes], others: Iterable[Float8Linear]) -> _Reduction | None:
+    """Begin the one all-reduce, of the amaxes that need it.
 
-
-def _local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity], _Amaxes]:
-    """By the weight, which layers may share, and the granularity."""
-    wanted = {
-        (id(layer.weight), cast.granularity): layer
-        for layer in layers
-        for cast in layer.config.casts("weight")
-    }
-    shards = {key: layer.float8_weight.shard() for key, layer in wanted.items()}
-    alike: dict[tuple[Any, ...], list[tuple[int, Granularity]]] = {}
-    for key, layer in wanted.items():
-        alike.setdefault((key[1], shards[key].device, _device_of(layer)), []).append(key)
-    found = {}
-    for (granularity, _, device), same in alike.items():
-        values = _amaxes_of_each([shards[key] for key in same], granularity, device)
-        for key, value in zip(same, values, strict=True):
-            found[key] = _with_position(wanted[key], value, granularity)
-    return {key: found[key] for key in wanted}
-
-
-def _amaxes_of_each(
-    shards: list[torch.Tensor], granularity: Granularity, device: torch.device
-) -> list[torch.Tensor]:
-    """The local amaxes of each, in the shape of its scales, on ``device``."""
-    if granularity not in (TENSOR, ROW):
-        return [local_amax(shard, granularity).to(device) for shard in shards]
-    shapes = [granularity.scale_shape(shard.shape) for shard in shards]
-    values = amax_of_each(shards[0], shards[1:], granularity is ROW).to(device)
-    parts = values.split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _with_position(layer: Float8Linear, local: torch.Tensor, granularity: Granularity) -> _Amaxes:
-    layout = Layout.of(layer.weight)
-    if layout is None:
-        return _Amaxes(None, local, list(local.shape), [0] * local.ndim, ())
-    over = granularity.amax_axes(layout.placements, 2)
-    gathered = granularity.scales_move and layer.config.fsdp_float8_all_gather
-    if gathered and len(local_sizes(layout, 0)) > 1:
-        # Scales of unequal parts don't fit into FSDP2's gather: all ranks are told all of them.
-        over = TENSOR.amax_axes(layout.placements, 2)
-    axes = tuple(axis for axis in over if layout.mesh.size(axis) > 1)
-    shape = granularity.scale_shape(layout.shape)
-    offset = [0] * len(shape)
-    if shape and axes:  # the ranks of a mesh have no values under FakeTensorMode
-        offset = granularity.offset(global_offset(layout))
-    return _Amaxes(layout.mesh, local, shape, offset, axes)
-
-
-def _start(amaxes: Sequence[_Amaxes]) -> _Reduction | None:
-    """Begin the one all-reduce, of the amaxes that need it."""
+    It runs over the axes of ``others`` too, the layers that are left out this time: the groups that
+    the first call made serve all later ones.
+    """
     chosen = [a for a in amaxes if a.axes]
     if not chosen:
         return None
-    groups, missing = common_groups(_axes_by_mesh(chosen))
+    pairs = [(a.mesh, a.axes) for a in chosen if a.mesh is not None]
+    groups, missing = common_groups(_axes_by_mesh([*pairs, *axes_of(others)]))
     rank = dist.get_rank()
     sizes: list[int] = []
     parts: list[torch.Tensor] = []
@@ -297,15 +207,16 @@ def _start(amaxes: Sequence[_Amaxes]) -> _Reduction | None:
         whole = a.at_global_positions()
         parts.append(pad(whole, (before, after)) if slots > 1 else whole)
         sizes += [before, a.size, after]
-    return _Reduction(AmaxReduction(torch.cat(parts), groups), sizes)
+    return _Reduction(AmaxReduction(joined(parts), groups), sizes)
 
 
-def _axes_by_mesh(amaxes: Sequence[_Amaxes]) -> dict[DeviceMesh, set[int]]:
+def _axes_by_mesh(
+    pairs: Iterable[tuple[DeviceMesh, tuple[int, ...]]],
+) -> dict[DeviceMesh, set[int]]:
     # By identity first: to compare meshes of thousands of ranks takes longer than all the rest.
     meshes: dict[int, tuple[DeviceMesh, set[int]]] = {}
-    for a in amaxes:
-        assert a.mesh is not None
-        meshes.setdefault(id(a.mesh), (a.mesh, set()))[1].update(a.axes)
+    for mesh, some in pairs:
+        meshes.setdefault(id(mesh), (mesh, set()))[1].update(some)
     axes: dict[DeviceMesh, set[int]] = {}
     for mesh, own in meshes.values():
         axes.setdefault(mesh, set()).update(own)
@@ -313,8 +224,8 @@ def _axes_by_mesh(amaxes: Sequence[_Amaxes]) -> dict[DeviceMesh, set[int]]:
 
 
 def _reduced(
-    amaxes: Sequence[_Amaxes], reduction: _Reduction | None
-) -> list[tuple[_Amaxes, torch.Tensor | None]]:
+    amaxes: Sequence[Amaxes], reduction: _Reduction | None
+) -> list[tuple[Amaxes, torch.Tensor | None]]:
     """Each with all of its amaxes of the global weight ``[size]``, or None where local ones do."""
     if reduction is None:
         return [(a, None) for a in amaxes]
@@ -324,7 +235,7 @@ def _reduced(
 
 def _scalings(
     weights: dict[Float8Linear, int],
-    reduced: dict[tuple[int, Granularity], tuple[_Amaxes, torch.Tensor | None]],
+    reduced: dict[tuple[int, Granularity], tuple[Amaxes, torch.Tensor | None]],
 ) -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
     """For each layer its scaling by cast, and the scales of the global weight where needed."""
     # By what the formula depends on: all scales of a kind are computed at once.
@@ -339,7 +250,7 @@ def _scalings(
         found = [reduced[weights[layer], cast.granularity] for layer, cast in same]
         values = [a.local.reshape(-1) if whole is None else whole for a, whole in found]
         sizes = [len(value) for value in values]
-        multipliers, scales = scaling_from_amax(torch.cat(values), dtype, power_of_2)
+        multipliers, scales = scaling_from_amax(joined(values), dtype, power_of_2)
         each = zip(same, multipliers.split(sizes), scales.split(sizes), strict=True)
         scalings |= {key: (m, scale) for key, m, scale in each}
     results = []

@@ -1,69 +1,85 @@
-"""The shards that FSDP2 gathers in float8, cast many in one launch once their scales are known.
+"""The shards that FSDP2 gathers in float8, cast many in one launch when the first gather asks.
 
 On a GPU a launch per weight, on the stream that FSDP2 gathers from, costs more than the cast of a
-shard. What is made here waits in the weights' caches; where it is missing or no longer fresh, the
-gather casts its shard itself.
+shard. The first gather that finds no cast of its shard casts the shards of all layers of which that
+holds. What it makes for the others waits in their caches until their own gathers ask for it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 
 from fp8_dist.cast import as_copies
 from fp8_dist.config import CopySpec
+from fp8_dist.fsdp.joining import joined
+from fp8_dist.fsdp.resharding import group_of
+from fp8_dist.fsdp.streams import note_made
 from fp8_dist.granularity import ROW, TENSOR
 from fp8_dist.kernels import fuses_many, quantize_each
 from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.streams import keep_for_current_stream
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.torch_internals import (
-    fsdp_groups_of_module,
-    fsdp_modules_with_extensions,
+    fsdp_groups_of_same_root,
+    fsdp_modules_asked,
     is_captured,
+    is_selectively_checkpointed,
 )
 
 LARGEST_BUFFER = 2**30  # bytes
 
 
-def cast_shards(module: nn.Module, layers: Iterable[Float8Linear]) -> None:
-    """Cast the shards of layers whose scales were just precomputed, if FSDP2 gathers them.
+def cast_together(layer: Float8Linear) -> None:
+    """Cast the shard of a layer that FSDP2 is about to gather, if no cast of it is kept.
 
-    Args:
-        module: has the FSDP modules. (Layers of others are left to their gathers.)
-        layers: those of ``module`` with precomputed scales.
+    With it the shards of all other layers are cast that FSDP2 gathers under the same root module,
+    whose precomputed scales are fresh, and of which no cast is kept. A launch or a few for all, on
+    the current stream. On devices where that is no faster than one by one it does nothing, and the
+    gather casts its shard alone.
 
-    A launch or a few for all shards of a dtype, on devices where that is faster; elsewhere nothing.
+    Collectives: none.
     """
-    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    groups = [group for part in parts for group in fsdp_groups_of_module(part)]
-    gathered = {id(layer) for group in groups for layer in fsdp_modules_with_extensions(group)}
-    # By the parameter: FSDP2 asks the first of the layers that share one.
-    first: dict[int, Float8Linear] = {}
-    for layer in layers:
-        if id(layer) in gathered and _keeps_cast(layer):
-            first.setdefault(id(layer.weight), layer)
+    # (The operators that selective checkpointing counts must be those of one weight.)
+    group = group_of(layer)
+    if group is None or not _lacks_cast(layer) or is_selectively_checkpointed():
+        return
     alike: dict[tuple[Any, ...], list[Float8Linear]] = {}
-    for layer in first.values():
-        (cast,), shard = layer.config.casts("weight"), layer.float8_weight.shard()
-        alike.setdefault((cast, shard.dtype, shard.device), []).append(layer)
+    for other in _gathered_with(group):
+        if _lacks_cast(other):
+            (cast,), shard = other.config.casts("weight"), other.float8_weight.shard()
+            # A frozen weight's cast outlives those of the others, and so would their buffer.
+            frozen = not other.weight.requires_grad
+            alike.setdefault((cast, shard.dtype, shard.device, frozen), []).append(other)
     for same in alike.values():
         for part in _parts(same):
             _cast_alike(part)
 
 
-def _keeps_cast(layer: Float8Linear) -> bool:
-    """Whether a cast of the shard is kept for the gather, and is cheaper together with others."""
+def _gathered_with(group: Any) -> Iterator[Float8Linear]:
+    """The layers whose shards FSDP2 asks for, of all its parameter groups under one root.
+
+    (Those of another root may not have been initialized, which exchanges their local tensors.)
+    """
+    for other in fsdp_groups_of_same_root(group):
+        for module in fsdp_modules_asked(other):
+            if isinstance(module, Float8Linear):
+                yield module
+
+
+def _lacks_cast(layer: Float8Linear) -> bool:
+    """Whether a cast of the shard would be kept, is missing, and is cheaper with others."""
     weight = layer.float8_weight
-    shard, casts = weight.shard(), layer.config.casts("weight")
-    return (
-        layer.config.cache_float8_shards
-        and weight.cache.state is ScaleState.PRECOMPUTED
-        and fuses_many(shard)
-        and not is_captured(shard)
-        and all(cast.granularity in (TENSOR, ROW) for cast in casts)
-    )
+    cache, casts = weight.cache, layer.config.casts("weight")
+    if (
+        cache.float8 is not None
+        or cache.state is not ScaleState.PRECOMPUTED
+        or not layer.config.cache_float8_shards
+        or not all(cast.granularity in (TENSOR, ROW) for cast in casts)
+    ):
+        return False
+    shard = weight.shard()
+    return fuses_many(shard) and not is_captured(shard) and cache.is_fresh(layer.weight)
 
 
 def _parts(layers: list[Float8Linear]) -> Iterator[list[Float8Linear]]:
@@ -82,18 +98,18 @@ def _parts(layers: list[Float8Linear]) -> Iterator[list[Float8Linear]]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _cast_alike(layers: list[Float8Linear]) -> None:
+def _cast_alike(layers: Sequence[Float8Linear]) -> None:
     """For layers with one cast, and shards of one dtype and device."""
     (cast,) = layers[0].config.casts("weight")
-    shards = [layer.float8_weight.shard().detach() for layer in layers]
-    caches = [layer.float8_weight.cache for layer in layers]
-    scalings = [cache.scaling for cache in caches]
-    multipliers = torch.cat([known[cast][0].reshape(-1) for known in scalings if known])
-    of_rows = cast.granularity is ROW
-    flat = quantize_each(shards[0], shards[1:], multipliers, cast.dtype, of_rows)
+    weights = [layer.float8_weight for layer in layers]
+    shards = [weight.shard().detach() for weight in weights]
+    scalings = [(weight.cache.scaling or {})[cast] for weight in weights]
+    for weight in weights:
+        weight.wait_until_made()
+    keep_for_current_stream([number for scaling in scalings for number in scaling])
+    multipliers = joined([multiplier.reshape(-1) for multiplier, _ in scalings])
+    flat = quantize_each(shards[0], shards[1:], multipliers, cast.dtype, cast.granularity is ROW)
     data = flat.split([shard.numel() for shard in shards])
-    for cache, known, shard, qdata in zip(caches, scalings, shards, data, strict=True):
-        assert known is not None
-        cache.float8 = as_copies(
-            shard, [CopySpec(cast)], [qdata.view(shard.shape)], [known[cast][1]]
-        )
+    for weight, shard, qdata, (_, scale) in zip(weights, shards, data, scalings, strict=True):
+        weight.cache.float8 = as_copies(shard, [CopySpec(cast)], [qdata.view(shard.shape)], [scale])
+    note_made(layers)

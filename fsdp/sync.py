@@ -4,7 +4,8 @@ import torch
 import torch.nn as nn
 
 from fp8_dist.fsdp.groups import common_groups
-from fp8_dist.fsdp.precompute import note_scales_made, reshard
+from fp8_dist.fsdp.precompute import reshard
+from fp8_dist.fsdp.streams import note_made
 from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.mesh import all_reduce_max
@@ -49,7 +50,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
     values = all_reduce_max(values, groups)
     advance(histories, values)
-    note_scales_made(layers)
+    note_made(layers)
     for layer in layers:
         if "weight" in layer.histories:
             layer.float8_weight.cache.drop()

@@ -53,10 +53,9 @@ def update_float8_scales(module: nn.Module) -> None:
 def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:
     """Call :func:`update_float8_scales` after every step, until ``remove()`` of what it returns.
 
-    The optimizer is taken as by :func:`fp8_dist.attach_precompute`. Attach to one optimizer of a
-    model; with several, to the one that steps last. No hook runs
-    for a step that ``torch.amp.GradScaler`` skips: with DELAYED scales call
-    :func:`update_float8_scales` in the loop instead.
+    The optimizer, or several, is taken as by :func:`fp8_dist.attach_precompute`. No hook runs for a
+    step that ``torch.amp.GradScaler`` skips: with DELAYED scales call :func:`update_float8_scales`
+    in the loop instead.
 
     Raises:
         ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.fsdp.resharding import check_layer, group_of
+from fp8_dist.fsdp.shard_casts import cast_together
 from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import TransposedTogether, takes_transposed
 from fp8_dist.linear.module import Float8Linear
@@ -38,6 +39,7 @@ from fp8_dist.mesh import Layout, global_offset, local_sizes, local_tensor, narr
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import (
     disabled_torch_function,
+    in_backward,
     make_wrapper_subclass,
     tensor_data,
     tree_map_only,
@@ -78,8 +80,10 @@ class _Metadata(NamedTuple):
 _together: "WeakKeyDictionary[Any, TransposedTogether]" = WeakKeyDictionary()
 
 
-def _refilled(layer: nn.Module, qdata: torch.Tensor) -> None:
+def _refilled(layer: Float8Linear, qdata: torch.Tensor) -> None:
     """The weight of a layer was gathered."""
+    if not in_backward():
+        layer.float8_weight.cache.gathered(trains=torch.is_grad_enabled())
     group = group_of(layer)
     if group is not None and takes_transposed(qdata.device):
         _together.setdefault(group, TransposedTogether()).refilled(id(layer), qdata)
@@ -216,6 +220,7 @@ class Float8AllGatherWeight(torch.Tensor):
             )
         check_layer(module, module.fqn)
         _check_other_shards(module, mesh)
+        cast_together(module)
         cast = module.float8_weight.gather_cast(self._tensor)
         inputs: tuple[torch.Tensor, ...] = (_padded_bytes(cast.qdata, outer_size, mesh.size()),)
         whole_rows = self.size()[1:] == outer_size[1:]

@@ -29,6 +29,7 @@ from fp8_dist.cast import (
 from fp8_dist.config import CastSpec, CopySpec
 from fp8_dist.kernels import Scaling, amax, cast_and_record, empty_copies, scaling_from_amax
 from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
+from fp8_dist.linear.streams import keep_for_current_stream
 from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.torch_internals import is_captured, is_selectively_checkpointed
 
@@ -153,9 +154,8 @@ class AmaxHistory:
 
     def record_later(self) -> None:
         """:meth:`_record_last`, perhaps on another stream than the cast."""
-        if self._last is not None and self._last.is_cuda:
-            # FSDP2's stream, on which it was allocated, must not use its memory again too early.
-            self._last.record_stream(torch.cuda.current_stream(self._last.device))
+        if self._last is not None:
+            keep_for_current_stream([self._last])
         self._record_last()
 
     def load(self, history: torch.Tensor) -> None:

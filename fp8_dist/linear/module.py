@@ -240,7 +240,8 @@ def invalidate_float8_scales(module: nn.Module) -> None:
 
     For changes that can't be noticed: writes into a weight's ``.data`` or a numpy array of it,
     collectives into it (``dist.broadcast``), and for DTensors in-place foreach ops outside an
-    optimizer. Call it on all ranks; it issues no collectives.
+    optimizer. Of a frozen weight, precompute does not notice them either. Call it on all ranks; it
+    issues no collectives.
     """
     for layer in float8_layers(module).values():
         layer.float8_weight.cache.drop()

@@ -3,15 +3,20 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from fp8_dist.torch_internals import runs_step_hooks
+from fp8_dist.torch_internals import (
+    backward_id,
+    in_backward,
+    runs_step_hooks,
+    when_backward_ends,
+)
 
 
 class WatchesSteps(Protocol):
@@ -35,16 +40,38 @@ def watch_steps(watcher: WatchesSteps) -> None:
         _watchers.add(watcher)
 
 
-def after_step(optimizer: Optimizer, call: Callable[[], None]) -> RemovableHandle:
-    """Run ``call`` after each step of ``optimizer``, once the watchers have been told.
+def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> RemovableHandle:
+    """Run ``call`` each time these optimizers have stepped, once the watchers have been told.
+
+    They step one after the other, so it runs after the last one's step. Those that step within a
+    backward, each as soon as it has its gradients, do so in another order: then it runs when the
+    backward has ended.
 
     (torch runs an optimizer's own post-step hooks before the global one.)
     """
     _install_hook()
-    calls = _calls.setdefault(optimizer, OrderedDict())
-    handle = RemovableHandle(calls)
-    calls[handle.id] = call
+    hook = _AfterSteps(call)
+    calls = [_calls.setdefault(optimizer, OrderedDict()) for optimizer in optimizers]
+    handle = RemovableHandle(calls[-1], extra_dict=calls[:-1])
+    for each in calls:
+        each[handle.id] = partial(hook.stepped, is_last=each is calls[-1])
     return handle
+
+
+class _AfterSteps:
+    """Runs a call once after several optimizers have stepped."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._queued_in: int | None = None  # the last backward whose end it was queued for
+
+    def stepped(self, is_last: bool) -> None:
+        if not in_backward():
+            if is_last:
+                self._call()
+        elif self._queued_in != backward_id():
+            self._queued_in = backward_id()
+            when_backward_ends(self._call)
 
 
 def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
@@ -61,8 +88,13 @@ def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
 
 
 def updated_by(optimizer: Optimizer) -> set[int]:
-    """The ids of an optimizer's parameters."""
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+    """The ids of the parameters that an optimizer's steps update: not of frozen ones."""
+    return {
+        id(param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad or param.grad is not None
+    }
 
 
 def _iterated(optimizer: Any) -> list[Any]:

@@ -46,6 +46,7 @@ from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.scale_query import must_query, register_handle
+from fp8_dist.linear.streams import keep_for_current_stream
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
 from fp8_dist.linear.weight_queries import shard_scalings, weight_copies, weight_scalings
 from fp8_dist.mesh import Layout, local_tensor, with_local
@@ -72,8 +73,8 @@ class Float8Weight:
     Attributes:
         config, fqn: the layer's.
         cache: scalings and float8 casts, while they are known to be fresh.
-        scales_made: on a GPU, the event after which the scales of the last precompute or sync are
-            there for streams other than the one that made them.
+        made: on a GPU, the event after which what precompute or sync made of the weight (scales,
+            and casts made together) is there for streams other than the one that made it.
         gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
             it.
     """
@@ -95,7 +96,7 @@ class Float8Weight:
         self._handle = register_handle(self)
         # FSDP2 exchanges the parameter: nothing made of an unsharded one may outlive it.
         self._is_exchanged = False
-        self.scales_made: torch.cuda.Event | None = None
+        self.made: torch.cuda.Event | None = None
 
     def parameter(self) -> torch.Tensor:
         """The parameter, as it is registered now."""
@@ -155,12 +156,24 @@ class Float8Weight:
 
         Collectives: as :meth:`forward_casts`.
         """
-        if self.scales_made is not None and not is_captured(shard):
-            # FSDP2 gathers on a stream that waits for the optimizer alone (set_post_optim_event).
-            self.scales_made.wait()
+        if not is_captured(shard):
+            self.wait_until_made()
         (cast,) = self.config.casts("weight")
         copies = (CopySpec(cast),)
-        return self._casts(self.parameter(), shard, copies, ScaleState.FROM_GATHER)[copies[0]]
+        found = self._casts(self.parameter(), shard, copies, ScaleState.FROM_GATHER)[copies[0]]
+        if not is_captured(shard):
+            # What is kept of the weight may be dropped while this stream still reads it.
+            kept = self.cache.scaling or {}
+            keep_for_current_stream([found.qdata, found.scale, *kept.get(cast, ())])
+        return found
+
+    def wait_until_made(self) -> None:
+        """Let the current stream wait for what others have made of the weight.
+
+        FSDP2 gathers on a stream that waits for the optimizer alone (set_post_optim_event).
+        """
+        if self.made is not None:
+            self.made.wait()
 
     def parameter_replaced(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """The layer's parameter is about to be replaced: by FSDP2, or by anyone."""

@@ -4,10 +4,11 @@ A scale, and the float8 copy made with it, may be used only for the values it wa
 What can change a weight, and how it is noticed:
 
 * Any ``torch.optim`` step: a global post-step hook drops what is known of the optimizer's
-  parameters. Version counters alone would not do: foreach and fused steps change a DTensor
-  without raising them. The hook also drops what a forward or a gather found out about parameters
-  that no optimizer was seen to update. They may be copies of such parameters: mixed-precision
-  optimizers that own the masters copy them back through ``.data``.
+  parameters, but for frozen ones without a gradient. Version counters alone would not do: foreach
+  and fused steps change a DTensor without raising them. The hook also drops what a forward or a
+  gather found out about trained parameters that no optimizer was seen to update. They may be
+  copies of such parameters: mixed-precision optimizers that own the masters copy them back through
+  ``.data``.
 * FSDP2 replaces sharded parameters by unsharded ones and back: the layer notices each exchange.
   The values of an unsharded parameter are unknown the next time, except in the backward. There
   they are what the forward gathered, unless the versions of the two tell of a write since.
@@ -23,7 +24,7 @@ Nothing that Python can read changes, so it is not noticed, with
 * collectives into the weight: ``dist.broadcast(weight, 0)``, ``all_reduce``, ``recv``;
 * on DTensors: in-place foreach ops outside an optimizer, and writes to what ``state_dict()`` gave
   out;
-* a write to ``to_local()`` between precompute and the first use of the scale;
+* a write to ``to_local()`` between precompute and the first gather or use of a scale;
 * ``swap_tensors`` of two tensors whose version counters coincide.
 
 For these there is :func:`fp8_dist.invalidate_float8_scales`. Without it the next forward uses the
@@ -115,8 +116,9 @@ class WeightCache:
     =========================  =============  =============  ===========  =========================
 
     An empty cell: the state stays. (a) The layer used another tensor than the parameter that the
-    scales were precomputed for. (b) Unless an optimizer was seen to update the parameter. (c)
-    FROM_FORWARD alone, and not where a backward gathers again what the forward gathered.
+    scales were precomputed for. (b) Unless an optimizer was seen to update the parameter, or it is
+    frozen. (c) FROM_FORWARD alone, and not where a backward gathers again what the forward
+    gathered.
 
     Attributes:
         state: see the table.
@@ -140,6 +142,7 @@ class WeightCache:
         self._origin: _Values | None = None
         self._gathered: _Values | None = None
         self._optimized = False  # an optimizer was seen to update the parameter
+        self._last_gather_trained = False  # the last gather since precompute was a training step's
         self._steps_since_sync = 0
 
     @property
@@ -164,6 +167,7 @@ class WeightCache:
     def store_pending(self, param: torch.Tensor, pending: PendingScales) -> None:
         """The scaling of the values that ``param`` has now is being precomputed."""
         self.store(param, pending, ScaleState.PENDING)
+        self._last_gather_trained = False
         # FSDP2 replaces the local tensor of a padded shard when it first runs, on some ranks only.
         self._local_version = None
 
@@ -195,18 +199,39 @@ class WeightCache:
         """True if scales are known (or PENDING) for ``param``, and for the values it has now."""
         if self._param is not param or self.state in _WITHOUT_SCALES:
             return False
-        local_version = _version(local_tensor(param))
         if self._local_version is None:
-            self._local_version = local_version
-        same_version = self._version == _version(param) and self._local_version == local_version
-        if not same_version or not self._has_same_storage(param):
+            self._local_version = _version(local_tensor(param))
+        if not self._has_same_values(param):
             self.drop()
             return False
         return True
 
-    def _has_same_storage(self, param: torch.Tensor) -> bool:
+    def _has_same_values(self, param: torch.Tensor) -> bool:
         storage = self._storage
-        return storage is None or storage.cdata == storage_address(param)
+        return (
+            self._version == _version(param)
+            and self._local_version == _version(local_tensor(param))
+            and (storage is None or storage.cdata == storage_address(param))
+        )
+
+    def gathered(self, trains: bool) -> None:
+        """FSDP2 gathered the weight for a forward: of a training step, or without gradients."""
+        self._last_gather_trained = trains
+
+    def outlives_steps(self, param: torch.Tensor) -> bool:
+        """True if precompute need not look at ``param`` again: frozen, and in a training's use.
+
+        That is the base beside trained adapters. A frozen weight that was evaluated since may be
+        changed by means that go unnoticed, as the teacher that averages a student's weights is.
+        (Gathers are collective, so ranks agree. Forwards are not: experts may lack tokens.)
+        """
+        return (
+            self._last_gather_trained
+            and not param.requires_grad
+            and self.state is ScaleState.PRECOMPUTED
+            and self._param is param
+            and self._has_same_values(param)
+        )
 
     def precomputed_for_another(self, param: torch.Tensor) -> bool:
         """True if a scale was precomputed for a parameter, and ``param`` is another."""
@@ -247,8 +272,11 @@ class WeightCache:
         is_own = id(self._param) in updated
         self._optimized |= is_own
         self._steps_since_sync += is_own
-        if is_own or not (self._optimized or self.state in _OF_PRECOMPUTE):
+        if is_own or not (self._optimized or self._is_frozen() or self.state in _OF_PRECOMPUTE):
             self.drop()
+
+    def _is_frozen(self) -> bool:
+        return self._param is not None and not self._param.requires_grad
 
     def drop(self) -> None:
         """Forget everything but that there once was a precomputed scale."""

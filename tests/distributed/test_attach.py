@@ -188,6 +188,47 @@ def test_one_all_reduce_per_step(ranks: RankPools, make: Any, attach: Attach) ->
         assert all(map(same_bits, weights, expected))
 
 
+def step_in_backward(optimizers: list[Optimizer]) -> None:
+    """Each optimizer steps as soon as the gradient of its one parameter is there."""
+    for optimizer in optimizers:
+
+        def step(param: torch.Tensor, optimizer: Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        optimizer.param_groups[0]["params"][0].register_post_accumulate_grad_hook(step)
+
+
+def steps_in_backward(attach: Attach | None) -> tuple[list[int], list[Any]]:
+    """Amax all-reduces of each of two backwards with their next forwards; the weights then."""
+    world = Distributed(2, 1)
+    optimizers: list[Optimizer] = [AdamW([p], lr=1e-2) for p in world.net.parameters()]
+    step_in_backward(optimizers)
+    handle = None if attach is None else attach(optimizers, world.net)
+    x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0)))
+    found = []
+    loss = world.net(x).square().mean()
+    for step in range(3):
+        if step == 2 and handle:
+            handle.remove()
+        with comm_audit() as audit:
+            loss.backward()
+            loss = world.net(x).square().mean()
+        found.append(audit.count("all_reduce", dtype=INT32))
+    return found, [local_tensor(p.detach()) for p in world.net.state_dict().values()]
+
+
+@pytest.mark.filterwarnings("ignore:.*changed after precompute.*")
+@pytest.mark.parametrize("attach", ATTACH)
+def test_optimizers_that_step_in_backward(ranks: RankPools, attach: Attach) -> None:
+    results = ranks(2).run(steps_in_backward, attach)
+    without = ranks(2).run(steps_in_backward, None)
+    for (found, weights), (each, expected) in zip(results, without, strict=True):
+        assert found == [1, 1, 6]
+        assert each == [6, 6, 6]
+        assert all(map(same_bits, weights, expected))
+
+
 def a_wrapper_that_writes() -> list[int]:
     """What Lookahead does after the step of the optimizer that it holds is not overlooked."""
     world = Distributed(2, 1)

@@ -1,33 +1,28 @@
-"""Shards that precompute casts at once, as on a GPU: the bits of those that gathers cast."""
+"""Shards that the first gather casts together, as on a GPU: the bits of those cast one by one."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn as nn
-from nets import Distributed, full
-from ranks import RankPools
-from reference import same_bits
+from gpu_shards import as_on_a_gpu
+from nets import Distributed, full, full_state
+from ranks import RankPools, device_mesh
+from reference import same_bits, sqnr, weights_used
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from fp8_dist import Float8LinearConfig, attach_update, update_float8_scales
-from fp8_dist.fsdp import shard_casts
+from fp8_dist import (
+    Float8LinearConfig,
+    attach_update,
+    convert_to_float8_training,
+    update_float8_scales,
+)
 from fp8_dist.linear import float8_layers, weight
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.mesh import AmaxReduction, local_tensor
-
-
-@contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """The scales are there when precompute returns, and a launch costs more than a cast."""
-    no_block = patch.object(AmaxReduction, "blocks_host", False)
-    several = patch.object(shard_casts, "LARGEST_BUFFER", 7000)  # two or three shards
-    with no_block, several, patch.object(shard_casts, "fuses_many", lambda x: True):
-        yield
+from fp8_dist.mesh import local_tensor
 
 
 def gathered_alone(net: nn.Module, run: Callable[[], object]) -> int:
@@ -82,58 +77,152 @@ def test_training(ranks: RankPools, recipe: str, dp: int, tp: int, hidden: int) 
         assert after == 0
 
 
-def change_shards(net: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(10)
-
-
 def evaluate(net: nn.Module) -> None:
     with torch.no_grad():
         net(torch.ones(1, 8, 64))
 
 
-def changed_after_precompute(changes: bool) -> list[str]:
+def multiply(net: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(10)
+
+
+def multiply_local(net: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.to_local().mul_(10)
+
+
+def gather_first_block(net: nn.Module) -> None:
+    block = net.layers[0]
+    assert isinstance(block, FSDPModule)
+    block.unshard()
+    block.reshard()
+
+
+def changed(change: Callable[[nn.Module], None] | None, gathered: bool) -> tuple[list[str], int]:
+    """Wrong casts in a forward after a change, and how many shards gathers cast alone.
+
+    gathered: whether the change comes after the first gather, not before.
+    """
     world = world_of("tensorwise", 2, 1, 96)
     evaluate(world.net)  # FSDP2 refuses a root that ran as a part before
+    wrong: list[str] = []
     with as_on_a_gpu():
         update_float8_scales(world.net)
-    (change_shards if changes else evaluate)(world.net)
-    with torch.no_grad():
-        return world.wrong_casts(lambda: evaluate(world.net))
+        if gathered:
+            gather_first_block(world.net)
+        if change:
+            change(world.net)
+        with torch.no_grad():
+            check = lambda: wrong.extend(world.wrong_casts(lambda: evaluate(world.net)))  # noqa: E731
+            return wrong, gathered_alone(world.net, check)
 
 
 @pytest.mark.filterwarnings("ignore:.*changed after precompute.*")
-@pytest.mark.parametrize("changes", [True, False])
-def test_what_is_stale_is_cast_anew(ranks: RankPools, changes: bool) -> None:
-    for wrong in ranks(2).run(changed_after_precompute, changes):
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("change", [None, multiply])
+def test_what_is_stale_is_cast_anew(
+    ranks: RankPools, change: Callable[[nn.Module], None] | None, gathered: bool
+) -> None:
+    for wrong, _ in ranks(2).run(changed, change, gathered):
         assert wrong == []
 
 
-def kept_after_updates() -> list[list[int]]:
-    """How many caches hold a shard in float8, after updates of models of several kinds."""
+@pytest.mark.filterwarnings("ignore:.*changed after precompute.*")
+def test_local_writes_after_the_first_gather_are_noticed(ranks: RankPools) -> None:
+    for wrong, _ in ranks(2).run(changed, multiply_local, True):
+        assert wrong == []
 
-    def kept(net: nn.Module) -> int:
-        layers: list[Float8Linear] = list(float8_layers(net).values())
-        return sum(layer.float8_weight.cache.float8 is not None for layer in layers)
+
+def used_after_an_unnoticed_write() -> float:
+    """The lowest SQNR of the weights in a forward after a write that leaves no trace."""
+    world = world_of("tensorwise", 2, 1, 96)
+    with as_on_a_gpu(), torch.no_grad():
+        update_float8_scales(world.net)
+        torch._foreach_mul_(list(world.net.parameters()), 0.5)
+        values = full_state(world.net)
+        with weights_used(world.net) as used:
+            evaluate(world.net)
+    found = {f"{name}.weight": weight.dequantize() for name, weight in used.items()}
+    return min(sqnr(values[name], weight) for name, weight in found.items())
+
+
+def test_an_unnoticed_write_before_the_first_gather_is_not_lost(ranks: RankPools) -> None:
+    assert min(ranks(2).run(used_after_an_unnoticed_write)) > 25
+
+
+def kept(net: nn.Module) -> int:
+    """How many caches hold a shard in float8."""
+    layers: list[Float8Linear] = list(float8_layers(net).values())
+    return sum(layer.float8_weight.cache.float8 is not None for layer in layers)
+
+
+def kept_after_a_gather() -> list[tuple[int, int]]:
+    """Shards in float8 after updates of models of several kinds, and after a gather."""
+
+    def both(net: nn.Module, part: nn.Module) -> tuple[int, int]:
+        update_float8_scales(part)
+        before = kept(net)
+        if isinstance(net.layers[0], FSDPModule):
+            gather_first_block(net)
+        return before, kept(net)
 
     found = []
     with as_on_a_gpu():
         for recipe, cache in (("tensorwise", True), ("tensorwise", False), ("rowwise", True)):
-            world = world_of(recipe, 2, 1, 96, cache)
-            update_float8_scales(world.net)
-            found.append(kept(world.net))
+            net = world_of(recipe, 2, 1, 96, cache).net
+            evaluate(net)
+            found.append(both(net, net))
         part = world_of("tensorwise", 2, 1, 96).net
-        assert isinstance(part.layers[0], FSDPModule)
-        update_float8_scales(part.layers[0])
-        found.append(kept(part))
+        evaluate(part)
+        found.append(both(part, part.layers[0]))
+        # FSDP2 does not know yet that the blocks have a root.
+        new = world_of("tensorwise", 2, 1, 96).net
+        found.append(both(new, new))
         # Nobody gathers these.
         whole = world_of("tensorwise", 1, 2, 96).net
-        update_float8_scales(whole)
         assert local_tensor(whole.layers[0].w1.weight).dtype is torch.float32
-        found.append(kept(whole))
+        found.append(both(whole, whole))
     return found
 
 
 def test_which_shards_are_cast(ranks: RankPools) -> None:
-    assert ranks(2).run_same(kept_after_updates) == [6, 0, 0, 3, 0]
+    expected = [(0, 6), (0, 0), (0, 0), (0, 3), (0, 3), (0, 0)]
+    assert ranks(2).run_same(kept_after_a_gather) == expected
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, in one FSDP unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(32, 32, bias=False) for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def tied_casts(reverse: bool) -> list[bool]:
+    """Which of two layers with one weight holds a cast of its shard after a step."""
+    torch.manual_seed(0)
+    net = Tied()
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(net, config=config)
+    layers: list[nn.Module] = [net.second, net.first] if reverse else [net.first, net.second]
+    fully_shard(layers, mesh=device_mesh(dp=2))
+    fully_shard(net, mesh=device_mesh(dp=2))
+    with as_on_a_gpu():
+        update_float8_scales(net)
+        net(torch.ones(4, 32)).sum().backward()
+    caches = [layer.float8_weight.cache for layer in float8_layers(net).values()]
+    return [cache.float8 is not None for cache in caches]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_shared_shard_is_cast_for_the_layer_that_fsdp_asks(
+    ranks: RankPools, reverse: bool
+) -> None:
+    assert ranks(2).run_same(tied_casts, reverse) == [not reverse, reverse]

@@ -77,8 +77,8 @@ def test_blocks_under_fsdp(fake_cuda: FakeCudaProcess) -> None:
         "\n".join(rows),
         """\
 bf16                          153 kernels
-tensorwise                    195 kernels
-rowwise_folded                215 kernels
+tensorwise                    196 kernels
+rowwise_folded                216 kernels
 delayed                       249 kernels""",
     )
 
@@ -94,10 +94,10 @@ def test_updates_of_many_weights(fake_cuda: FakeCudaProcess) -> None:
     assert_expected_inline(
         "\n".join(rows),
         """\
-tensorwise       14 weights  7 kernels
-tensorwise      224 weights 10 kernels
-rowwise_folded   14 weights  5 kernels
-rowwise_folded  224 weights  7 kernels
+tensorwise       14 weights  4 kernels
+tensorwise      224 weights  4 kernels
+rowwise_folded   14 weights  3 kernels
+rowwise_folded  224 weights  3 kernels
 delayed          14 weights 12 kernels
 delayed         224 weights 22 kernels""",
     )

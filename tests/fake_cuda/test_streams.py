@@ -12,15 +12,18 @@ import torch
 from stream_hazards import Hazards
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
     float8_layers,
+    invalidate_float8_scales,
     update_float8_scales,
 )
+from fp8_dist.fsdp import shard_casts
 from fp8_dist.kernels.cuda.triton import recorded, reductions
+from fp8_dist.linear import weight
 from scripts.common.candidates import OURS
 from scripts.common.fake_cuda import streams
 from scripts.common.fake_cuda.device import fake_tensors
@@ -43,6 +46,10 @@ class Training:
         event: the event given to ``set_post_optim_event`` is recorded before the update.
         unshard_async: unshards of the second step are asynchronous.
         cache: keep float8 shards between micro-batches.
+        parts: the scales of each block are updated by themselves.
+        aside: the last forward of a step finds the last block's gather under way, on a stream of
+            the user.
+        invalidate: what that gather reads has been dropped.
     """
 
     recipe: str
@@ -55,6 +62,9 @@ class Training:
     event: bool = False
     unshard_async: bool = False
     cache: bool = True
+    parts: bool = False
+    aside: bool = False
+    invalidate: bool = False
 
 
 class Block(nn.Module):
@@ -98,7 +108,13 @@ def hazards_of(training: Training) -> Counter[str]:
             for step in range(STEPS):
                 if step == 1 and training.unshard_async:
                     model._set_unshard_async_op(True)
-                for _ in range(training.micro_batches):
+                for batch in range(training.micro_batches):
+                    if training.aside and batch == training.micro_batches - 1:
+                        _unshard_aside(model)
+                        if training.invalidate:
+                            invalidate_float8_scales(model)
+                        for size in (1, DIM, 2 * DIM * DIM):
+                            torch.zeros(size, device="cuda")
                     x = torch.empty(32, DIM, device="cuda", dtype=torch.bfloat16)
                     if training.explicit:
                         for block in model:
@@ -113,8 +129,18 @@ def hazards_of(training: Training) -> Counter[str]:
                 if training.event:
                     model.set_post_optim_event(torch.cuda.Event().record())
                 if training.update:
-                    update_float8_scales(model)
+                    for part in model if training.parts else [model]:
+                        update_float8_scales(part)
     return hazards.found
+
+
+def _unshard_aside(model: nn.Sequential) -> None:
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        last = model[-1]
+        assert isinstance(last, FSDPModule)
+        last.unshard(async_op=True)
 
 
 def hazards_without(name: str, training: Training) -> Counter[str]:
@@ -133,6 +159,10 @@ OPTIONS = {
     "event, prefetch": {"event": True, "prefetch": True, "micro_batches": 1},
     "event, explicit": {"event": True, "explicit": True, "cache": False},
     "event, asynchronous": {"event": True, "unshard_async": True, "micro_batches": 3},
+    "aside": {"aside": True, "micro_batches": 1, "explicit": True},
+    "aside, invalidate": {"aside": True, "invalidate": True, "explicit": True},
+    "aside, event": {"aside": True, "invalidate": True, "event": True, "cache": False},
+    "aside, parts": {"aside": True, "invalidate": True, "parts": True, "micro_batches": 1},
 }
 
 
@@ -143,10 +173,8 @@ def test_steps(recipe: str, options: str, fake_cuda: FakeCudaProcess) -> None:
     assert not found, shown(found)
 
 
-_SCALES_TOO_EARLY = (
-    "(_cast|_cast_and_amax|_record|all_gather_copy_in) on .* reads what _scaling on compute .*"
-)
-_SHARDS_TOO_EARLY = "all_gather_copy_in on .* reads what (_cast_many|_scaling) on compute .*"
+_SCALES_TOO_EARLY = "(_cast|_record|all_gather_copy_in) on .* reads what _scaling on compute .*"
+_SHARDS_TOO_EARLY = "(_cast_many|all_gather_copy_in) on .* reads what _scaling on compute .*"
 
 
 @pytest.mark.parametrize(
@@ -165,6 +193,38 @@ def test_what_the_library_must_not_leave_out(
 ) -> None:
     training = Training(recipe, event=True, cache=cache)
     found = fake_cuda.run(hazards_without, method, training)
+    assert found
+    for hazard in found:
+        assert re.fullmatch(expected, hazard), shown(found)
+
+
+_INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "training", "expected"),
+    [
+        (
+            f"{weight.__name__}.keep_for_current_stream",
+            dataclasses.replace(_INVALIDATED, explicit=True),
+            "memory of compute .* before all_gather_copy_in on .*; made at .*:(empty_bytes|quantize_many) .*",
+        ),
+        (
+            f"{shard_casts.__name__}.keep_for_current_stream",
+            dataclasses.replace(_INVALIDATED, parts=True, micro_batches=1),
+            "memory of compute .* before cat on .*; made at .*:scaling .*",
+        ),
+        (
+            f"{shard_casts.__name__}.note_made",
+            Training("tensorwise", aside=True, micro_batches=1),
+            "all_gather_copy_in on .* reads what _cast_many on .*",
+        ),
+    ],
+)
+def test_what_gathers_on_other_streams_need(
+    function: str, training: Training, expected: str, fake_cuda: FakeCudaProcess
+) -> None:
+    found = fake_cuda.run(hazards_without, function, training)
     assert found
     for hazard in found:
         assert re.fullmatch(expected, hazard), shown(found)

@@ -141,12 +141,21 @@ def _cast_copies(
 ) -> Tensors:
     if not _takes(x, amaxes):
         return cast_copies.portable(x, amaxes, dtype, round_scales_to_power_of_2, of, transposed)
-    matrix, wanted = _matrix(x), list(zip(of, transposed, strict=True))
+    matrix = _matrix(x)
+    if len(amaxes) == 1:
+        cast = cuda.cast(
+            matrix,
+            _of_matrix(amaxes[0]),
+            dtype,
+            round_scales_to_power_of_2,
+            row_major=False in transposed,
+            column_major=True in transposed,
+        )
+        copies = [_shaped(cast[1 if turned else 0], x, turned) for turned in transposed]
+        return [*_scaling_like(amaxes[0], cast), *copies]
+    wanted = list(zip(of, transposed, strict=True))
     given = [_of_matrix(each) for each in amaxes]
-    if len(given) == 1:
-        layouts = {"row_major": False in transposed, "column_major": True in transposed}
-        casts = [cuda.cast(matrix, given[0], dtype, round_scales_to_power_of_2, **layouts)]
-    elif wanted == [(0, False), (1, True)] and _are_of_rows_and_columns(given, matrix):
+    if wanted == [(0, False), (1, True)] and _are_of_rows_and_columns(given, matrix):
         row, column = given
         casts = list(
             cuda.cast_rows_and_columns(matrix, row, column, dtype, round_scales_to_power_of_2)
@@ -165,9 +174,13 @@ def _cast_copies(
         ]
     made: Tensors = []
     for cast, each in zip(casts, amaxes, strict=True):
-        scaling = cast.multiplier, cast.scale
-        made += scaling if each.ndim <= 2 else (number.view(each.shape) for number in scaling)
+        made += _scaling_like(each, cast)
     return made + [_shaped(casts[i][1 if turned else 0], x, turned) for i, turned in wanted]
+
+
+def _scaling_like(amax: torch.Tensor, cast: cuda.Cast) -> Scaling:
+    scaling = cast.multiplier, cast.scale
+    return scaling if amax.ndim <= 2 else (scaling[0].view(amax.shape), scaling[1].view(amax.shape))
 
 
 def _are_of_rows_and_columns(scales: Sequence[torch.Tensor], matrix: torch.Tensor) -> bool:

@@ -10,11 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8_dist import float8_layers
+from fp8_dist.fsdp.shard_casts import cast_together
 from scripts.common.fake_cuda.counter import Counts, KernelCounter
 from scripts.common.fake_cuda.device import fake_tensors
 from scripts.common.fake_cuda.world import RANKS, meshes
 from scripts.common.llama import MODELS, Block, rope_tables
 from scripts.common.models import after_step, convert
+
+SEQUENCE = 16  # tokens, where their number does not matter
 
 
 class Blocks(nn.Module):
@@ -40,9 +43,10 @@ def _attention(
 
 
 def count_blocks(name: str, blocks: int, sequence: int) -> Counts:
-    """A candidate's second step, without what follows the backward.
+    """A candidate's third step, without what follows the backward.
 
-    Each of `RANKS` ranks has one sequence; FSDP2 shards over all.
+    (The second, the first one after an update, copies tables of addresses to the device.) Each of
+    `RANKS` ranks has one sequence; FSDP2 shards over all.
     """
     mesh = meshes(dp=RANKS)["dp"]
     with fake_tensors(), patch.object(F, "scaled_dot_product_attention", _attention):
@@ -50,7 +54,7 @@ def count_blocks(name: str, blocks: int, sequence: int) -> Counts:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         size = (1, sequence, MODELS["8b"].dim)
         x = torch.empty(size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(2):
+        for _ in range(3):
             with KernelCounter() as counter:
                 model(x).backward(x.detach())
             optimizer.step()
@@ -60,13 +64,22 @@ def count_blocks(name: str, blocks: int, sequence: int) -> Counts:
 
 
 def count_update(name: str, blocks: int) -> Counts:
-    """What a training loop calls for the scales of some blocks after its second optimizer step."""
+    """What a training loop calls for the scales of some blocks after its second optimizer step.
+
+    It includes the casts of all shards, which are left to the next step's first gather.
+    """
     mesh = meshes(dp=RANKS)["dp"]
-    with fake_tensors():
-        model = _sharded(name, blocks, 16, mesh)
+    with fake_tensors(), patch.object(F, "scaled_dot_product_attention", _attention):
+        model = _sharded(name, blocks, SEQUENCE, mesh)
+        with torch.no_grad():  # FSDP2 sets itself up
+            size = (1, SEQUENCE, MODELS["8b"].dim)
+            model(torch.empty(size, device="cuda", dtype=torch.bfloat16))
+        first = next(iter(float8_layers(model).values()), None)
         for _ in range(2):
             with KernelCounter() as counter:
                 after_step(name, sharded=True)(model)
+                if first is not None:
+                    cast_together(first)
     return counter.counts
 
 

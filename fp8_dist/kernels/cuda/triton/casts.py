@@ -103,6 +103,7 @@ def _cast(
     given: tl.tensor,
     qdata: tl.tensor,
     qdata_t: tl.tensor,
+    amax: tl.tensor,
     multiplier: tl.tensor,
     scale: tl.tensor,
     M: tl.tensor,
@@ -114,6 +115,7 @@ def _cast(
     FROM_AMAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     SATURATE: tl.constexpr,
+    TAKE_AMAX: tl.constexpr,
     ROW_MAJOR: tl.constexpr,
     COLUMN_MAJOR: tl.constexpr,
     BIAS: tl.constexpr,
@@ -128,7 +130,10 @@ def _cast(
     if FROM_AMAX:
         m = multiplier_of(m, POWER_OF_2, BIAS)
         _store_scaling(multiplier, scale, m, i, j, M, K, OF)
-    v = _times(load_tile(x, i, j, M, K, stride_m, stride_k), m, OF)
+    v = load_tile(x, i, j, M, K, stride_m, stride_k)
+    if TAKE_AMAX:
+        tl.atomic_max(amax, tl.max(tl.max(magnitude(v), 1), 0))
+    v = _times(v, m, OF)
     if SATURATE:
         v = saturated(v, BIAS)
     code = to_float8(v, BIAS, SOFT)
@@ -215,7 +220,7 @@ def cast(
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
     scaling = torch.empty_like(amax), torch.empty_like(amax)
-    layouts = _cast_by(x, amax, dtype, scaling, power_of_2, False, row_major, column_major)
+    layouts = _cast_by(x, amax, dtype, scaling, power_of_2, False, None, row_major, column_major)
     return Cast(*layouts, *scaling)
 
 
@@ -225,6 +230,7 @@ def quantize(
     dtype: torch.dtype,
     *,
     fits: bool = False,
+    amax: torch.Tensor | None = None,
     row_major: bool = True,
     column_major: bool = False,
 ) -> Layouts:
@@ -232,10 +238,11 @@ def quantize(
 
     Args:
         multiplier: fp32, 0-dim, ``[M, 1]`` or ``[1, K]``; the rest as in :func:`cast`.
+        amax: a fp32 0, 0-dim, which becomes the amax of ``x``; ``None``: it is not taken.
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
-    return _cast_by(x, multiplier, dtype, None, False, not fits, row_major, column_major)
+    return _cast_by(x, multiplier, dtype, None, False, not fits, amax, row_major, column_major)
 
 
 def _cast_by(
@@ -245,6 +252,7 @@ def _cast_by(
     scaling: tuple[torch.Tensor, torch.Tensor] | None,
     power_of_2: bool,
     saturate: bool,
+    amax: torch.Tensor | None,
     row_major: bool,
     column_major: bool,
 ) -> Layouts:
@@ -256,12 +264,14 @@ def _cast_by(
         lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"])),
         (x.dtype, size_class(M, K), x.stride(1) == 1, row_major, column_major),
         x.device,
-        *(x, given, qdata, qdata_t, *(scaling or (None, None))),
+        *(x, given, qdata, qdata_t, None if amax is None else amax.view(torch.int32)),
+        *(scaling or (None, None)),
         *(M, K, *x.stride(), stride),
         OF=of,
         FROM_AMAX=scaling is not None,
         POWER_OF_2=power_of_2,
         SATURATE=saturate,
+        TAKE_AMAX=amax is not None,
         ROW_MAJOR=row_major,
         COLUMN_MAJOR=column_major,
         **float8_constants(dtype, x.device),

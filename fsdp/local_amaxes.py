@@ -1,0 +1,117 @@
+"""The amaxes of the local shards of many weights, and where they stand among those of all ranks."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+
+from fp8_dist.cast import local_amax
+from fp8_dist.fsdp.streams import device_of
+from fp8_dist.granularity import ROW, TENSOR, Granularity
+from fp8_dist.kernels import amax_of_each
+from fp8_dist.linear.module import Float8Linear
+from fp8_dist.mesh import Layout, global_offset, local_sizes, narrowed
+
+
+class Amaxes(NamedTuple):
+    """The amaxes of the weight of a layer, in one granularity.
+
+    Attributes:
+        mesh: where the weight is distributed.
+        local: of the local shard, in the shape of its scales.
+        shape: of the scales of the global weight.
+        offset: where the local ones begin among them, per dim.
+        axes: mesh axes of the weight that decide about them; empty if the local ones are global.
+    """
+
+    mesh: DeviceMesh | None
+    local: torch.Tensor
+    shape: list[int]
+    offset: list[int]
+    axes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of scales of the global weight."""
+        return math.prod(self.shape)
+
+    def at_global_positions(self) -> torch.Tensor:
+        """All amaxes of the global weight, flat: zeros but for the local ones."""
+        added: list[int] = []
+        for n, start, size in zip(self.local.shape, self.offset, self.shape, strict=True):
+            added = [start, size - start - n, *added]  # from the last dim on
+        return (pad(self.local, added) if any(added) else self.local).reshape(-1)
+
+    def local_part(self, values: torch.Tensor) -> torch.Tensor:
+        """Of one value for each amax, flat, those of the local shard in the shape of its scales."""
+        if values.numel() != self.local.numel():
+            values = narrowed(values.view(self.shape), self.offset, self.local.shape)
+        return values.reshape(self.local.shape)
+
+
+def local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity], Amaxes]:
+    """By the weight, which layers may share, and the granularity."""
+    wanted = {
+        (id(layer.weight), cast.granularity): layer
+        for layer in layers
+        for cast in layer.config.casts("weight")
+    }
+    shards = {key: layer.float8_weight.shard() for key, layer in wanted.items()}
+    alike: dict[tuple[Any, ...], list[tuple[int, Granularity]]] = {}
+    for key, layer in wanted.items():
+        alike.setdefault((key[1], shards[key].device, device_of(layer)), []).append(key)
+    found = {}
+    for (granularity, _, device), same in alike.items():
+        values = _amaxes_of_each([shards[key] for key in same], granularity, device)
+        for key, value in zip(same, values, strict=True):
+            found[key] = _with_position(wanted[key], value, granularity)
+    return {key: found[key] for key in wanted}
+
+
+def _amaxes_of_each(
+    shards: list[torch.Tensor], granularity: Granularity, device: torch.device
+) -> list[torch.Tensor]:
+    """The local amaxes of each, in the shape of its scales, on ``device``."""
+    if granularity not in (TENSOR, ROW):
+        return [local_amax(shard, granularity).to(device) for shard in shards]
+    shapes = [granularity.scale_shape(shard.shape) for shard in shards]
+    values = amax_of_each(shards[0], shards[1:], granularity is ROW).to(device)
+    parts = values.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _with_position(layer: Float8Linear, local: torch.Tensor, granularity: Granularity) -> Amaxes:
+    layout = Layout.of(layer.weight)
+    if layout is None:
+        return Amaxes(None, local, list(local.shape), [0] * local.ndim, ())
+    axes = _axes_that_decide(layer, layout, granularity)
+    shape = granularity.scale_shape(layout.shape)
+    offset = [0] * len(shape)
+    if shape and axes:  # the ranks of a mesh have no values under FakeTensorMode
+        offset = granularity.offset(global_offset(layout))
+    return Amaxes(layout.mesh, local, shape, offset, axes)
+
+
+def axes_of(layers: Iterable[Float8Linear]) -> Iterator[tuple[DeviceMesh, tuple[int, ...]]]:
+    """The meshes of weights, each with the axes over which amaxes are reduced, if any are."""
+    for layer in layers:
+        layout = Layout.of(layer.weight)
+        if layout is not None:
+            for cast in layer.config.casts("weight"):
+                if axes := _axes_that_decide(layer, layout, cast.granularity):
+                    yield layout.mesh, axes
+
+
+def _axes_that_decide(
+    layer: Float8Linear, layout: Layout, granularity: Granularity
+) -> tuple[int, ...]:
+    """The mesh axes of a weight over which its amaxes are reduced."""
+    over = granularity.amax_axes(layout.placements, 2)
+    gathered = granularity.scales_move and layer.config.fsdp_float8_all_gather
+    if gathered and len(local_sizes(layout, 0)) > 1:
+        # Scales of unequal parts don't fit into FSDP2's gather: all ranks are told all of them.
+        over = TENSOR.amax_axes(layout.placements, 2)
+    return tuple(axis for axis in over if layout.mesh.size(axis) > 1)
