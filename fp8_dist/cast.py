@@ -136,8 +136,8 @@ def scaling_over(
 
 def local_amax(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
     """The amax of what each scale covers of a local tensor: fp32, of the shape of the scales."""
-    grouped = granularity.grouped(x)
-    return amax(grouped, granularity.covered_dims(grouped.ndim))
+    x = granularity.grouped(x)
+    return amax(x, granularity.covered_dims(x.ndim))
 
 
 def global_amax(
@@ -213,8 +213,10 @@ def copies_over(
     the :func:`global_amax` for the one cast (one scale per tensor) of all copies, if it is known.
     """
     x = local_tensor(tensor) if local is None else local
-    casts, in_one_pass, of, transposed = _planned(copies)
-    reduces = any(amax_groups(tensor, cast.granularity, axes) for cast in casts)
+    casts, in_one_pass, of, transposed = plan = _planned(copies)
+    reduces = isinstance(tensor, DTensor) and any(
+        amax_groups(tensor, cast.granularity, axes) for cast in casts
+    )
     if len(casts) > 1 and (reduces or not in_one_pass):
         # (A graph that needs one copy alone must not repeat the reduction for the other.)
         scalings: Scalings = {}
@@ -242,14 +244,14 @@ def copies_over(
         flat = cast_copies(x, values, first.dtype, round_scales_to_power_of_2, of, transposed)
     n = 2 * len(casts)
     scalings = {cast: (flat[2 * i], flat[2 * i + 1]) for i, cast in enumerate(casts)}
-    return scalings, as_copies(x, copies, flat[n:], flat[1:n:2])
+    return scalings, _as_copies(x, copies, plan, flat[n:], flat[1:n:2])
 
 
 def copies_by(
     x: torch.Tensor, copies: Sequence[CopySpec], scalings: Scalings, *, fits: bool = False
 ) -> Copies:
     """Float8 copies of a local tensor with known scalings; ``fits``: those of its own amaxes."""
-    casts, in_one_pass, of, transposed = _planned(copies)
+    casts, in_one_pass, of, transposed = plan = _planned(copies)
     if in_one_pass and (len(copies) > 1 or transposed[0]):
         multipliers = [scalings[cast][0] for cast in casts]
         data = quantize_copies(x, multipliers, casts[0].dtype, of, transposed, fits=fits)
@@ -260,7 +262,7 @@ def copies_by(
             if transposed_:
                 qdata = transposed_copy(qdata.view(math.prod(x.shape[:-1]), x.shape[-1]))
             data.append(qdata)
-    return as_copies(x, copies, data, [scalings[cast][1] for cast in casts])
+    return _as_copies(x, copies, plan, data, [scalings[cast][1] for cast in casts])
 
 
 class _Plan(NamedTuple):
@@ -301,11 +303,22 @@ def as_copies(
     scales: Sequence[torch.Tensor],
 ) -> Copies:
     """The copies of a local tensor whose data a kernel wrote, with a scale for each cast."""
-    found = {}
-    for copy, i, qdata in zip(copies, _planned(copies).of, data, strict=True):
-        if copy.transposed:
-            qdata = qdata.t() if x.ndim == 2 else qdata.t().view(x.shape)
-        found[copy] = Quantized(qdata, scales[i], copy.cast.granularity)
+    return _as_copies(x, copies, _planned(copies), data, scales)
+
+
+def _as_copies(
+    x: torch.Tensor,
+    copies: Sequence[CopySpec],
+    plan: _Plan,
+    data: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+) -> Copies:
+    found, of_matrix = {}, x.ndim == 2
+    for copy, i, qdata in zip(copies, plan.of, data, strict=True):
+        cast, transposed = copy
+        if transposed:
+            qdata = qdata.t() if of_matrix else qdata.t().view(x.shape)
+        found[copy] = Quantized(qdata, scales[i], cast.granularity)
     return found
 
 

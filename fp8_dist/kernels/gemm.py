@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8_dist.dtypes import device_has_float8_gemm, e4m3, e5m2
+from fp8_dist.dtypes import device_has_float8_gemm, e4m3
 from fp8_dist.env import strict_alignment
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.transposing import transposed_copy
@@ -150,6 +150,8 @@ def _scaled_mm_fake(
 
 def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
     """Whether an operand has a scale per element."""
+    if not (scale_a.ndim or scale_b.ndim):
+        return False
     per_element = False
     for x, scale, kept in ((a, scale_a, 0), (b, scale_b, 1)):
         if not scale.ndim or scale.shape[1 - kept] == 1:
@@ -173,21 +175,15 @@ def _native(
     use_fast_accum: bool,
     transpose: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    if a.dtype == b.dtype == e5m2() and torch.version.hip is None:
+    if a.dtype is b.dtype is torch.float8_e5m2 and torch.version.hip is None:
         raise ValueError(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}, both {a.dtype}: this device "
             f"multiplies none but {e4m3()} by any; set another target_dtype, or emulate=True"
         )
-
-    def row_major(x: Tensor) -> Tensor:
-        if x.is_contiguous():
-            return x
-        return transpose(x.t()) if x.t().is_contiguous() else x.contiguous()
-
     # cuBLASLt multiplies a row-major by a column-major matrix.
-    a = row_major(a)
+    a = _row_major(a, transpose)
     if b.stride() != (1, b.shape[0]):
-        b = row_major(b.t()).t()
+        b = _row_major(b.t(), transpose).t()
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
     if not (scale_a.ndim or scale_b.ndim):
         return run(scale_a, scale_b, out_dtype=out_dtype)
@@ -207,6 +203,12 @@ def _native(
     # tensorwise one writes fp32, which is scaled after.
     one = torch.ones((), dtype=torch.float32, device=a.device)
     return apply_scales(run(one, one, out_dtype=torch.float32), scale_a, scale_b).to(out_dtype)
+
+
+def _row_major(x: Tensor, transpose: Callable[[Tensor], Tensor]) -> Tensor:
+    if x.is_contiguous():
+        return x
+    return transpose(x.t()) if x.t().is_contiguous() else x.contiguous()
 
 
 def _has_slow_rowwise_gemm() -> bool:

@@ -11,7 +11,6 @@ Gradients are plain tensors wherever autograd sees them: the cast and the gather
 happen inside this function, so that no float8 subclass is ever a backward tangent.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from fp8_dist.linear.operands import (
     LinearSpec,
     Local,
     WeightCasts,
+    as_matrix,
     find_gradient_amax,
     prepare_gradients,
     prepare_operand,
@@ -77,14 +77,13 @@ def float8_linear(
     second_scale = None if second_scale is first_scale else second_scale
     # Compiled code has one function for all. Dynamo assumes that the gradient of an output has the
     # output's placements; between the two functions it has those of the final output.
-    in_two = isinstance(input, DTensor) and not torch.compiler.is_compiling()
     flat = (first_qdata, first_scale, second_qdata, second_scale, multiplier, scale)
-    if not in_two:
-        return _LinearFunction.apply(input, weight, bias, spec, False, *flat)
+    if not isinstance(input, DTensor) or torch.compiler.is_compiling():
+        return _LinearFunction.apply(input, weight, bias, spec, *flat)
     if spec.output_placements is not None:
         placements = normalized(spec.output_placements, input.ndim)
         spec = spec._replace(output_placements=placements)
-    output = _LinearFunction.apply(input, weight, None, spec, True, *flat)
+    output = _LinearFunction.apply(input, weight, None, spec, *flat)
     amax = _gradient_amax(output, bias, spec, siblings) if output.requires_grad else None
     if amax is None and bias is None and spec.output_placements in (None, output.placements):
         return output
@@ -130,11 +129,11 @@ def _gemm(
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         assert isinstance(left, torch.Tensor)
         assert isinstance(right, torch.Tensor)
-        a, b = _as_matrix(left), _as_matrix(right)
+        a, b = as_matrix(left), as_matrix(right)
         a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
         return torch.mm(a, b.to(a.dtype)).to(out_dtype)
-    a, scale_a = _as_gemm_operand(left, transpose=gemm == "grad_weight")
-    b, scale_b = _as_gemm_operand(right, transpose=gemm == "output")
+    a, scale_a = _as_gemm_operand(left, gemm == "grad_weight")
+    b, scale_b = _as_gemm_operand(right, gemm == "output")
     options = spec.config.gemm_options(gemm)
     note_gemm(spec.fqn, gemm, (a, scale_a), (b, scale_b), out_dtype, options)
     return scaled_mm(a, b, scale_a, scale_b, out_dtype, *options)
@@ -142,15 +141,11 @@ def _gemm(
 
 def _as_gemm_operand(operand: Quantized, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Data and scale of ``[..., K]`` as a matrix."""
-    data, scale = _as_matrix(operand.qdata), operand.granularity.gemm_scale(operand.scale)
+    qdata, scale, granularity = operand
+    data, scale = as_matrix(qdata), granularity.gemm_scale(scale)
     if not transpose:
         return data, scale
     return data.t(), scale.t() if scale.ndim else scale
-
-
-def _as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """``[..., K]`` as ``[M, K]``."""
-    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
@@ -158,16 +153,16 @@ def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
 
     Not a view for autograd: a function's output that is one can't be modified in place.
     """
-    shape = (like if isinstance(like, torch.Tensor) else like.qdata).shape
-    if len(shape) == 2:
+    operand = like if isinstance(like, torch.Tensor) else like.qdata
+    if operand.ndim == 2:
         return matrix
-    return torch.ops.aten._unsafe_view(matrix, (*shape[:-1], matrix.shape[-1]))
+    return torch.ops.aten._unsafe_view.default(matrix, (*operand.shape[:-1], matrix.shape[-1]))
 
 
 class _LinearFunction(torch.autograd.Function):
     """The GEMMs of :func:`float8_linear`.
 
-    With ``in_two`` its DTensor output is where the GEMM leaves it, for :class:`_FinishOutput`.
+    A DTensor output is where the GEMM leaves it, for :class:`_FinishOutput`, but in compiled code.
     """
 
     @staticmethod
@@ -177,7 +172,6 @@ class _LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         spec: LinearSpec,
-        in_two: bool,
         # (Not *args: dynamo (2.13) tells by their number whether a forward takes a ctx.)
         first_qdata: torch.Tensor | None,
         first_scale: torch.Tensor | None,
@@ -194,11 +188,11 @@ class _LinearFunction(torch.autograd.Function):
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         x = prepare_operand(input, "input", gemms, layouts and layouts.input, spec)
-        local_weight = local_tensor(weight)
-        w = _as_operand(first_qdata, first_scale, config.cast("weight", "output"), local_weight)
+        w = _as_operand(first_qdata, first_scale, config.cast("weight", "output"), weight)
         # The gather of the input is waited for here, after the weight's cast was issued.
         left = wait_local(x["output"])
-        output = _unflattened(_gemm(left, w, "output", spec, input.dtype), left)
+        product = _gemm(left, w, "output", spec, input.dtype)
+        output = _unflattened(product, input if layouts is None else left)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
         ctx.amax = None
@@ -208,7 +202,7 @@ class _LinearFunction(torch.autograd.Function):
         qdata = first_qdata if second_qdata is None else second_qdata
         scale = first_scale if second_scale is None else second_scale
         cast = config.cast("weight", "grad_input")
-        right = _as_operand(qdata, scale, cast, local_weight) if uses_cast else None
+        right = _as_operand(qdata, scale, cast, weight) if uses_cast else None
         saved_x, ctx.input_cast = _flat(wait_local(x["grad_weight"]) if needs_weight else None)
         saved_w, ctx.weight_cast = _flat(right)
         if multiplier is not None:
@@ -220,12 +214,13 @@ class _LinearFunction(torch.autograd.Function):
             return output if bias is None else output + bias.to(output.dtype)
         shape = torch.Size((*input.shape[:-1], weight.shape[0]))
         wrapped = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
-        return wrapped if in_two else _finished(wrapped, bias, spec.output_placements)
+        compiling = torch.compiler.is_compiling()
+        return _finished(wrapped, bias, spec.output_placements) if compiling else wrapped
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
-        unused = (None,) * 8
+        unused = (None,) * 7
         if grad is None:
             return None, None, None, *unused
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -252,7 +247,7 @@ class _LinearFunction(torch.autograd.Function):
             left, right = operands["grad_input"]
             left = wait_local(left)
             product = _gemm(left, right, "grad_input", spec, ctx.input_dtype)
-            grad_input = _unflattened(product, left)
+            grad_input = _unflattened(product, grad if layouts is None else left)
             if layouts is not None:
                 grad_input = _redistribute_grad_input(grad_input, layouts, ctx.x_layout)
         if needs_weight:
@@ -265,11 +260,14 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def _as_operand(
-    qdata: torch.Tensor | None, scale: torch.Tensor | None, cast: CastSpec | None, high: Any
+    qdata: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    cast: CastSpec | None,
+    weight: torch.Tensor,
 ) -> Local:
-    """A copy of the weight for a GEMM; ``high``, if that takes it in high precision."""
+    """The copy of the weight that a GEMM takes, or its local tensor in high precision."""
     if cast is None or qdata is None or scale is None:
-        return high
+        return local_tensor(weight)
     return Quantized(qdata, scale, cast.granularity)
 
 

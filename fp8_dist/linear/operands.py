@@ -4,6 +4,7 @@ One float8 copy that serves all GEMMs of an operand is made where the operand is
 float8. Otherwise the operand moves in high precision and is cast where it arrives.
 """
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
@@ -49,7 +50,7 @@ class WeightCasts(NamedTuple):
     recast: Scaling | None = None
 
 
-# An operand on this rank, [..., K]: in float8, or a plain tensor in high precision.
+# An operand on this rank, [..., K] or [M, K]: in float8, or a plain tensor in high precision.
 Local = Quantized | torch.Tensor
 # An operand as each GEMM takes it. A tensor may be in flight: see wait_local().
 Operands = dict[Gemm, Local]
@@ -169,9 +170,10 @@ def _cast_here(
 ) -> Operands:
     """An operand, where it is, as the given GEMMs take it; ``high``: its local tensor."""
     by_gemm = spec.config.copies(operand, tensor.device)
-    wanted = tuple(dict.fromkeys([by_gemm[gemm] for gemm in gemms if gemm in by_gemm]))
+    taken = {gemm: by_gemm.get(gemm) for gemm in gemms}
+    wanted = tuple(dict.fromkeys(filter(None, taken.values())))
     made = _copies(tensor, operand, wanted, spec, axes, amax) if wanted else {}
-    return {gemm: made[by_gemm[gemm]] if gemm in by_gemm else high for gemm in gemms}
+    return {gemm: made[copy] if copy else high for gemm, copy in taken.items()}
 
 
 def prepare_gradients(
@@ -191,11 +193,15 @@ def prepare_gradients(
         weight: the right operand of grad_input; None: that GEMM is left out.
         amax: that of ``grad``, if :func:`find_gradient_amax` was called.
     """
-    both: dict[Gemm, Local | None] = {"grad_input": weight, "grad_weight": input}
-    right = {gemm: x for gemm, x in both.items() if x is not None}
-    gemms = tuple(right)
-    folds = {gemm: x for gemm, x in right.items() if isinstance(x, Quantized)}
-    if not (spec.config.fold_row_scales and folds):
+    right: Operands = {}
+    if weight is not None:
+        right["grad_input"] = weight
+    if input is not None:
+        right["grad_weight"] = input
+    gemms, folds = tuple(right), {}
+    if spec.config.fold_row_scales:
+        folds = {gemm: x for gemm, x in right.items() if isinstance(x, Quantized)}
+    if not folds:
         left = prepare_operand(grad, "grad_output", gemms, placements, spec, amax)
         return {gemm: (left[gemm], right[gemm]) for gemm in gemms}
     cast = spec.config.cast("grad_output", next(iter(folds)))
@@ -228,21 +234,27 @@ def _copies(
     axes: tuple[int, ...] | None,
     amax: GradientAmax | None = None,
 ) -> Copies:
-    """The local part of an operand in float8, where the operand is."""
-    cast = copies[0].cast
-    if cast.delayed:  # its two casts are the same: they have one scale per tensor
+    """The local part of an operand in float8, where the operand is; a plain one as a matrix."""
+    distributed = isinstance(tensor, DTensor)
+    matrix = tensor if distributed else as_matrix(tensor)
+    if copies[0].cast.delayed:  # its two casts are the same: they have one scale per tensor
         record = spec.record or operand == "grad_output"
-        return spec.histories[operand].copies_of(tensor, copies, record)
+        return spec.histories[operand].copies_of(matrix, copies, record)
     power_of_2 = spec.config.round_scales_to_power_of_2
-    if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
+    if operand != "input" or distributed or not can_skip_dispatch(tensor):
         known_amax = None if amax is None else amax.take()
-        return copies_over(tensor, copies, power_of_2, axes, known_amax=known_amax)[1]
+        return copies_over(matrix, copies, power_of_2, axes, known_amax=known_amax)[1]
     key = cast_key(tensor, (copies, power_of_2))
     known = last_cast(tensor, key)
     if known is None:
-        known = copies_over(tensor, copies, power_of_2, axes)[1]
+        known = copies_over(matrix, copies, power_of_2, axes)[1]
         note_cast(tensor, key, known)
     return known
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` as ``[M, K]``."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:

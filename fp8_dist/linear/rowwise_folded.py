@@ -124,12 +124,11 @@ def _folded_locally(
     made = iter(fold_gradient(matrix, cast.dtype, s, t, transposed))
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     if weight is not None:
-        left = Quantized(next(made).view(grad.shape), next(made), ROW)
+        left = Quantized(next(made), next(made), ROW)
         operands["grad_input"] = (left, weight._replace(scale=one, granularity=COLUMN))
     if input is not None:
         g2 = next(made)
-        g2 = (g2.t() if transposed else g2).view(grad.shape)
-        left = Quantized(g2, next(made), COLUMN)
+        left = Quantized(g2.t() if transposed else g2, next(made), COLUMN)
         operands["grad_weight"] = (left, input._replace(scale=one, granularity=COLUMN))
     return operands
 

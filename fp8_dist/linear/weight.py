@@ -123,17 +123,16 @@ class Float8Weight:
             gathered = Quantized.of(local)
             gathered = gathered._replace(scale=self._recorded(gathered.scale))
             return WeightCasts(gathered, gathered)
-        compiling = torch.compiler.is_compiling()
+        compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
         # No end_of_evaluation follows in a graph: what it finds without gradients is not kept.
-        keeps = torch.is_grad_enabled() or not compiling
-        source = ScaleState.FROM_FORWARD if keeps else None
+        keeps = training or not compiling
         shard = self.gather_type.unwrap(local)
         if not compiling:
             self._warn_if_flags_have_no_effect(parameter, shard is not local)
         if self._is_exchanged:
-            return self._casts_of_unsharded(shard, source)
+            return self._casts_of_unsharded(shard, ScaleState.FROM_FORWARD if keeps else None)
         by_gemm = self.config.copies("weight", shard.device)
-        if not torch.is_grad_enabled():
+        if not training:
             # No backward follows, whose GEMM might take a transposed copy.
             by_gemm = {gemm: CopySpec(copy.cast) for gemm, copy in by_gemm.items()}
         copies = tuple(dict.fromkeys(by_gemm.values()))
@@ -141,13 +140,12 @@ class Float8Weight:
             with torch.no_grad():
                 float8 = self._casts_of_graph(shard, copies, keeps)
         else:
-            record = torch.is_grad_enabled()
-            float8 = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD, record)
+            float8 = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD, training)
             if "weight" in self._histories:
                 scale = self._recorded(next(iter(float8.values())).scale)
                 float8 = {copy: q._replace(scale=scale) for copy, q in float8.items()}
-        taken = {gemm: float8[copy] for gemm, copy in by_gemm.items()}
-        return WeightCasts(taken.get("output"), taken.get("grad_input"))
+        first, second = by_gemm.get("output"), by_gemm.get("grad_input")
+        return WeightCasts(first and float8[first], second and float8[second])
 
     def gather_cast(self, shard: torch.Tensor) -> Quantized:
         """The cast of the sharded parameter, for FSDP2 to gather.

@@ -71,8 +71,9 @@ class ScaleState(Enum):
     FROM_FORWARD = auto()
 
 
-_OF_PRECOMPUTE = frozenset((ScaleState.PENDING, ScaleState.PRECOMPUTED, ScaleState.STALE))
-_WITHOUT_SCALES = frozenset((ScaleState.UNKNOWN, ScaleState.STALE))
+# (Not sets: the hash of an enum's member is computed in Python.)
+_OF_PRECOMPUTE = (ScaleState.PENDING, ScaleState.PRECOMPUTED, ScaleState.STALE)
+_WITHOUT_SCALES = (ScaleState.UNKNOWN, ScaleState.STALE)
 
 
 class PendingScales:
@@ -188,8 +189,10 @@ class WeightCache:
         self.state, self._scaling = state, scaling
         self._version, self._local_version = _version(param), _version(local_tensor(param))
         # (The weak reference keeps the storage's address from being given to another.)
-        plain = is_plain(param)
-        self._storage = StorageWeakRef(param.untyped_storage()) if plain else None
+        if not is_plain(param):
+            self._storage = None
+        elif self._storage is None or not self._has_same_storage(param):
+            self._storage = StorageWeakRef(param.untyped_storage())
         if self._param is not param:
             self._param = param
             self._optimized = False
@@ -207,12 +210,15 @@ class WeightCache:
         return True
 
     def _has_same_values(self, param: torch.Tensor) -> bool:
-        storage = self._storage
         return (
             self._version == _version(param)
             and self._local_version == _version(local_tensor(param))
-            and (storage is None or storage.cdata == storage_address(param))
+            and self._has_same_storage(param)
         )
+
+    def _has_same_storage(self, param: torch.Tensor) -> bool:
+        storage = self._storage
+        return storage is None or storage.cdata == storage_address(param)
 
     def gathered(self, trains: bool) -> None:
         """FSDP2 gathered the weight for a forward: of a training step, or without gradients."""

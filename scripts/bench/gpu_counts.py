@@ -22,7 +22,7 @@ from scripts.bench.timing import shape_type
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.blocks import count_blocks, count_update
 from scripts.common.fake_cuda.counter import Counts
-from scripts.common.fake_cuda.dispatch import seconds_to_dispatch
+from scripts.common.fake_cuda.dispatch import Dispatched, seconds_to_dispatch
 from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from scripts.common.fake_cuda.process import FakeCudaProcess
 from scripts.common.fake_cuda.roofline import Rates, milliseconds
@@ -117,13 +117,16 @@ def _gigabytes(counts: Counts) -> str:
     return f"{counts.bytes_besides_gemms / 1e9:.2f}"
 
 
-def dispatch_table(seconds: Mapping[str, float]) -> str:
-    """CPU time of a step of each layer."""
-    lines = [
-        [name, f"{1e6 * found:.0f}", f"{found / seconds[BF16]:.1f}"]
-        for name, found in seconds.items()
-    ]
-    return table(["layer, us of CPU time", "eager", "x bf16"], lines, "lr")
+def dispatch_table(seconds: Mapping[str, Dispatched]) -> str:
+    """CPU time of a step of each layer, and how many times that is bf16's in eager code."""
+    bf16 = seconds[BF16].eager
+    lines = []
+    for name, found in seconds.items():
+        lines.append([name])
+        for each in found:
+            lines[-1] += ["", ""] if each is None else [f"{1e6 * each:.0f}", f"{each / bf16:.1f}"]
+    header = ["layer, us of CPU time", "eager", "x bf16", "compiled alone", "x eager bf16"]
+    return table(header, lines, "lr")
 
 
 def assumptions(rates: Rates) -> str:

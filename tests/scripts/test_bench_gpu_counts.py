@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 from scripts.bench import gpu_counts
 from scripts.common.blocks import read_block
 from scripts.common.fake_cuda.counter import Counts, Kernel
+from scripts.common.fake_cuda.dispatch import Dispatched
 from scripts.common.fake_cuda.process import FakeCudaProcess
 from scripts.common.fake_cuda.roofline import Rates, milliseconds
 
@@ -29,7 +30,7 @@ MANY = Counts(
 def _answer(self: Any, function: Any, *args: Any) -> Any:
     if function is gpu_counts.seconds_to_dispatch:
         assert args[2] == 3
-        return {"bf16": 40e-6, "tensorwise": 90e-6}
+        return {"bf16": Dispatched(40e-6, 130e-6), "alone": Dispatched(90e-6, None)}
     return FEW if args[0] == "bf16" or function is gpu_counts.count_update else MANY
 
 
@@ -70,8 +71,8 @@ Assumed: 790 TFLOP/s in bf16, 1400 in float8 with fast accumulation and 1200 wit
 | bf16       |       5 |   1.00 |             0.00 |           0 |               5 | 0.00 |           0 |
 | tensorwise |       4 |   0.80 |             7.67 |           2 |               5 | 0.00 |           0 |
 
-| layer, us of CPU time | eager | x bf16 |
-| --------------------- | ----: | -----: |
-| bf16                  |    40 |    1.0 |
-| tensorwise            |    90 |    2.2 |""",
+| layer, us of CPU time | eager | x bf16 | compiled alone | x eager bf16 |
+| --------------------- | ----: | -----: | -------------: | -----------: |
+| bf16                  |    40 |    1.0 |            130 |          3.2 |
+| alone                 |    90 |    2.2 |                |              |""",
     )

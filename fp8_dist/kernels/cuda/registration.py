@@ -141,51 +141,35 @@ def _cast_copies(
 ) -> Tensors:
     if not _takes(x, amaxes):
         return cast_copies.portable(x, amaxes, dtype, round_scales_to_power_of_2, of, transposed)
-    matrix = _matrix(x)
-    if len(amaxes) == 1:
-        cast = cuda.cast(
-            matrix,
-            _of_matrix(amaxes[0]),
-            dtype,
-            round_scales_to_power_of_2,
-            row_major=False in transposed,
-            column_major=True in transposed,
-        )
-        copies = [_shaped(cast[1 if turned else 0], x, turned) for turned in transposed]
-        return [*_scaling_like(amaxes[0], cast), *copies]
-    wanted = list(zip(of, transposed, strict=True))
-    given = [_of_matrix(each) for each in amaxes]
-    if wanted == [(0, False), (1, True)] and _are_of_rows_and_columns(given, matrix):
-        row, column = given
-        casts = list(
-            cuda.cast_rows_and_columns(matrix, row, column, dtype, round_scales_to_power_of_2)
+    matrix, wanted = _matrix(x), list(zip(of, transposed, strict=True))
+    if wanted == [(0, False), (1, True)] and _are_of_rows_and_columns(amaxes, x):
+        row, column = map(_of_matrix, amaxes)
+        casts: Sequence[cuda.Cast] = cuda.cast_rows_and_columns(
+            matrix, row, column, dtype, round_scales_to_power_of_2
         )
     else:
         casts = [
             cuda.cast(
                 matrix,
-                each,
+                _of_matrix(each),
                 dtype,
                 round_scales_to_power_of_2,
                 row_major=(i, False) in wanted,
                 column_major=(i, True) in wanted,
             )
-            for i, each in enumerate(given)
+            for i, each in enumerate(amaxes)
         ]
     made: Tensors = []
-    for cast, each in zip(casts, amaxes, strict=True):
-        made += _scaling_like(each, cast)
-    return made + [_shaped(casts[i][1 if turned else 0], x, turned) for i, turned in wanted]
+    for (_, _, multiplier, scale), each in zip(casts, amaxes, strict=True):
+        made += _like(multiplier, each), _like(scale, each)
+    for i, turned in wanted:
+        made.append(_shaped(casts[i][turned], x, turned))
+    return made
 
 
-def _scaling_like(amax: torch.Tensor, cast: cuda.Cast) -> Scaling:
-    scaling = cast.multiplier, cast.scale
-    return scaling if amax.ndim <= 2 else (scaling[0].view(amax.shape), scaling[1].view(amax.shape))
-
-
-def _are_of_rows_and_columns(scales: Sequence[torch.Tensor], matrix: torch.Tensor) -> bool:
-    rows, columns = matrix.shape
-    return [scale.shape for scale in scales] == [(rows, 1), (1, columns)]
+def _are_of_rows_and_columns(scales: Sequence[torch.Tensor], x: torch.Tensor) -> bool:
+    expected = (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])
+    return tuple(scale.shape for scale in scales) == expected
 
 
 def _cast_rows(
@@ -246,10 +230,12 @@ def _takes(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> bool:
     """Whether it is a matrix, perhaps of several leading dims, with scales of rows or columns."""
     if x.dtype not in cuda.DTYPES or x.ndim < 2:
         return False
-    if all(scale.ndim == 0 for scale in scales):
-        return True
-    row, column = (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])
-    return all(scale.ndim == 0 or scale.shape in (row, column) for scale in scales)
+    for scale in scales:
+        if not scale.ndim:
+            continue
+        if scale.shape not in ((*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])):
+            return False
+    return True
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
@@ -258,6 +244,10 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 def _of_matrix(scale: torch.Tensor) -> torch.Tensor:
     return scale.flatten(0, -2) if scale.ndim > 2 else scale
+
+
+def _like(scale: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    return scale if given.ndim <= 2 else scale.view(given.shape)
 
 
 def _shaped(data: torch.Tensor | None, like: torch.Tensor, transposed: bool) -> torch.Tensor:

@@ -7,7 +7,7 @@ is measured. Call it in a process of its own, whose fake CUDA device then stays 
 import argparse
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,26 +17,47 @@ from fp8_dist.kernels import cuda
 from scripts.bench.layers import Layer
 from scripts.bench.timing import Timed, medians
 from scripts.common.candidates import linear_of
+from scripts.common.fake_cuda.inductor import compiled_code_launches_nothing
 from scripts.common.fake_cuda.layer import LayerShape
 from scripts.common.fake_cuda.process import built
 from scripts.common.fake_cuda.triton_kernels import launch_nothing
 
 KERNELS_ALONE = "tensorwise's kernels alone"
+_COMPILED = ", compiled"
 
 
-def seconds_to_dispatch(names: Sequence[str], shape: LayerShape, turns: int) -> dict[str, float]:
+class Dispatched(NamedTuple):
+    """CPU seconds of a layer's forward and backward; ``compiled``: by torch.compile, alone."""
+
+    eager: float
+    compiled: float | None
+
+
+def seconds_to_dispatch(
+    names: Sequence[str], shape: LayerShape, turns: int
+) -> dict[str, Dispatched]:
     """Median CPU seconds of each candidate's forward and backward, with a weight that has changed.
 
     Host code of Triton's and the driver's launches is left out. Beside the candidates there is
-    ``KERNELS_ALONE``: an autograd function that launches what "tensorwise" does, and does nothing
-    else.
+    ``KERNELS_ALONE``, in eager code: an autograd function that launches what "tensorwise" does, and
+    does nothing else.
     """
     ctypes.CDLL(str(built("kernels.cpp")))
     launch_nothing()
     layers = {name: _layer(name, shape) for name in (*names, KERNELS_ALONE)}
     timed = {name: Timed(layer.run, layer.change_weight) for name, layer in layers.items()}
+    for name in names:
+        run = _compiled(layers[name]).run
+        timed[name + _COMPILED] = Timed(run, layers[name].change_weight)
     options = argparse.Namespace(repeat=turns, clock="cpu", device="cpu")
-    return medians(timed, options, warm_up=2, calls=20, description="dispatch")
+    with compiled_code_launches_nothing():
+        found = medians(timed, options, warm_up=2, calls=20, description="dispatch")
+    return {name: Dispatched(found[name], found.get(name + _COMPILED)) for name in layers}
+
+
+def _compiled(layer: Layer) -> Layer:
+    module: Any = torch.compile(layer.module, fullgraph=True)
+    return Layer(module, layer.x, layer.grad)
 
 
 class _KernelsAlone(nn.Linear):

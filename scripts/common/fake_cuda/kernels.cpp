@@ -61,6 +61,12 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor&, const Tensor&,
   return contiguous({a.size(0), b.size(1)}, dtype.value_or(a.scalar_type()));
 }
 
+Tensor& scaled_mm_into(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                       const optional<Tensor>&, const optional<Tensor>&, optional<ScalarType>, bool,
+                       Tensor& out) {
+  return out;
+}
+
 Tensor& unchanged(Tensor& self) { return self; }
 
 Tensor& filled(Tensor& self, const at::Scalar&) { return self; }
@@ -195,6 +201,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("mm", &mm);
   m.impl("_scaled_mm", &scaled_mm);
+  m.impl("_scaled_mm.out", &scaled_mm_into);
   m.impl("zero_", &unchanged);
   m.impl("fill_.Scalar", &filled);
   m.impl("copy_", &copied);

@@ -219,9 +219,11 @@ def cast(
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
-    scaling = torch.empty_like(amax), torch.empty_like(amax)
-    layouts = _cast_by(x, amax, dtype, scaling, power_of_2, False, None, row_major, column_major)
-    return Cast(*layouts, *scaling)
+    multiplier, scale = torch.empty_like(amax), torch.empty_like(amax)
+    qdata, qdata_t = _cast_by(
+        x, amax, dtype, multiplier, scale, power_of_2, False, None, row_major, column_major
+    )
+    return Cast(qdata, qdata_t, multiplier, scale)
 
 
 def quantize(
@@ -242,33 +244,35 @@ def quantize(
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
-    return _cast_by(x, multiplier, dtype, None, False, not fits, amax, row_major, column_major)
+    return Layouts(
+        *_cast_by(x, multiplier, dtype, None, None, False, not fits, amax, row_major, column_major)
+    )
 
 
 def _cast_by(
     x: torch.Tensor,
     given: torch.Tensor,
     dtype: torch.dtype,
-    scaling: tuple[torch.Tensor, torch.Tensor] | None,
+    multiplier: torch.Tensor | None,
+    scale: torch.Tensor | None,
     power_of_2: bool,
     saturate: bool,
     amax: torch.Tensor | None,
     row_major: bool,
     column_major: bool,
-) -> Layouts:
-    M, K = x.shape
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    (M, K), (stride_m, stride_k) = x.shape, x.stride()
     of, stride = _covered(given, M, K)
     qdata = empty_bytes(row_major, x, M, K)
     qdata_t = empty_bytes(column_major, x, K, M)
     _cast(
         lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"])),
-        (x.dtype, size_class(M, K), x.stride(1) == 1, row_major, column_major),
+        (x.dtype, size_class(M, K), stride_k == 1, row_major, column_major),
         x.device,
         *(x, given, qdata, qdata_t, None if amax is None else amax.view(torch.int32)),
-        *(scaling or (None, None)),
-        *(M, K, *x.stride(), stride),
+        *(multiplier, scale, M, K, stride_m, stride_k, stride),
         OF=of,
-        FROM_AMAX=scaling is not None,
+        FROM_AMAX=multiplier is not None,
         POWER_OF_2=power_of_2,
         SATURATE=saturate,
         TAKE_AMAX=amax is not None,
@@ -276,7 +280,7 @@ def _cast_by(
         COLUMN_MAJOR=column_major,
         **float8_constants(dtype, x.device),
     )
-    return Layouts(as_float8(qdata, dtype), as_float8(qdata_t, dtype))
+    return as_float8(qdata, dtype), as_float8(qdata_t, dtype)
 
 
 def cast_rows(

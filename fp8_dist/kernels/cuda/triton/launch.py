@@ -18,6 +18,9 @@ BIAS = {
     torch.float8_e5m2fnuz: 16,
 }
 
+# Every operation rounds, as torch's do.
+_OPTIONS = {"enable_fp_fusion": False}
+
 Blocks = dict[str, int]
 
 
@@ -55,16 +58,14 @@ class Tuned:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(grid, key, device, *args, **constants)
-        # Every operation rounds, as torch's do.
-        constants["enable_fp_fusion"] = False
         chosen = self._fastest.get(key)
         if chosen is None:
             if not INTERPRETED and not torch.cuda.is_current_stream_capturing():
                 tuner = triton.autotune(list(self.configs), key=[], do_bench=measure)(self.kernel)
-                tuner[grid](*args, **constants)
-                self._fastest[key] = tuner.best_config.all_kwargs()
+                tuner[grid](*args, **constants, **_OPTIONS)
+                self._fastest[key] = tuner.best_config.all_kwargs() | _OPTIONS
                 return
-            chosen = self.configs[0].all_kwargs()
+            chosen = self.configs[0].all_kwargs() | _OPTIONS
         self.kernel.run(*args, grid=grid, warmup=False, **constants, **chosen)
 
 
@@ -107,7 +108,9 @@ def programs(size: int, block: int) -> int:
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """``[..., K]`` as ``[M, K]``, a view where strides allow that; fewer dims as one row."""
-    return x.flatten(0, -2) if x.ndim >= 2 else x.reshape(1, -1)
+    if x.ndim == 2:
+        return x
+    return x.flatten(0, -2) if x.ndim > 2 else x.reshape(1, -1)
 
 
 def empty_bytes(wanted: bool, x: torch.Tensor, *shape: int) -> torch.Tensor | None:

@@ -113,16 +113,18 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
 
 def _amax_of_tensor(x: torch.Tensor) -> torch.Tensor:
     x = as_matrix(x)
-    if not x.is_contiguous():
-        x = x.t() if x.stride(0) < x.stride(1) else x
-    out = zero(x.device)
-    size = x.numel()
+    contiguous = x.is_contiguous()
+    if not contiguous and x.stride(0) < x.stride(1):
+        x = x.t()
+        contiguous = x.is_contiguous()
+    device, size = x.device, x.numel()
+    out = zero(device)
     _whole(
         lambda chosen: (programs(size, chosen["BLOCK"] * _STEPS),),
-        (x.dtype, size_class(size), x.is_contiguous()),
-        x.device,
+        (x.dtype, size_class(size), contiguous),
+        device,
         *(x, out.view(torch.int32), size, max(1, x.shape[1]), *x.stride()),
-        CONTIGUOUS=x.is_contiguous(),
+        CONTIGUOUS=contiguous,
         STEPS=_STEPS,
     )
     return out
