@@ -42,6 +42,7 @@ try:
     StridedShard = _StridedShard
     resolve_process_group: Any = _resolve_process_group
     root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
+    concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
     _function_node: Any = torch._C._FunctionBase
     _set_sequence_nr = _function_node._set_sequence_nr
     _any_node: Any = torch._C._functions.UndefinedGrad

@@ -84,7 +84,7 @@ def _amaxes_of_each(
 
 
 def _with_position(layer: Float8Linear, local: torch.Tensor, granularity: Granularity) -> Amaxes:
-    layout = Layout.of(layer.weight)
+    layout = layer.float8_weight.layout()
     if layout is None:
         return Amaxes(None, local, list(local.shape), [0] * local.ndim, ())
     axes = _axes_that_decide(layer, layout, granularity)
@@ -98,7 +98,7 @@ def _with_position(layer: Float8Linear, local: torch.Tensor, granularity: Granul
 def axes_of(layers: Iterable[Float8Linear]) -> Iterator[tuple[DeviceMesh, tuple[int, ...]]]:
     """The meshes of weights, each with the axes over which amaxes are reduced, if any are."""
     for layer in layers:
-        layout = Layout.of(layer.weight)
+        layout = layer.float8_weight.layout()
         if layout is not None:
             for cast in layer.config.casts("weight"):
                 if axes := _axes_that_decide(layer, layout, cast.granularity):

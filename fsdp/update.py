@@ -6,7 +6,6 @@ from functools import partial
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -86,7 +85,8 @@ def _layers_to_precompute(
     def takes_precomputed_scale(layer: Float8Linear) -> bool:
         if all(cast.delayed for cast in layer.config.casts("weight")):
             return False
-        tensor_parallel = isinstance(layer.weight, DTensor) and (layer, "weight") not in users
+        distributed = layer.float8_weight.layout() is not None
+        tensor_parallel = distributed and (layer, "weight") not in users
         return layer.config.fsdp_float8_all_gather or tensor_parallel
 
     return {name: layer for name, layer in layers.items() if takes_precomputed_scale(layer)}

@@ -271,7 +271,7 @@ def _gathered_scales(
     module: Float8Linear, cast: Quantized, size: torch.Size, mesh: DeviceMesh
 ) -> torch.Tensor:
     """All scales of a weight, of local ``size``, of which FSDP2 gathers unequal parts."""
-    layout, cache = Layout.of(module.weight), module.float8_weight.cache
+    layout, cache = module.float8_weight.layout(), module.float8_weight.cache
     granularity, scale = cast.granularity, cast.scale
     assert layout is not None
     if cache.all_scales is None:

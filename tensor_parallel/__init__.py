@@ -6,6 +6,7 @@ if __name__ != "fp8_dist.tensor_parallel":
         "fp8_dist.tensor_parallel (from the root of a checkout, or after pip install)"
     )
 
+from fp8_dist.tensor_parallel.local import declare_placements, share_input
 from fp8_dist.tensor_parallel.models import llama_tp_plan
 from fp8_dist.tensor_parallel.plan import apply_tp_plan
 from fp8_dist.tensor_parallel.styles import (
@@ -19,5 +20,7 @@ __all__ = [
     "Float8RowwiseParallel",
     "PrepareFloat8ModuleInput",
     "apply_tp_plan",
+    "declare_placements",
     "llama_tp_plan",
+    "share_input",
 ]

@@ -1,7 +1,8 @@
 """Which layers reduce the amaxes of their output gradients together (:mod:`..gradient_amax`)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -14,16 +15,22 @@ def make_siblings(module: nn.Module, names: Iterable[str]) -> None:
 
     Those in a unit of FSDP2 inside the module are left out.
     """
-    layers = list(_layers(module, names))
-    siblings = Siblings(len(layers))
-    for layer in layers:
-        layer.siblings = siblings
+    share_amaxes(list(_layers(module, names)))
 
 
 def make_no_siblings(module: nn.Module, names: Iterable[str]) -> None:
     """The end of :func:`make_siblings`: call it after each forward."""
     for layer in _layers(module, names):
         layer.siblings = None
+
+
+def share_amaxes(layers: Sequence[Float8Linear]) -> None:
+    """Let layers be siblings, if they are no units of FSDP2, until the next call of this."""
+    # Compiled code has an order of its own.
+    alone = torch.compiler.is_compiling() or any(isinstance(m, FSDPModule) for m in layers)
+    siblings = None if alone else Siblings(len(layers))
+    for layer in layers:
+        layer.siblings = siblings
 
 
 def _layers(module: nn.Module, names: Iterable[str]) -> Iterator[Float8Linear]:

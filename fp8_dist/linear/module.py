@@ -15,9 +15,10 @@ from fp8_dist.linear.amax_history import AmaxHistory, load_histories
 from fp8_dist.linear.autograd import float8_linear
 from fp8_dist.linear.checks import check_alignment, check_mesh, check_prepared
 from fp8_dist.linear.gradient_amax import Siblings
+from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
 from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.mesh import Layout, Placements, local_tensor, reduced
+from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 _HISTORIES = "float8_amax_histories"
@@ -39,8 +40,10 @@ class Float8Linear(nn.Linear):
         config: what is cast, and how.
         fqn: the layer's name in the model that was converted, for messages.
         output_placements: where a DTensor output goes; ``None`` leaves it where the GEMM left it.
-        siblings: the calls that reduce amaxes together, during a forward of the module around them.
             The tensor-parallel styles set it.
+        siblings: the calls that reduce amaxes together, during a forward of the module around them.
+        local_placements: where plain local tensors stand on a mesh, if they do;
+            ``fp8_dist.tensor_parallel.declare_placements`` sets it.
         float8_weight: what the layer knows of its weight, and how it casts it.
         histories: the amax history of each operand whose scaling is DELAYED (and of the input that
             ``PrepareFloat8ModuleInput`` casts in the layer's way).
@@ -93,6 +96,7 @@ class Float8Linear(nn.Linear):
         self.fqn = fqn or type(self).__name__
         self.output_placements: Placements | None = None
         self.siblings: Siblings | None = None
+        self.local_placements: LocalPlacements | None = None
         length, power_of_2 = self.config.amax_history_len, self.config.round_scales_to_power_of_2
         self.histories = {
             str(operand): AmaxHistory(cast, length, power_of_2)
@@ -121,8 +125,21 @@ class Float8Linear(nn.Linear):
             TypeError: the input is not floating point.
             ValueError: its last dim is not ``in_features``; the input and the weight are not
                 DTensors on one mesh, or both plain; or features are misaligned
-                (``pad_inner_dim``).
+                (``pad_inner_dim``). The same for local tensors that do not fit their declared
+                placements.
         """
+        declared = self.local_placements
+        if declared is None:
+            return self._forward(input, self.weight, self.bias)
+        declared.check(input, self.weight, self.fqn)
+        output = self._forward(*declared.distributed(input, self.weight, self.bias))
+        assert isinstance(output, DTensor)
+        return output.to_local()
+
+    def _forward(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """:meth:`forward` of the parameters, or of DTensors that stand for them."""
         dtype, plain = input.dtype, not isinstance(input, DTensor)
         if not dtype.is_floating_point:
             raise TypeError(f"{self.fqn}: the input must be floating point, got {dtype}")
@@ -132,14 +149,14 @@ class Float8Linear(nn.Linear):
                 f"{self.fqn}: the last dim of the input must be in_features={self.in_features}, "
                 f"got an input of shape {tuple(input.shape)}"
             )
-        weight, compiling = self.weight, torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()
         if not plain or isinstance(weight, DTensor):
             check_mesh(weight, input, self.fqn)
         if not compiling:
-            check_alignment(self.config, weight, input.device, self.fqn)
+            check_alignment(self.config, self.weight, input.device, self.fqn)
             if self.histories:
                 self.float8_weight.cache.warn_if_not_synced(self.fqn)
-        weight_casts = self.float8_weight.forward_casts(weight)
+        weight_casts = self.float8_weight.forward_casts(self.weight)
         local, siblings = local_tensor(input), None
         if isinstance(local, Float8Tensor):
             check_prepared(self.config, local, self.fqn)
@@ -155,7 +172,7 @@ class Float8Linear(nn.Linear):
         # In a graph the name would be guarded (torch 2.11): no two layers could share one.
         fqn = "" if compiling else self.fqn
         spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, training)
-        return float8_linear(input, weight, self.bias, weight_casts, spec, siblings)
+        return float8_linear(input, weight, bias, weight_casts, spec, siblings)
 
     def extra_repr(self) -> str:
         config = self.config
@@ -183,7 +200,7 @@ class Float8Linear(nn.Linear):
 
     def meshes(self) -> list[DeviceMesh]:
         """The meshes that the layer's operands are distributed over."""
-        layout = Layout.of(self.weight)
+        layout = self.float8_weight.layout()
         own = [] if layout is None else [layout.mesh]
         return own + [h.mesh for h in self.histories.values() if h.mesh is not None]
 

@@ -44,6 +44,7 @@ from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
+from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.scale_query import must_query, register_handle
 from fp8_dist.linear.streams import keep_for_current_stream
@@ -107,6 +108,15 @@ class Float8Weight:
     def shard(self) -> torch.Tensor:
         """The shard, as it is now (no copy, no collectives)."""
         return self.gather_type.unwrap(local_tensor(self.parameter()))
+
+    def layout(self, parameter: torch.Tensor | None = None) -> Layout | None:
+        """Where a parameter (None: the layer's) lives, as a DTensor or as it was declared to."""
+        parameter = self.parameter() if parameter is None else parameter
+        layer = self._layer()
+        declared: LocalPlacements | None = getattr(layer, "local_placements", None)
+        if declared is None:
+            return Layout.of(parameter)
+        return declared.weight_layout(parameter, self.fqn)
 
     def forward_casts(self, parameter: torch.Tensor) -> WeightCasts:
         """The casts of the parameter that a forward takes.
@@ -238,11 +248,11 @@ class Float8Weight:
         """Copies of a shard of which nothing is known, and the scaling for each cast."""
         cast = copies[0].cast
         if cast.delayed:
-            tensor, history = with_local(parameter, shard), self._histories["weight"]
+            tensor, history = self._distributed(parameter, shard), self._histories["weight"]
             scaling, float8 = history.scaled_copies_of(tensor, copies, record)
             return {cast: scaling}, float8
         power_of_2 = self.config.round_scales_to_power_of_2
-        return copies_over(parameter, copies, power_of_2, local=shard)
+        return copies_over(self._distributed(parameter, shard), copies, power_of_2, local=shard)
 
     def _casts_of_graph(
         self, shard: torch.Tensor, copies: tuple[CopySpec, ...], keep: bool
@@ -390,10 +400,16 @@ class Float8Weight:
 
     def _scaling_of(self, parameter: torch.Tensor, shard: torch.Tensor, cast: CastSpec) -> Scaling:
         if cast.delayed:
-            tensor = with_local(parameter, shard)
+            tensor = self._distributed(parameter, shard)
             return self._histories["weight"].scaling_of(tensor, record=False)
         power_of_2 = self.config.round_scales_to_power_of_2
-        return scaling_over(parameter, cast, power_of_2, local=shard)
+        tensor = self._distributed(parameter, shard)
+        return scaling_over(tensor, cast, power_of_2, local=shard)
+
+    def _distributed(self, parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        """The shard of a parameter; a DTensor of it where the parameter is distributed."""
+        layout = self.layout(parameter)
+        return shard if layout is None else layout.wrap(shard)
 
     def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """The weight's scale as a training step takes it: a delayed one records its amax then.

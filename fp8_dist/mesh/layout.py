@@ -1,9 +1,11 @@
 """Where a tensor lives on a mesh: its layout, its local part, the sizes of all ranks' parts."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -11,6 +13,7 @@ from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     StridedShard,
     compute_local_shape_and_global_offset,
+    concatenated_mesh,
     dtensor_local,
     make_dtensor,
 )
@@ -35,6 +38,53 @@ class Layout(NamedTuple):
     def wrap(self, local: torch.Tensor) -> DTensor:
         """The DTensor of this layout with the given local tensor. No collectives."""
         return make_dtensor(local, self.mesh, self.placements, self.shape)
+
+
+def layout_over(
+    tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement, fqn: str = ""
+) -> Layout:
+    """Where a tensor lives that is itself the local part, on a 1-D mesh, of a larger one.
+
+    Parts are equal. The tensor may be a DTensor: FSDP2 then shards each part over other axes of the
+    same root mesh, or, told of all axes (``dp_mesh_dims``), has the axis among its own. ValueError
+    for other axes that overlap with ``mesh``, or come from another root; ``fqn`` is the layer's
+    name in it.
+    """
+    dim, parts = sharded_dim(placement, tensor.ndim), mesh.size()
+    shape = torch.Size(n * parts if d == dim else n for d, n in enumerate(tensor.shape))
+    own = Layout.of(tensor)
+    if own is None:
+        return Layout(mesh, (placement,), shape)
+    if own.mesh.ndim > 1 and _has_axis(own.mesh, mesh):
+        return own
+    # FSDP2 gives a DTensor that it shards the same placements.
+    outer = tuple(
+        StridedShard(dim, split_factor=parts)
+        if dim is not None and parts > 1 and sharded_dim(p, tensor.ndim) == dim
+        else p
+        for p in own.placements
+    )
+    try:
+        joined = _joined(own.mesh, mesh)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{fqn}: the weight is a DTensor on {own.mesh}, so it can't be a local part on {mesh}. "
+            "Declare another axis of the same init_device_mesh than FSDP2 shards over; leave a "
+            "layer that a parallel style was applied to as it is"
+        ) from error
+    return Layout(joined, (*outer, placement), shape)
+
+
+@lru_cache(maxsize=1024)
+def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
+    """Whether a 1-D mesh has the ranks of an axis of another."""
+    ranks = dist.get_process_group_ranks(axis.get_group())
+    return any(dist.get_process_group_ranks(group) == ranks for group in mesh.get_all_groups())
+
+
+@lru_cache(maxsize=1024)
+def _joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    return concatenated_mesh([outer, inner])
 
 
 def sharded_dim(placement: Placement, ndim: int) -> int | None:

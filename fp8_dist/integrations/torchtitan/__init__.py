@@ -1,0 +1,6 @@
+"""torchtitan 0.3: its models in float8, with float8 communication. Needs ``torchtitan``."""
+
+from fp8_dist.integrations.torchtitan.config import with_float8
+from fp8_dist.integrations.torchtitan.converter import Float8Converter
+
+__all__ = ["Float8Converter", "with_float8"]

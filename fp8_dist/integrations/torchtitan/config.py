@@ -1,0 +1,50 @@
+"""torchtitan's trainer config with float8: the converter, parallelism, the step of the scales."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fp8_dist import attach_update, float8_layers
+from fp8_dist.integrations.torchtitan.converter import Float8Converter
+from fp8_dist.integrations.torchtitan.parallelize import float8_parallelize
+
+
+def with_float8(
+    config: Any, recipe_name: str = "tensorwise", filter_fqns: Sequence[str] = ("lm_head",)
+) -> Any:
+    """A torchtitan ``Trainer.Config`` whose model trains in float8.
+
+    Args:
+        config: of a function in a ``config_registry``; its ``model_spec`` is replaced.
+        recipe_name: any recipe of ``Float8LinearConfig.from_recipe_name``.
+        filter_fqns: layers with one of these in their name stay as they are.
+
+    Returns:
+        ``config``. FSDP2 gathers weights in float8 where the recipe can; tensor parallelism
+        gathers inputs and output gradients; scales are updated after each optimizer step.
+    """
+    spec = config.model_spec
+    converter = Float8Converter.Config(recipe_name=recipe_name, filter_fqns=list(filter_fqns))
+    config.model_spec = replace(
+        spec,
+        model=converter.build().convert(spec.model),
+        parallelize_fn=float8_parallelize(spec.parallelize_fn),
+        post_optimizer_build_fn=partial(_attach, spec.post_optimizer_build_fn),
+    )
+    return config
+
+
+def _attach(
+    before: Callable[..., None] | None,
+    optimizers: Any,
+    model_parts: list[nn.Module],
+    parallel_dims: Any,
+) -> None:
+    if before is not None:
+        before(optimizers, model_parts, parallel_dims)
+    for part in model_parts:
+        if float8_layers(part):
+            attach_update(optimizers, part)

@@ -1,0 +1,86 @@
+"""Where the plain local tensors of a layer stand on a tensor-parallel axis.
+
+Code with hand-written tensor parallelism has no DTensors: each rank holds its part of a weight as a
+plain parameter, and of activations as plain tensors. Once the layer knows of what they are parts,
+it wraps them as DTensors for the time of its forward. All casts, moves and gradients are then those
+of a layer that was parallelized by a style.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fp8_dist.mesh import Layout, layout_over, sharded_dim
+
+
+class LocalPlacements(NamedTuple):
+    """Declared placements of local tensors. (That of the output is ``output_placements``.)
+
+    Attributes:
+        mesh: 1-D.
+        weight: Shard(0), Shard(1) or Replicate.
+        input: Shard or Replicate.
+    """
+
+    mesh: DeviceMesh
+    weight: Placement
+    input: Placement
+
+    @property
+    def bias(self) -> Placement:
+        """Sharded as the columns of a column-parallel output are, else replicated."""
+        return Shard(0) if self.weight == Shard(0) else Replicate()
+
+    def weight_layout(self, parameter: torch.Tensor, fqn: str) -> Layout:
+        """Where a weight lives whose part on one rank is ``parameter``, sharded by FSDP2 or not."""
+        return layout_over(parameter, self.mesh, self.weight, fqn)
+
+    def distributed(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The operands of a layer as DTensors; gradients arrive at the placements declared."""
+        return (
+            input if isinstance(input, DTensor) else self._wrap(input, self.input),
+            self._wrap(weight, self.weight),
+            None if bias is None else self._wrap(bias, self.bias),
+        )
+
+    def _wrap(self, local: torch.Tensor, placement: Placement) -> DTensor:
+        return DTensor.from_local(local, self.mesh, (placement,), run_check=False)
+
+    def check(self, input: torch.Tensor, weight: torch.Tensor, fqn: str) -> None:
+        """Refuse operands that are not what was declared.
+
+        Raises:
+            TypeError: the weight is a DTensor, or the input is one other than ``share_input`` gave.
+            ValueError: the input's features don't fit.
+        """
+        if isinstance(weight, DTensor):
+            raise TypeError(
+                f"{fqn}: the weight was declared as a local tensor, {self.weight!r} on "
+                f"{self.mesh}, but it is a DTensor on {weight.device_mesh}; call the module that "
+                "fully_shard was called on, which gathers it, or leave the layer to the parallel "
+                "styles"
+            )
+        features, last = weight.shape[1], input.ndim - 1
+        if self.weight == Shard(1):
+            features *= self.mesh.size()
+        if isinstance(input, DTensor):
+            shared = self.weight == Shard(0) and tuple(input.placements) == (Replicate(),)
+            if not shared or input.device_mesh != self.mesh:
+                raise TypeError(
+                    f"{fqn}: the input was declared as a local tensor, {self.input!r} on "
+                    f"{self.mesh}, but it is a DTensor, {input.placements} on {input.device_mesh}; "
+                    "pass its to_local() at the declared placement, or what share_input returns"
+                )
+        elif input.ndim and sharded_dim(self.input, input.ndim) == last:
+            features //= self.mesh.size()
+        if input.ndim == 0 or input.shape[-1] != features:
+            raise ValueError(
+                f"{fqn}: the last dim of the input must be {features}, for a weight of "
+                f"{tuple(weight.shape)} declared as {self.weight!r} and an input declared as "
+                f"{self.input!r} on {self.mesh.size()} ranks; got an input of shape "
+                f"{tuple(input.shape)}"
+            )

@@ -1,0 +1,187 @@
+"""Float8 communication of layers whose parameters and activations are plain local tensors."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from fp8_dist.linear.local_placements import LocalPlacements
+from fp8_dist.linear.module import Float8Linear
+from fp8_dist.mesh import layout_over
+from fp8_dist.tensor_parallel.siblings import share_amaxes
+from fp8_dist.tensor_parallel.styles import _cast_input, shared_input_cast
+
+
+def declare_placements(
+    layer: Float8Linear,
+    mesh: DeviceMesh,
+    *,
+    weight: Placement,
+    input: Placement,
+    output: Placement,
+) -> Float8Linear:
+    """Tell a layer of which global tensors its plain local tensors are parts.
+
+    For tensor parallelism without DTensors: the parameters, the input and the output of the layer
+    are plain tensors, and stay so. The layer casts, moves and scales them as a layer that
+    ``Float8ColwiseParallel`` or ``Float8RowwiseParallel`` was applied to.
+
+    Args:
+        layer: its weight is this rank's part, ``[out_features, in_features]`` with one of them
+            divided by the size of the mesh. Parts must be equal. FSDP2 may shard them over other
+            axes of the same root mesh, before or after this call.
+        mesh: the tensor-parallel axis, 1-D: ``mesh["tp"]`` of a larger mesh.
+        weight: ``Shard(0)`` (column-parallel), ``Shard(1)`` (row-parallel) or ``Replicate()``. A
+            bias is sharded with ``Shard(0)``, and replicated otherwise.
+        input: placement of the input. ``Shard(0)`` or ``Shard(1)``, the batch or the sequence, is
+            gathered as float8 where the GEMMs need it whole.
+        output: placement of the output. A row-parallel layer sums it. ``Partial()`` leaves that to
+            you (without a bias).
+
+    A gradient is at the placement of its tensor. The gradient of a replicated tensor is the whole
+    one on every rank: those of a replicated input, weight or bias are summed over the mesh, and
+    that of a replicated output must be given whole. The gradient of a Partial output is whole too.
+
+    Returns:
+        ``layer``. Calling this again replaces what was declared.
+
+    Collectives: none here; in forward and backward those of the two styles.
+
+    Raises:
+        TypeError: ``layer`` is no Float8Linear, or a placement is none.
+        ValueError: the mesh is not 1-D, a placement is not among those above, the weight has been
+            distributed over ``mesh`` already, or its shape does not fit.
+    """
+    if not isinstance(layer, Float8Linear):
+        raise TypeError(
+            f"declare_placements needs a Float8Linear, got a {type(layer).__name__}; convert it "
+            "first (convert_to_float8_training)"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{layer.fqn}: declare_placements needs a 1-D mesh, got one with shape "
+            f"{tuple(mesh.shape)} and axes {mesh.mesh_dim_names}: pass its tensor-parallel axis, "
+            "such as mesh['tp']"
+        )
+    for name, placement in (("weight", weight), ("input", input), ("output", output)):
+        if not isinstance(placement, Placement):
+            raise TypeError(f"{layer.fqn}: {name}={placement!r} is no placement, such as Shard(0)")
+    if weight == Shard(-1):
+        weight = Shard(1)
+    _check_placements(layer, weight, input, output)
+    _check_shapes(layer, mesh, weight)
+    layer.local_placements = LocalPlacements(mesh, weight, input)
+    layer.output_placements = (output,)
+    layer.float8_weight.cache.reset()
+    return layer
+
+
+def share_input(input: torch.Tensor, layers: Sequence[Float8Linear]) -> torch.Tensor:
+    """Cast and gather an input once for several layers, such as wq, wk and wv.
+
+    What ``PrepareFloat8ModuleInput`` does for a module, as a function.
+
+    Args:
+        input: a plain tensor at the placement that the layers declared for their input; or a
+            DTensor on a 1-D mesh, for layers whose parameters are DTensors.
+        layers: column-parallel ones, with one config and one declared mesh and input placement (or
+            none). A DELAYED scale has its history in the first of them.
+
+    Returns:
+        What each of the layers takes as its input: a DTensor, float8 where one copy serves all
+        GEMMs (``rowwise`` and ``rowwise_with_gw_hp`` gather in high precision). The gradients of
+        the layers are summed before they are reduced, once, to the placement of ``input``.
+
+    Collectives: those of ``PrepareFloat8ModuleInput``, or of torch's ``PrepareModuleInput``.
+
+    Raises:
+        ValueError: no layers, one that is not column-parallel by its declaration, layers that
+            disagree, or a DTensor on a mesh of several axes.
+        TypeError: ``input`` is a DTensor where a local tensor was declared, or the other way round.
+    """
+    if not torch.compiler.is_compiling():
+        _check_shared(input, layers)
+    first = layers[0]
+    declared, cast = first.local_placements, shared_input_cast(first)
+    if isinstance(input, DTensor):
+        placed = input
+    else:
+        assert declared is not None
+        placed = DTensor.from_local(input, declared.mesh, (declared.input,), run_check=False)
+    if cast is not None:
+        at, mesh, history = placed.placements[0], placed.device_mesh, first.histories.get("input")
+        placed = _cast_input(placed, at, mesh, *cast, history)
+        share_amaxes(layers)
+    return placed.redistribute(placements=(Replicate(),))
+
+
+def _check_shared(input: torch.Tensor, layers: Sequence[Float8Linear]) -> None:
+    names = [layer.fqn for layer in layers]
+    declared = layers[0].local_placements if layers else None
+    if not layers or any(
+        layer.local_placements != declared
+        or (declared is not None and declared.weight != Shard(0))
+        or shared_input_cast(layer) != shared_input_cast(layers[0])
+        for layer in layers
+    ):
+        found = "".join(f"\n  - {m.fqn}: {m.local_placements}, {m.extra_repr()}" for m in layers)
+        raise ValueError(
+            f"share_input: {names} must be column-parallel layers (declare_placements with "
+            f"weight=Shard(0)), with one mesh, input placement and cast of the input; found{found}"
+        )
+    if isinstance(input, DTensor) and declared is not None:
+        raise TypeError(
+            f"share_input: {names} declared a local input, but got a DTensor, {input.placements} "
+            f"on {input.device_mesh}; pass its to_local()"
+        )
+    if isinstance(input, DTensor) and input.device_mesh.ndim != 1:
+        raise ValueError(
+            f"share_input: the input of {names} is on {input.device_mesh}; it must be on a 1-D mesh"
+        )
+    if not isinstance(input, DTensor) and declared is None:
+        raise TypeError(
+            f"share_input: the input of {names} is a plain tensor; declare where it stands "
+            "(declare_placements), or pass a DTensor"
+        )
+
+
+def _check_placements(
+    layer: Float8Linear, weight: Placement, input: Placement, output: Placement
+) -> None:
+    fits = {
+        "weight": weight in (Shard(0), Shard(1), Replicate()),
+        "input": isinstance(input, Shard | Replicate),
+        "output": isinstance(output, Shard | Replicate)
+        or (output == Partial() and weight == Shard(1) and layer.bias is None),
+    }
+    allowed = {
+        "weight": "Shard(0), Shard(1) or Replicate()",
+        "input": "a Shard or Replicate()",
+        "output": "a Shard, Replicate(), or, of a row-parallel layer without a bias, Partial()",
+    }
+    given = {"weight": weight, "input": input, "output": output}
+    for name, fit in fits.items():
+        if not fit:
+            raise ValueError(f"{layer.fqn}: {name}={given[name]!r}, but it must be {allowed[name]}")
+
+
+def _check_shapes(layer: Float8Linear, mesh: DeviceMesh, weight: Placement) -> None:
+    """Refuse a weight that can't be this rank's part, in terms of facts that all ranks share."""
+    parameter = layer.weight
+    if parameter.ndim != 2:
+        raise ValueError(
+            f"{layer.fqn}: the weight has shape {tuple(parameter.shape)}, not [out_features, "
+            "in_features] (flattened by FSDP1?); use fully_shard (FSDP2)"
+        )
+    layout = layout_over(parameter, mesh, weight, layer.fqn)
+    for dim, name in enumerate(("out_features", "in_features")):
+        features, whole = getattr(layer, name), layout.shape[dim]
+        part = whole // mesh.size() if weight == Shard(dim) else whole
+        if features not in (part, whole):
+            raise ValueError(
+                f"{layer.fqn}: {name}={features} fits neither the weight's local size, {part}, "
+                f"nor the global one, {whole}, of a weight declared as {weight!r} on {mesh.size()} "
+                "ranks. Parts must be equal: pad the layer, or use the parallel styles, which "
+                "take uneven ones"
+            )

@@ -1,0 +1,497 @@
+"""Layers of plain local tensors with declared placements, against the parallel styles."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from local_nets import LocalMLP, local_net
+from nets import Distributed, net_plan
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits, sqnr
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    attach_update,
+    convert_to_float8_training,
+    float8_layers,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.fsdp import Float8AllGatherWeight
+from fp8_dist.mesh import Layout, layout_over, local_tensor
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    apply_tp_plan,
+    declare_placements,
+    share_input,
+)
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+DELAYED = Float8LinearConfig.from_recipe_name("delayed")
+FOLDED = Float8LinearConfig.from_recipe_name("rowwise_folded")
+Steps = tuple[dict[str, torch.Tensor], list[str]]
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    return Float8AllGatherWeight.unwrap(local_tensor(tensor.detach()))
+
+
+def by_hand(world: Distributed) -> nn.Module:
+    """The net of ``world`` with plain local tensors, and FSDP2 where it has that."""
+    config = next(iter(float8_layers(world.net).values())).config
+    net = local_net(world.mesh["tp"], config, world.sequence_parallel, **world.net_arguments)
+    world.fully_shard(net, net.layers)
+    return net
+
+
+def three_steps(world: Distributed, net: nn.Module, update: bool) -> Steps:
+    """Results of training steps as local tensors; and the collectives of each phase of the last."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    if update:
+        attach_update(optimizer, net)
+    found: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(1)
+    for step in range(3):
+        x = world.mine(torch.randn(4, 8, 64, generator=generator)).requires_grad_()
+        audits = [comm_audit(world.mesh) for _ in range(3)]
+        with audits[0]:
+            output = net(x)
+        with audits[1]:
+            output.square().mean().backward()
+        assert x.grad is not None
+        found |= {f"output {step}": output, f"grad_input {step}": x.grad}
+        found |= {f"{n}.grad {step}": plain(p.grad) for n, p in net.named_parameters()}
+        with audits[2]:
+            optimizer.step()
+        optimizer.zero_grad()
+    tables = [audit.without_modules().table() for audit in audits]
+    return found | {n: plain(p) for n, p in net.named_parameters()}, tables
+
+
+def differences(dp: int, update: bool, arguments: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What differs between local tensors and the styles; and the collectives of the former."""
+    world = Distributed(dp, 2, **arguments)
+    (expected, styles), (found, tables) = (
+        three_steps(world, net, update) for net in (world.net, by_hand(world))
+    )
+    assert expected.keys() == found.keys()
+    differ = [name for name in expected if not same_bits(expected[name], found[name])]
+    if world.config == DELAYED:
+        styles, compared = styles[:2], tables[:2]  # theirs have a history more, of the shared input
+    else:
+        compared = tables
+    return differ + ["collectives"] * (styles != compared), tables
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "replicated"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_same_bits_and_collectives_as_the_styles(
+    ranks: RankPools, dp: int, recipe: str, sequence_parallel: bool
+) -> None:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    arguments = {"config": config, "sequence_parallel": sequence_parallel}
+    for found, _ in ranks(2 * dp).run(differences, dp, True, arguments):
+        assert found == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("update", "arguments"),
+    [
+        (False, {}),
+        (False, {"config": FOLDED}),
+        (True, {"gather": False}),
+        (True, {"gather": False, "config": DELAYED}),
+        (True, {"config": Float8LinearConfig(cache_float8_shards=False, amax_scope="rank")}),
+        # 45 rows of each part, which FSDP2 shards unevenly.
+        (True, {"config": FOLDED, "net_arguments": {"hidden": 90}}),
+        (False, {"config": FOLDED, "net_arguments": {"hidden": 90}}),
+    ],
+    ids=[
+        "no precompute",
+        "no precompute, rows",
+        "high precision",
+        "high precision, delayed",
+        "rank",
+        "uneven",
+        "uneven, no",
+    ],
+)
+def test_same_bits_with_fsdp(ranks: RankPools, update: bool, arguments: dict[str, Any]) -> None:
+    for found, _ in ranks(4).run(differences, 2, update, arguments):
+        assert found == []
+
+
+def test_collectives(ranks: RankPools) -> None:
+    (_, tables), *_ = ranks(4).run(differences, 2, True, {})
+    assert_expected_inline(
+        "\n\n".join(tables),
+        """\
+op              axis  dtype          count  elements   bytes
+all_gather      dp    float8_e4m3fn      2    18,432  18,432
+all_gather      dp    float32            +       224     896
+all_reduce      tp    int32              4         4      16
+all_gather      tp    float8_e4m3fn      2     2,048   2,048
+reduce_scatter  tp    float32            2     2,048   8,192
+total                                   10            29,584
+  float8                                              20,480
+  other                                                9,104
+
+op              axis  dtype          count  elements    bytes
+all_gather      dp    float8_e4m3fn      2    18,432   18,432
+all_gather      dp    float32            +       224      896
+all_reduce      tp    int32              4         6       24
+all_reduce      tp    float32            2       128      512
+all_gather      tp    float8_e5m2        2     2,048    2,048
+reduce_scatter  tp    float32            2     2,048    8,192
+reduce_scatter  dp    float32            2    18,656   74,624
+total                                   14            104,728
+  float8                                               20,480
+  other                                                84,248
+
+op          axis   dtype  count  elements  bytes
+all_reduce  world  int32      1         6     24
+total                         1               24
+  float8                                       0
+  other                                       24""",
+    )
+
+
+def weights_live_alike(axes: dict[str, int], shard_dim: int) -> list[bool]:
+    """Whether declared weights live where those of the styles do, sharded by FSDP2 over axes."""
+    mesh = device_mesh(**axes)
+    data = mesh[tuple(axis for axis in axes if axis != "tp")]
+    found = []
+    for at, style in ((Shard(0), Float8ColwiseParallel()), (Shard(1), Float8RowwiseParallel())):
+        styled, local = (convert_to_float8_training(nn.Sequential(nn.Linear(64, 96))) for _ in "ab")
+        apply_tp_plan(styled, mesh["tp"], {"0": style})
+        local[0].weight = nn.Parameter(torch.empty(styled[0].weight.to_local().shape))
+        declare_placements(local[0], mesh["tp"], weight=at, input=Shard(0), output=Shard(0))
+        for model in (styled, local):
+            by = partial(lambda dim, p: Shard(dim % p.ndim), shard_dim)
+            fully_shard(model, mesh=data, shard_placement_fn=by)
+        found.append(local[0].float8_weight.layout() == Layout.of(styled[0].weight))
+    return found
+
+
+@pytest.mark.parametrize("shard_dim", [0, 1])
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"r": 2, "dp": 1, "tp": 2}], ids=str)
+def test_weights_live_where_those_of_the_styles_do(
+    ranks: RankPools, axes: dict[str, int], shard_dim: int
+) -> None:
+    assert ranks(4).run_same(weights_live_alike, axes, shard_dim) == [True, True]
+
+
+def has_the_axis() -> list[bool]:
+    """Whether a weight that FSDP2 has put on all axes lives where it says."""
+    mesh = device_mesh(dp=2, tp=2)
+    weight = distribute_tensor(torch.empty(64, 32), mesh, [Shard(1), Shard(0)])
+    layout, of_part = (
+        layout_over(tensor, mesh["tp"], Shard(0)) for tensor in (weight, weight.to_local())
+    )
+    return [layout == Layout.of(weight), of_part.mesh == mesh["tp"], of_part.shape == (64, 16)]
+
+
+def test_a_weight_that_is_on_the_axis_already(ranks: RankPools) -> None:
+    assert ranks(4).run_same(has_the_axis) == [True, True, True]
+
+
+class SharingMLP(nn.Module):
+    """``nets.MLP`` of DTensors that shares its input by a call instead of a style."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = mlp.w1, mlp.w3, mlp.w2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tp = self.w1.weight.device_mesh
+        shared = share_input(DTensor.from_local(x, tp, [Shard(1)]), [self.w1, self.w3])
+        return self.w2(F.silu(self.w1(shared)) * self.w3(shared))
+
+
+def differences_of_shared_dtensors(recipe: str) -> list[str]:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    world, other = (Distributed(1, 2, config=config) for _ in range(2))
+    other.net = copy.deepcopy(other.twin)
+    for i, mlp in enumerate(other.net.layers):
+        plan = net_plan(other.net, True)
+        by_name = {name: plan[f"layers.{i}.{name}"] for name in ("w1", "w3", "w2")}
+        other.net.layers[i] = apply_tp_plan(SharingMLP(mlp), world.mesh["tp"], by_name)
+    (expected, styles), (found, tables) = (
+        three_steps(world, net, True) for net in (world.net, other.net)
+    )
+    differ = [name for name in expected if not same_bits(expected[name], found[name])]
+    return differ + ["collectives"] * (styles[:2] != tables[:2])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+def test_a_dtensor_is_shared_as_by_the_style(ranks: RankPools, recipe: str) -> None:
+    for found in ranks(2).run(differences_of_shared_dtensors, recipe):
+        assert found == []
+
+
+def one_layer(kind: str, input_at: Placement, output_at: Placement, bias: bool) -> dict[str, float]:
+    """A single layer of local tensors against one device; SQNR of every result in dB."""
+    mesh, rank = device_mesh(tp=2), device_mesh(tp=2).get_local_rank()
+    torch.manual_seed(0)
+    twin = nn.Linear(32, 48, bias=bias)
+    weight_at = {"column": Shard(0), "row": Shard(1), "replicated": Replicate()}[kind]
+
+    def part(tensor: torch.Tensor, at: Placement) -> torch.Tensor:
+        return tensor.chunk(2, at.dim)[rank] if isinstance(at, Shard) else tensor
+
+    def whole(local: torch.Tensor, at: Placement) -> torch.Tensor:
+        return DTensor.from_local(local.detach(), mesh, [at]).full_tensor()
+
+    layer = copy.deepcopy(twin)
+    layer.weight = nn.Parameter(part(twin.weight.detach(), weight_at).clone())
+    bias_at = weight_at if kind == "column" else Replicate()
+    if bias:
+        layer.bias = nn.Parameter(part(twin.bias.detach(), bias_at).clone())
+    layer, twin = (convert_to_float8_training(nn.Sequential(m))[0] for m in (layer, twin))
+    declare_placements(layer, mesh, weight=weight_at, input=input_at, output=output_at)
+    x, grad = torch.randn(2, 6, 32, requires_grad=True), torch.randn(2, 6, 48)
+    mine = part(x.detach(), input_at).clone().requires_grad_()
+    output = layer(mine)
+    output.backward(part(grad, output_at))
+    expected = twin(x)
+    expected.backward(grad)
+    found = {
+        "output": sqnr(expected, whole(output, output_at)),
+        "grad_input": sqnr(x.grad, whole(mine.grad, input_at)),
+        "grad_weight": sqnr(twin.weight.grad, whole(layer.weight.grad, weight_at)),
+    }
+    if bias:
+        found["grad_bias"] = sqnr(twin.bias.grad, whole(layer.bias.grad, bias_at))
+    tensors = [output, mine.grad, *layer.parameters(), *(p.grad for p in layer.parameters())]
+    assert not any(isinstance(tensor, DTensor) for tensor in tensors)
+    return found
+
+
+def all_layouts(kind: str) -> dict[str, float]:
+    """The smallest SQNR of a result of one layer, for every pair of layouts."""
+    every = [Replicate(), Shard(0), Shard(1), Shard(2)]
+    return {
+        f"{input_at} {output_at} {bias}": min(one_layer(kind, input_at, output_at, bias).values())
+        for input_at in every
+        for output_at in every
+        for bias in (False, True)
+    }
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "replicated"])
+def test_any_layouts(ranks: RankPools, kind: str) -> None:
+    for found in ranks(2).run(all_layouts, kind):
+        assert len(found) == 32
+        assert min(found.values()) > 120, found
+
+
+def one_device(whole: nn.Linear) -> Float8Linear:
+    layer = convert_to_float8_training(nn.Sequential(whole))[0]
+    assert isinstance(layer, Float8Linear)
+    return layer
+
+
+def part_of(whole: nn.Linear, tp: DeviceMesh, dim: int, **arguments: Any) -> Float8Linear:
+    """A converted layer of this rank's part of a weight; attributes keep the global sizes."""
+    layer = one_device(nn.Linear(whole.in_features, whole.out_features, bias=False))
+    weight = whole.weight.detach().chunk(tp.size(), dim)[tp.get_local_rank()]
+    layer.weight = nn.Parameter(weight.clone())
+    if arguments:
+        declare_placements(layer, tp, weight=Shard(dim), **arguments)
+    return layer
+
+
+def partial_output() -> dict[str, float]:
+    tp, whole = device_mesh(tp=2), nn.Linear(32, 48, bias=False)
+    layer, twin = part_of(whole, tp, 1, input=Shard(-1), output=Partial()), one_device(whole)
+    x, grad = torch.randn(6, 32), torch.randn(6, 48)
+    with comm_audit() as audit:
+        output = layer(x.chunk(2, 1)[tp.get_local_rank()])
+        output.backward(grad)
+    assert {row.op for row in audit.rows} == {"all_reduce"}
+    assert all(row.elements == row.count for row in audit.rows)  # amaxes alone
+    expected = twin(x)
+    expected.backward(grad)
+    summed = DTensor.from_local(output.detach(), tp, [Partial()]).full_tensor()
+    grad_weight = DTensor.from_local(layer.weight.grad, tp, [Shard(1)]).full_tensor()
+    return {"output": sqnr(expected, summed), "weight": sqnr(twin.weight.grad, grad_weight)}
+
+
+def test_a_partial_output_is_left_to_the_caller(ranks: RankPools) -> None:
+    for found in ranks(2).run(partial_output):
+        assert min(found.values()) > 120
+
+
+def scales_after_a_declaration() -> list[bool]:
+    """Whether scales that were found before are dropped: all ranks, then take the global one."""
+    tp, whole = device_mesh(tp=2), nn.Linear(32, 48, bias=False)
+    with torch.no_grad():
+        whole.weight[0, 0] = 5  # on the first rank alone
+    layer, twin = part_of(whole, tp, 0), one_device(whole)
+
+    def is_global() -> bool:
+        ours, theirs = (m.float8_weight.forward_casts(m.weight).output for m in (layer, twin))
+        return ours is not None and theirs is not None and same_bits(ours.scale, theirs.scale)
+
+    found = []
+    for at in (None, Shard(0)):
+        precompute_float8_dynamic_scale(layer)
+        if at is not None:
+            declare_placements(layer, tp, weight=at, input=Replicate(), output=Shard(-1))
+        found.append(is_global())
+    precompute_float8_dynamic_scale(layer)
+    copied = copy.deepcopy(layer)
+    layer = copied
+    return [*found, is_global()]
+
+
+def test_scales_are_those_of_the_global_weight_once_it_is_declared(ranks: RankPools) -> None:
+    first, second = ranks(2).run(scales_after_a_declaration)
+    assert first == [True, True, True]  # it has the largest value
+    assert second == [False, True, True]
+
+
+def states() -> tuple[list[str], list[str], bool]:
+    """The keys and types of a state_dict, and whether it loads into layers that are not float8."""
+    world = Distributed(1, 2)
+    net = by_hand(world)
+    state = net.layers[0].state_dict()
+    high = LocalMLP(64, 48)
+    high.w2.bias = nn.Parameter(torch.zeros(64))
+    for name, linear in high.named_children():
+        linear.weight = nn.Parameter(torch.zeros_like(state[f"{name}.weight"]))
+    high.load_state_dict(state)
+    same = all(same_bits(state[name], tensor) for name, tensor in high.state_dict().items())
+    return list(state), sorted({type(t).__name__ for t in state.values()}), same
+
+
+def test_state_dicts_hold_the_local_tensors(ranks: RankPools) -> None:
+    keys, types, same = ranks(2).run_same(states)
+    assert keys == ["w1.weight", "w3.weight", "w3.bias", "w2.weight", "w2.bias"]
+    assert (types, same) == (["Tensor"], True)
+
+
+def named(messages: list[str], **meshes: DeviceMesh) -> list[str]:
+    """Messages with short names for meshes, which releases of torch show in their own ways."""
+    for name, mesh in meshes.items():
+        messages = [message.replace(str(mesh), f"<{name}>") for message in messages]
+    return messages
+
+
+def refused_declarations() -> list[str]:
+    tp, both = device_mesh(tp=2), device_mesh(dp=1, tp=2)
+    whole = nn.Linear(32, 48, bias=False)
+    layer = part_of(whole, tp, 0)
+    biased = one_device(nn.Linear(16, 48))
+    biased.fqn = "biased"
+    styled = convert_to_float8_training(nn.Sequential(nn.Linear(32, 48)))
+    apply_tp_plan(styled, tp, {"0": Float8ColwiseParallel()})
+    column: dict[str, Any] = {"weight": Shard(0), "input": Replicate(), "output": Shard(-1)}
+
+    def declared(layer: Any, mesh: DeviceMesh = tp, **others: Any) -> Callable[[], object]:
+        return partial(declare_placements, layer, mesh, **(column | others))
+
+    messages = [
+        raised(TypeError, declared(whole)),
+        raised(ValueError, declared(layer, both)),
+        raised(TypeError, declared(layer, input="sequence")),
+        raised(ValueError, declared(layer, weight=Shard(2))),
+        raised(ValueError, declared(layer, input=Partial())),
+        raised(ValueError, declared(biased, weight=Shard(1), output=Partial())),
+        raised(ValueError, declared(layer, weight=Shard(1))),
+        raised(ValueError, declared(styled[0])),
+    ]
+    return named(messages, tp=tp)
+
+
+def test_declarations_that_do_not_fit(ranks: RankPools) -> None:
+    assert_expected_inline(
+        "\n".join(ranks(2).run_same(refused_declarations)),
+        """\
+declare_placements needs a Float8Linear, got a Linear; convert it first (convert_to_float8_training)
+0: declare_placements needs a 1-D mesh, got one with shape (1, 2) and axes ('dp', 'tp'): pass its tensor-parallel axis, such as mesh['tp']
+0: input='sequence' is no placement, such as Shard(0)
+0: weight=Shard(dim=2), but it must be Shard(0), Shard(1) or Replicate()
+0: input=Partial(sum), but it must be a Shard or Replicate()
+biased: output=Partial(sum), but it must be a Shard, Replicate(), or, of a row-parallel layer without a bias, Partial()
+0: out_features=48 fits neither the weight's local size, 24, nor the global one, 24, of a weight declared as Shard(dim=1) on 2 ranks. Parts must be equal: pad the layer, or use the parallel styles, which take uneven ones
+0: the weight is a DTensor on <tp>, so it can't be a local part on <tp>. Declare another axis of the same init_device_mesh than FSDP2 shards over; leave a layer that a parallel style was applied to as it is""",
+    )
+
+
+def refused_calls() -> list[str]:
+    mesh = device_mesh(dp=1, tp=2)
+    tp, other = mesh["tp"], init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
+    column, row = nn.Linear(32, 48, bias=False), nn.Linear(32, 48, bias=False)
+    q = part_of(column, tp, 0, input=Shard(1), output=Shard(-1))
+    k = part_of(column, tp, 0, input=Shard(0), output=Shard(-1))
+    o = part_of(row, tp, 1, input=Shard(-1), output=Shard(1))
+    q.fqn, k.fqn, o.fqn = "wq", "wk", "wo"
+    x = torch.randn(2, 4, 32)
+    sharded = part_of(column, tp, 0, input=Replicate(), output=Shard(-1))
+    elsewhere = part_of(column, tp, 0, input=Replicate(), output=Shard(-1))
+    sharded.fqn, elsewhere.fqn = "sharded", "elsewhere"
+    fully_shard(sharded, mesh=mesh["dp"])
+    fully_shard(elsewhere, mesh=other)
+    dtensor = DTensor.from_local(x, tp, [Shard(1)])
+    on_both = DTensor.from_local(x, mesh, [Shard(0), Shard(1)])
+    undeclared = part_of(column, tp, 0)
+    messages = [
+        raised(TypeError, lambda: q(dtensor)),
+        raised(ValueError, lambda: q(x[..., :16])),
+        raised(ValueError, lambda: q(x[0])),
+        raised(ValueError, lambda: o(x)),
+        raised(TypeError, lambda: o(share_input(x, [q]))),
+        raised(TypeError, lambda: sharded.forward(x)),
+        raised(ValueError, lambda: precompute_float8_dynamic_scale(elsewhere)),
+        raised(ValueError, lambda: share_input(x, [])),
+        raised(ValueError, lambda: share_input(x, [q, k])),
+        raised(TypeError, lambda: share_input(dtensor, [q])),
+        raised(TypeError, lambda: share_input(x, [undeclared])),
+        raised(ValueError, lambda: share_input(on_both, [undeclared])),
+    ]
+    return named(messages, both=mesh, tp=tp, dp=mesh["dp"], other=other)
+
+
+def test_calls_that_do_not_fit(ranks: RankPools) -> None:
+    assert_expected_inline(
+        "\n".join(ranks(2).run_same(refused_calls)),
+        """\
+wq: the input was declared as a local tensor, Shard(dim=1) on <tp>, but it is a DTensor, (Shard(dim=1),) on <tp>; pass its to_local() at the declared placement, or what share_input returns
+wq: the last dim of the input must be 32, for a weight of (24, 32) declared as Shard(dim=0) and an input declared as Shard(dim=1) on 2 ranks; got an input of shape (2, 4, 16)
+wq: the last dim of the input must be 16, for a weight of (24, 32) declared as Shard(dim=0) and an input declared as Shard(dim=1) on 2 ranks; got an input of shape (4, 32)
+wo: the last dim of the input must be 16, for a weight of (48, 16) declared as Shard(dim=1) and an input declared as Shard(dim=-1) on 2 ranks; got an input of shape (2, 4, 32)
+wo: the input was declared as a local tensor, Shard(dim=-1) on <tp>, but it is a DTensor, (Replicate(),) on <tp>; pass its to_local() at the declared placement, or what share_input returns
+sharded: the weight was declared as a local tensor, Shard(dim=0) on <tp>, but it is a DTensor on <dp>; call the module that fully_shard was called on, which gathers it, or leave the layer to the parallel styles
+elsewhere: the weight is a DTensor on <other>, so it can't be a local part on <tp>. Declare another axis of the same init_device_mesh than FSDP2 shards over; leave a layer that a parallel style was applied to as it is
+share_input: [] must be column-parallel layers (declare_placements with weight=Shard(0)), with one mesh, input placement and cast of the input; found
+share_input: ['wq', 'wk'] must be column-parallel layers (declare_placements with weight=Shard(0)), with one mesh, input placement and cast of the input; found
+  - wq: LocalPlacements(mesh=<tp>, weight=Shard(dim=0), input=Shard(dim=1)), in_features=32, out_features=48, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2
+  - wk: LocalPlacements(mesh=<tp>, weight=Shard(dim=0), input=Shard(dim=0)), in_features=32, out_features=48, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2
+share_input: ['wq'] declared a local input, but got a DTensor, (Shard(dim=1),) on <tp>; pass its to_local()
+share_input: the input of ['0'] is a plain tensor; declare where it stands (declare_placements), or pass a DTensor
+share_input: the input of ['0'] is on <both>; it must be on a 1-D mesh""",
+    )

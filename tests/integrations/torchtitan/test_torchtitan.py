@@ -1,0 +1,175 @@
+"""torchtitan's debug Llama in float8 on CPU ranks."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import titan_on_cpu
+import torch
+from expecttest import assert_expected_inline
+from reference import raised
+from torch import nn
+from torchtitan.config.manager import ConfigManager
+from torchtitan.models.llama3 import config_registry
+
+from fp8_dist import Float8LinearRecipeName, float8_layers
+from fp8_dist.integrations.torchtitan import with_float8
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/torchtitan.md").read_text()
+# FSDP2 takes spmd_types' local tensors since then.
+HAS_SPMD_TYPES = torch.__version__ >= "2.15"
+BACKENDS = ["partial_dtensor"] + ["spmd_types"] * HAS_SPMD_TYPES
+
+
+def train(folder: Path, config: str, ranks: int, tp: int, backend: str) -> tuple[list[float], str]:
+    """The losses, by step; and the gathers and reduce-scatters of the last step."""
+    command = (
+        f"-m torch.distributed.run --standalone --nproc-per-node {ranks} "
+        f"{titan_on_cpu.__file__} --config {config} "
+        f"--parallelism.tensor_parallel_degree {tp} --parallelism.spmd_backend {backend}"
+    )
+    paths = [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=folder,  # torchtitan writes its logs there
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    output = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
+    losses = dict(re.findall(r"step: +(\d+) +loss: +([\d.]+)", output))
+    assert len(losses) == titan_on_cpu.STEPS
+    rows = re.findall(r"^(?:op|all_gather|reduce_scatter) .*", output, re.MULTILINE)
+    return [float(loss) for loss in losses.values()], "\n".join(rows)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensor_parallelism(backend: str, tmp_path: Path) -> None:
+    expected, theirs = train(tmp_path, "llama3_debugmodel", 2, 2, backend)
+    losses, ours = train(tmp_path, "llama3_debugmodel_tensorwise", 2, 2, backend)
+    assert losses[-1] < losses[0] - 2
+    assert max(abs(a - b) for a, b in zip(expected, losses, strict=True)) < 0.05
+    assert f"{theirs}\n\n{ours}" in PAGE
+    # The embedding and the output head stay in bf16.
+    assert_expected_inline(
+        f"{theirs}\n\n{ours}",
+        """\
+op              axis   dtype     count   elements      bytes
+reduce_scatter  world  bfloat16     26  1,703,936  3,407,872
+all_gather      world  bfloat16     26  1,703,936  3,407,872
+
+op              axis   dtype          count   elements      bytes
+reduce_scatter  world  bfloat16          26  1,703,936  3,407,872
+all_gather      world  float8_e4m3fn     12    786,432    786,432
+all_gather      world  bfloat16           2    131,072    262,144
+all_gather      world  float8_e5m2       12    786,432    786,432""",
+    )
+
+
+def test_fsdp_and_tensor_parallelism(tmp_path: Path) -> None:
+    losses, rows = train(tmp_path, "llama3_debugmodel_rowwise_folded", 4, 2, BACKENDS[-1])
+    assert losses[-1] < losses[0] - 2
+    rows = rows.replace("dp_shard", "fsdp    ")
+    assert_expected_inline(
+        rows,
+        """\
+op              axis       dtype          count   elements       bytes
+all_gather      fsdp       bfloat16           5  1,311,488   2,622,976
+reduce_scatter  tp         bfloat16          26  1,703,936   3,407,872
+all_gather      fsdp       float8_e4m3fn     12  5,111,808   5,111,808
+all_gather      fsdp       float32            +     19,968      79,872
+all_gather      fsdp       bfloat16           +      6,144      12,288
+all_gather      tp         float8_e4m3fn     24  1,597,440   1,597,440
+all_gather      tp         float32            +      3,072      12,288
+all_gather      tp         bfloat16           2    131,072     262,144
+reduce_scatter  fsdp       float32            9  3,083,520  12,334,080""",
+    )
+
+
+def test_fsdp(tmp_path: Path) -> None:
+    losses, rows = train(tmp_path, "llama3_debugmodel_delayed", 2, 1, BACKENDS[-1])
+    assert losses[-1] < losses[0] - 2
+    assert_expected_inline(
+        rows,
+        """\
+op              axis   dtype          count    elements       bytes
+all_gather      world  bfloat16           5   2,622,208   5,244,416
+all_gather      world  float8_e4m3fn     12  10,223,616  10,223,616
+all_gather      world  bfloat16           +       6,144      12,288
+reduce_scatter  world  float32            9   6,163,712  24,654,848""",
+    )
+
+
+@pytest.mark.parametrize("recipe", [recipe.value for recipe in Float8LinearRecipeName])
+def test_recipes_are_chosen_on_the_command_line(recipe: str) -> None:
+    module = "fp8_dist.integrations.torchtitan"
+    args = ["--module", module, "--config", f"llama3_8b_{recipe}", "--training.steps", "7"]
+    config = ConfigManager().parse_args(args)
+    assert config.training.steps == 7
+    config.model_spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        layers = float8_layers(config.model_spec.model.build())
+    assert len(layers) == 32 * 5
+    assert layers["layers.0.attention.wo"].fqn == "layers.0.attention.wo"
+    assert {layer.config.fsdp_float8_all_gather for layer in layers.values()} == {
+        not recipe.startswith("rowwise") or recipe == "rowwise_folded"
+    }
+
+
+def test_the_example_of_the_page() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(example, scope)
+    config = scope["my_qwen3"]()
+    config.model_spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        layers = float8_layers(config.model_spec.model.build())
+    assert layers
+    assert all("lm_head" not in name for name in layers)
+
+
+def test_unknown_configs() -> None:
+    args = ["--module", "fp8_dist.integrations.torchtitan", "--config", "llama3_8b_int4"]
+    with pytest.raises(ValueError, match="llama3_8b_int4"):
+        ConfigManager().parse_args(args)
+
+
+def debug_model(w2_bias: bool = False, **arguments: Any) -> tuple[Any, nn.Module]:
+    config = config_registry.llama3_debugmodel()
+    config.model_spec.model.layers[1].feed_forward.w2.bias = w2_bias
+    config = with_float8(config, **arguments)
+    config.model_spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        return config.model_spec, config.model_spec.model.build()
+
+
+def test_what_is_refused() -> None:
+    def parallelize(backend: str, **arguments: Any) -> None:
+        spec, model = debug_model(**arguments)
+        mesh = SimpleNamespace(mesh_dim_names=("tp",), size=lambda axis: 2)
+        dims = SimpleNamespace(tp_enabled=True, spmd_backend=backend, get_mesh=lambda name: mesh)
+        spec.parallelize_fn(model, parallel_dims=dims)
+
+    messages = [
+        raised(NotImplementedError, lambda: parallelize("full_dtensor")),
+        raised(ValueError, lambda: parallelize("spmd_types", filter_fqns=["lm_head", "w3"])),
+        raised(NotImplementedError, lambda: parallelize("spmd_types", w2_bias=True)),
+        raised(ValueError, lambda: debug_model(filter_fqns=["layers", "lm_head"])),
+    ]
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+fp8_dist has no tensor parallelism for parallelism.spmd_backend=full_dtensor; use spmd_types or partial_dtensor
+layers.0.feed_forward: ['w1'] are converted to float8 and ['w3'] are not, but they share one gather of their input; convert all of them or none (filter_fqns)
+layers.1.feed_forward.w2: the bias is replicated over the tensor-parallel ranks, which fp8_dist does not handle with spmd_types; leave the layer unconverted (filter_fqns), or use parallelism.spmd_backend=partial_dtensor
+Float8Converter: the model has no linear layer to convert; its layers are not torchtitan's Linear, have sizes that are no multiples of 16, or have one of ['layers', 'lm_head'] in their names""",
+    )

@@ -1,0 +1,26 @@
+"""The program in docs/local_tensors.md runs as it stands, and prints what the page shows."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+from ranks import RankPools
+
+PAGE = (Path(__file__).parents[2] / "docs/local_tensors.md").read_text()
+
+
+def printed() -> str:
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    program = re.sub(r"^dist.init_process_group.*\n", "", program, flags=re.MULTILINE)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(program, {"__name__": "local_tp"})
+    return output.getvalue()
+
+
+def test_the_program_prints_what_the_page_shows(ranks: RankPools) -> None:
+    first, *others = ranks(4).run(printed)
+    (shown,) = re.findall(r"```\n(op .*?)```", PAGE, re.DOTALL)
+    assert first == shown
+    assert others == [""] * 3

@@ -1,0 +1,169 @@
+"""torchtitan 0.3 on CPU ranks: ``torchrun tests/support/titan_on_cpu.py --config NAME ...``.
+
+torchtitan is made for GPUs. This gives it a CPU's device module, does without what gloo and torch
+2.13 lack, and trains the debug model on the bytes of Python's own source in place of tokens. At the
+end rank 0 prints the collectives of the last step.
+"""
+
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchtitan.tools.utils as titan_utils
+
+VOCABULARY, STEPS = 2048, 6
+
+
+def cpu_device_module() -> Any:
+    """torch.cpu with the functions that torchtitan calls on a device module."""
+    module = types.ModuleType("cpu_device")
+    memory = types.SimpleNamespace(total_memory=2**34)
+    for name, result in {
+        "current_device": 0,
+        "device_count": 8,
+        "empty_cache": None,
+        "get_device_name": "CPU",
+        "get_device_properties": memory,
+        "memory_stats": {},
+        "reset_peak_memory_stats": None,
+        "set_device": None,
+        "synchronize": None,
+    }.items():
+        setattr(module, name, functools.partial(lambda result, *args, **kwargs: result, result))
+    module.__getattr__ = functools.partial(getattr, torch.cpu)  # type: ignore[method-assign]
+    return module
+
+
+# Before torchtitan's other modules take them from there.
+titan_utils.device_type, titan_utils.device_module = "cpu", cpu_device_module()
+if not hasattr(dist, "set_timeout"):
+    dist.set_timeout = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+
+import torchtitan.distributed.fsdp as titan_fsdp  # noqa: E402
+import torchtitan.train  # noqa: E402
+import torchtitan.trainer as titan_trainer  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.models.common.attention import (  # noqa: E402
+    FlexAttention,
+    ScaledDotProductAttention,
+)
+from torchtitan.models.llama3 import config_registry  # noqa: E402
+
+from fp8_dist.debug import comm_audit  # noqa: E402
+from fp8_dist.integrations.torchtitan import config_registry as float8_registry  # noqa: E402
+
+
+class Bytes(BaseDataLoader):
+    """Pieces of a text, by data-parallel rank and step."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
+
+    def __init__(
+        self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **others: Any
+    ) -> None:
+        self.rank, self.length, self.batch = dp_rank, seq_len, local_batch_size
+        with open(os.__file__, "rb") as file:
+            self.text = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).long()
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in range(10**6):
+            generator = torch.Generator().manual_seed(1000 * step + self.rank)
+            last = len(self.text) - self.length - 1
+            starts = torch.randint(0, last, (self.batch,), generator=generator).tolist()
+            pieces = torch.stack([self.text[i : i + self.length + 1] for i in starts])
+            positions = torch.arange(self.length).repeat(self.batch, 1)
+            inputs = {"input": pieces[:, :-1].contiguous(), "positions": positions}
+            yield inputs, pieces[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+class NoTokenizer(BaseTokenizer):
+    """The text is bytes."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, **others: Any) -> None:
+        self.eos_id = 0
+
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        return []
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        return ""
+
+    def get_vocab_size(self) -> int:
+        return VOCABULARY
+
+
+def on_cpu(config: Any) -> Any:
+    """A trainer's config, small and without what needs files or a GPU."""
+    attentions = list(config.model_spec.model.traverse(FlexAttention.Config))
+    for _, _, parent, name in attentions:
+        setattr(parent, name, ScaledDotProductAttention.Config())
+    config.dataloader, config.tokenizer = Bytes.Config(), NoTokenizer.Config()
+    config.training.local_batch_size, config.training.seq_len = 4, 64
+    config.training.steps, config.training.disable_cuda_graphs = STEPS, True
+    config.validator.enable = config.checkpoint.enable = False
+    config.activation_checkpoint = None
+    config.metrics = MetricsProcessor.Config(log_freq=1)
+    config.debug.seed = 0
+    return config
+
+
+def __getattr__(name: str) -> Callable[[], Any]:
+    """Configs by the names of torchtitan's, and of fp8_dist's plug-in."""
+    registry = config_registry if hasattr(config_registry, name) else float8_registry
+    make = getattr(registry, name)
+    return lambda: on_cpu(make())
+
+
+def audited(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """The last step under an audit, whose table rank 0 prints."""
+
+    def step(self: Any, batches: Any) -> Any:
+        if self.step < STEPS:
+            return train_step(self, batches)
+        with comm_audit() as audit:
+            result = train_step(self, batches)
+        if dist.get_rank() == 0:
+            print(audit.without_modules().table(), flush=True)
+        return result
+
+    return step
+
+
+def summed(disable_division: Callable[..., None]) -> Callable[..., None]:
+    """Gradients as sums: gloo has no PREMUL_SUM."""
+
+    def disable(model: torch.nn.Module) -> None:
+        disable_division(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    return disable
+
+
+if __name__ == "__main__":
+    titan_fsdp.disable_fsdp_gradient_division = summed(titan_fsdp.disable_fsdp_gradient_division)
+    titan_trainer.Trainer.train_step = audited(titan_trainer.Trainer.train_step)
+    sys.argv[1:1] = ["--module", "titan_on_cpu"]
+    torchtitan.train.main()
