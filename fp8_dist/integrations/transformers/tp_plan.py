@@ -1,0 +1,135 @@
+"""Tensor-parallel plans of transformers' models, from the plans that the models declare."""
+
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from fp8_dist.integrations.transformers import tp_styles
+from fp8_dist.integrations.transformers.tp_structure import (
+    Block,
+    Structure,
+    read_structure,
+    without_numbers,
+)
+from fp8_dist.tensor_parallel.models.common import colwise_style
+
+
+def hf_tp_plan(
+    model: nn.Module, *, sequence_parallel: bool = True, loss_parallel: bool = False
+) -> dict[str, ParallelStyle]:
+    """The tensor-parallel plan of a transformers model: names to styles, for ``apply_tp_plan``.
+
+    The model declares which layers are divided, and how (``_tp_plan``, ``base_model_tp_plan``).
+    This function adds how activations move. A converted layer (``Float8Linear``) gets a float8
+    style, any other layer torch's style. Layers that read the same input (q, k, v; gate, up) share
+    one gather: in float8 if all of them cast it alike in one copy, else in high precision.
+
+    Shapes, for B sequences of S tokens, hidden size D, on ``tp`` ranks:
+
+    * ``input_ids``, ``attention_mask``, ``position_ids``, ``labels`` and rotary tables: whole, and
+      equal on all ranks of the axis.
+    * between blocks: ``[B, S / tp, D]`` with sequence parallelism, else ``[B, S, D]``. If ``tp``
+      does not divide S, the first ranks have one more token and the last may have none (so in
+      ``generate``, where S is 1): the parts are DTensors then.
+    * in a block: ``[B, S, D]`` in, heads and features divided by ``tp``.
+    * ``logits``: whole, or with ``loss_parallel`` a DTensor sharded along the vocabulary.
+
+    Embeddings are divided along the vocabulary, also where the declared plan leaves them out. Norms
+    of queries and keys get the sum of all heads' gradients.
+
+    Routed experts of MoE blocks are not divided: every rank has all of them and computes all
+    tokens, which is right but saves nothing. A warning names these blocks. Linear layers that are
+    shared experts are divided if the model declares it.
+
+    Args:
+        model: a ``PreTrainedModel``, as it is made. Convert it before.
+        sequence_parallel: the stream between blocks is divided along the sequence, and norms run
+            on parts. False: it is whole on every rank.
+        loss_parallel: the head returns logits for
+            ``torch.distributed.tensor.parallel.loss_parallel``.
+
+    Collectives: with sequence parallelism, per block, an all-gather of the input and a
+    reduce-scatter of the output, and their counterparts in the backward; gathers of converted
+    layers take 1 byte per element (see the float8 styles for amaxes). Without, an all-reduce of
+    the output and of the input's gradient per block. One of either kind for the embedding and the
+    head; one all-gather of logits without ``loss_parallel``. Layers with the declared style
+    ``colwise_gather_output`` (``colwise_rep`` in transformers 4) gather their outputs, those with
+    ``rowwise_split_input`` (``rowwise_rep``) the gradient of their inputs, in high precision.
+
+    Raises:
+        NotImplementedError: the model declares no plan, a style that this function does not know,
+            or has parameters whose place in the model it does not know. All are named.
+        ValueError: ``loss_parallel`` of a model without a divided head. When the plan is applied:
+            heads that the ranks cannot share evenly.
+    """
+    structure = read_structure(model, sequence_parallel)
+    if loss_parallel and structure.head is None:
+        raise ValueError(
+            f"hf_tp_plan: loss_parallel=True needs a head, and the plan of this "
+            f"{type(model).__name__} has none: leave it out"
+        )
+    stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        structure.embedding: tp_styles.embedding_style(sequence_parallel)
+    }
+    if sequence_parallel:
+        plan |= _stream_styles(structure)
+    for block in structure.blocks:
+        plan |= _block_styles(model, block, Replicate() if block.in_replicated else stream)
+    if structure.head is not None:
+        plan[structure.head] = colwise_style(
+            model.get_submodule(structure.head),
+            input_layouts=stream,
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        )
+    _warn_of_replicated(structure)
+    return plan
+
+
+def _stream_styles(structure: Structure) -> dict[str, ParallelStyle]:
+    """What a sequence-parallel stream passes on its way, outside of the divided blocks."""
+    plan: dict[str, ParallelStyle] = {structure.layers[0]: tp_styles.StreamInput()}
+    plan |= {name: tp_styles.StreamNorm() for name in structure.norms}
+    plan |= {name: tp_styles.ReplicatedBlock() for name in structure.replicated}
+    plan[structure.last_norm] = tp_styles.LastNorm(gathered=structure.head is None)
+    return plan
+
+
+def _block_styles(model: nn.Module, block: Block, stream: Placement) -> dict[str, ParallelStyle]:
+    """A block that reads from and writes to a stream, and its layers."""
+    module = model.get_submodule(block.name)
+    readers = {name: module.get_submodule(name) for name in block.readers}
+    parts = {} if block.gathers_outputs else _parts(block.name, module, readers)
+    plan: dict[str, ParallelStyle] = {block.name: tp_styles.block_style(stream, readers, parts)}
+    inside = Replicate() if block.gathers_outputs else Shard(-1)
+    for name, layer in readers.items():
+        plan[f"{block.name}.{name}"] = colwise_style(layer, output_layouts=inside)
+    for name in block.writers:
+        plan[f"{block.name}.{name}"] = tp_styles.rowwise_style(
+            module.get_submodule(name), input_layouts=inside, output_layouts=stream
+        )
+    for name in block.head_norms:
+        # The dim is a name for "heads": these norms see whole rows, in any order of dims.
+        plan[f"{block.name}.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return plan
+
+
+def _parts(block: str, module: nn.Module, readers: dict[str, Any]) -> dict[str, int]:
+    """How many heads (or features) the output of each reader of a block has."""
+    head_dim = int(getattr(module, "head_dim", 1))
+    return {f"{block}.{name}": layer.out_features // head_dim for name, layer in readers.items()}
+
+
+def _warn_of_replicated(structure: Structure) -> None:
+    blocks = dict.fromkeys(map(without_numbers, structure.replicated))
+    if blocks:
+        warnings.warn(
+            "hf_tp_plan leaves routed experts as they are: every tensor-parallel rank keeps all of "
+            f"those in {', '.join(blocks)}, and computes all tokens",
+            stacklevel=3,
+        )

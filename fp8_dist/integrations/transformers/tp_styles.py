@@ -1,0 +1,190 @@
+"""Styles of a transformers model: how its blocks and its residual stream are placed.
+
+Without sequence parallelism the stream between blocks is a plain tensor, equal on all ranks. With
+it, each rank has a part of the sequence (dim 1): a plain tensor where the ranks share the sequence
+evenly, else a DTensor, which knows the lengths of the other ranks' parts.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from fp8_dist import Float8Linear
+from fp8_dist.tensor_parallel import PrepareFloat8ModuleInput
+from fp8_dist.tensor_parallel.models.common import (
+    EmbeddingRowwiseParallel,
+    Float8ResidualRowwiseParallel,
+    ResidualRowwiseParallel,
+)
+from fp8_dist.tensor_parallel.styles import shared_input_cast
+
+_SEQUENCE = (Shard(1),)
+_WHOLE = (Replicate(),)
+
+
+class SequenceEmbedding(EmbeddingRowwiseParallel):
+    """A vocabulary-parallel embedding that starts a sequence-parallel stream.
+
+    The output is a DTensor for every length of the sequence. The model reads from its shape how
+    long the sequence is, for masks and position ids.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return RowwiseParallel._apply(self, module, device_mesh)
+
+
+class StreamInput(ParallelStyle):
+    """The first layer: its first argument becomes a sequence-parallel stream.
+
+    A plain tensor (``inputs_embeds`` that the user gave) is taken for the whole sequence.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            x = args[0]
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, _WHOLE, run_check=False)
+            return (_local_if_even(x.redistribute(placements=_SEQUENCE)), *args[1:]), kwargs
+
+        _pass_first_argument_alone(module)
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        return module
+
+
+class StreamNorm(SequenceParallel):
+    """A norm of a layer: it runs on the parts of a sequence-parallel stream."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_hook(lambda module, args, output: _local_if_even(output))
+        return module
+
+
+class LastNorm(SequenceParallel):
+    """The norm after the last layer.
+
+    Args:
+        gathered: return the whole sequence as a plain tensor. Otherwise the output is a DTensor
+            that is sharded along the sequence, for a head that the plan divides.
+    """
+
+    def __init__(self, *, gathered: bool) -> None:
+        super().__init__()
+        self.gathered = gathered
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        if self.gathered:
+            module.register_forward_hook(lambda module, args, output: output.full_tensor())
+        return module
+
+
+class BlockInput(PrepareModuleInput):
+    """``PrepareModuleInput`` of a module's first argument, however the caller passes it.
+
+    Args:
+        layout: of the argument. It is gathered.
+        parts: how many parts the output of each linear layer that reads it has (heads, or
+            features), by name; no part may be divided.
+    """
+
+    def __init__(self, layout: Placement, parts: dict[str, int], **arguments: Any) -> None:
+        super().__init__(input_layouts=(layout,), desired_input_layouts=_WHOLE, **arguments)
+        self.parts = parts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        uneven = {name: n for name, n in self.parts.items() if n % device_mesh.size()}
+        if uneven:
+            raise ValueError(
+                f"{device_mesh.size()} tensor-parallel ranks cannot share the heads (or features) "
+                f"of these layers evenly: {uneven}; use a tensor-parallel size that divides them"
+            )
+        _pass_first_argument_alone(module)
+        return super()._apply(module, device_mesh)
+
+
+class Float8BlockInput(BlockInput, PrepareFloat8ModuleInput):
+    """:class:`BlockInput` in float8: one cast and one gather for the layers that read it."""
+
+
+class ReplicatedBlock(ParallelStyle):
+    """A block that every rank computes whole, in a sequence-parallel stream.
+
+    Its first argument is gathered, in high precision; of its (first) output each rank keeps its
+    part of the sequence. All ranks find the same gradients of its parameters, which stay as they
+    are.
+
+    Collectives: an all-gather of the input; in the backward one of the output's gradient.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            x = args[0]
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, _SEQUENCE, run_check=False)
+            return (x.redistribute(placements=_WHOLE).to_local(), *args[1:]), kwargs
+
+        def keep_part(module: nn.Module, args: Any, output: Any) -> Any:
+            first, *others = output if isinstance(output, tuple) else (output,)
+            x = DTensor.from_local(first, device_mesh, _WHOLE, run_check=False)
+            part = _local_if_even(x.redistribute(placements=_SEQUENCE))
+            return (part, *others) if isinstance(output, tuple) else part
+
+        _pass_first_argument_alone(module)
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        module.register_forward_hook(keep_part)
+        return module
+
+
+def embedding_style(sequence_parallel: bool) -> ParallelStyle:
+    """The style of the embedding that starts the stream."""
+    if sequence_parallel:
+        return SequenceEmbedding(input_layouts=Replicate(), output_layouts=Shard(1))
+    return EmbeddingRowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+
+
+def rowwise_style(layer: nn.Module, **layouts: Placement) -> ParallelStyle:
+    """The style of a layer that writes to the stream: float8 if it is converted, else torch's."""
+    converted = isinstance(layer, Float8Linear)
+    return (Float8ResidualRowwiseParallel if converted else ResidualRowwiseParallel)(**layouts)
+
+
+def block_style(
+    layout: Placement, readers: dict[str, nn.Module], parts: dict[str, int]
+) -> BlockInput:
+    """The style of a block whose input linear layers read, by their names in the block.
+
+    In float8 if all of them cast it alike, and one copy serves all their GEMMs.
+    """
+    casts = {
+        shared_input_cast(layer) if isinstance(layer, Float8Linear) else None
+        for layer in readers.values()
+    }
+    if len(casts) > 1 or None in casts:
+        return BlockInput(layout, parts)
+    return Float8BlockInput(layout, parts, fwd_config_submodule_fqn=next(iter(readers)))
+
+
+def _local_if_even(x: DTensor) -> torch.Tensor:
+    """A stream in the form that this module's docstring describes."""
+    (placement,), size = x.placements, x.device_mesh.size()
+    if isinstance(placement, Shard) and x.shape[placement.dim] % size == 0:
+        return x.to_local()
+    return x
+
+
+def _pass_first_argument_alone(module: nn.Module) -> None:
+    """Let a module's first parameter be its one positional argument when its hooks are called."""
+    names = list(inspect.signature(module.forward).parameters)
+
+    def rearrange(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return (given.pop(names[0]),), given
+
+    module.register_forward_pre_hook(rearrange, with_kwargs=True)

@@ -1,0 +1,92 @@
+"""Small models of transformers, converted, and the text that they are trained on."""
+
+import argparse
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, skip_head
+
+VOCABULARY = 256
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEADS = {"head_dim": 16}
+GEMMA = HEADS | {"query_pre_attn_scalar": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model class, the name of its config, and what its config has besides SMALL."""
+
+    model: str
+    config: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+KINDS = {
+    "llama": Kind("LlamaForCausalLM", "LlamaConfig"),
+    "llama_tied": Kind("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": True}),
+    "llama_base": Kind("LlamaModel", "LlamaConfig"),
+    "mistral": Kind("MistralForCausalLM", "MistralConfig", HEADS),
+    "qwen2": Kind("Qwen2ForCausalLM", "Qwen2Config"),
+    "qwen3": Kind("Qwen3ForCausalLM", "Qwen3Config", HEADS),
+    "gemma2": Kind("Gemma2ForCausalLM", "Gemma2Config", GEMMA),
+    "gemma3": Kind("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA),
+    "phi": Kind("PhiForCausalLM", "PhiConfig"),
+    "phi3": Kind("Phi3ForCausalLM", "Phi3Config"),
+    "eurobert": Kind("EuroBertForMaskedLM", "EuroBertConfig"),
+    "mixtral": Kind(
+        "MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "qwen3_moe": Kind(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", HEADS | EXPERTS | {"num_experts": 4}
+    ),
+    "glm4_moe": Kind(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeConfig",
+        HEADS | EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1},
+    ),
+}
+
+
+def build(kind: str, **config: Any) -> nn.Module:
+    """The model of a kind, always with the same weights; vectors are random as matrices are."""
+    what = KINDS[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        settings = getattr(transformers, what.config)(**SMALL | what.extra | config)
+        model: nn.Module = getattr(transformers, what.model)(settings)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def converted(kind: str, fsdp: bool = False, **config: Any) -> nn.Module:
+    """The same, all but the head in float8; ``fsdp``: FSDP2 gathers weights in float8."""
+    model = build(kind, **config)
+    float8 = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=fsdp)
+    return convert_to_float8_training(model, module_filter_fn=skip_head(model), config=float8)
+
+
+def batch(step: int, rows: int = 4, length: int = 16) -> torch.Tensor:
+    """Pieces of a text of Python's library, byte by byte, ``[rows, length]``."""
+    text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - length, (rows,), generator=generator).tolist()
+    return torch.stack([text[start : start + length].long() for start in starts])
