@@ -1,1 +1,1 @@
-"""Programs to copy from, one for each way to train."""
+"""Short programs to copy: one for each way to train."""

@@ -90,11 +90,18 @@ def test_type_checkers_see_the_annotations() -> None:
     assert PROJECT["tool"]["setuptools"]["package-data"] == {"fp8_dist": ["py.typed"]}
 
 
+# Modules that nothing else in the library imports without asking, and what they need besides torch.
+OPTIONAL = {
+    "fp8_dist.kernels.cuda.triton": {"triton"},
+    "fp8_dist.integrations.torchtitan": {"torchtitan"},
+    "fp8_dist.integrations.transformers": {"accelerate", "transformers"},
+}
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_torch_is_the_only_runtime_dependency(name: str) -> None:
     tops = {module.split(".")[0] for module in imports(ast.parse(MODULES[name].read_text()))}
-    optional = {"triton"} if name.startswith("fp8_dist.kernels.cuda.triton") else set()
-    optional |= {"torchtitan"} if name.startswith(APART) else set()
+    optional = {top for room, tops in OPTIONAL.items() if name.startswith(room) for top in tops}
     assert tops - set(sys.stdlib_module_names) <= {"torch", "fp8_dist"} | optional
     assert PROJECT["project"]["dependencies"] == ["torch>=2.11"]
 

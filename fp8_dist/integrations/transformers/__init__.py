@@ -1,5 +1,15 @@
 """Hugging Face transformers: tensor-parallel plans, its Trainer, and its loading (extra ``hf``)."""
 
-from fp8_dist.integrations.transformers.tp_plan import hf_tp_plan
+from importlib.util import find_spec
 
-__all__ = ["hf_tp_plan"]
+if missing := [name for name in ("transformers", "accelerate") if find_spec(name) is None]:
+    raise ImportError(
+        f"fp8_dist.integrations.transformers needs {' and '.join(missing)}: pip install "
+        '"fp8-dist[hf]"'
+    )
+
+from fp8_dist.integrations.transformers.quantizer import Fp8DistConfig
+from fp8_dist.integrations.transformers.tp_plan import hf_tp_plan
+from fp8_dist.integrations.transformers.trainer import Float8Callback
+
+__all__ = ["Float8Callback", "Fp8DistConfig", "hf_tp_plan"]

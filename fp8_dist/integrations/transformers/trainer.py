@@ -1,0 +1,186 @@
+"""A callback for transformers' Trainer: conversion before it wraps, scales after each step."""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn as nn
+from accelerate.state import AcceleratorState
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from fp8_dist.config import Float8LinearConfig
+from fp8_dist.convert import FilterFn, convert_to_float8_training
+from fp8_dist.fsdp import attach_update, update_float8_scales
+from fp8_dist.integrations.transformers.layer_filter import LayerFilter
+from fp8_dist.linear import float8_layers
+from fp8_dist.linear.amax_history import load_histories
+
+
+class Float8Callback(TrainerCallback, ExportableState):
+    """Trains the model of a transformers Trainer in float8: ``callbacks=[Float8Callback()]``.
+
+    When the Trainer is made, the callback converts its model, before accelerate wraps it in DDP or
+    shards it with FSDP2 and before the optimizer is made. A model that is converted already stays
+    as it is. After each optimizer step, the callback calls :func:`fp8_dist.update_float8_scales`:
+    once for all micro-batches of a step, and before evaluation and saving. Amax histories of
+    DELAYED operands are saved in ``trainer_state.json``; ``resume_from_checkpoint`` restores them.
+
+    Args:
+        config: of the layers. Defaults to the ``tensorwise`` recipe, whose weights FSDP2 gathers in
+            float8.
+        module_filter_fn: ``(module, fqn) -> bool``, which layers to convert. Defaults to
+            all but the heads (``lm_head``, ``score``, ``classifier``) and LoRA's adapters.
+
+    Collectives: those of ``update_float8_scales`` (with dynamic scales one all-reduce under FSDP2,
+    none under DDP), when training begins, after each step, and after the best model was loaded.
+
+    Raises, when the Trainer is made:
+        ValueError: ``convert_to_float8_training`` refuses the model; it is converted already, and
+            ``config`` or ``module_filter_fn`` is given; or it is wrapped in DDP already.
+        NotImplementedError: the Trainer uses FSDP1, DeepSpeed or ``nn.DataParallel``.
+
+    Warns if the Trainer is asked for FSDP where accelerate leaves it out (CPUs).
+
+    Raises, when training begins:
+        ValueError: the model is not converted, because the Trainer made a new one
+            (``model_init``) or got the callback after the model (``add_callback``); or the
+            optimizer updates none of the converted weights.
+    """
+
+    def __init__(
+        self, config: Float8LinearConfig | None = None, module_filter_fn: FilterFn | None = None
+    ) -> None:
+        self.config = config
+        self.module_filter_fn = module_filter_fn
+        self._model: nn.Module | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer saves with its own state: amax histories, those of rank 0."""
+        histories = {} if self._model is None else _histories(self._model)
+        return {"args": {}, "attributes": {"histories": histories}}
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Convert the model; the Trainer has not wrapped it, nor made its optimizer."""
+        model: nn.Module = kwargs["model"]
+        _check_back_end(args)
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            raise ValueError(
+                "Float8Callback: the model is wrapped in DistributedDataParallel already; pass the "
+                "Trainer the model itself, which it wraps after the conversion"
+            )
+        if float8_layers(model):
+            self._check_no_other_conversion()
+            return
+        convert_to_float8_training(
+            model,
+            config=self.config or _default_config(),
+            module_filter_fn=self.module_filter_fn or LayerFilter(model),
+        )
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Check what the Trainer has made of the model, and compute the first scales."""
+        model: nn.Module = kwargs["model"]
+        if not float8_layers(model):
+            raise ValueError(
+                "Float8Callback: the model was wrapped for training before the callback could "
+                "convert it. Pass the callback when the Trainer is made (callbacks=[...], not "
+                "add_callback), and convert in model_init if you use that: the Trainer calls it "
+                "again for each training. (Or load the model with "
+                "quantization_config=Fp8DistConfig(...))"
+            )
+        # Attached and removed for the sake of its checks: the hook of an optimizer does not run for
+        # steps that a GradScaler skips, while the Trainer's event does.
+        attach_update(kwargs["optimizer"], model).remove()
+        self._model = model
+        saved = state.stateful_callbacks.get(type(self).__name__, {})
+        _restore_histories(model, saved.get("attributes", {}).get("histories", {}))
+        update_float8_scales(model)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """After the optimizer step and ``zero_grad``, before evaluation and saving."""
+        update_float8_scales(kwargs["model"])
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """The best model may have been loaded since the last step."""
+        if args.load_best_model_at_end:
+            update_float8_scales(kwargs["model"])
+
+    def _check_no_other_conversion(self) -> None:
+        if self.config is not None or self.module_filter_fn is not None:
+            raise ValueError(
+                "Float8Callback: the model is converted already, so config and module_filter_fn "
+                "have no effect; leave them out, or leave the conversion to the callback"
+            )
+
+
+def _histories(model: nn.Module) -> dict[str, dict[str, list[float]]]:
+    """The amaxes of each layer's DELAYED operands, newest first."""
+    return {
+        name: {
+            operand: history.history.tolist()
+            for operand, history in layer.histories.items()
+            if history.history is not None
+        }
+        for name, layer in float8_layers(model).items()
+        if layer.histories
+    }
+
+
+def _restore_histories(model: nn.Module, saved: dict[str, dict[str, list[float]]]) -> None:
+    for name, layer in float8_layers(model).items() if saved else ():
+        device = layer.weight.device
+        rows = {op: torch.tensor(row, device=device) for op, row in saved.get(name, {}).items()}
+        load_histories(layer.histories, rows, layer.meshes())
+
+
+def _default_config() -> Float8LinearConfig:
+    """Weights are gathered in float8 where anything gathers them."""
+    gathered = getattr(AcceleratorState(), "fsdp_plugin", None) is not None
+    return Float8LinearConfig(enable_fsdp_float8_all_gather=gathered)
+
+
+def _check_back_end(args: TrainingArguments) -> None:
+    """Refuse what changes parameters in ways that the layers don't know."""
+    state = AcceleratorState()
+    fsdp = getattr(state, "fsdp_plugin", None)
+    if args.fsdp and fsdp is None:
+        warnings.warn(
+            "Float8Callback: the Trainer was asked for FSDP, but accelerate shards on GPUs only. "
+            "Here nothing is gathered, in float8 or otherwise",
+            stacklevel=2,
+        )
+    found, remedy = "", ""
+    if getattr(state, "deepspeed_plugin", None) is not None:
+        found, remedy = "DeepSpeed", "use FSDP2: fsdp=True, fsdp_config={'fsdp_version': 2}"
+    elif fsdp is not None and fsdp.fsdp_version != 2:
+        found, remedy = "FSDP1", "set fsdp_config={'fsdp_version': 2}"
+    elif args.n_gpu > 1:
+        found, remedy = "nn.DataParallel", "start one process for each GPU with torchrun"
+    if found:
+        raise NotImplementedError(f"Float8Callback: the Trainer uses {found}; {remedy}")

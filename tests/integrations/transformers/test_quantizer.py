@@ -1,0 +1,249 @@
+"""Fp8DistConfig: from_pretrained makes float8 layers, distributes them, and saves plain models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from ranks import RankPools
+from reference import raised, same_bits
+from torch.distributed.tensor import DTensor
+from trainer_runs import dataset, launched, llama, train
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+)
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from fp8_dist import (
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    attach_update,
+    conversion_summary,
+    convert_to_float8_training,
+    float8_layers,
+    skip_head,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.fsdp import Float8AllGatherWeight
+from fp8_dist.integrations.transformers import Float8Callback, Fp8DistConfig
+from fp8_dist.mesh import local_tensor
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain one."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    llama().save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path | str, *args: Any, **kwargs: Any) -> LlamaForCausalLM:
+    distributed = kwargs.pop("distributed_config", None)
+    config = Fp8DistConfig(*args, **kwargs)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, distributed_config=distributed
+    )
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+def steps(model: LlamaForCausalLM, parts: tuple[int, ...], count: int = 20) -> list[float]:
+    """Losses of training on the given halves of each batch, of which other ranks may take one."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    attach_update(optimizer, model)
+    texts = torch.stack([text["input_ids"] for text in dataset(8 * count)])
+    model.train()
+    losses = []
+    for batch in texts.split(8):
+        total = 0.0
+        for part in parts:
+            x = batch.chunk(2)[part]
+            loss = model(input_ids=x, labels=x).loss / len(parts)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def evaluated(model: LlamaForCausalLM) -> float:
+    x = torch.stack([text["input_ids"] for text in dataset(8)])
+    with torch.no_grad():
+        return float(model.eval()(input_ids=x, labels=x).loss)
+
+
+@pytest.mark.parametrize("recipe", list(Float8LinearRecipeName))
+def test_loaded_as_if_converted(checkpoint: Path, recipe: str) -> None:
+    model, other = load(checkpoint, recipe), llama()
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(other, config=config, module_filter_fn=skip_head(other))
+    assert float8_layers(model).keys() == float8_layers(other).keys()
+    state, expected = model.state_dict(), other.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(same_bits(state[key], expected[key]) for key in state)
+    assert all(weight.requires_grad for weight in model.parameters())
+    gathered = config.gather_cast("weight") is not None
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert isinstance(weight, Float8AllGatherWeight) is gathered
+    assert steps(model, (0, 1), 2) == steps(other, (0, 1), 2)
+
+
+def test_the_model_is_an_ordinary_one_and_saved_as_that(checkpoint: Path, tmp_path: Path) -> None:
+    model, plain = load(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert model.config.to_dict() == plain.config.to_dict()
+    assert not model.is_quantized
+    assert getattr(model, "hf_quantizer", None) is None
+    assert not hasattr(model, "quantization_method")
+    model.to(torch.bfloat16).float()  # transformers refuses that for quantized models
+    steps(model, (0, 1), 3)
+    model.save_pretrained(tmp_path)
+    plain.save_pretrained(tmp_path / "plain")
+    assert (tmp_path / "config.json").read_text() == (tmp_path / "plain/config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not float8_layers(again)
+    assert all(same_bits(w, again.state_dict()[key]) for key, w in model.state_dict().items())
+    assert evaluated(again) == pytest.approx(evaluated(model), abs=2e-3)
+
+
+def test_modules_that_are_left_out(checkpoint: Path) -> None:
+    model = load(checkpoint, modules_to_not_convert=["o_proj", "layers.1.mlp"])
+    left = {name for name, _ in llama().named_modules() if name.endswith("_proj")}
+    left -= float8_layers(model).keys()
+    mlp = {f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")}
+    assert left == mlp | {f"model.layers.{i}.self_attn.o_proj" for i in range(2)}
+    reasons = {row.name: row.reason for row in conversion_summary(model).rows if not row.converted}
+    assert reasons["lm_head"] == "it belongs to the model's head"
+    assert reasons["model.layers.1.mlp.up_proj"] == "modules_to_not_convert: layers.1.mlp"
+
+
+def test_names_of_no_module_are_refused(checkpoint: Path) -> None:
+    assert_expected_inline(
+        raised(ValueError, lambda: load(checkpoint, modules_to_not_convert=["o_prj", "mlp"])),
+        """Fp8DistConfig.modules_to_not_convert: o_prj: no module of the LlamaForCausalLM has such a name. Take names, or consecutive parts of names, of model.named_modules()""",
+    )
+
+
+def test_unknown_recipes_are_refused() -> None:
+    assert "tensorwize" in raised(ValueError, lambda: Fp8DistConfig("tensorwize"))
+
+
+def test_a_new_head_is_initialized_and_stays_plain(checkpoint: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(
+        checkpoint, quantization_config=Fp8DistConfig(), num_labels=3
+    )
+    assert len(float8_layers(model)) == 14
+    assert type(model.score) is torch.nn.Linear
+    assert 0.01 < model.score.weight.std() < 0.03
+
+
+def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+    llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(float8_layers(model)) == 14
+
+
+def distributed(checkpoint: str, folder: str, tp: int, fsdp: int) -> dict[str, Any]:
+    with launched():
+        config = DistributedConfig(tp_size=tp, fsdp_size=fsdp)
+        model = load(checkpoint, distributed_config=config)
+        layers = float8_layers(model).values()
+        assert all(isinstance(layer.weight, DTensor) for layer in layers)
+        assert all(
+            isinstance(local_tensor(layer.weight), Float8AllGatherWeight) for layer in layers
+        )
+        parts = (dist.get_rank() // tp,) if fsdp > 1 else (0, 1)
+        losses = torch.tensor(steps(model, parts))
+        dist.all_reduce(losses)
+        with comm_audit() as audit:
+            steps(model, parts[:1], 1)
+        loss = evaluated(model)
+        model.save_pretrained(folder)
+    return {
+        "losses": (losses / dist.get_world_size()).tolist(),
+        "table": audit.table(),
+        "evaluated": loss,
+        "plan": sorted(set(model.tp_plan.values())),
+    }
+
+
+@pytest.mark.parametrize(("tp", "fsdp"), [(1, 2), (2, 1), (2, 2)])
+def test_distributed_by_transformers(
+    ranks: RankPools, checkpoint: Path, tmp_path: Path, tp: int, fsdp: int
+) -> None:
+    found = ranks(tp * fsdp).run_same(distributed, str(checkpoint), str(tmp_path), tp, fsdp)
+    one = steps(load(checkpoint), (0, 1))
+    difference = (torch.tensor(found["losses"]) - torch.tensor(one)).abs()
+    assert difference.max() < 1e-2
+    assert difference.mean() < 2e-3
+    assert not any(style.startswith("fp8_dist") for style in found["plan"])
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not float8_layers(again)
+    assert evaluated(again) == pytest.approx(found["evaluated"], abs=3e-3)
+    if (tp, fsdp) == (2, 2):
+        assert_expected_inline(
+            found["table"],
+            """\
+op              axis   dtype          count  elements    bytes
+all_gather      fsdp   float32            3     6,208   24,832
+all_reduce      tp     float32           16    65,536  262,144
+all_gather      fsdp   float8_e4m3fn      4    73,728   73,728
+all_gather      fsdp   float32            +       512    2,048
+all_reduce      tp     int32             14        14       56
+all_gather      tp     float32            1     4,096   16,384
+reduce_scatter  fsdp   float32            4    41,280  165,120
+all_reduce      world  int32              1        14       56
+total                                    43            544,368
+  float8                                                73,728
+  other                                                470,640""",
+        )
+
+
+def trained_by_trainer(checkpoint: str, folder: str) -> dict[str, Any]:
+    """A model that transformers sharded when it was loaded: the callback only updates scales."""
+    with launched():
+        model = load(checkpoint, distributed_config=DistributedConfig(fsdp_size=2))
+        _, losses = train(folder, [Float8Callback()], model, steps=3, save_strategy="no")
+        with comm_audit() as audit:
+            x = dataset(2)[dist.get_rank()]["input_ids"][None]
+            model(input_ids=x, labels=x).loss.backward()
+    amaxes = sum(row.count for row in audit.rows if row.dtype is torch.int32)
+    gathers = sum(row.count for row in audit.rows if row.dtype is torch.float8_e4m3fn)
+    return {"losses": losses["loss"], "amaxes": amaxes, "gathers": gathers}
+
+
+def test_trainer_of_a_sharded_model(ranks: RankPools, checkpoint: Path, tmp_path: Path) -> None:
+    found = ranks(2).run_same(trained_by_trainer, str(checkpoint), str(tmp_path))
+    assert (found["amaxes"], found["gathers"]) == (0, 4)
+    assert found["losses"][-1] < 4.3
+
+
+def refused_plans(checkpoint: str) -> list[str]:
+    def load_with(style: str) -> None:
+        plan = {"model.layers.*.mlp.up_proj": style}
+        load(checkpoint, distributed_config=DistributedConfig(tp_size=2, tp_plan=plan))
+
+    with launched():
+        return [
+            raised(ValueError, lambda: load_with("colwise")),
+            raised(NotImplementedError, lambda: load_with("packed_colwise")),
+        ]
+
+
+def test_plans_that_hand_layers_local_tensors(ranks: RankPools, checkpoint: Path) -> None:
+    override, packed = ranks(2).run_same(refused_plans, str(checkpoint))
+    assert_expected_inline(
+        override,
+        """Fp8DistConfig: DistributedConfig.tp_plan: {'model.layers.*.mlp.up_proj': 'colwise'} are styles for layers that are not converted; write {'model.layers.*.mlp.up_proj': 'fp8_dist_colwise'}""",
+    )
+    assert_expected_inline(
+        packed,
+        """Fp8DistConfig: these layers have a tensor-parallel style that float8 does not know: model.layers.0.mlp.up_proj (packed_colwise), model.layers.1.mlp.up_proj (packed_colwise). Name them in modules_to_not_convert""",
+    )

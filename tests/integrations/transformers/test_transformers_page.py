@@ -1,0 +1,88 @@
+"""The code of docs/transformers.md, and the example, run as they stand on two gloo ranks."""
+
+import os
+import re
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from ranks import RankPools
+from torch.utils.data import DataLoader
+from trainer_runs import dataset, launched, llama
+from transformers import AutoModelForCausalLM
+
+from fp8_dist import float8_layers
+from fp8_dist.debug import comm_audit
+from scripts.examples import transformers_trainer
+
+PAGE = Path(__file__).parents[3] / "docs/transformers.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+TRAINER, ACCELERATE, LOADING, DISTRIBUTED = BLOCKS
+# What a machine without GPUs needs, and a test that ends.
+CHANGES = {
+    "bf16=True": "use_cpu=True, max_steps=2, report_to=[], disable_tqdm=True",
+    "Accelerator(": "Accelerator(cpu=True, ",
+}
+
+
+def gathers_after(code: str, folder: str) -> tuple[int, str]:
+    """The float8 gathers of a forward of the model that the code has made; its class."""
+    for before, after in CHANGES.items():
+        code = code.replace(before, after)
+    batches = DataLoader(dataset(16), batch_size=2)  # type: ignore[arg-type]
+    scope: dict[str, Any] = {
+        "model": llama(),
+        "dataset": dataset(),
+        "batches": batches,
+        "path": f"{folder}/checkpoint",
+        "torch": torch,
+    }
+    with launched(fsdp=True), chdir(folder):
+        exec(code, scope)
+        model: nn.Module = scope["trainer"].model if "trainer" in scope else scope["model"]
+        x = dataset(1)[0]["input_ids"][None]
+        with comm_audit() as audit:
+            model(input_ids=x)
+    return audit.count("all_gather", dtype=torch.float8_e4m3fn), type(model).__name__
+
+
+@pytest.mark.parametrize("code", [TRAINER, ACCELERATE, DISTRIBUTED], ids=["Trainer", "loop", "tp"])
+def test_code_for_ranks(ranks: RankPools, tmp_path: Path, code: str) -> None:
+    llama().save_pretrained(tmp_path / "checkpoint")
+    found = ranks(2).run_same(gathers_after, code, str(tmp_path))
+    assert found == (2, "FSDPLlamaForCausalLM")
+    if code == TRAINER:
+        assert not float8_layers(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "runs/trainer/final")
+        )
+
+
+def test_loading(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    scope: dict[str, Any] = {"path": tmp_path}
+    exec(LOADING, scope)
+    names = float8_layers(scope["model"])
+    assert len(names) == 7
+    assert all(name.startswith("model.layers.1.") for name in names)
+
+
+def example(folder: str, *argv: str) -> None:
+    with launched(fsdp=True):
+        transformers_trainer.main(["--out", folder, *argv])
+
+
+def test_the_example_trains_and_resumes(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(example, str(tmp_path), "--steps", "4")
+    ranks(2).run(example, str(tmp_path), "--steps", "6", "--resume")
+    assert {"checkpoint-2", "checkpoint-6", "final"} <= set(os.listdir(tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    tokens = transformers_trainer.pieces([PAGE])[0]["input_ids"][None]
+    assert model(input_ids=tokens, labels=tokens).loss < 5.4  # of log(256) = 5.55
+
+
+def test_the_example_is_short() -> None:
+    assert transformers_trainer.__file__ is not None
+    assert len(Path(transformers_trainer.__file__).read_text().splitlines()) < 80
