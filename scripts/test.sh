@@ -51,7 +51,8 @@ stage() {
     "$@" || failed+=("$name")
 }
 
-if [ "$#" -eq 0 ]; then
+everything="$#"
+if [ "$everything" -eq 0 ]; then
     stage "ruff check" "$PY" -m ruff check .
     stage "ruff format" "$PY" -m ruff format --check .
     stage "mypy" "$PY" -m mypy
@@ -61,6 +62,9 @@ if [ "$#" -eq 0 ]; then
     set -- -n 2 --dist loadfile --no-loadscope-reorder
 fi
 stage "pytest" "$PY" -m pytest "$@"
+if [ "$everything" -eq 0 ]; then
+    stage "torchtitan" bash scripts/test_torchtitan.sh
+fi
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '== failed: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2

@@ -138,8 +138,9 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 make_no_siblings(module, inside)
 
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-        # (After an exception too: with it checkpointing ends a recomputation.)
-        module.register_forward_hook(end_siblings, always_call=True)
+        # (Not always_call: blocks could not share a graph then. After an exception, which is how
+        # checkpointing ends a recomputation, the next forward replaces the siblings.)
+        module.register_forward_hook(end_siblings)
         return super()._apply(module, device_mesh)
 
     def _followed_layers(self, module: nn.Module) -> dict[str, Float8Linear]:
