@@ -52,6 +52,7 @@ aten = torch.ops.aten
 _SAME_WEIGHT = {
     aten.alias.default,
     aten.as_strided.default,
+    aten.clone.default,
     aten.copy_.default,
     aten.detach.default,
     aten.empty_like.default,
@@ -189,8 +190,8 @@ class Float8AllGatherWeight(torch.Tensor):
         out = func(*args_, **kwargs_)
         if func is aten.copy_.default:
             return args[0]
-        if func is aten.clone.default and kwargs_.get("memory_format") is torch.contiguous_format:
-            return cls(out)  # contiguous(): a shard of columns; other copies are optimizer state
+        if func is aten.clone.default and kwargs_.get("memory_format") is torch.preserve_format:
+            return out  # how optimizers make state that starts as a copy; clone() makes a shard
         return tree_map_only(torch.Tensor, cls, out) if func in _SAME_WEIGHT else out
 
     def fsdp_pre_all_gather(

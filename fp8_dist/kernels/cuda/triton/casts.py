@@ -232,7 +232,6 @@ def quantize(
     dtype: torch.dtype,
     *,
     fits: bool = False,
-    amax: torch.Tensor | None = None,
     row_major: bool = True,
     column_major: bool = False,
 ) -> Layouts:
@@ -240,12 +239,26 @@ def quantize(
 
     Args:
         multiplier: fp32, 0-dim, ``[M, 1]`` or ``[1, K]``; the rest as in :func:`cast`.
-        amax: a fp32 0, 0-dim, which becomes the amax of ``x``; ``None``: it is not taken.
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
     return Layouts(
-        *_cast_by(x, multiplier, dtype, None, None, False, not fits, amax, row_major, column_major)
+        *_cast_by(x, multiplier, dtype, None, None, False, not fits, None, row_major, column_major)
+    )
+
+
+def quantize_and_reduce(
+    x: torch.Tensor,
+    multiplier: torch.Tensor,
+    dtype: torch.dtype,
+    amax: torch.Tensor,
+    *,
+    row_major: bool,
+    column_major: bool,
+) -> Layouts:
+    """:func:`quantize`; ``amax``, a fp32 0, 0-dim, becomes the amax of ``x``. One launch."""
+    return Layouts(
+        *_cast_by(x, multiplier, dtype, None, None, False, True, amax, row_major, column_major)
     )
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from fp8_dist.kernels.cuda.results import RecordedCast
-from fp8_dist.kernels.cuda.triton.casts import quantize
+from fp8_dist.kernels.cuda.triton.casts import quantize_and_reduce
 from fp8_dist.kernels.cuda.triton.launch import blocks, tuned
 from fp8_dist.kernels.cuda.triton.rounding import magnitude
 from fp8_dist.kernels.cuda.zeros import zero
@@ -53,8 +53,8 @@ def cast_and_record(
     Two launches; 3 bytes per bf16 element, 4 for both layouts.
     """
     amax = zero(x.device)
-    layouts = quantize(
-        x, multiplier, dtype, amax=amax, row_major=row_major, column_major=column_major
+    layouts = quantize_and_reduce(
+        x, multiplier, dtype, amax, row_major=row_major, column_major=column_major
     )
     poisoned, largest = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
     _record(
