@@ -43,7 +43,7 @@ from scripts.common.gloo import use_one_thread_per_group
 # Importing torch on a busy machine with few cores.
 START_TIMEOUT_S = 180.0
 # Ends a collective that some rank never joins, well before the parent gives up.
-GROUP_TIMEOUT_S = 30.0
+GROUP_TIMEOUT_S = 60.0
 # How long the other ranks may go on once one has failed: most are waiting for it.
 GRACE_S = 3.0
 # Forking a process that has imported torch is not safe on macOS.
@@ -78,7 +78,7 @@ def device_mesh(**axes: int) -> DeviceMesh:
 class RankPool:
     """`world_size` gloo ranks, started at the first `run` and reused until `close`."""
 
-    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int, timeout: float = 150.0) -> None:
         self.world_size = world_size
         self.timeout = timeout
         self._processes: list[Any] = []
