@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +31,12 @@ GATHERED = {
 def output_of(name: str) -> str:
     """What the command in an example's docstring prints."""
     text = (EXAMPLES / f"{name}.py").read_text()
-    found = re.search(r"^torchrun (--nproc-per-node \d+ scripts/examples/\w+\.py)$", text, re.M)
+    found = re.search(r"^torchrun (--nproc-per-node \d) (scripts/examples/\w+\.py)$", text, re.M)
     assert found, "the docstring names no command"
-    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(found[1])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = f"-m torch.distributed.run --standalone {found[1]} -m one_gloo_thread {found[2]}"
+    command = [sys.executable, *run.split()]
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )

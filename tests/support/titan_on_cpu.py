@@ -60,6 +60,7 @@ from torchtitan.models.llama3 import config_registry  # noqa: E402
 
 from fp8_dist.debug import comm_audit  # noqa: E402
 from fp8_dist.integrations.torchtitan import config_registry as float8_registry  # noqa: E402
+from scripts.common.gloo import use_one_thread_per_group  # noqa: E402
 
 
 class Bytes(BaseDataLoader):
@@ -163,6 +164,7 @@ def summed(disable_division: Callable[..., None]) -> Callable[..., None]:
 
 
 if __name__ == "__main__":
+    use_one_thread_per_group()
     titan_fsdp.disable_fsdp_gradient_division = summed(titan_fsdp.disable_fsdp_gradient_division)
     titan_trainer.Trainer.train_step = audited(titan_trainer.Trainer.train_step)
     sys.argv[1:1] = ["--module", "titan_on_cpu"]
