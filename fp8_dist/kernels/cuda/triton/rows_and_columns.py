@@ -94,9 +94,10 @@ def amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     Two launches; 2 bytes per bf16 element.
     """
     M, K = x.shape
-    start = M + -M % 4  # of the columns, aligned to 16 bytes
-    zeros = torch.zeros(start + K, dtype=torch.float32, device=x.device)
-    rows, columns = zeros[:M].view(M, 1), zeros[start:].view(1, K)
+    # Two allocations and one fill: an operator may not return two views of one buffer.
+    rows = torch.empty(M, 1, dtype=torch.float32, device=x.device)
+    columns = torch.empty(1, K, dtype=torch.float32, device=x.device)
+    torch._foreach_zero_([rows, columns])
     _amaxes(
         lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"])),
         (x.dtype, size_class(M, K), x.stride(1) == 1),
