@@ -28,13 +28,14 @@ number, and their order is undefined. So only layers whose backward GEMMs issue 
 siblings: the input and the output gradient are where they are needed.
 """
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 
 from fp8_dist.cast import amax_groups, local_amax
 from fp8_dist.granularity import TENSOR
-from fp8_dist.mesh import AmaxReduction, GroupNames, Placements, local_tensor
+from fp8_dist.mesh import AmaxReduction, GroupNames, Placements, local_tensor, ranks_of
 from fp8_dist.torch_internals import (
     backward_id,
     reserve_sequence_number,
@@ -77,15 +78,17 @@ class Siblings:
         return call in self._found and self._backward == backward_id()
 
     def reduce(self) -> None:
-        """Start to reduce the amaxes that were found: an all-reduce for each set of groups."""
+        """Start to reduce the amaxes that were found: an all-reduce for each set of ranks."""
         found, self._found = self._found, {}
+        together: dict[Hashable, list[GradientAmax]] = {}
         # In the order of the forward, which all ranks share.
-        calls = sorted(found, key=lambda call: call.place)
-        # (Nothing orders streams: what was found on one is used on that one.)
-        for together in dict.fromkeys(found[call][1:] for call in calls):
-            chosen = [call for call in calls if found[call][1:] == together]
-            joint = _JointReduction([found[call].amax for call in chosen], together[0])
-            for i, call in enumerate(chosen):
+        for call in sorted(found, key=lambda call: call.place):
+            # (Nothing orders streams: what was found on one is used on that one.)
+            key = ranks_of(found[call].groups), found[call].stream
+            together.setdefault(key, []).append(call)
+        for calls in together.values():
+            joint = _JointReduction([found[call].amax for call in calls], found[calls[0]].groups)
+            for i, call in enumerate(calls):
                 call.started(joint, i)
 
 

@@ -4,7 +4,15 @@ Other rooms import from here, and only this one reduces amaxes. Below it: ``torc
 """
 
 from fp8_dist.mesh.amax import AmaxReduction, all_reduce_max, reduce_amax
-from fp8_dist.mesh.groups import Axis, GroupNames, axes_of, groups_over, make_group, union_of
+from fp8_dist.mesh.groups import (
+    Axis,
+    GroupNames,
+    axes_of,
+    groups_over,
+    make_group,
+    ranks_of,
+    union_of,
+)
 from fp8_dist.mesh.layout import (
     Layout,
     Placements,
@@ -38,6 +46,7 @@ __all__ = [
     "make_group",
     "narrowed",
     "normalized",
+    "ranks_of",
     "reduce_amax",
     "reduced",
     "sharded_dim",

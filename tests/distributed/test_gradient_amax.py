@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from nets import full
 from ranks import RankPools, device_mesh
 from reference import same_bits
 from torch.autograd.graph import GradientEdge
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -198,6 +200,21 @@ def test_ranks_without_columns_and_positions(ranks: RankPools) -> None:
 def test_many_siblings(ranks: RankPools) -> None:
     found = ranks(2).run(together_and_alone, 2, every, (4,) * 20, 4)
     assert found == [(True, 2, 21)] * 2
+
+
+def on_two_equal_meshes() -> tuple[int, int]:
+    """The amax all-reduces of a backward on either. On the second one DTensor's caches, which look
+    a mesh up by equality, give some of the gradients the groups of the first."""
+    counts = []
+    for width in (24, 12):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        with mock.patch.dict(globals(), device_mesh=lambda mesh=mesh, **axes: mesh):
+            counts.append(gradients(2, every, (24, width, 24), 7)[1])
+    return counts[0], counts[1]
+
+
+def test_siblings_on_a_mesh_that_equals_an_earlier_one(ranks: RankPools) -> None:
+    assert ranks(4).run_same(on_two_equal_meshes) == (2, 2)
 
 
 def more_calls_than_layers(net: Projections, x: torch.Tensor) -> None:
