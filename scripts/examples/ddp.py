@@ -8,7 +8,7 @@ import torch.distributed as dist
 from own_model import Model, loss_of
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist import Float8LinearConfig, attach_update, convert_to_float8_training, skip_head
+from fp8_dist import attach_update, convert_to_float8_training, skip_head
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dist.init_process_group()
@@ -18,12 +18,10 @@ torch.manual_seed(0)
 model = Model().to(device)
 
 # First float8, then DDP, then the optimizer.
-config = Float8LinearConfig.from_recipe_name("delayed")
-convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
+convert_to_float8_training(model, module_filter_fn=skip_head(model))
 model = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-# After each step: what the recipe needs. For "delayed" one all-reduce of all amaxes.
-attach_update(optimizer, model)
+attach_update(optimizer, model)  # after each step: the scales of all weights, without a message
 
 for step in range(20):
     loss = loss_of(model, seed=step * dist.get_world_size() + dist.get_rank(), device=device)

@@ -27,6 +27,8 @@ GATHERED = {
     },
 }
 
+PAGES = {"fsdp2_tensor_parallel": "tensor_parallel"}
+
 
 def output_of(name: str) -> str:
     """What the command in an example's docstring prints."""
@@ -55,6 +57,10 @@ def test_it_learns(name: str) -> None:
     rows = re.findall(r"^all_gather +(\w+) +(float8\w+) +(\d+) +\S+ +(\S+)$", printed, re.M)
     gathered = {(axis, dtype): (int(n), int(b.replace(",", ""))) for axis, dtype, n, b in rows}
     assert gathered == GATHERED[name]
+    table = printed.partition("Communication of the last step:\n")[2]
+    page = ROOT / "docs" / f"{PAGES.get(name, name)}.md"
+    assert f"scripts/examples/{name}.py" in page.read_text()
+    assert table in page.read_text()
 
 
 def test_examples_are_short_and_all_are_tested() -> None:
