@@ -52,6 +52,7 @@ try:
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
     foreach_norm = torch._foreach_norm
+    foreach_zero_ = torch._foreach_zero_
     tensor_data: Any = torch._C.TensorBase.data  # the descriptor behind tensor.data
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     funcol = torch.ops._c10d_functional

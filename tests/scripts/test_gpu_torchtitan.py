@@ -36,7 +36,8 @@ def test_it_trains_in_each_recipe_with_both_back_ends(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 2 * 2 * 6
     failed = [line for line in lines if line.endswith("FAILED")]
-    assert len(failed) == 4 and all("delayed" in line for line in failed)
+    assert len(failed) == 4
+    assert all("delayed" in line for line in failed)
     assert done.returncode == 1
     command = (
         "step: 20  loss: 2.5  -m torch.distributed.run --standalone --nproc-per-node 4 "

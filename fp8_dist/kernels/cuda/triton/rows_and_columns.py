@@ -21,6 +21,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     store_tile,
     to_float8,
 )
+from fp8_dist.torch_internals import foreach_zero_
 
 
 @tuned(blocks(4, BM=64, BN=64), blocks(8, BM=64, BN=128), blocks(8, BM=128, BN=128))
@@ -97,7 +98,7 @@ def amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     # Two allocations and one fill: an operator may not return two views of one buffer.
     rows = torch.empty(M, 1, dtype=torch.float32, device=x.device)
     columns = torch.empty(1, K, dtype=torch.float32, device=x.device)
-    torch._foreach_zero_([rows, columns])
+    foreach_zero_([rows, columns])
     _amaxes(
         lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"])),
         (x.dtype, size_class(M, K), x.stride(1) == 1),
