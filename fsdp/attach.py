@@ -1,12 +1,15 @@
 """Calls after an optimizer's steps, once it is known that these change a model's float8 weights."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, updated_by
+from fp8_dist.warn import warn_once
 
 
 def attach(
@@ -26,7 +29,16 @@ def attach(
     Raises:
         TypeError: no optimizer is found in ``optimizer``.
         ValueError: the optimizer updates none of the weights, though some can be trained.
+
+    Warns once if there should be several ranks (``WORLD_SIZE``) but there is no process group.
     """
+    world_size = os.environ.get("WORLD_SIZE") or "1"
+    if world_size != "1" and not dist.is_initialized():
+        warn_once(
+            "no process group",
+            f"{caller}: WORLD_SIZE is {world_size}, but there is no process group: each rank "
+            "trains a model of its own. Call torch.distributed.init_process_group() first",
+        )
     found = hooked_optimizers(optimizer)
     if not found:
         raise TypeError(

@@ -4,6 +4,7 @@ A *plan* maps module names to parallel styles, as for torch's ``parallelize_modu
 dot-separated parts of a name may hold ``*``.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from fnmatch import fnmatch
 
@@ -24,6 +25,14 @@ from fp8_dist.tensor_parallel.ties import find_ties, tie_again, untied_by
 _HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
 
 
+class CheckedStyle(ParallelStyle):
+    """A style that :func:`apply_tp_plan` asks whether it fits, before it changes any module."""
+
+    @abstractmethod
+    def misfits(self, name: str, size: int) -> Iterator[str]:
+        """What keeps the style from being applied to module ``name`` on ``size`` ranks, by line."""
+
+
 def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> nn.Module:
     """Parallelize ``model`` in place, once every entry of ``plan`` has been checked.
 
@@ -40,7 +49,8 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
         TypeError: an entry's value is not a style.
         ValueError: the mesh is not 1-D, an entry matches no module, two entries match one module,
             a float8 style is on a module without a ``Float8Linear``, a head count is not divisible
-            by the mesh's size, or modules that share a parameter would divide it in several ways.
+            by the mesh's size, a :class:`CheckedStyle` does not fit its module, or modules that
+            share a parameter would divide it in several ways.
             All offenders are listed, on all ranks alike, and nothing has been changed. (But for a
             shared parameter that a style of your own places: what it does is seen afterwards.)
     """
@@ -109,6 +119,8 @@ def _offenders(
             yield from _check_float8_style(name, module, style)
             if isinstance(style, ColwiseParallel):
                 yield from _check_heads(model, name, size)
+            if isinstance(style, CheckedStyle):
+                yield from style.misfits(name, size)
 
 
 def _check_float8_style(name: str, module: nn.Module, style: ParallelStyle) -> Iterator[str]:

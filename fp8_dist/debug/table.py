@@ -105,8 +105,8 @@ class CommTable:
     def table(self, by_module: bool = False) -> str:
         """The rows as text, with totals; ``by_module``: one line per module, instead of their sum.
 
-        ``+`` instead of a count: what this line adds up travelled inside the collectives of another
-        line of the same op and axis, FSDP2's mixed gathers.
+        ``+`` in place of a count: this data travelled inside the collectives of another line of the
+        same op and axis. FSDP2 gathers tensors of several dtypes in one message.
         """
         rows = self.rows if by_module else self.without_modules().rows
         if not rows:

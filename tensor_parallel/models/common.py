@@ -73,6 +73,11 @@ def _local_if_even(module: nn.Module, inputs: Any, output: DTensor) -> torch.Ten
 
 def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> None:
     """Raise a ValueError that lists every expected module that a model does not have."""
+    if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
+        raise ValueError(
+            f"{caller} does not know the module names of this {type(model).__name__}, a model of "
+            "transformers: use fp8_dist.integrations.transformers.hf_tp_plan(model)"
+        )
     modules = dict(model.named_modules())
     missing = [name for name in expected if name not in modules]
     if missing:
@@ -89,11 +94,16 @@ def colwise_style(layer: nn.Module, **arguments: Any) -> ParallelStyle:
     return (Float8ColwiseParallel if converted else ColwiseParallel)(**arguments)
 
 
-def residual_style(layer: nn.Module, output: Placement) -> ParallelStyle:
-    """The style of a layer that writes to the residual stream, which is placed as ``output``."""
+def residual_style(layer: nn.Module, **layouts: Placement) -> ParallelStyle:
+    """The style of a layer that writes to the residual stream: float8 if it is converted."""
     converted = isinstance(layer, Float8Linear)
-    style = Float8ResidualRowwiseParallel if converted else ResidualRowwiseParallel
-    return style(output_layouts=output)
+    return (Float8ResidualRowwiseParallel if converted else ResidualRowwiseParallel)(**layouts)
+
+
+def cast_alike(layers: Iterable[nn.Module]) -> bool:
+    """Whether all of these layers cast their input alike, in one float8 copy."""
+    casts = {shared_input_cast(x) if isinstance(x, Float8Linear) else None for x in layers}
+    return len(casts) == 1 and None not in casts
 
 
 def prepare_style(block: nn.Module, consumers: tuple[str, ...], layout: Placement) -> ParallelStyle:
@@ -102,8 +112,6 @@ def prepare_style(block: nn.Module, consumers: tuple[str, ...], layout: Placemen
     In float8 if all of these consumers cast it alike, else in high precision.
     """
     at: dict[str, Any] = {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
-    layers = map(block.get_submodule, consumers)
-    casts = {shared_input_cast(x) if isinstance(x, Float8Linear) else None for x in layers}
-    if len(casts) > 1 or None in casts:
-        return PrepareModuleInput(**at)
-    return PrepareFloat8ModuleInput(**at, fwd_config_submodule_fqn=consumers[0])
+    if cast_alike(map(block.get_submodule, consumers)):
+        return PrepareFloat8ModuleInput(**at, fwd_config_submodule_fqn=consumers[0])
+    return PrepareModuleInput(**at)

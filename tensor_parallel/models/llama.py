@@ -59,7 +59,9 @@ def llama_tp_plan(
             plan[path] = common.prepare_style(module, consumers, between)
             for name in consumers:
                 plan[f"{path}.{name}"] = common.colwise_style(module.get_submodule(name))
-            plan[f"{path}.{writer}"] = common.residual_style(module.get_submodule(writer), between)
+            plan[f"{path}.{writer}"] = common.residual_style(
+                module.get_submodule(writer), output_layouts=between
+            )
     if sequence_parallel:
         plan["norm"] = SequenceParallel()
     plan["output"] = common.colwise_style(

@@ -1,7 +1,10 @@
 """attach_precompute and attach_update: wrapped optimizers, containers, and those that don't fit."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from fp8_dist import (
     convert_to_float8_training,
     float8_layers,
     precompute_float8_dynamic_scale,
+    warn,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear.weight_cache import ScaleState
@@ -309,6 +313,35 @@ def made_before_sharding() -> str:
 
 def test_an_optimizer_made_before_sharding_is_refused(ranks: RankPools) -> None:
     assert "fully_shard" in ranks(2).run_same(made_before_sharding)
+
+
+@pytest.mark.parametrize(("world_size", "warnings"), [("", 0), ("1", 0), ("2", 1)])
+def test_ranks_without_a_process_group_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, world_size: str, warnings: int
+) -> None:
+    monkeypatch.setattr(warn, "_warned", set())
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    net = convert_to_float8_training(Net())
+    with catch_warnings(record=True) as caught:
+        simplefilter("always")
+        for attach in ATTACH:
+            attach(AdamW(net.parameters()), net)
+    assert len(caught) == warnings
+    if caught:
+        assert "WORLD_SIZE is 2, but there is no process group" in str(caught[0].message)
+
+
+def test_ranks_of_a_process_group_are_not_warned(ranks: RankPools) -> None:
+    assert ranks(2).run_same(warned_on_ranks) == 0
+
+
+def warned_on_ranks() -> int:
+    warn._warned.clear()
+    net = convert_to_float8_training(Net())
+    with patch.dict(os.environ, WORLD_SIZE="2"), catch_warnings(record=True) as caught:
+        simplefilter("always")
+        attach_update(AdamW(net.parameters()), net)
+    return len(caught)
 
 
 @pytest.mark.parametrize("attach", ATTACH)

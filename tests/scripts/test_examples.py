@@ -1,5 +1,7 @@
 """Every example runs under torchrun as its docstring says, and learns."""
 
+import argparse
+import inspect
 import os
 import re
 import subprocess
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -15,6 +18,7 @@ EXAMPLES = ROOT / "scripts" / "examples"
 GATHERED = {
     "ddp": {},
     "fsdp2": {("dp", "float8_e4m3fn"): (4, 786_432)},
+    "transformers_fsdp2": {("dp", "float8_e4m3fn"): (4, 655_360)},
     # Per block and axis: the input of attention and of the feed-forward, two output gradients.
     "tensor_parallel": {
         ("tp", "float8_e4m3fn"): (4, 262_144),
@@ -27,20 +31,20 @@ GATHERED = {
     },
 }
 
-PAGES = {"fsdp2_tensor_parallel": "tensor_parallel"}
+PAGES = {"fsdp2_tensor_parallel": "tensor_parallel", "transformers_fsdp2": "transformers"}
 
 
-def output_of(name: str) -> str:
-    """What the command in an example's docstring prints."""
+def output_of(name: str, folder: Path) -> str:
+    """What the command in an example's docstring prints, run in a folder."""
     text = (EXAMPLES / f"{name}.py").read_text()
     found = re.search(r"^torchrun (--nproc-per-node \d) (scripts/examples/\w+\.py)$", text, re.M)
     assert found, "the docstring names no command"
-    run = f"-m torch.distributed.run --standalone {found[1]} -m one_gloo_thread {found[2]}"
+    run = f"-m torch.distributed.run --standalone {found[1]} -m one_gloo_thread {ROOT / found[2]}"
     command = [sys.executable, *run.split()]
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -48,8 +52,8 @@ def output_of(name: str) -> str:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes GPUs, of which there may be too few")
 @pytest.mark.parametrize("name", GATHERED)
-def test_it_learns(name: str) -> None:
-    printed = output_of(name)
+def test_it_learns(name: str, tmp_path: Path) -> None:
+    printed = output_of(name, tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 20
     assert losses[0] > 5.4  # ln 256 = 5.5
@@ -61,6 +65,17 @@ def test_it_learns(name: str) -> None:
     page = ROOT / "docs" / f"{PAGES.get(name, name)}.md"
     assert f"scripts/examples/{name}.py" in page.read_text()
     assert table in page.read_text()
+    if name == "transformers_fsdp2":
+        check_saved(tmp_path / "runs" / name)
+
+
+def check_saved(folder: Path) -> None:
+    """Plain transformers loads a checkpoint, whose model has learnt."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    text = inspect.getsource(argparse).encode()[40_000:40_512]
+    ids = torch.tensor(list(text)).view(8, 64)
+    with torch.no_grad():
+        assert model(input_ids=ids, labels=ids).loss < 3
 
 
 def test_examples_are_short_and_all_are_tested() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import Net
+from nets import MLP, Net
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
@@ -14,14 +14,8 @@ from fp8_dist import Float8Linear, Float8LinearConfig, convert_to_float8_trainin
 from fp8_dist.tensor_parallel import declare_placements, share_input
 
 
-class LocalMLP(nn.Module):
-    """``nets.MLP`` whose column-parallel layers share one gather of their input."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(dim, hidden, bias=False)
-        self.w3 = nn.Linear(dim, hidden)
-        self.w2 = nn.Linear(hidden, dim)
+class LocalMLP(MLP):
+    """An MLP whose column-parallel layers share one gather of their input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = share_input(x, [self.w1, self.w3])  # type: ignore[list-item]

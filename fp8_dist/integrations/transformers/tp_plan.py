@@ -15,7 +15,7 @@ from fp8_dist.integrations.transformers.tp_structure import (
     read_structure,
     without_numbers,
 )
-from fp8_dist.tensor_parallel.models.common import colwise_style
+from fp8_dist.tensor_parallel.models.common import colwise_style, residual_style
 
 
 def hf_tp_plan(
@@ -63,8 +63,8 @@ def hf_tp_plan(
     Raises:
         NotImplementedError: the model declares no plan, a style that this function does not know,
             or has parameters whose place in the model it does not know. All are named.
-        ValueError: ``loss_parallel`` of a model without a divided head. When the plan is applied:
-            heads that the ranks cannot share evenly.
+        ValueError: ``loss_parallel`` of a model without a divided head. From ``apply_tp_plan``,
+            before it changes the model: heads that the ranks cannot share evenly.
     """
     structure = read_structure(model, sequence_parallel)
     if loss_parallel and structure.head is None:
@@ -72,6 +72,14 @@ def hf_tp_plan(
             f"hf_tp_plan: loss_parallel=True needs a head, and the plan of this "
             f"{type(model).__name__} has none: leave it out"
         )
+    _warn_of_replicated(structure)
+    return _styles(model, structure, sequence_parallel, loss_parallel)
+
+
+def _styles(
+    model: nn.Module, structure: Structure, sequence_parallel: bool, loss_parallel: bool
+) -> dict[str, ParallelStyle]:
+    """The plan of a model whose structure is known."""
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         structure.embedding: tp_styles.embedding_style(sequence_parallel)
@@ -87,7 +95,6 @@ def hf_tp_plan(
             output_layouts=Shard(-1) if loss_parallel else Replicate(),
             use_local_output=not loss_parallel,
         )
-    _warn_of_replicated(structure)
     return plan
 
 
@@ -104,13 +111,13 @@ def _block_styles(model: nn.Module, block: Block, stream: Placement) -> dict[str
     """A block that reads from and writes to a stream, and its layers."""
     module = model.get_submodule(block.name)
     readers = {name: module.get_submodule(name) for name in block.readers}
-    parts = {} if block.gathers_outputs else _parts(block.name, module, readers)
+    parts = {} if block.gathers_outputs else _parts(module, readers)
     plan: dict[str, ParallelStyle] = {block.name: tp_styles.block_style(stream, readers, parts)}
     inside = Replicate() if block.gathers_outputs else Shard(-1)
     for name, layer in readers.items():
         plan[f"{block.name}.{name}"] = colwise_style(layer, output_layouts=inside)
     for name in block.writers:
-        plan[f"{block.name}.{name}"] = tp_styles.rowwise_style(
+        plan[f"{block.name}.{name}"] = residual_style(
             module.get_submodule(name), input_layouts=inside, output_layouts=stream
         )
     for name in block.head_norms:
@@ -119,10 +126,10 @@ def _block_styles(model: nn.Module, block: Block, stream: Placement) -> dict[str
     return plan
 
 
-def _parts(block: str, module: nn.Module, readers: dict[str, Any]) -> dict[str, int]:
+def _parts(block: nn.Module, readers: dict[str, Any]) -> dict[str, int]:
     """How many heads (or features) the output of each reader of a block has."""
-    head_dim = int(getattr(module, "head_dim", 1))
-    return {f"{block}.{name}": layer.out_features // head_dim for name, layer in readers.items()}
+    head_dim = int(getattr(block, "head_dim", 1))
+    return {name: layer.out_features // head_dim for name, layer in readers.items()}
 
 
 def _warn_of_replicated(structure: Structure) -> None:

@@ -76,9 +76,8 @@ def read_structure(model: nn.Module, sequence_parallel: bool) -> Structure:
 def declared_plan(model: nn.Module) -> dict[str, str]:
     """Patterns of names to names of styles, as the model, its class or its config has them."""
     prefix = getattr(model, "base_model_prefix", "")
-    of_base: dict[str, str] = (
-        getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
-    )
+    config = getattr(model, "config", None)
+    of_base: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if prefix in model._modules:
         of_base = {f"{prefix}.{name}": style for name, style in of_base.items()}
     of_model: dict[str, str] = getattr(model, "_tp_plan", None) or of_base
@@ -143,9 +142,8 @@ class _Reader:
             self.refuse(
                 "it declares no plan: neither _tp_plan nor base_model_tp_plan of its config"
             )
-        names = self.modules.keys() | dict(self.model.named_parameters()).keys()
         by_pattern: dict[str, list[str]] = {}
-        for name in sorted(names):
+        for name in sorted({*self.modules, *dict(self.model.named_parameters())}):
             by_pattern.setdefault(without_numbers(name), []).append(name)
         found = {
             name: style
@@ -241,7 +239,7 @@ class _Reader:
                 self.refuse(f"{layer}: parameters of its own: {own}", of_sequences=True)
             for child, module in self.modules[layer].named_children():
                 name = f"{layer}.{child}"
-                if name in blocks or name in self.routed or not _has_parameters(module):
+                if name in blocks or name in self.routed or not [*module.parameters()]:
                     continue
                 if _is_norm(module):
                     norms.append(name)
@@ -271,7 +269,7 @@ class _Reader:
         if len(norms) != 1:
             self.refuse(f"{base}: {len(norms)} norms beside the layers: {norms}", of_sequences=True)
         for name, module in siblings.items():
-            if name not in (stack, *embeddings, *norms) and _has_parameters(module):
+            if name not in (stack, *embeddings, *norms) and [*module.parameters()]:
                 kind = type(module).__name__
                 self.refuse(f"{name}: a {kind} beside the layers", of_sequences=True)
         return next(iter(embeddings), ""), next(iter(norms), "")
@@ -294,14 +292,9 @@ class _Reader:
         return heads[0] if heads else None
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
-
-
 def _is_norm(module: nn.Module, size: int | None = None) -> bool:
     """Whether a module has vectors alone as parameters, of this size if one is given."""
-    parameters = list(module._parameters.values())
-    sizes = {tuple(p.shape) for p in parameters if p is not None}
+    sizes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
     if module._modules or not sizes:
         return False
     return all(len(shape) == 1 for shape in sizes) and (size is None or sizes == {(size,)})

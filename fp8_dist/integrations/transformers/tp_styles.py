@@ -6,6 +6,7 @@ evenly, else a DTensor, which knows the lengths of the other ranks' parts.
 """
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,14 +16,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist import Float8Linear
 from fp8_dist.tensor_parallel import PrepareFloat8ModuleInput
-from fp8_dist.tensor_parallel.models.common import (
-    EmbeddingRowwiseParallel,
-    Float8ResidualRowwiseParallel,
-    ResidualRowwiseParallel,
-)
-from fp8_dist.tensor_parallel.styles import shared_input_cast
+from fp8_dist.tensor_parallel.models.common import EmbeddingRowwiseParallel, cast_alike
+from fp8_dist.tensor_parallel.plan import CheckedStyle
 
 _SEQUENCE = (Shard(1),)
 _WHOLE = (Replicate(),)
@@ -85,26 +81,30 @@ class LastNorm(SequenceParallel):
         return module
 
 
-class BlockInput(PrepareModuleInput):
+class BlockInput(PrepareModuleInput, CheckedStyle):
     """``PrepareModuleInput`` of a module's first argument, however the caller passes it.
 
     Args:
         layout: of the argument. It is gathered.
         parts: how many parts the output of each linear layer that reads it has (heads, or
-            features), by name; no part may be divided.
+            features), by its name in the module; no part may be divided.
     """
 
     def __init__(self, layout: Placement, parts: dict[str, int], **arguments: Any) -> None:
         super().__init__(input_layouts=(layout,), desired_input_layouts=_WHOLE, **arguments)
         self.parts = parts
 
+    def misfits(self, name: str, size: int) -> Iterator[str]:
+        """Layers whose parts the ranks cannot share evenly."""
+        for layer, count in self.parts.items():
+            if count % size:
+                yield (
+                    f"'{name}.{layer}' has {count} heads (or features), which {size} "
+                    f"tensor-parallel ranks cannot share evenly: use a tensor-parallel size that "
+                    f"divides them"
+                )
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        uneven = {name: n for name, n in self.parts.items() if n % device_mesh.size()}
-        if uneven:
-            raise ValueError(
-                f"{device_mesh.size()} tensor-parallel ranks cannot share the heads (or features) "
-                f"of these layers evenly: {uneven}; use a tensor-parallel size that divides them"
-            )
         _pass_first_argument_alone(module)
         return super()._apply(module, device_mesh)
 
@@ -149,12 +149,6 @@ def embedding_style(sequence_parallel: bool) -> ParallelStyle:
     return EmbeddingRowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
 
 
-def rowwise_style(layer: nn.Module, **layouts: Placement) -> ParallelStyle:
-    """The style of a layer that writes to the stream: float8 if it is converted, else torch's."""
-    converted = isinstance(layer, Float8Linear)
-    return (Float8ResidualRowwiseParallel if converted else ResidualRowwiseParallel)(**layouts)
-
-
 def block_style(
     layout: Placement, readers: dict[str, nn.Module], parts: dict[str, int]
 ) -> BlockInput:
@@ -162,13 +156,9 @@ def block_style(
 
     In float8 if all of them cast it alike, and one copy serves all their GEMMs.
     """
-    casts = {
-        shared_input_cast(layer) if isinstance(layer, Float8Linear) else None
-        for layer in readers.values()
-    }
-    if len(casts) > 1 or None in casts:
-        return BlockInput(layout, parts)
-    return Float8BlockInput(layout, parts, fwd_config_submodule_fqn=next(iter(readers)))
+    if cast_alike(readers.values()):
+        return Float8BlockInput(layout, parts, fwd_config_submodule_fqn=next(iter(readers)))
+    return BlockInput(layout, parts)
 
 
 def _local_if_even(x: DTensor) -> torch.Tensor:

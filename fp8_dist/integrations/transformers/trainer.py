@@ -1,13 +1,13 @@
 """A callback for transformers' Trainer: conversion before it wraps, scales after each step."""
 
-import warnings
+import os
 from typing import Any
 
 import torch
 import torch.nn as nn
 from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from fp8_dist.config import Float8LinearConfig
@@ -16,6 +16,7 @@ from fp8_dist.fsdp import attach_update, update_float8_scales
 from fp8_dist.integrations.transformers.layer_filter import LayerFilter
 from fp8_dist.linear import float8_layers
 from fp8_dist.linear.amax_history import load_histories
+from fp8_dist.warn import warn_once
 
 
 class Float8Callback(TrainerCallback, ExportableState):
@@ -41,7 +42,8 @@ class Float8Callback(TrainerCallback, ExportableState):
             ``config`` or ``module_filter_fn`` is given; or it is wrapped in DDP already.
         NotImplementedError: the Trainer uses FSDP1, DeepSpeed or ``nn.DataParallel``.
 
-    Warns if the Trainer is asked for FSDP where accelerate leaves it out (CPUs).
+    Warns once if the Trainer is asked for FSDP where accelerate leaves it out (CPUs), and if
+    torchrun started several ranks but the Trainer knows of one (CPUs without ``use_cpu=True``).
 
     Raises, when training begins:
         ValueError: the model is not converted, because the Trainer made a new one
@@ -62,14 +64,9 @@ class Float8Callback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"histories": histories}}
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         """Convert the model; the Trainer has not wrapped it, nor made its optimizer."""
-        model: nn.Module = kwargs["model"]
         _check_back_end(args)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError(
@@ -89,11 +86,12 @@ class Float8Callback(TrainerCallback, ExportableState):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        *_: Any,
+        model: nn.Module,
+        optimizer: Any,
         **kwargs: Any,
     ) -> None:
         """Check what the Trainer has made of the model, and compute the first scales."""
-        model: nn.Module = kwargs["model"]
         if not float8_layers(model):
             raise ValueError(
                 "Float8Callback: the model was wrapped for training before the callback could "
@@ -104,32 +102,22 @@ class Float8Callback(TrainerCallback, ExportableState):
             )
         # Attached and removed for the sake of its checks: the hook of an optimizer does not run for
         # steps that a GradScaler skips, while the Trainer's event does.
-        attach_update(kwargs["optimizer"], model).remove()
+        attach_update(optimizer, model).remove()
         self._model = model
         saved = state.stateful_callbacks.get(type(self).__name__, {})
         _restore_histories(model, saved.get("attributes", {}).get("histories", {}))
         update_float8_scales(model)
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, *_: Any, model: nn.Module, **kwargs: Any) -> None:
         """After the optimizer step and ``zero_grad``, before evaluation and saving."""
-        update_float8_scales(kwargs["model"])
+        update_float8_scales(model)
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         """The best model may have been loaded since the last step."""
         if args.load_best_model_at_end:
-            update_float8_scales(kwargs["model"])
+            update_float8_scales(model)
 
     def _check_no_other_conversion(self) -> None:
         if self.config is not None or self.module_filter_fn is not None:
@@ -166,20 +154,27 @@ def _default_config() -> Float8LinearConfig:
 
 
 def _check_back_end(args: TrainingArguments) -> None:
-    """Refuse what changes parameters in ways that the layers don't know."""
+    """Refuse what changes parameters in ways that the layers don't know; warn of lone ranks."""
     state = AcceleratorState()
     fsdp = getattr(state, "fsdp_plugin", None)
     if args.fsdp and fsdp is None:
-        warnings.warn(
+        warn_once(
+            "no FSDP on CPUs",
             "Float8Callback: the Trainer was asked for FSDP, but accelerate shards on GPUs only. "
             "Here nothing is gathered, in float8 or otherwise",
-            stacklevel=2,
+        )
+    launched = os.environ.get("WORLD_SIZE") or "1"
+    if launched != "1" and args.world_size == 1:
+        warn_once(
+            "a Trainer of one rank",
+            f"Float8Callback: WORLD_SIZE is {launched}, but the Trainer knows of one rank: each "
+            "rank trains a model of its own. On CPUs, pass TrainingArguments(use_cpu=True)",
         )
     found, remedy = "", ""
     if getattr(state, "deepspeed_plugin", None) is not None:
-        found, remedy = "DeepSpeed", "use FSDP2: fsdp=True, fsdp_config={'fsdp_version': 2}"
+        found, remedy = "DeepSpeed", "use FSDP2: fsdp=True, fsdp_config={'version': 2}"
     elif fsdp is not None and fsdp.fsdp_version != 2:
-        found, remedy = "FSDP1", "set fsdp_config={'fsdp_version': 2}"
+        found, remedy = "FSDP1", "set fsdp_config={'version': 2}"
     elif args.n_gpu > 1:
         found, remedy = "nn.DataParallel", "start one process for each GPU with torchrun"
     if found:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from ranks import RankPools, device_mesh
 from transformers import LlamaForCausalLM
@@ -11,7 +12,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "transformers_tp.md"
 
 
 def run_example(folder: str) -> tuple[float, list[int]]:
-    """The last loss and what was written; runs on four ranks, which have a process group."""
+    """The last loss and what was written; runs on ranks that have a process group."""
     found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found
     code = re.sub(r"^dist\.(init|destroy)_process_group.*\n", "", found.group(1), flags=re.M)
@@ -21,8 +22,9 @@ def run_example(folder: str) -> tuple[float, list[int]]:
     return scope["loss"].item(), scope["written"].flatten().tolist()
 
 
-def test_the_example_trains_writes_and_saves(ranks: RankPools, tmp_path: Path) -> None:
-    results = ranks(4).run(run_example, str(tmp_path), timeout=120)
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_example_trains_writes_and_saves(ranks: RankPools, tmp_path: Path, size: int) -> None:
+    results = ranks(size).run(run_example, str(tmp_path), timeout=120)
     assert all(loss < 4 for loss, _ in results)
     written = results[0][1]
     assert len(written) == 64 + 8

@@ -48,7 +48,7 @@ from fp8_dist import (
 from fp8_dist.debug import comm_audit
 from fp8_dist.debug.table import CommRow
 from fp8_dist.integrations.transformers import hf_tp_plan
-from fp8_dist.tensor_parallel import apply_tp_plan
+from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 
 # Gathers in high precision in a step with sequence parallelism, besides those of the head's input,
 # the logits, and the embedding's gradient. Routed experts: input, and gradient of the output.
@@ -617,8 +617,9 @@ def test_unknown_modules() -> None:
     model.model.projection = nn.Linear(64, 64)
     model.projector = nn.Linear(64, 64)
     model._tp_plan["projector"] = "rowwise"
+    refused = refusal(NotImplementedError, lambda: hf_tp_plan(model))
     assert_expected_inline(
-        refusal(NotImplementedError, lambda: hf_tp_plan(model)),
+        refused,
         """\
 hf_tp_plan does not know all of this Qwen3ForCausalLM:
   - model.layers.*.self_attn: the styles colwise, replicated_with_grad_allreduce do not make a
@@ -634,18 +635,14 @@ block, of layers that read its input and layers that write its output
 Write a plan of your own (a dict of module names to styles) for apply_tp_plan""",
     )
     # Of a whole stream, every rank finds the whole gradient of what is not divided.
+    whole = refusal(NotImplementedError, lambda: hf_tp_plan(model, sequence_parallel=False))
+    assert set(whole.splitlines()) < set(refused.splitlines())
     assert_expected_inline(
-        refusal(NotImplementedError, lambda: hf_tp_plan(model, sequence_parallel=False)),
+        "\n".join(line for line in refused.splitlines() if line not in whole.splitlines()),
         """\
-hf_tp_plan does not know all of this Qwen3ForCausalLM:
-  - model.layers.*.self_attn: the styles colwise, replicated_with_grad_allreduce do not make a
-block, of layers that read its input and layers that write its output
-  - model.layers.*.self_attn.o_proj: a Linear in a divided block, without a style
-  - model.layers.*.self_attn.v_norm: a RMSNorm in a divided block, without a style
-  - model.layers.*.mlp.gain: a Linear in a divided block, without a style
-  - model.layers.*.mlp.norm: a RMSNorm in a divided block, without a style
-  - projector: the style 'rowwise' outside of the layers
-Write a plan of your own (a dict of module names to styles) for apply_tp_plan""",
+  - model.layers.*: parameters of its own: ['gain']
+  - model.layers.*.adapter: a Linear without a style
+  - model.projection: a Linear beside the layers""",
     )
 
 
@@ -666,12 +663,30 @@ apply_tp_plan""",
 def test_heads_that_ranks_cannot_share(fake_world: DeviceMesh) -> None:
     model = converted("llama")
     plan = hf_tp_plan(model)
+    forward = model(input_ids=batch(0)).logits
     assert_expected_inline(
         refusal(ValueError, lambda: apply_tp_plan(model, fake_world, plan)),
         """\
-4 tensor-parallel ranks cannot share the heads (or features) of these layers evenly:
-{'model.layers.0.self_attn.k_proj': 2, 'model.layers.0.self_attn.v_proj': 2}; use a tensor-
-parallel size that divides them""",
+this tensor-parallel plan does not fit the model:
+  - 'model.layers.0.self_attn.k_proj' has 2 heads (or features), which 4 tensor-parallel ranks
+cannot share evenly: use a tensor-parallel size that divides them
+  - 'model.layers.0.self_attn.v_proj' has 2 heads (or features), which 4 tensor-parallel ranks
+cannot share evenly: use a tensor-parallel size that divides them
+  - 'model.layers.1.self_attn.k_proj' has 2 heads (or features), which 4 tensor-parallel ranks
+cannot share evenly: use a tensor-parallel size that divides them
+  - 'model.layers.1.self_attn.v_proj' has 2 heads (or features), which 4 tensor-parallel ranks
+cannot share evenly: use a tensor-parallel size that divides them""",
+    )
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert torch.equal(model(input_ids=batch(0)).logits, forward)
+
+
+def test_the_plan_of_the_reference_model_names_this_one() -> None:
+    assert_expected_inline(
+        refusal(ValueError, lambda: llama_tp_plan(build("llama"))),
+        """\
+llama_tp_plan does not know the module names of this LlamaForCausalLM, a model of transformers:
+use fp8_dist.integrations.transformers.hf_tp_plan(model)""",
     )
 
 

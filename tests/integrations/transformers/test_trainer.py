@@ -38,6 +38,7 @@ from transformers import (
 
 import fp8_dist.integrations.transformers as integration
 import fp8_dist.integrations.transformers.trainer as trainer_module
+import fp8_dist.warn
 from fp8_dist import (
     Float8LinearConfig,
     attach_update,
@@ -290,16 +291,27 @@ def test_an_optimizer_of_other_weights_is_refused(tmp_path: Path) -> None:
         assert "updates none of the module's 14 float8 weights" in raised(ValueError, trainer.train)
 
 
-def fsdp_on_cpus(folder: str) -> list[str]:
+def warnings_of(folder: str, **arguments: Any) -> list[str]:
+    """Those of the callback, in two trainings one after the other."""
+    fp8_dist.warn._warned.clear()
     with launched(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(folder, [Float8Callback()], steps=1, save_strategy="no", **FSDP)
+        for _ in range(2):
+            train(folder, [Float8Callback()], steps=1, save_strategy="no", **arguments)
     return [str(w.message) for w in caught if "Float8Callback" in str(w.message)]
 
 
-def test_fsdp_that_is_left_out_is_warned_of(ranks: RankPools, tmp_path: Path) -> None:
-    (message,) = ranks(2).run_same(fsdp_on_cpus, str(tmp_path))
+def test_fsdp_that_is_left_out_is_warned_of_once(ranks: RankPools, tmp_path: Path) -> None:
+    (message,) = ranks(2).run_same(warnings_of, str(tmp_path), **FSDP)
     assert "accelerate shards on GPUs only" in message
+
+
+def test_ranks_that_the_trainer_does_not_know_are_warned_of(
+    ranks: RankPools, tmp_path: Path
+) -> None:
+    assert ranks(2).run_same(warnings_of, str(tmp_path)) == []
+    (message,) = ranks(2).run_same(warnings_of, str(tmp_path), use_cpu=False)
+    assert "WORLD_SIZE is 2, but the Trainer knows of one rank" in message
 
 
 def test_scales_follow_skipped_steps_too(tmp_path: Path) -> None:
