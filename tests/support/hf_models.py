@@ -61,6 +61,9 @@ KINDS = {
         "Glm4MoeConfig",
         HEADS | EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1},
     ),
+    "llama4": Kind(
+        "Llama4ForCausalLM", "Llama4TextConfig", HEADS | EXPERTS | {"num_local_experts": 4}
+    ),
 }
 
 

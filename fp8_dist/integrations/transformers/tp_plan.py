@@ -112,7 +112,9 @@ def _block_styles(model: nn.Module, block: Block, stream: Placement) -> dict[str
     module = model.get_submodule(block.name)
     readers = {name: module.get_submodule(name) for name in block.readers}
     parts = {} if block.gathers_outputs else _parts(module, readers)
-    plan: dict[str, ParallelStyle] = {block.name: tp_styles.block_style(stream, readers, parts)}
+    # Llama 4 adds the output of routed experts to that of shared ones, in place.
+    style = tp_styles.block_style(stream, readers, parts, may_change_output=block.in_replicated)
+    plan: dict[str, ParallelStyle] = {block.name: style}
     inside = Replicate() if block.gathers_outputs else Shard(-1)
     for name, layer in readers.items():
         plan[f"{block.name}.{name}"] = colwise_style(layer, output_layouts=inside)

@@ -88,11 +88,18 @@ class BlockInput(PrepareModuleInput, CheckedStyle):
         layout: of the argument. It is gathered.
         parts: how many parts the output of each linear layer that reads it has (heads, or
             features), by its name in the module; no part may be divided.
+        may_change_output: the caller may change the module's output, one tensor, in place.
     """
 
-    def __init__(self, layout: Placement, parts: dict[str, int], **arguments: Any) -> None:
+    def __init__(
+        self,
+        layout: Placement,
+        parts: dict[str, int],
+        may_change_output: bool = False,
+        **arguments: Any,
+    ) -> None:
         super().__init__(input_layouts=(layout,), desired_input_layouts=_WHOLE, **arguments)
-        self.parts = parts
+        self.parts, self.may_change_output = parts, may_change_output
 
     def misfits(self, name: str, size: int) -> Iterator[str]:
         """Layers whose parts the ranks cannot share evenly."""
@@ -106,6 +113,8 @@ class BlockInput(PrepareModuleInput, CheckedStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _pass_first_argument_alone(module)
+        if self.may_change_output:
+            module.register_forward_hook(_no_view)
         return super()._apply(module, device_mesh)
 
 
@@ -118,7 +127,8 @@ class ReplicatedBlock(ParallelStyle):
 
     Its first argument is gathered, in high precision; of its (first) output each rank keeps its
     part of the sequence. All ranks find the same gradients of its parameters, which stay as they
-    are.
+    are. An output of another shape with as many elements, such as ``[B * S, D]``, gets the shape of
+    the input.
 
     Collectives: an all-gather of the input; in the backward one of the output's gradient.
     """
@@ -132,6 +142,7 @@ class ReplicatedBlock(ParallelStyle):
 
         def keep_part(module: nn.Module, args: Any, output: Any) -> Any:
             first, *others = output if isinstance(output, tuple) else (output,)
+            first = first.view(args[0].shape)  # Llama 4's experts return a list of tokens
             x = DTensor.from_local(first, device_mesh, _WHOLE, run_check=False)
             part = _local_if_even(x.redistribute(placements=_SEQUENCE))
             return (part, *others) if isinstance(output, tuple) else part
@@ -150,15 +161,21 @@ def embedding_style(sequence_parallel: bool) -> ParallelStyle:
 
 
 def block_style(
-    layout: Placement, readers: dict[str, nn.Module], parts: dict[str, int]
+    layout: Placement, readers: dict[str, nn.Module], parts: dict[str, int], may_change_output: bool
 ) -> BlockInput:
     """The style of a block whose input linear layers read, by their names in the block.
 
     In float8 if all of them cast it alike, and one copy serves all their GEMMs.
     """
     if cast_alike(readers.values()):
-        return Float8BlockInput(layout, parts, fwd_config_submodule_fqn=next(iter(readers)))
-    return BlockInput(layout, parts)
+        first = next(iter(readers))
+        return Float8BlockInput(layout, parts, may_change_output, fwd_config_submodule_fqn=first)
+    return BlockInput(layout, parts, may_change_output)
+
+
+def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """The output on the same memory. Autograd forbids to change the view that a style returns."""
+    return torch.ops.aten._unsafe_view.default(output, output.shape)
 
 
 def _local_if_even(x: DTensor) -> torch.Tensor:

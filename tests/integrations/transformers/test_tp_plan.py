@@ -53,9 +53,9 @@ from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 # Gathers in high precision in a step with sequence parallelism, besides those of the head's input,
 # the logits, and the embedding's gradient. Routed experts: input, and gradient of the output.
 # Phi-3: outputs of fused layers, and gradients of the layers that split their input.
-OTHER_GATHERS = {"mixtral": 4, "qwen3_moe": 4, "glm4_moe": 2, "phi3": 8}
+OTHER_GATHERS = {"mixtral": 4, "qwen3_moe": 4, "glm4_moe": 2, "llama4": 4, "phi3": 8}
 # Blocks, of which each gathers its input and the gradient of its output in float8.
-BLOCKS = {"mixtral": 2, "qwen3_moe": 2, "glm4_moe": 3}
+BLOCKS = {"mixtral": 2, "qwen3_moe": 2, "glm4_moe": 3, "llama4": 2}
 # Elements of the bias's gradients that row-parallel Float8Linears sum in the backward.
 BIAS_GRADIENTS = {"phi": 4 * 64}
 WITH_HEAD = [kind for kind in KINDS if kind != "llama_base"]
@@ -230,7 +230,7 @@ def sharded(kind: str, **config: Any) -> tuple[nn.Module, DeviceMesh, dict[str, 
     mesh = device_mesh(dp=2, tp=2)
     model = planned(converted(kind, fsdp=True, **config), mesh["tp"])
     sizes = {name: local(p).numel() for name, p in model.named_parameters()}
-    for layer in (*model.get_decoder().layers, model):
+    for layer in (*getattr(model, "model", model).layers, model):
         fully_shard(layer, mesh=mesh["dp"])
     return model, mesh, sizes
 
