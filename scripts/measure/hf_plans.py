@@ -12,9 +12,11 @@ experts. It takes a quarter of an hour on two cores.
 """
 
 import dataclasses
+import re
 import sys
 import warnings
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -148,8 +150,10 @@ def reason(error: Exception) -> str:
     """What an error says, in short, for a table."""
     text = " ".join(str(error).split()).replace("|", "/")
     if "hf_tp_plan does not know all of" in text:  # then it lists what it does not know
-        text = text.partition(": - ")[2].partition(" Try ")[0]
-    return text.split(". ")[0][:120]
+        text = re.split(
+            r" (?:Try sequence_parallel=False|Write a plan)", text.partition(": - ")[2]
+        )[0]
+    return shorten(text.split(". ")[0], 100, placeholder=" ...")
 
 
 def try_all(kinds: Sequence[str]) -> dict[str, list[Found] | str]:
@@ -183,11 +187,11 @@ def blocks(results: dict[str, list[Found] | str]) -> dict[str, str]:
         name = every[kind][0]
         if isinstance(found, str):
             untried.append(name)
-        elif all(f.kind == "refused" and "declares no" in f.text for f in found):
+        elif all(f.kind == "refused" and "declares no plan" in f.text for f in found):
             without.append(name)
         else:
             cells = [f.text if f.kind == "right" else f"{f.kind}: {f.text}" for f in found]
-            rows.append([name, *cells])
+            rows.append([name, cells[0], cells[1] if cells[1] != cells[0] else "the same"])
     return {
         "models with a plan": table(["model", "with sequence parallelism", "without"], rows),
         "models without a plan": ", ".join(without),

@@ -113,8 +113,11 @@ class _Reader:
         if self.problems:
             return _UNKNOWN
         stacks = dict.fromkeys(stack for name in styles if (stack := self.stack_of(name)))
-        if len(stacks) != 1:
-            self.refuse(f"its plan divides layers of {len(stacks)} lists of layers: {[*stacks]}")
+        if not stacks:
+            self.refuse("it declares no plan for its layers")
+            return _UNKNOWN
+        if len(stacks) > 1:
+            self.refuse(f"its plan divides layers of {len(stacks)} lists: {', '.join(stacks)}")
             return _UNKNOWN
         (stack,) = stacks
         layers = [f"{stack}.{i}" for i in self.modules[stack]._modules]
