@@ -35,6 +35,7 @@ from fp8_dist.fsdp import (
 from fp8_dist.head_filter import skip_head
 from fp8_dist.linear.module import Float8Linear, float8_layers, invalidate_float8_scales
 from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.state import Float8State
 from fp8_dist.summary import conversion_summary
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.version import __version__
@@ -50,6 +51,7 @@ __all__ = [
     "Float8Linear",
     "Float8LinearConfig",
     "Float8LinearRecipeName",
+    "Float8State",
     "Float8Tensor",
     "ScalingGranularity",
     "ScalingType",

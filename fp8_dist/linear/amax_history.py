@@ -220,31 +220,39 @@ record_amax.register_fake(lambda scale, handle: torch.empty_like(scale))
 
 def load_histories(
     histories: Mapping[str, AmaxHistory],
-    saved: Mapping[str, torch.Tensor],
+    saved: Mapping[str, torch.Tensor] | None,
     meshes: Iterable[DeviceMesh],
-) -> None:
+) -> bool:
     """Continue the histories of a layer from saved ones; those that were not saved start anew.
 
     Args:
         histories: by name.
-        saved: by name, fp32 ``[amaxes]``, the newest first.
-        meshes: where the layer's operands are distributed. Ranks that were not given a history
-            (a checkpoint that rank 0 broadcasts comes without) take that of the others.
+        saved: by name, fp32 ``[amaxes]``, the newest first. ``None``: this rank was not told.
+        meshes: where the layer's operands are distributed. Ranks that were not told (a checkpoint
+            that rank 0 broadcasts comes without histories) take those of the others.
 
-    Collectives: an all-reduce of 4 bytes per amax that histories can hold, over each mesh.
+    Returns:
+        Whether any rank was told. If none was, the histories stay as they are.
+
+    Collectives: an all-reduce of 4 bytes per amax that histories can hold, and 4 more per history,
+    over each mesh.
     """
-    none = torch.zeros(0, device="cpu")
-    rows = [saved.get(name, none) for name in histories]
+    none, told = torch.zeros(0, device="cpu"), saved is not None
+    rows = [(saved or {}).get(name, none) for name in histories]
     meshes = list(dict.fromkeys(meshes))
     if meshes:
         length = max(history.length for history in histories.values())
-        merged = torch.stack([pad(row.float().cpu(), (0, length - len(row))) for row in rows])
+        padded = [pad(row.float().cpu(), (0, length - len(row))) for row in rows]
+        merged = torch.stack([pad(row, (0, 1), value=float(told)) for row in padded])
         for mesh in meshes:
             merged = reduce_amax(merged.to(mesh.device_type), mesh, range(mesh.ndim))
+        told = bool(merged[0, -1] > 0)
         # What was padded is 0, and an amax in a history is not.
-        rows = [row[row > 0] for row in merged]
-    for history, row in zip(histories.values(), rows, strict=True):
-        history.load(row)
+        rows = [row[row > 0] for row in merged[:, :-1]]
+    if told:
+        for history, row in zip(histories.values(), rows, strict=True):
+            history.load(row)
+    return told
 
 
 def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:

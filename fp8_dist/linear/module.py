@@ -11,17 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.config import Float8LinearConfig, Gemm, Operand
 from fp8_dist.env import strict_alignment
-from fp8_dist.linear.amax_history import AmaxHistory, load_histories
+from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.autograd import float8_linear
 from fp8_dist.linear.checks import check_alignment, check_mesh, check_prepared
 from fp8_dist.linear.gradient_amax import Siblings
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
+from fp8_dist.linear.saved_histories import load_from_metadata, save_to_metadata
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-
-_HISTORIES = "float8_amax_histories"
 
 
 class Float8Linear(nn.Linear):
@@ -234,10 +233,7 @@ class Float8Linear(nn.Linear):
         # Not among the keys, which are nn.Linear's: load_state_dict passes metadata back.
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if self.histories and metadata is not None:
-            saved = {name: h.history for name, h in self.histories.items()}
-            metadata[_HISTORIES] = {
-                n: h.detach().clone() for n, h in saved.items() if h is not None
-            }
+            save_to_metadata(self.histories, metadata)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
@@ -248,8 +244,7 @@ class Float8Linear(nn.Linear):
             state_dict[key] = self.float8_weight.wrapped(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         self.float8_weight.cache.drop()
-        if self.histories:
-            load_histories(self.histories, local_metadata.get(_HISTORIES, {}), self.meshes())
+        load_from_metadata(self.histories, local_metadata, self.meshes(), self.fqn)
 
 
 def invalidate_float8_scales(module: nn.Module) -> None:

@@ -31,6 +31,16 @@ class _OneThread(dist.ProcessGroupGloo):
         super().__init__(store, rank, size, options)  # type: ignore[arg-type]
 
 
+def set_default_timeout(seconds: float) -> None:
+    """How long a collective waits for other ranks, in groups that are made without a timeout.
+
+    Meshes and libraries make theirs so: they would not have that of the default group.
+    """
+    timeout = timedelta(seconds=seconds)
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
+
+
 def use_one_thread_per_group() -> None:
     """Give the gloo groups that this process makes from now on one thread each."""
     distributed_c10d.ProcessGroupGloo = _OneThread  # type: ignore[misc]

@@ -9,6 +9,9 @@ from scripts.common.candidates import BF16, RECIPES
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS
 from scripts.common.options import command_parser, positive
+from scripts.train.manifest import checkpoints_in
+
+CHECKPOINTS = "checkpoints"  # the folder in --out
 
 
 def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -27,6 +30,13 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--warmup", type=int, default=40, help="steps in which --lr is reached linearly")
     add("--seed", type=int, default=0, help="of weights and data")
     add("--out", type=Path, help="folder of metrics and tables; default: runs/RECIPE")
+    many = "write a checkpoint into --out every so many steps, after the last one, and on SIGTERM"
+    add("--checkpoint-every", type=positive, metavar="STEPS", help=f"{many} or SIGUSR1")
+    add("--keep", type=positive, default=2, help="newest checkpoints that stay; %(default)s")
+    which = "auto: the newest complete checkpoint of --out, if there is one; else a checkpoint"
+    add("--resume", metavar="auto|PATH", help=f"continue from {which}")
+    slow = "a rank that starts or answers later than that ends the run; %(default)s"
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help=slow)
     add("--data", type=Path, help="file or folder; default: Python's standard library source")
     return parser
 
@@ -52,6 +62,7 @@ def parse_options(
     _check_numbers(parser, args)
     _check_mesh(parser, args, world_size)
     args.out = args.out or Path("runs") / args.recipe
+    _check_checkpoints(parser, args)
     try:
         args.corpus = load_corpus(args.data, seq_len=args.seq_len)
     except ValueError as error:
@@ -64,8 +75,20 @@ def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"--warmup must not be negative, got {args.warmup}")
     if not (args.lr > 0 and math.isfinite(args.lr)):
         parser.error(f"--lr must be positive and finite, got {args.lr}")
+    if not (args.timeout > 0 and math.isfinite(args.timeout)):
+        parser.error(f"--timeout must be positive and finite, got {args.timeout}")
     if not 0 <= args.seed < 2**31:
         parser.error(f"--seed must lie in [0, 2**31), got {args.seed}")
+
+
+def _check_checkpoints(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Checks that a new run does not mix its checkpoints with those of an earlier one."""
+    folder = args.out / CHECKPOINTS
+    if args.checkpoint_every and not args.resume and (found := checkpoints_in(folder)):
+        parser.error(
+            f"--out has checkpoints of an earlier run, up to {next(iter(found.values()))}: "
+            "continue it with --resume auto, or choose another --out"
+        )
 
 
 def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace, world_size: int) -> None:

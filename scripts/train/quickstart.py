@@ -16,7 +16,8 @@ from scripts.common.candidates import BF16
 from scripts.common.ranks import run_on_ranks
 from scripts.train import compare
 from scripts.train.options import make_parser, parse_options
-from scripts.train.train import choose_device, train
+from scripts.train.processes import choose_device
+from scripts.train.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {"dp": 2, "tp": 2, "recipe": "tensorwise", "out": ROOT / "runs/quickstart"}

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,27 @@ from fp8_dist.debug import CommAudit
 class RunWriter:
     """Writes config.json, metrics.jsonl, comm.txt and comm.json into `--out`.
 
-    What an earlier run left there goes first: half of a run must not look like a whole one.
+    What an earlier run left there goes first: half of a run must not look like a whole one. A run
+    that continues from a checkpoint keeps the metrics of the steps before it.
+
+    Args:
+        args: the options of the run.
+        first: the first step that will be written; the metrics of later ones go.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, first: int = 1) -> None:
         self.args = args
         self.out: Path = args.out
         self.out.mkdir(parents=True, exist_ok=True)
         for name in ("config.json", "comm.txt", "comm.json"):
             (self.out / name).unlink(missing_ok=True)
-        self.metrics = (self.out / "metrics.jsonl").open("w", buffering=1)
+        path = self.out / "metrics.jsonl"
+        kept = lines_before(first, path) if first > 1 and path.exists() else ""
+        # Replaced at once: a run that is killed here loses no line.
+        new = path.with_name(".metrics.jsonl.new")
+        new.write_text(kept)
+        new.replace(path)
+        self.metrics = path.open("a", buffering=1)
 
     def write_config(self, model: nn.Module, device: torch.device, reason: str) -> None:
         """Says what is trained, and where; reason: why not on a GPU, "" if there is nothing to say.
@@ -59,13 +71,29 @@ class RunWriter:
         line = {"step": step, "loss": loss, "tokens_per_second": speed, "grad_norm": grad_norm}
         self.metrics.write(json.dumps(line) + "\n")
 
+    def sync(self) -> None:
+        """Returns once the lines that were written survive a crash of the machine."""
+        os.fsync(self.metrics.fileno())
+
     def write_audit(self, audit: CommAudit) -> None:
         """Prints and writes the collectives of the audited (last) step."""
-        self.metrics.close()
         table = audit.table()
         print(f"\nCollectives of one training step, as one rank sees them:\n{table}\n", flush=True)
         (self.out / "comm.txt").write_text(f"{table}\n\n{audit.table(by_module=True)}\n")
         (self.out / "comm.json").write_text(json.dumps(audit_rows(audit), indent=2) + "\n")
+
+
+def lines_before(step: int, path: Path) -> str:
+    """The lines of metrics.jsonl of the steps before a step, but for one that was cut off."""
+    kept = {}
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            at = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if at < step and line.endswith("\n"):
+            kept[at] = line
+    return "".join(line for _, line in sorted(kept.items()))
 
 
 def audit_rows(audit: CommAudit) -> list[dict[str, Any]]:

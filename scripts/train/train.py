@@ -5,31 +5,40 @@
 Byte-level language modelling. Masters and optimizer state are fp32 and compute is bf16 in every
 recipe. With the same --seed, --batch-size and --seq-len, runs of all recipes and meshes start
 from the same weights and see the same data. Runs on CUDA with NCCL, or on CPUs with gloo; without
-torchrun it is a single process.
+torchrun it is a single process. With --checkpoint-every the run can be stopped and continued.
 """
 
 import argparse
 import dataclasses
 import os
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import clip_grad_norm_
 from scripts.common.corpus import VOCAB_SIZE, Corpus
-from scripts.common.gloo import use_one_thread_per_group
 from scripts.common.llama import MODELS
 from scripts.common.models import after_step, build
-from scripts.train.options import make_parser, parse_options
+from scripts.train import checkpoints
+from scripts.train.checkpoints import Checkpoints
+from scripts.train.manifest import RefusedCheckpoint
+from scripts.train.options import CHECKPOINTS, make_parser, parse_options
+from scripts.train.processes import process_group
+from scripts.train.roll import MissingRank, Roll
 from scripts.train.run_writer import RunWriter
+from scripts.train.stop import StopRequest, stop_on_signals
 
 MAX_GRAD_NORM = 1.0
 
@@ -37,41 +46,6 @@ MAX_GRAD_NORM = 1.0
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses and checks the options; errors end the process with status 2, on every rank alike."""
     return parse_options(make_parser("scripts.train.train", __doc__), argv)
-
-
-def choose_device(local_rank: int, local_ranks: int) -> tuple[torch.device, str]:
-    """Returns this rank's device and, where GPUs are left unused, the reason ("" otherwise).
-
-    Ranks that share a GPU cannot form an NCCL group: they all train on the CPU instead.
-    """
-    gpus = torch.cuda.device_count()
-    if local_ranks <= gpus:
-        return torch.device("cuda", local_rank), ""
-    reason = f"{local_ranks} ranks need as many GPUs, this machine has {gpus}" if gpus else ""
-    return torch.device("cpu"), reason
-
-
-@contextmanager
-def process_group() -> Iterator[tuple[torch.device, str]]:
-    """Joins the ranks that torchrun started, or makes a world of one; yields `choose_device`."""
-    device, reason = choose_device(
-        int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    )
-    use_cuda = device.type == "cuda"
-    if use_cuda:
-        torch.cuda.set_device(device)
-    use_one_thread_per_group()
-    backend = "nccl" if use_cuda else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield device, reason
-        # gloo may abort a rank's last collective if another rank leaves first.
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 class Trainer:
@@ -105,9 +79,25 @@ class Trainer:
             weight_decay=0.1,
             fused=True,
         )
+        self.start_after(0)
+
+    def start_after(self, step: int) -> None:
+        """Make the next step the one after `step`: its learning rate is a function of both."""
+        args = self.args
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = args.lr
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: learning_rate_factor(step, args.warmup, args.steps)
+            self.optimizer,
+            lambda step: learning_rate_factor(step, args.warmup, args.steps),
+            last_epoch=step - 1,
         )
+
+    def resume(self, path: Path, found: dict[str, Any]) -> int:
+        """Continue from a checkpoint; returns its step. See `checkpoints.load`."""
+        checkpoints.load(path, found, self.model, self.optimizer)
+        step: int = found["step"]
+        self.start_after(step)
+        return step
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Trains on the batch of `step`.
@@ -155,22 +145,82 @@ def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
     return (steps - step) / max(steps - warmup, 1)
 
 
-def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> None:
+def train(
+    args: argparse.Namespace,
+    device: torch.device,
+    reason: str = "",
+    stop: StopRequest | None = None,
+    roll: Roll | None = None,
+) -> bool:
     """Runs the steps; rank 0 shows progress and writes the files of `--out`.
 
-    reason: why the device is not a GPU, for people.
+    Args:
+        args: the options.
+        device: where the model is.
+        reason: why the device is not a GPU, for people.
+        stop: asked after each step, if checkpoints are written.
+        roll: told of each step.
+
+    Returns:
+        Whether all is well: False if the last checkpoint, the one to continue from, failed.
+
+    Raises:
+        RefusedCheckpoint: the run can't continue from what `--resume` names; on all ranks.
     """
-    writer = RunWriter(args) if dist.get_rank() == 0 else None
+    found = checkpoints.choose(args.out / CHECKPOINTS, args.resume)
+    if found is not None and found[1]["model"] != args.model:
+        raise RefusedCheckpoint(
+            f"{found[0]} is of --model {found[1]['model']}, and this run of --model {args.model}"
+        )
     mesh = init_device_mesh(device.type, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
     trainer = Trainer(args, mesh, device)
+    first = 1
+    if found is not None:
+        first += trainer.resume(*found)
+        if dist.get_rank() == 0:
+            print(describe_resume(args, trainer.model, *found), flush=True)
+    if first > args.steps:
+        return True
+    writer = RunWriter(args, first) if dist.get_rank() == 0 else None
     if writer is not None:
         writer.write_config(trainer.model, device, reason)
-    progress = tqdm(range(1, args.steps + 1), desc=args.recipe, unit="step", disable=writer is None)
+    saver = None
+    if args.checkpoint_every is not None:
+        saver = Checkpoints(args.out / CHECKPOINTS, args.keep, facts_of(args))
+    return run_steps(trainer, first, mesh, writer, saver, stop or StopRequest(), roll)
+
+
+def run_steps(
+    trainer: Trainer,
+    first: int,
+    mesh: DeviceMesh,
+    writer: RunWriter | None,
+    saver: Checkpoints | None,
+    stop: StopRequest,
+    roll: Roll | None,
+) -> bool:
+    """The steps from `first` on; see `train`."""
+    args = trainer.args
+    progress = tqdm(
+        range(first, args.steps + 1),
+        desc=args.recipe,
+        unit="step",
+        initial=first - 1,
+        total=args.steps,
+        disable=writer is None,
+    )
+    # Not the one of Checkpoints: its thread communicates at any time.
+    control = dist.new_group(backend="gloo") if saver is not None else None
     audit = comm_audit(mesh)
     for step in progress:
+        if roll is not None:
+            roll.at_step(step)
+        last = step == args.steps
+        if last and saver is not None:
+            saver.wait()  # the audit would see its collectives too
         since = time.perf_counter()
         with ExitStack() as around_step:
-            if step == args.steps:
+            if last:
                 # The audit sees eager code; compiled blocks communicate alike.
                 around_step.enter_context(torch.compiler.set_stance("force_eager"))
                 around_step.enter_context(audit)
@@ -181,17 +231,89 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
         if writer is not None:
             writer.write_step(step, *values, speed)
             progress.set_postfix_str(f"loss {values[0]:.3f}, {speed:.0f} tok/s", refresh=False)
+        if saver is None or control is None or last:
+            continue
+        signal = stop.agreed(control)
+        if signal or step % args.checkpoint_every == 0:
+            save(saver, step, trainer, writer)
+        if signal:
+            progress.close()
+            return end_early(saver, step, signal)
     progress.close()
     if writer is not None:
         writer.write_audit(audit)
+    if saver is None:
+        return True
+    # After all files: a run whose last checkpoint is there has nothing left to do.
+    save(saver, args.steps, trainer, writer)
+    return saver.wait()
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
+def save(saver: Checkpoints, step: int, trainer: Trainer, writer: RunWriter | None) -> None:
+    """Starts to write the checkpoint after a step; the lines of its metrics are safe before it."""
+    if writer is not None:
+        writer.sync()
+    saver.save(step, checkpoints.state_of(trainer.model, trainer.optimizer))
+
+
+def end_early(saver: Checkpoints, step: int, signal: str) -> bool:
+    """Waits for the last checkpoint; whether the run can be continued from it."""
+    complete = saver.wait()
+    if saver.is_first:
+        then = "--resume auto continues" if complete else "and its checkpoint FAILED"
+        print(f"stopped by {signal} after step {step}: {then}", flush=True)
+    return complete
+
+
+def facts_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What a manifest says of a run."""
+    names = ("model", "recipe", "seed", "batch_size", "seq_len", "steps", "lr", "warmup")
+    facts = {name: getattr(args, name) for name in names}
+    return facts | {"mesh": {"dp": args.dp, "tp": args.tp}, "data": args.corpus.source}
+
+
+def describe_resume(
+    args: argparse.Namespace, model: torch.nn.Module, path: Path, found: dict[str, Any]
+) -> str:
+    """What a run continues from, what differs, and what was kept of a recipe's histories."""
+    now = facts_of(args)
+    differs = [
+        f"{name} {found.get(name)} -> {value}"
+        for name, value in now.items()
+        if found.get(name) != value
+    ]
+    lines = [f"checkpoint: continues from {path}, after step {found['step']}"]
+    if differs:
+        lines.append(f"checkpoint: the run has changed: {'; '.join(differs)}")
+    kept, histories = checkpoints.histories_kept(model)
+    if histories:
+        rest = "" if kept == histories else ", the others start anew"
+        lines.append(f"checkpoint: {kept} of {histories} amax histories are kept{rest}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
     args = parse_args(argv)
-    with process_group() as (device, reason):
-        train(args, device, reason)
+    roll = None
+    try:
+        with process_group(args.timeout) as (device, reason, roll):
+            stop = stop_on_signals() if args.checkpoint_every is not None else None
+            return 0 if train(args, device, reason, stop, roll) else 1
+    except MissingRank as error:
+        text: str | None = str(error)
+    except RefusedCheckpoint as error:
+        text = str(error) if dist.get_rank() == 0 else ""
+    except (Exception, CheckpointException) as error:
+        text = roll.explain(error) if roll is not None else None
+        if text is None:
+            traceback.print_exc()
+    if text:
+        print(f"scripts.train.train: {text}", file=sys.stderr, flush=True)
+    # Not by way of the interpreter: threads may wait for a rank that is gone.
+    sys.stdout.flush()
+    os._exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """Delayed scales and state on several ranks: shards, a broadcast full state, DCP."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch.distributed.checkpoint as dcp
 from delayed_steps import DELAYED, amaxes, through_a_file
 from nets import Distributed
 from ranks import RankPools
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
 
-from fp8_dist import Float8LinearConfig
+from fp8_dist import Float8LinearConfig, Float8State, update_float8_scales
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
 
@@ -31,7 +34,7 @@ def steps(world: Distributed, count: int, seed: int) -> list[float]:
         loss = world.net(world.mine(torch.randn(4, 8, 64))).square().mean()
         loss.backward()
         losses.append(loss.item())
-        sync(world.net)
+        update_float8_scales(world.net)
     return losses
 
 
@@ -91,7 +94,7 @@ def test_a_checkpoint_that_rank_0_broadcasts(ranks: RankPools, dp: int, tp: int)
 
 
 def distributed_checkpoint(folder: str, dp: int, tp: int, as_dict: bool) -> dict[str, Any]:
-    """DCP keeps tensors alone: histories are lost, and scales dynamic in the next step."""
+    """DCP leaves histories out of a model's state: scales are dynamic in a new model's next step."""
     old = world_of(dp, tp, 0)
     steps(old, 2, seed=1)
     dcp.save({"net": old.net.state_dict()}, checkpoint_id=folder)
@@ -122,3 +125,69 @@ def test_distributed_checkpoints(
     for found in ranks(dp * tp).run(distributed_checkpoint, str(tmp_path), dp, tp, as_dict):
         assert found["delayed"] == found["dynamic"]
         assert found["histories"] is False
+
+
+def loaded_with_histories(
+    folder: str, dp: int, tp: int, config: Float8LinearConfig, partial: bool
+) -> tuple[Distributed, list[str]]:
+    """A new world that continues from a checkpoint; what was refused."""
+    new, refused = world_of(dp, tp, 1, config), []
+    dcp.load({"net": new.net}, checkpoint_id=folder)
+    planner = DefaultLoadPlanner(allow_partial_load=partial)
+    try:
+        dcp.load({"float8": Float8State(new.net)}, checkpoint_id=folder, planner=planner)
+    except CheckpointException as error:
+        refused = [str(each) for each in error.failures.values()]
+    return new, refused
+
+
+def saved_with_histories(folder: str, dp: int, tp: int) -> dict[str, Any]:
+    """A run that is saved, and goes on."""
+    old = world_of(dp, tp, 0)
+    steps(old, 2, seed=1)
+    before = amaxes(old.net)
+    dcp.async_save({"net": old.net, "float8": Float8State(old.net)}, checkpoint_id=folder).result()
+    return {"amaxes": before, "losses": steps(old, 3, seed=3)}
+
+
+def resumed_from(
+    folder: str, dp: int, tp: int, config: Float8LinearConfig = DELAYED, partial: bool = False
+) -> dict[str, Any]:
+    new, refused = loaded_with_histories(folder, dp, tp, config, partial)
+    return {"amaxes": amaxes(new.net), "refused": refused, "losses": steps(new, 3, seed=3)}
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(4, 1), (2, 2)])
+def test_histories_through_dcp(ranks: RankPools, tmp_path: Path, dp: int, tp: int) -> None:
+    """The same bits on the same mesh; the same histories on another."""
+    folder = str(tmp_path)
+    expected = ranks(4).run(saved_with_histories, folder, dp, tp)
+    # Where TP prepares an input, the layers behind it record none.
+    filled = [name for name, row in expected[0]["amaxes"].items() if row]
+    assert len(filled) == 18 - 4 * (tp > 1) + 2 * (tp > 1)
+    for found, old in zip(ranks(4).run(resumed_from, folder, dp, tp), expected, strict=True):
+        assert found == old | {"refused": []}
+    shorter = replace(DELAYED, amax_history_len=1)
+    for other, config in (((2, 1), DELAYED), ((1, 2), DELAYED), ((2, 1), shorter)):
+        for found in ranks(2).run(resumed_from, folder, *other, config, partial=True):
+            # Only TP prepares inputs.
+            kept = {name: expected[0]["amaxes"].get(name, []) for name in found["amaxes"]}
+            length = config.amax_history_len
+            assert found["amaxes"] == {name: row[:length] for name, row in kept.items()}
+            assert any(kept.values())
+
+
+def saved_without_histories(folder: str) -> None:
+    old = world_of(2, 1, 0, TENSORWISE)
+    dcp.save({"net": old.net, "float8": Float8State(old.net)}, checkpoint_id=folder)
+
+
+def test_dcp_of_another_recipe(ranks: RankPools, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ranks(2).run(saved_without_histories, folder)
+    for partial in (True, False):
+        for found in ranks(2).run(resumed_from, folder, 2, 1, partial=partial):
+            assert not any(found["amaxes"].values())
+            assert any("Missing key" in text for text in found["refused"]) is not partial
+    for found in ranks(2).run(resumed_from, folder, 2, 1, TENSORWISE):
+        assert found["refused"] == []

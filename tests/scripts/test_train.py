@@ -14,6 +14,7 @@ from torch_releases import uneven_sequence_in_torchs_linear
 
 from scripts.common.corpus import Corpus, load_corpus
 from scripts.train import train
+from scripts.train.processes import choose_device
 from scripts.train.run_writer import RunWriter
 
 ROOT = Path(train.__file__).parents[2]
@@ -102,6 +103,10 @@ def test_refused_options(capsys, monkeypatch, small_text):
         "--lr -1e-3",
         "--lr nan",
         "--lr inf",
+        "--timeout 0",
+        "--timeout inf",
+        "--checkpoint-every 0",
+        "--keep 0",
         "--step 3",
         "--recipe float4",
     ]
@@ -122,6 +127,10 @@ argument --dp: 0 is not positive
 argument --lr: expected one argument
 --lr must be positive and finite, got nan
 --lr must be positive and finite, got inf
+--timeout must be positive and finite, got 0.0
+--timeout must be positive and finite, got inf
+argument --checkpoint-every: 0 is not positive
+argument --keep: 0 is not positive
 unrecognized arguments: --step 3
 argument --recipe: invalid choice: 'float4' (choose from 'bf16', 'tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed')""",
     )
@@ -158,7 +167,7 @@ def test_heads_that_the_ranks_cannot_share(capsys, monkeypatch, small_text):
 )
 def test_ranks_train_on_gpus_when_each_has_one(monkeypatch, gpus, device, reason):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert train.choose_device(local_rank=1, local_ranks=2) == (torch.device(device), reason)
+    assert choose_device(local_rank=1, local_ranks=2) == (torch.device(device), reason)
 
 
 def test_learning_rate_rises_and_falls():

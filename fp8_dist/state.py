@@ -1,0 +1,80 @@
+"""What the layers of a model keep beside its parameters, for distributed checkpoints (DCP)."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8_dist.debug.module_path import WRAPPER_SEGMENTS
+from fp8_dist.linear.module import Float8Linear, float8_layers
+
+
+class Float8State:
+    """The amax histories of DELAYED operands, as an object that DCP saves and loads.
+
+    ``model.state_dict()`` has the keys of nn.Linear alone, and keeps histories in its metadata,
+    which ``torch.distributed.checkpoint`` drops. Save this object beside the model, and load it in
+    the same way, on the same or another mesh::
+
+        state = {"model": ..., "optimizer": ..., "float8": Float8State(model)}
+        dcp.save(state, checkpoint_id=folder)
+
+    It is small (an entry per operand of a layer), and empty for recipes without histories. DCP
+    insists that a checkpoint has every key that is asked for. For a checkpoint that may lack them
+    (one of bf16 or of another recipe), load it in a call of its own, with
+    ``planner=DefaultLoadPlanner(allow_partial_load=True)``: histories that the checkpoint lacks are
+    left as they are, which is empty in a new model.
+
+    Histories are the same on all ranks that share a layer's mesh, and DCP saves them once. Data-
+    parallel ranks of plain weights, as in DDP, have histories of their own: all of them continue
+    with those of one rank.
+
+    Args:
+        model: with converted layers, or without any; DDP's wrapper is left out of the names.
+
+    Collectives: none, in ``state_dict`` and ``load_state_dict``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+
+    def state_dict(self) -> dict[str, dict[str, list[float]]]:
+        """Amaxes by name of layer and operand, the newest first; empty before the first sync."""
+        layers = self._layers()
+        histories = [h for layer in layers.values() for h in layer.histories.values()]
+        filled = [h.history for h in histories if h.history is not None]
+        lengths = [len(amaxes) for amaxes in filled]
+        if filled:  # to the host at once: each copy from a GPU would wait for it
+            filled = (
+                torch.cat([amaxes.to(filled[0].device) for amaxes in filled]).cpu().split(lengths)
+            )
+        on_host = iter(filled)
+        return {
+            name: {
+                operand: [] if history.history is None else next(on_host).tolist()
+                for operand, history in layer.histories.items()
+            }
+            for name, layer in layers.items()
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+        """Continue with saved histories, each cut to the length that this model keeps.
+
+        Histories that are not in ``state_dict`` start anew. Those of layers and operands that this
+        model has no history of are ignored.
+        """
+        for name, layer in self._layers().items():
+            saved, device = state_dict.get(name, {}), layer.weight.device
+            for operand, history in layer.histories.items():
+                amaxes = saved.get(operand, ())
+                history.load(torch.tensor(amaxes, dtype=torch.float32, device=device))
+            layer.float8_weight.cache.drop()
+
+    def _layers(self) -> dict[str, Float8Linear]:
+        """The layers that have histories, by the names of their ``state_dict`` keys."""
+        return {
+            ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS): layer
+            for name, layer in float8_layers(self.model).items()
+            if layer.histories
+        }
