@@ -98,7 +98,7 @@ def _build(path: str) -> tuple[nn.Module, str]:
         function = pkgutil.resolve_name(path)
     except Exception as error:  # whatever the import of the module raises
         raise ValueError(f"--model {path}: {_told(error)}") from error
-    if not callable(function):
+    if isinstance(function, nn.Module) or not callable(function):
         raise ValueError(f"--model {path}: it is a {type(function).__name__}, not a function")
     where = "the meta device"
     try:
@@ -265,7 +265,7 @@ def _misaligned(shape: tuple[int, ...], tp: int) -> str:
     found = []
     sides = (("out_features", "ColwiseParallel"), ("in_features", "RowwiseParallel"))
     for size, (name, style) in zip(shape, sides, strict=True):
-        part = -(-size // tp)
+        part = max(-(-size // tp), 1)
         parts = {min(part, size - start) for start in range(0, size, part)}
         if any(each % ALIGNMENT for each in parts):
             divided = f" ({' or '.join(map(str, sorted(parts)))} with {style})" if tp > 1 else ""

@@ -17,8 +17,8 @@ from fp8_dist.linear.module import Float8Linear
 _EXPERTS_IN_CONFIG = ("num_experts_per_tok", "experts_per_token")
 # What modules call it.
 _EXPERTS_IN_MODULE = ("top_k", *_EXPERTS_IN_CONFIG)
-# Modules that multiply by each of their 2-D parameters, once per token.
-_PRODUCTS = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+# Modules that multiply by each of their matrices, once per token.
+_PRODUCTS = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
 # Modules whose parameters are looked up, or multiplied more than once per token.
 _NO_PRODUCTS = (
     nn.Embedding,
@@ -177,7 +177,7 @@ def _row_of_parameter(
     owner = modules[name.rpartition(".")[0]]
     reason = f"no nn.Linear, but a parameter of {type(owner).__name__}"
     flops = 2 * parameter.numel()
-    if parameter.ndim == 3:
+    if parameter.ndim == 3 and not isinstance(owner, _PRODUCTS):
         experts = parameter.shape[0]
         visited = _experts_per_token(name, modules, experts)
         reason = f"no nn.Linear, but a 3-D parameter of {experts} experts"

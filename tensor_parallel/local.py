@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -49,7 +50,7 @@ def declare_placements(
     Collectives: none here; in forward and backward those of the two styles.
 
     Raises:
-        TypeError: ``layer`` is no Float8Linear, or a placement is none.
+        TypeError: ``layer`` is no Float8Linear, ``mesh`` no DeviceMesh, or a placement is none.
         ValueError: the mesh is not 1-D, a placement is not among those above, the weight has been
             distributed over ``mesh`` already, or its shape does not fit.
     """
@@ -57,6 +58,11 @@ def declare_placements(
         raise TypeError(
             f"declare_placements needs a Float8Linear, got a {type(layer).__name__}; convert it "
             "first (convert_to_float8_training)"
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{layer.fqn}: declare_placements needs a DeviceMesh, got a {type(mesh).__name__}; "
+            "DeviceMesh.from_group(group, device_type) makes one of a process group"
         )
     if mesh.ndim != 1:
         raise ValueError(
@@ -98,7 +104,8 @@ def share_input(input: torch.Tensor, layers: Sequence[Float8Linear]) -> torch.Te
     Raises:
         ValueError: no layers, one that is not column-parallel by its declaration, layers that
             disagree, or a DTensor on a mesh of several axes.
-        TypeError: ``input`` is a DTensor where a local tensor was declared, or the other way round.
+        TypeError: ``layers`` is no sequence of Float8Linear; or ``input`` is a DTensor where a
+            local tensor was declared, or the other way round.
     """
     if not torch.compiler.is_compiling():
         _check_shared(input, layers)
@@ -117,6 +124,14 @@ def share_input(input: torch.Tensor, layers: Sequence[Float8Linear]) -> torch.Te
 
 
 def _check_shared(input: torch.Tensor, layers: Sequence[Float8Linear]) -> None:
+    single = isinstance(layers, nn.Linear)
+    wrong = [layers] if single else [m for m in layers if not isinstance(m, Float8Linear)]
+    if wrong:
+        kinds = ", ".join(type(layer).__name__ for layer in wrong)
+        raise TypeError(
+            f"share_input takes a list of Float8Linear, got {kinds}"
+            + (" alone" if single else "; convert it first (convert_to_float8_training)")
+        )
     names = [layer.fqn for layer in layers]
     declared = layers[0].local_placements if layers else None
     if not layers or any(

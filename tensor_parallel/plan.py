@@ -4,13 +4,18 @@ A *plan* maps module names to parallel styles, as for torch's ``parallelize_modu
 dot-separated parts of a name may hold ``*``.
 """
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from fnmatch import fnmatch
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear.module import Float8Linear, float8_layers
@@ -41,7 +46,8 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
         mesh: the tensor-parallel axis, 1-D: ``mesh["tp"]`` of a larger mesh.
         plan: module names (``*`` stands for any part) to torch's styles or ours.
 
-    Parameters that modules share (tied embeddings) stay shared.
+    Parameters that modules share (tied embeddings) stay shared. Converted layers may have torch's
+    styles: activations are then moved in high precision, and a warning says so.
 
     Collectives: those of torch's ``parallelize_module``, which scatters the parameters.
 
@@ -79,9 +85,28 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     if offenders:
         listing = "\n".join(f"  - {offender}" for offender in offenders)
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
+    _warn_of_high_precision(model, resolved)
     parallelize_module(model, mesh, resolved)
     tie_again(ties)
     return model
+
+
+def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
+    """Name a converted layer whose style is torch's, as in a plan from before the conversion."""
+    missed = [
+        name
+        for name, style in styles.items()
+        if isinstance(model.get_submodule(name), Float8Linear)
+        and isinstance(style, ColwiseParallel | RowwiseParallel)
+        and not isinstance(style, Float8ColwiseParallel | Float8RowwiseParallel)
+    ]
+    if missed:
+        warnings.warn(
+            f"apply_tp_plan: {len(missed)} converted layers, such as {missed[0]!r}, have torch's "
+            "styles, which move their inputs and output gradients in high precision. Make the plan "
+            "after convert_to_float8_training, or use the float8 styles",
+            stacklevel=3,
+        )
 
 
 def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fp8_dist.mesh import Layout, layout_over, sharded_dim
+from fp8_dist.mesh import Layout, Placements, layout_over, sharded_dim
 
 
 class LocalPlacements(NamedTuple):
@@ -50,12 +50,14 @@ class LocalPlacements(NamedTuple):
     def _wrap(self, local: torch.Tensor, placement: Placement) -> DTensor:
         return DTensor.from_local(local, self.mesh, (placement,), run_check=False)
 
-    def check(self, input: torch.Tensor, weight: torch.Tensor, fqn: str) -> None:
+    def check(
+        self, input: torch.Tensor, weight: torch.Tensor, output: Placements | None, fqn: str
+    ) -> None:
         """Refuse operands that are not what was declared.
 
         Raises:
             TypeError: the weight is a DTensor, or the input is one other than ``share_input`` gave.
-            ValueError: the input's features don't fit.
+            ValueError: the input's features don't fit, or the output has no dim as declared.
         """
         if isinstance(weight, DTensor):
             raise TypeError(
@@ -64,6 +66,12 @@ class LocalPlacements(NamedTuple):
                 "fully_shard was called on, which gathers it, or leave the layer to the parallel "
                 "styles"
             )
+        for placement in output or ():
+            if isinstance(placement, Shard) and not -input.ndim <= placement.dim < input.ndim:
+                raise ValueError(
+                    f"{fqn}: the output was declared as {placement!r}, but has {input.ndim} dims, "
+                    "as the input has"
+                )
         features, last = weight.shape[1], input.ndim - 1
         if self.weight == Shard(1):
             features *= self.mesh.size()

@@ -130,7 +130,7 @@ class Float8Linear(nn.Linear):
         declared = self.local_placements
         if declared is None:
             return self._forward(input, self.weight, self.bias)
-        declared.check(input, self.weight, self.fqn)
+        declared.check(input, self.weight, self.output_placements, self.fqn)
         output = self._forward(*declared.distributed(input, self.weight, self.bias))
         assert isinstance(output, DTensor)
         return output.to_local()

@@ -411,11 +411,12 @@ def refused_declarations() -> list[str]:
     apply_tp_plan(styled, tp, {"0": Float8ColwiseParallel()})
     column: dict[str, Any] = {"weight": Shard(0), "input": Replicate(), "output": Shard(-1)}
 
-    def declared(layer: Any, mesh: DeviceMesh = tp, **others: Any) -> Callable[[], object]:
+    def declared(layer: Any, mesh: Any = tp, **others: Any) -> Callable[[], object]:
         return partial(declare_placements, layer, mesh, **(column | others))
 
     messages = [
         raised(TypeError, declared(whole)),
+        raised(TypeError, declared(layer, tp.get_group())),
         raised(ValueError, declared(layer, both)),
         raised(TypeError, declared(layer, input="sequence")),
         raised(ValueError, declared(layer, weight=Shard(2))),
@@ -432,6 +433,7 @@ def test_declarations_that_do_not_fit(ranks: RankPools) -> None:
         "\n".join(ranks(2).run_same(refused_declarations)),
         """\
 declare_placements needs a Float8Linear, got a Linear; convert it first (convert_to_float8_training)
+0: declare_placements needs a DeviceMesh, got a ProcessGroup; DeviceMesh.from_group(group, device_type) makes one of a process group
 0: declare_placements needs a 1-D mesh, got one with shape (1, 2) and axes ('dp', 'tp'): pass its tensor-parallel axis, such as mesh['tp']
 0: input='sequence' is no placement, such as Shard(0)
 0: weight=Shard(dim=2), but it must be Shard(0), Shard(1) or Replicate()
@@ -449,7 +451,8 @@ def refused_calls() -> list[str]:
     q = part_of(column, tp, 0, input=Shard(1), output=Shard(-1))
     k = part_of(column, tp, 0, input=Shard(0), output=Shard(-1))
     o = part_of(row, tp, 1, input=Shard(-1), output=Shard(1))
-    q.fqn, k.fqn, o.fqn = "wq", "wk", "wo"
+    nowhere = part_of(column, tp, 0, input=Shard(1), output=Shard(3))
+    q.fqn, k.fqn, o.fqn, nowhere.fqn = "wq", "wk", "wo", "nowhere"
     x = torch.randn(2, 4, 32)
     sharded = part_of(column, tp, 0, input=Replicate(), output=Shard(-1))
     elsewhere = part_of(column, tp, 0, input=Replicate(), output=Shard(-1))
@@ -467,7 +470,10 @@ def refused_calls() -> list[str]:
         raised(TypeError, lambda: o(share_input(x, [q]))),
         raised(TypeError, lambda: sharded.forward(x)),
         raised(ValueError, lambda: precompute_float8_dynamic_scale(elsewhere)),
+        raised(ValueError, lambda: nowhere(x)),
         raised(ValueError, lambda: share_input(x, [])),
+        raised(TypeError, lambda: share_input(x, q)),
+        raised(TypeError, lambda: share_input(x, [q, column])),
         raised(ValueError, lambda: share_input(x, [q, k])),
         raised(TypeError, lambda: share_input(dtensor, [q])),
         raised(TypeError, lambda: share_input(x, [undeclared])),
@@ -487,7 +493,10 @@ wo: the last dim of the input must be 16, for a weight of (48, 16) declared as S
 wo: the input was declared as a local tensor, Shard(dim=-1) on <tp>, but it is a DTensor, (Replicate(),) on <tp>; pass its to_local() at the declared placement, or what share_input returns
 sharded: the weight was declared as a local tensor, Shard(dim=0) on <tp>, but it is a DTensor on <dp>; call the module that fully_shard was called on, which gathers it, or leave the layer to the parallel styles
 elsewhere: the weight is a DTensor on <other>, so it can't be a local part on <tp>. Declare another axis of the same init_device_mesh than FSDP2 shards over; leave a layer that a parallel style was applied to as it is
+nowhere: the output was declared as Shard(dim=3), but has 3 dims, as the input has
 share_input: [] must be column-parallel layers (declare_placements with weight=Shard(0)), with one mesh, input placement and cast of the input; found
+share_input takes a list of Float8Linear, got Float8Linear alone
+share_input takes a list of Float8Linear, got Linear; convert it first (convert_to_float8_training)
 share_input: ['wq', 'wk'] must be column-parallel layers (declare_placements with weight=Shard(0)), with one mesh, input placement and cast of the input; found
   - wq: LocalPlacements(mesh=<tp>, weight=Shard(dim=0), input=Shard(dim=1)), in_features=32, out_features=48, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2
   - wk: LocalPlacements(mesh=<tp>, weight=Shard(dim=0), input=Shard(dim=0)), in_features=32, out_features=48, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2

@@ -22,7 +22,13 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_releases import uneven_sequence_in_torchs_linear
 
-from fp8_dist import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingType,
+    convert_to_float8_training,
+    skip_head,
+)
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -275,6 +281,16 @@ layers.1.attention.wo.weight
 layers.1.feed_forward.w1.weight
 layers.1.feed_forward.w3.weight""",
     )
+
+
+def test_a_plan_from_before_the_conversion_is_warned_of(fake_world: DeviceMesh) -> None:
+    model = Llama(TINY)
+    plan = llama_tp_plan(model)
+    convert_to_float8_training(model, module_filter_fn=skip_head(model))
+    with pytest.warns(
+        UserWarning, match=r"14 converted layers, such as 'layers\.0\.attention\.wq'"
+    ):
+        apply_tp_plan(model, fake_world["dp"], plan)
 
 
 def several_names() -> nn.Module:

@@ -56,6 +56,13 @@ def needs_an_argument(size: int) -> nn.Module:
     return nn.Linear(size, size)
 
 
+A_MODEL = nn.Linear(16, 16)
+
+
+def without_features() -> nn.Module:
+    return nn.Sequential(nn.Linear(0, 16), nn.Linear(16, 24))
+
+
 def no_model() -> int:
     return 1
 
@@ -224,6 +231,13 @@ def test_the_meta_device_or_else_the_cpu(capsys: pytest.CaptureFixture[str]) -> 
     assert "1 of 1 weights in float8" in text
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_without_features(capsys: pytest.CaptureFixture[str]) -> None:
+    text = report_of(capsys, "without_features")
+    assert "16 x 0" in text
+    assert "1, 24 x 16: out_features 24" in text
+
+
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_alignment_is_that_of_the_layers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tp: int
@@ -263,6 +277,7 @@ def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "no_such_module:f"), "ModuleNotFoundError: No module named 'no_such_module'"),
         (("--model", "not a name"), "ValueError: invalid format: 'not a name'"),
         (("--model", "test_doctor:SIZES"), "it is a tuple, not a function"),
+        (("--model", "test_doctor:A_MODEL"), "it is a Linear, not a function"),
         (("--model", "test_doctor:no_model"), "it returned a int, not an nn.Module"),
         (("--model", "test_doctor:needs_an_argument"), "TypeError: needs_an_argument() missing 1"),
         (("--tp", "2"), "--recipe, --dp and --tp describe the use of a model: give --model"),

@@ -142,6 +142,7 @@ def test_reasons() -> None:
             "filtered": nn.Linear(32, 16),
             "attention": nn.MultiheadAttention(16, 2),
             "conv": nn.Conv2d(3, 16, 4),
+            "bilinear": nn.Bilinear(4, 4, 2),
         }
     )
     convert_to_float8_training(model, module_filter_fn=lambda m, fqn: fqn != "filtered")
@@ -159,6 +160,7 @@ lazy: 0, it is lazy: run it once, so that it knows its sizes
 filtered: 512, module_filter_fn returned False
 attention.in_proj_weight: 768, no nn.Linear, but a parameter of MultiheadAttention
 attention.out_proj: 256, its class NonDynamicallyQuantizableLinear is read by nn.MultiheadAttention, never called
+bilinear.weight: 32, no nn.Linear, but a parameter of Bilinear
 late: 256, convert_to_float8_training has not seen it""",
     )
     assert summary.parameters == sum(

@@ -48,6 +48,7 @@ class Fp8DistConfig(QuantizationConfigMixin):
         enable_fsdp_float8_all_gather: as in ``Float8LinearConfig``.
 
     Raises, here:
+        TypeError: ``modules_to_not_convert`` is a string.
         ValueError: no recipe has this name, or it can't be gathered in float8 as asked.
 
     Raises, in from_pretrained:
@@ -65,6 +66,11 @@ class Fp8DistConfig(QuantizationConfigMixin):
         enable_fsdp_float8_all_gather: bool | Literal["auto"] = "auto",
         quant_method: str = METHOD,
     ) -> None:
+        if isinstance(modules_to_not_convert, str):
+            raise TypeError(
+                "Fp8DistConfig.modules_to_not_convert takes a list of names, got a string: "
+                f"write [{modules_to_not_convert!r}]"
+            )
         self.quant_method = quant_method  # type: ignore[assignment]  # transformers' own are an enum
         self.recipe = recipe
         self.modules_to_not_convert = modules_to_not_convert

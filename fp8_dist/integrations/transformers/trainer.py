@@ -47,8 +47,8 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     Raises, when training begins:
         ValueError: the model is not converted, because the Trainer made a new one
-            (``model_init``) or got the callback after the model (``add_callback``); or the
-            optimizer updates none of the converted weights.
+            (``model_init``) or got the callback after the model (``add_callback``); the
+            optimizer updates none of the converted weights; or the Trainer has the callback twice.
     """
 
     def __init__(
@@ -105,6 +105,10 @@ class Float8Callback(TrainerCallback, ExportableState):
         attach_update(optimizer, model).remove()
         self._model = model
         saved = state.stateful_callbacks.get(type(self).__name__, {})
+        if isinstance(saved, list):  # the Trainer's form for several callbacks of one class
+            raise ValueError(
+                f"Float8Callback: the Trainer has {len(saved)} of these callbacks; leave one"
+            )
         _restore_histories(model, saved.get("attributes", {}).get("histories", {}))
         update_float8_scales(model)
 

@@ -129,6 +129,11 @@ def test_names_of_no_module_are_refused(checkpoint: Path) -> None:
     )
 
 
+def test_a_name_that_is_no_list_is_refused() -> None:
+    refused = raised(TypeError, lambda: Fp8DistConfig(modules_to_not_convert="mlp"))
+    assert "got a string: write ['mlp']" in refused
+
+
 def test_unknown_recipes_are_refused() -> None:
     assert "tensorwize" in raised(ValueError, lambda: Fp8DistConfig("tensorwize"))
 

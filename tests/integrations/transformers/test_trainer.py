@@ -281,6 +281,13 @@ def test_a_callback_that_comes_later_is_refused(tmp_path: Path) -> None:
         assert "not add_callback" in raised(ValueError, trainer.train)
 
 
+def test_a_second_callback_is_refused(tmp_path: Path) -> None:
+    with launched():
+        callbacks = [Float8Callback(), Float8Callback()]
+        trainer = one_rank(tmp_path, model=llama(), callbacks=callbacks)
+        assert "has 2 of these callbacks; leave one" in raised(ValueError, trainer.train)
+
+
 def test_an_optimizer_of_other_weights_is_refused(tmp_path: Path) -> None:
     """Float8 gathers make new parameters, which an optimizer made before the Trainer has not."""
     model = llama()
