@@ -137,6 +137,19 @@ def test_the_example_of_the_page() -> None:
     assert all("lm_head" not in name for name in layers)
 
 
+def test_the_example_to_copy() -> None:
+    text = (ROOT / "scripts/examples/torchtitan.sh").read_text()
+    (command,) = re.findall(
+        r"^torchrun .*? -m torchtitan\.train (.*)$", text.replace("\\\n", ""), re.M
+    )
+    config = ConfigManager().parse_args(command.split())
+    assert config.parallelism.tensor_parallel_degree == 2
+    config.model_spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        layers = float8_layers(config.model_spec.model.build())
+    assert layers["layers.0.attention.wo"].config.fsdp_float8_all_gather
+
+
 def test_unknown_configs() -> None:
     args = ["--module", "fp8_dist.integrations.torchtitan", "--config", "llama3_8b_int4"]
     with pytest.raises(ValueError, match="llama3_8b_int4"):
