@@ -4,7 +4,7 @@ A release of torch may rename them: one that is missing is an ImportError when t
 imported, not an AttributeError in the middle of a step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -26,6 +26,7 @@ try:
         AsyncCollectiveTensor as AsyncCollectiveTensor,
     )
     from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as FsdpState
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._utils import (
         compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
@@ -46,6 +47,7 @@ try:
     _function_node: Any = torch._C._FunctionBase
     _set_sequence_nr = _function_node._set_sequence_nr
     _any_node: Any = torch._C._functions.UndefinedGrad
+    has_functorch_transforms = torch._C._are_functorch_transforms_active
     without_dispatch_modes = _disable_current_modes
     _current_graph_task_id = torch._C._current_graph_task_id
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
@@ -54,6 +56,7 @@ try:
     foreach_norm = torch._foreach_norm
     foreach_zero_ = torch._foreach_zero_
     tensor_data: Any = torch._C.TensorBase.data  # the descriptor behind tensor.data
+    tensor_version: Any = torch._C.TensorBase._version  # and behind tensor._version
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
@@ -159,6 +162,13 @@ def storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor inside of wrappers, such as a DTensor; a plain tensor itself."""
+    while not is_plain(tensor) and hasattr(tensor, "__tensor_flatten__"):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return tensor
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for a tensor or parameter of no subclass."""
     return type(tensor) in _PLAIN
@@ -178,6 +188,20 @@ def op_name(op: OpOverload) -> str:
 def op_arguments(op: OpOverload) -> list[str]:
     """The names of an operator's arguments."""
     return [argument.name for argument in op._schema.arguments]
+
+
+def written_arguments(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[Any]:
+    """Those arguments that an operator writes to; all of a collective: its schema tells of none."""
+    if op.namespace == "c10d":
+        return args
+    schema = op._schema
+    if not schema.is_mutable:
+        return ()
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    return [given[name] for name in written if name in given]
 
 
 def is_selectively_checkpointed() -> bool:
@@ -240,6 +264,12 @@ def fsdp_modules_with_extensions(group: Any) -> list[nn.Module]:
     return [module for info in infos for module in (info.module, *info.shared_modules)]
 
 
+def fsdp_modules_sharing(group: Any, module: nn.Module) -> list[nn.Module]:
+    """The other modules that hold a parameter for which FSDP2 asks ``module`` what to gather."""
+    infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
+    return [user for info in infos if info.module is module for user in info.shared_modules]
+
+
 def fsdp_parameter_users(module: FSDPModule) -> Iterator[tuple[nn.Module, str]]:
     """(module, parameter name) of all users of each parameter that an FSDP module shards."""
     for group in fsdp_groups_of_module(module):
@@ -267,6 +297,11 @@ def fsdp_parameter_uses() -> Iterator[FsdpParameterUse]:
             yield FsdpParameterUse(info.module, info.param_name, *state)
             for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
                 yield FsdpParameterUse(module, name, *state)
+
+
+def fsdp_is_running(group: Any) -> bool:
+    """True while FSDP2 runs the forward or the backward of a parameter group."""
+    return group._training_state is not FsdpState.IDLE
 
 
 def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:

@@ -25,10 +25,11 @@ from fp8_dist.fsdp.attach import attach
 from fp8_dist.fsdp.groups import common_groups
 from fp8_dist.fsdp.joining import joined
 from fp8_dist.fsdp.local_amaxes import Amaxes, axes_of, local_amaxes
-from fp8_dist.fsdp.resharding import check_sharded_module
+from fp8_dist.fsdp.resharding import check_outside_of_backward, check_sharded_module
 from fp8_dist.fsdp.streams import note_made
 from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import Scaling, scaling_from_amax
+from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
 from fp8_dist.mesh import (
@@ -62,11 +63,14 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     A stage of a pipeline has no group over its axes at first. The first call makes the groups of
     all stages, so all ranks of the world must make it (or see ``fp8_dist.fsdp.make_amax_group``).
     If the mesh was sliced from one that leaves out ranks of the world, each axis has an all-reduce.
-    On CPUs it runs in the background; the first use of a scale waits for it.
+    On CPUs it runs in the background; the first use of a scale waits for it. The first call for a
+    module also compares its layers between the ranks of their meshes: an all-reduce of 16 bytes for
+    each axis, which ``comm_audit`` does not count.
 
     Raises:
-        ValueError: ``module`` has no converted layer whose weight has a DYNAMIC scale, or a weight
-            is not the 2-D parameter that the optimizer updates (FSDP1's flattened shards,
+        ValueError: ranks differ in the layers of ``module`` or in their configs (the error names
+            the first difference), or it has no converted layer whose weight has a DYNAMIC scale, or
+            a weight is not the 2-D parameter that the optimizer updates (FSDP1's flattened shards,
             parametrizations), or FSDP2 reshards to a smaller mesh after forward, which it can't do
             with float8 gathers.
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
@@ -86,8 +90,11 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
     """:func:`precompute_float8_dynamic_scale` for some layers of ``module``, by name; None: all."""
     if layers is None:
         layers = _float8_layers(module, "precompute_float8_dynamic_scale")
-    reshard(module)  # unsharded weights are those of before the optimizer step
+    reshard(
+        module, "precompute_float8_dynamic_scale"
+    )  # unsharded weights are those of before the optimizer step
     _check_weights(layers)
+    check_agreement(module, "precompute_float8_dynamic_scale")
     # By the parameter that each layer has now: FSDP2 will put another in its place.
     weights = {
         layer: id(layer.weight)
@@ -112,8 +119,16 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
         note_made(weights)
 
 
-def reshard(module: nn.Module) -> None:
+def check_agreement(module: nn.Module, caller: str) -> None:
+    """Compare the layers of a module between ranks when it is first updated (see check_layers)."""
+    if needs_comparison(module):
+        reshard(module, caller)
+        check_layers(module, caller)
+
+
+def reshard(module: nn.Module, caller: str) -> None:
     """Put the sharded parameters of all FSDP modules back in place."""
+    check_outside_of_backward(module, caller)
     for name, part in module.named_modules():
         if isinstance(part, FSDPModule):
             check_sharded_module(part, name or "the root")
@@ -140,7 +155,7 @@ def attach_precompute(
         TypeError: ``optimizer`` is and holds no torch optimizer.
     """
     layers = _float8_layers(module, "attach_precompute")
-    reshard(module)  # the parameters that an optimizer updates
+    reshard(module, "attach_precompute")  # the parameters that an optimizer updates
     call = partial(precompute_float8_dynamic_scale, module)
     return attach(call, optimizer, layers, "attach_precompute")
 

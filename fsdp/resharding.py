@@ -1,25 +1,32 @@
-"""Refusing ``reshard_after_forward=<int>`` for weights that FSDP2 gathers in float8.
+"""Refusing what FSDP2 can't do with weights that it gathers in float8, and calls in its midst.
 
-FSDP2 would reshard its all-gather output, which is float8 bytes here, as a parameter to the
-smaller mesh, and fail at that with an error about dtypes that require gradients.
+With ``reshard_after_forward=<int>`` FSDP2 would reshard its all-gather output, which is float8
+bytes here, as a parameter to the smaller mesh, and fail at that with an error about dtypes that
+require gradients.
 """
 
+from collections.abc import Iterable
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
+from fp8_dist.linear.module import Float8Linear
 from fp8_dist.torch_internals import (
     fsdp_groups,
     fsdp_groups_of_module,
+    fsdp_is_running,
+    fsdp_modules_sharing,
     fsdp_modules_with_extensions,
     fsdp_reshards_to_smaller_mesh,
+    in_backward,
 )
 
 # FSDP2's parameter group of each layer whose weight it gathers in float8. The layer itself, a child
 # of the sharded module, has no reference to it.
 _groups: "WeakKeyDictionary[nn.Module, ReferenceType[Any]]" = WeakKeyDictionary()
+_compared: "WeakSet[nn.Module]" = WeakSet()  # layers that were compared with those that share
 
 
 def check_sharded_module(module: FSDPModule, name: str) -> None:
@@ -29,13 +36,51 @@ def check_sharded_module(module: FSDPModule, name: str) -> None:
             _check(group, name)
 
 
-def check_layer(layer: nn.Module, name: str) -> None:
+def check_outside_of_backward(module: nn.Module, caller: str) -> None:
+    """Refuse a call in the middle of a backward: it would reshard what that still needs."""
+    if not in_backward():
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule) and any(
+            fsdp_is_running(group) for group in fsdp_groups_of_module(part)
+        ):
+            raise ValueError(
+                f"{caller}: called within a backward of {name or 'the root'} (from a hook?), which "
+                "still needs what FSDP2 has gathered; call it after optimizer.step(), or attach it "
+                "(attach_update)"
+            )
+
+
+def check_layer(layer: Float8Linear, name: str) -> None:
     """Refuse a layer whose weight FSDP2 is about to gather."""
     if layer not in _groups or _groups[layer]() is None:  # its first gather: look up all at once
         for group in fsdp_groups():
             _groups.update(dict.fromkeys(fsdp_modules_with_extensions(group), ref(group)))
-    if layer in _groups:
-        _check(_groups[layer](), name)
+    if layer not in _groups:
+        return
+    group = _groups[layer]()
+    _check(group, name)
+    if layer not in _compared:
+        _check_rounding(layer, fsdp_modules_sharing(group, layer))
+        _compared.add(layer)
+
+
+def _check_rounding(layer: Float8Linear, others: Iterable[nn.Module]) -> None:
+    """Refuse layers that share a weight, but round its scale in two ways.
+
+    (Whether they take another cast of it, each of them checks when it is given the gathered one.)
+    """
+    own = layer.config
+    for other in others:
+        if not isinstance(other, Float8Linear):
+            continue
+        same_cast = other.config.gather_cast("weight") == own.gather_cast("weight")
+        if same_cast and other.config.round_scales_to_power_of_2 != own.round_scales_to_power_of_2:
+            raise ValueError(
+                f"{layer.fqn} and {other.fqn} share a weight that FSDP2 gathers in float8, but "
+                "one config has round_scales_to_power_of_2 and the other has not; convert layers "
+                "that share a weight with one config"
+            )
 
 
 def group_of(layer: nn.Module) -> Any:

@@ -30,13 +30,15 @@ from fp8_dist.torch_internals import (
 LARGEST_BUFFER = 2**30  # bytes
 
 
-def cast_together(layer: Float8Linear) -> None:
+def cast_together(layer: Float8Linear, evaluates: bool) -> None:
     """Cast the shard of a layer that FSDP2 is about to gather, if no cast of it is kept.
 
     With it the shards of all other layers are cast that FSDP2 gathers under the same root module,
     whose precomputed scales are fresh, and of which no cast is kept. A launch or a few for all, on
     the current stream. On devices where that is no faster than one by one it does nothing, and the
     gather casts its shard alone.
+
+    ``evaluates``: the gather belongs to an evaluation, which takes no cast from before it.
 
     Collectives: none.
     """
@@ -46,6 +48,10 @@ def cast_together(layer: Float8Linear) -> None:
         return
     alike: dict[tuple[Any, ...], list[Float8Linear]] = {}
     for other in _gathered_with(group):
+        cache = other.float8_weight.cache
+        if evaluates and not (other is layer or other.training or cache.is_cast_ahead):
+            cache.begin_evaluation()
+            cache.is_cast_ahead = True
         if _lacks_cast(other):
             (cast,), shard = other.config.casts("weight"), other.float8_weight.shard()
             # A frozen weight's cast outlives those of the others, and so would their buffer.

@@ -4,7 +4,7 @@ import torch
 import torch.nn as nn
 
 from fp8_dist.fsdp.groups import common_groups
-from fp8_dist.fsdp.precompute import reshard
+from fp8_dist.fsdp.precompute import check_agreement, reshard
 from fp8_dist.fsdp.streams import note_made
 from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
@@ -28,10 +28,11 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
         module: the model, or a part of it.
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per operand, over all axes of these
-    meshes; none if there are none. Groups of a pipeline's stages are made as in precompute.
+    meshes; none if there are none. Groups of a pipeline's stages are made as in precompute, and the
+    first call for a module compares its layers as there.
 
     Raises:
-        ValueError: no operand in ``module`` is DELAYED.
+        ValueError: ranks differ in the layers of ``module``, or no operand in it is DELAYED.
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
     """
     layers = [layer for layer in float8_layers(module).values() if layer.histories]
@@ -40,7 +41,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
             "sync_float8_amax_and_scale_history: the module has no Float8Linear with a DELAYED "
             "operand; convert it with the recipe 'delayed', or drop the call"
         )
-    reshard(module)
+    reshard(module, "sync_float8_amax_and_scale_history")
+    check_agreement(module, "sync_float8_amax_and_scale_history")
     histories = [history for layer in layers for history in layer.histories.values()]
     meshes = {mesh for layer in layers for mesh in layer.meshes()}
     # (Where the mesh is; offloaded weights are elsewhere.)

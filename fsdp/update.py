@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.fsdp.attach import attach
-from fp8_dist.fsdp.precompute import precompute_layers, reshard
+from fp8_dist.fsdp.precompute import check_agreement, precompute_layers, reshard
 from fp8_dist.fsdp.sync import sync_float8_amax_and_scale_history
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.torch_internals import fsdp_parameter_users
@@ -35,13 +35,16 @@ def update_float8_scales(module: nn.Module) -> None:
     Args:
         module: the model, or a part of it that contains the FSDP modules of its layers.
 
-    Collectives: those of the two, if they run, which is the same on all ranks.
+    Collectives: those of the two, if they run, which is the same on all ranks. The first call for a
+    module compares its layers between ranks, as precompute does.
 
     Raises:
-        ValueError: ``module`` has no converted layer, or one of the two refuses a weight.
+        ValueError: ranks differ in the layers of ``module``, it has no converted layer, or one of
+            the two refuses a weight.
         NotImplementedError, torch._dynamo.exc.Unsupported: as the two do.
     """
     layers = _converted_layers(module, "update_float8_scales")
+    check_agreement(module, "update_float8_scales")
     precomputed = _layers_to_precompute(module, layers)
     if precomputed:
         precompute_layers(module, precomputed)
@@ -62,7 +65,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
         TypeError: ``optimizer`` is and holds no torch optimizer.
     """
     layers = _converted_layers(module, "attach_update")
-    reshard(module)  # the parameters that an optimizer updates
+    reshard(module, "attach_update")  # the parameters that an optimizer updates
     return attach(partial(update_float8_scales, module), optimizer, layers, "attach_update")
 
 

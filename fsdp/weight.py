@@ -42,24 +42,31 @@ from fp8_dist.torch_internals import (
     in_backward,
     make_wrapper_subclass,
     tensor_data,
+    tensor_version,
+    tree_leaves,
     tree_map_only,
+    written_arguments,
 )
 
 aten = torch.ops.aten
 
-# Ops whose result is the same weight, moved, viewed, or about to be filled: it stays gathered in
-# float8. Results of all others (zeros_like for optimizer state, arithmetic) are plain tensors.
-_SAME_WEIGHT = {
+# Ops whose results share the memory of their argument.
+_ALIASES = {
     aten.alias.default,
     aten.as_strided.default,
-    aten.clone.default,
-    aten.copy_.default,
     aten.detach.default,
-    aten.empty_like.default,
-    aten.new_zeros.default,
     aten.slice.Tensor,
     aten.split.Tensor,
     aten.view.default,
+}
+
+# Ops whose result is the same weight, moved, viewed, or about to be filled: it stays gathered in
+# float8. Results of all others (zeros_like for optimizer state, arithmetic) are plain tensors.
+_SAME_WEIGHT = _ALIASES | {
+    aten.clone.default,
+    aten.copy_.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
     aten._pin_memory.default,
     aten._to_copy.default,
     torch.ops.c10d.broadcast_.default,
@@ -90,6 +97,24 @@ def _refilled(layer: Float8Linear, qdata: torch.Tensor) -> None:
         _together.setdefault(group, TransposedTogether()).refilled(id(layer), qdata)
 
 
+class _Writes:
+    """How often a weight, or an alias of it, was written to."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def _version_of(plain: torch.Tensor) -> int:
+    return 0 if plain.is_inference() else plain._version
+
+
+def _note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count the writes of an operator to its arguments."""
+    for tensor in tree_leaves(written_arguments(func, args, kwargs)):
+        if isinstance(tensor, Float8AllGatherWeight):
+            tensor._writes.count += 1
+
+
 class Float8AllGatherWeight(torch.Tensor):
     """A high-precision weight (shard) whose all-gather FSDP2 runs in float8.
 
@@ -99,7 +124,8 @@ class Float8AllGatherWeight(torch.Tensor):
     """
 
     _tensor: torch.Tensor
-    __slots__ = ("_tensor",)
+    _writes: "_Writes"
+    __slots__ = ("_tensor", "_writes")
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor) -> "Float8AllGatherWeight":
@@ -113,7 +139,7 @@ class Float8AllGatherWeight(torch.Tensor):
             device=tensor.device,
             pin_memory=tensor.is_pinned(),
         )
-        self._tensor = tensor
+        self._tensor, self._writes = tensor, _Writes()
         return self
 
     @staticmethod
@@ -145,6 +171,15 @@ class Float8AllGatherWeight(torch.Tensor):
         """The address of the plain tensor's data, by which accelerate tells parameters apart."""
         return self._tensor.data_ptr()
 
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        """That of the tensor, and of the plain one inside, and what both do not count.
+
+        Torch counts no writes by foreach ops on DTensors, by ``.data`` and by collectives. They
+        come through ``__torch_dispatch__``.
+        """
+        return tensor_version.__get__(self) + _version_of(self._tensor) + self._writes.count
+
     # torch's own copies and pickles take a tensor of any address for one with a storage.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
@@ -171,6 +206,7 @@ class Float8AllGatherWeight(torch.Tensor):
                 "nn.Parameter to layer.weight instead, and call rewrap_float8_weights(model)"
             )
         plain = self.unwrap(value.detach())
+        self._writes.count += _version_of(self._tensor)  # the version must not fall
         tensor_data.__set__(self, Float8AllGatherWeight(plain))
         self._tensor = plain
         increment_version(self)  # so that the layer drops the scales of the old values
@@ -188,11 +224,18 @@ class Float8AllGatherWeight(torch.Tensor):
             return func(cls.unwrap(args[0]), *args[1:], **(kwargs or {}))
         args_, kwargs_ = tree_map_only(cls, cls.unwrap, (args, kwargs or {}))
         out = func(*args_, **kwargs_)
+        _note_writes(func, args, kwargs or {})
         if func is aten.copy_.default:
             return args[0]
         if func is aten.clone.default and kwargs_.get("memory_format") is torch.preserve_format:
             return out  # how optimizers make state that starts as a copy; clone() makes a shard
-        return tree_map_only(torch.Tensor, cls, out) if func in _SAME_WEIGHT else out
+        if func not in _SAME_WEIGHT:
+            return out
+        wrapped = tree_map_only(torch.Tensor, cls, out)
+        if func in _ALIASES:
+            for alias in [wrapped] if isinstance(wrapped, cls) else wrapped:
+                alias._writes = args[0]._writes
+        return wrapped
 
     def fsdp_pre_all_gather(
         self,
@@ -221,7 +264,13 @@ class Float8AllGatherWeight(torch.Tensor):
             )
         check_layer(module, module.fqn)
         _check_other_shards(module, mesh)
-        cast_together(module)
+        cache = module.float8_weight.cache
+        # (FSDP2 gathers under no_grad, so the module's mode is what tells of an evaluation.)
+        evaluates = not (module.training or in_backward())
+        if evaluates and not cache.is_cast_ahead:
+            cache.begin_evaluation()
+        cache.is_cast_ahead = False
+        cast_together(module, evaluates)
         cast = module.float8_weight.gather_cast(self._tensor)
         inputs: tuple[torch.Tensor, ...] = (_padded_bytes(cast.qdata, outer_size, mesh.size()),)
         whole_rows = self.size()[1:] == outer_size[1:]

@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from fp8_dist.linear.agreement import check_facts, has_stand_ins, layer_facts
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.tensor_parallel.styles import (
     Float8ColwiseParallel,
@@ -28,6 +30,15 @@ from fp8_dist.tensor_parallel.ties import find_ties, tie_again, untied_by
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
 _HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
+
+# Attributes of torch's styles and ours that say where tensors go.
+_STYLE_ATTRIBUTES = (
+    "input_layouts",
+    "desired_input_layouts",
+    "output_layouts",
+    "desired_output_layouts",
+    "use_local_output",
+)
 
 
 class CheckedStyle(ParallelStyle):
@@ -49,14 +60,17 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     Parameters that modules share (tied embeddings) stay shared. Converted layers may have torch's
     styles: activations are then moved in high precision, and a warning says so.
 
-    Collectives: those of torch's ``parallelize_module``, which scatters the parameters.
+    Collectives: those of torch's ``parallelize_module``, which scatters the parameters. Before, one
+    all-reduce of 16 bytes, which ``comm_audit`` does not count, compares the float8 layers and the
+    plan between ranks.
 
     Raises:
         TypeError: an entry's value is not a style.
-        ValueError: the mesh is not 1-D, an entry matches no module, two entries match one module,
-            a float8 style is on a module without a ``Float8Linear``, a head count is not divisible
-            by the mesh's size, a :class:`CheckedStyle` does not fit its module, or modules that
-            share a parameter would divide it in several ways.
+        ValueError: the mesh is not 1-D, ranks differ in the plan, in the layers or in their
+            configs, an entry matches no module, two entries match one module, a float8 style is on
+            a module without a ``Float8Linear``, a head count is not divisible by the mesh's size, a
+            :class:`CheckedStyle` does not fit its module, or modules that share a parameter would
+            divide it in several ways.
             All offenders are listed, on all ranks alike, and nothing has been changed. (But for a
             shared parameter that a style of your own places: what it does is seen afterwards.)
     """
@@ -71,6 +85,8 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 f"the plan's entry {pattern!r} is {style!r}, not a parallel style: give an "
                 f"instance, such as ColwiseParallel()"
             )
+    if not has_stand_ins([model]):
+        check_facts(layer_facts(float8_layers(model)) | _facts(plan), mesh, "apply_tp_plan")
     # By the first name of each module: torch knows no other.
     names = {module: name for name, module in model.named_modules()}
     matches = {
@@ -107,6 +123,15 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
             "after convert_to_float8_training, or use the float8 styles",
             stacklevel=3,
         )
+
+
+def _facts(plan: dict[str, ParallelStyle]) -> dict[str, str]:
+    """What all ranks must agree about in a plan, by name."""
+    facts = {}
+    for pattern, style in plan.items():
+        known = {n: getattr(style, n) for n in _STYLE_ATTRIBUTES if hasattr(style, n)}
+        facts[f"the plan's entry {pattern!r}"] = f"{type(style).__name__} {known}"
+    return facts
 
 
 def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
@@ -156,6 +181,11 @@ def _check_float8_style(name: str, module: nn.Module, style: ParallelStyle) -> I
         yield (
             f"{name!r} has the style {type(style).__name__} but is a {kind}, not a Float8Linear: "
             f"convert it first (convert_to_float8_training), or use torch's {torch_style}"
+        )
+    elif of_linear and isinstance(module.weight, DTensor):
+        yield (
+            f"{name!r} is distributed already: its weight is {module.weight.placements} on "
+            f"{module.weight.device_mesh}; call apply_tp_plan once, before fully_shard"
         )
     elif isinstance(style, PrepareFloat8ModuleInput) and not float8_layers(module):
         yield (

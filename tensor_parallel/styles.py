@@ -114,6 +114,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         cast, power_of_2 = self._agreed_cast(layers)
         name, first = next(iter(layers.items()))
         inside = list(float8_layers(module))
+        for each in float8_layers(module).values():
+            each.prepared_power_of_2 = power_of_2
         if cast.delayed:
             # Among a layer's histories, since those are what sync reduces and a state_dict holds.
             first.histories[_PREPARED_INPUT] = AmaxHistory(

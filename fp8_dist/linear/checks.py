@@ -21,8 +21,20 @@ def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
         )
 
 
-def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) -> None:
-    """Refuse an input that was cast in another way than the layer takes it."""
+def check_prepared(
+    config: Float8LinearConfig, input: Float8Tensor, power_of_2: bool | None, fqn: str
+) -> None:
+    """Refuse an input that was cast in another way than the layer takes it.
+
+    ``power_of_2``: whether its scales were rounded; None if that is not known.
+    """
+    rounds = config.round_scales_to_power_of_2
+    if power_of_2 is not None and power_of_2 != rounds:
+        raise ValueError(
+            f"{fqn}: PrepareFloat8ModuleInput cast the input with round_scales_to_power_of_2="
+            f"{power_of_2}, but the layer has {rounds}; give the layers that share an input one "
+            "config"
+        )
     cast = config.gather_cast("input")
     if cast is None or not _is_cast_as(cast, input):
         wanted = "two different casts of it, or high precision"

@@ -21,6 +21,7 @@ from fp8_dist.linear.saved_histories import load_from_metadata, save_to_metadata
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.torch_internals import has_functorch_transforms
 
 
 class Float8Linear(nn.Linear):
@@ -44,9 +45,13 @@ class Float8Linear(nn.Linear):
         local_placements: where plain local tensors stand on a mesh, if they do;
             ``fp8_dist.tensor_parallel.declare_placements`` sets it.
         float8_weight: what the layer knows of its weight, and how it casts it.
+        prepared_power_of_2: whether the ``PrepareFloat8ModuleInput`` around the layer rounds scales
+            to powers of two; None if there is none.
         histories: the amax history of each operand whose scaling is DELAYED (and of the input that
             ``PrepareFloat8ModuleInput`` casts in the layer's way).
     """
+
+    prepared_power_of_2: bool | None = None
 
     def __init__(
         self,
@@ -149,6 +154,17 @@ class Float8Linear(nn.Linear):
                 f"got an input of shape {tuple(input.shape)}"
             )
         compiling = torch.compiler.is_compiling()
+        if not compiling and has_functorch_transforms():
+            raise NotImplementedError(
+                f"{self.fqn}: a float8 layer can't run under the transforms of torch.func (vmap, "
+                "grad, jvp, jacrev, hessian); leave it unconverted, or use torch.autograd"
+            )
+        if self.histories and torch.compiler.is_exporting():
+            raise NotImplementedError(
+                f"{self.fqn}: a layer with DELAYED scales can't be exported, because its amax "
+                "histories are kept by Python; convert the model with another recipe (the "
+                "state_dict is the same), or export layer.to_linear()"
+            )
         if not plain or isinstance(weight, DTensor):
             check_mesh(weight, input, self.fqn)
         if not compiling:
@@ -158,7 +174,7 @@ class Float8Linear(nn.Linear):
         weight_casts = self.float8_weight.forward_casts(self.weight)
         local, siblings = local_tensor(input), None
         if isinstance(local, Float8Tensor):
-            check_prepared(self.config, local, self.fqn)
+            check_prepared(self.config, local, self.prepared_power_of_2, self.fqn)
             siblings = None if compiling else self.siblings
         else:
             device = input.device.type
@@ -250,10 +266,10 @@ class Float8Linear(nn.Linear):
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Forget every precomputed scale and cached float8 weight in ``module``.
 
-    For changes that can't be noticed: writes into a weight's ``.data`` or a numpy array of it,
-    collectives into it (``dist.broadcast``), and for DTensors in-place foreach ops outside an
-    optimizer. Of a frozen weight, precompute does not notice them either. Call it on all ranks; it
-    issues no collectives.
+    For changes that can't be noticed: writes to a numpy array of a weight, and, if FSDP2 does not
+    gather it in float8, writes into its ``.data``, collectives into it (``dist.broadcast``), and
+    for DTensors in-place foreach ops outside an optimizer. Of a frozen weight, precompute does not
+    notice them either. Call it on all ranks; it issues no collectives.
     """
     for layer in float8_layers(module).values():
         layer.float8_weight.cache.drop()

@@ -14,7 +14,7 @@ class _NoSecondDerivative(torch.autograd.Function):
     """A gradient of a layer, which can't be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, anchor: torch.Tensor, fqn: str) -> torch.Tensor:
+    def forward(ctx: Any, gradient: torch.Tensor, fqn: str, *leaves: torch.Tensor) -> torch.Tensor:
         ctx.fqn = fqn
         return gradient
 
@@ -38,9 +38,24 @@ def differentiable_once(backward: Backward) -> Backward:
             return backward(ctx, grad)
         with torch.no_grad():
             gradients = backward(ctx, grad)
-        anchor, fqn = torch.zeros((), requires_grad=True), ctx.spec.fqn
+        # The gradient is a function of all that the output depends on: to differentiate it by any
+        # of these raises. (Torch would take a gradient that depends on none of them as constant.)
+        leaves, fqn = _leaves(ctx), ctx.spec.fqn
         return tuple(
-            g if g is None else _NoSecondDerivative.apply(g, anchor, fqn) for g in gradients
+            g if g is None else _NoSecondDerivative.apply(g, fqn, *leaves) for g in gradients
         )
 
     return once
+
+
+def _leaves(node: Any) -> list[torch.Tensor]:
+    """The leaves of the autograd graph that ends in a node."""
+    leaves, seen, open_nodes = [], {node}, [node]
+    while open_nodes:
+        node = open_nodes.pop()
+        if isinstance(getattr(node, "variable", None), torch.Tensor):  # an AccumulateGrad
+            leaves.append(node.variable)
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        open_nodes += new
+    return leaves

@@ -28,9 +28,9 @@ class WatchesSteps(Protocol):
 
 _watchers: "weakref.WeakSet[WatchesSteps]" = weakref.WeakSet()
 _watchers_lock = threading.Lock()  # models may be trained in several threads
-_calls: "weakref.WeakKeyDictionary[Optimizer, OrderedDict[int, Callable[[], None]]]" = (
-    weakref.WeakKeyDictionary()
-)
+# An optimizer's attribute with the calls after its steps. (A table of them would keep an optimizer
+# alive that is an attribute of the module that a call is about.)
+_CALLS = "_fp8_dist_after_steps"
 
 
 def watch_steps(watcher: WatchesSteps) -> None:
@@ -51,7 +51,9 @@ def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> Re
     """
     _install_hook()
     hook = _AfterSteps(call)
-    calls = [_calls.setdefault(optimizer, OrderedDict()) for optimizer in optimizers]
+    calls: list[OrderedDict[int, Callable[[], None]]] = [
+        vars(optimizer).setdefault(_CALLS, OrderedDict()) for optimizer in optimizers
+    ]
     handle = RemovableHandle(calls[-1], extra_dict=calls[:-1])
     for each in calls:
         each[handle.id] = partial(hook.stepped, is_last=each is calls[-1])
@@ -121,5 +123,5 @@ def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watchers = list(_watchers)
     for watcher in watchers:
         watcher.optimizer_stepped(updated)
-    for call in list(_calls.get(optimizer, {}).values()):
+    for call in list(vars(optimizer).get(_CALLS, {}).values()):
         call()

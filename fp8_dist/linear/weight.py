@@ -26,10 +26,11 @@ graphs and selective activation checkpointing ask by operators (``scale_query``)
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import (
     Copies,
@@ -52,7 +53,13 @@ from fp8_dist.linear.weight_cache import ScaleState, WeightCache
 from fp8_dist.linear.weight_queries import shard_scalings, weight_copies, weight_scalings
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.tensor import Float8Tensor, Quantized
-from fp8_dist.torch_internals import is_captured, is_selectively_checkpointed, storage_address
+from fp8_dist.torch_internals import (
+    in_backward,
+    is_captured,
+    is_selectively_checkpointed,
+    set_dtensor_local,
+    storage_address,
+)
 from fp8_dist.warn import warn_once
 
 
@@ -136,6 +143,8 @@ class Float8Weight:
         compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
         # No end_of_evaluation follows in a graph: what it finds without gradients is not kept.
         keeps = training or not compiling
+        if not training and not compiling:
+            self.begin_evaluation()
         shard = self.gather_type.unwrap(local)
         if not compiling:
             self._warn_if_flags_have_no_effect(parameter, shard is not local)
@@ -175,6 +184,15 @@ class Float8Weight:
             keep_for_current_stream([found.qdata, found.scale, *kept.get(cast, ())])
         return found
 
+    def begin_evaluation(self) -> None:
+        """A pass without gradients begins: it must not use bytes that a training pass has left.
+
+        (The casts and scales of a backward, which runs without gradients too, are those of its
+        forward.)
+        """
+        if not in_backward():
+            self.cache.begin_evaluation()
+
     def wait_until_made(self) -> None:
         """Let the current stream wait for what others have made of the weight.
 
@@ -193,8 +211,16 @@ class Float8Weight:
         self.cache.parameter_replaced(new, old if gathered else None)
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter on the same storage as a plain tensor or DTensor, detached."""
-        return with_local(parameter, self.gather_type.unwrap(local_tensor(parameter.detach())))
+        """A parameter on the same storage as a plain tensor or DTensor, detached.
+
+        They share version counters, that of the local tensor too: writes to it are noticed.
+        """
+        local = self.gather_type.unwrap(local_tensor(parameter)).detach()
+        if not isinstance(parameter, DTensor):
+            return local
+        plain: Any = parameter.detach()
+        set_dtensor_local(plain, local)
+        return plain
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
         """A parameter on the same storage as one that FSDP2 gathers in float8."""
@@ -259,8 +285,12 @@ class Float8Weight:
     ) -> Copies:
         """:meth:`_casts` in a compiled graph, by one operator.
 
+        An exported graph outlives this object, so it computes scales itself.
+
         ``keep``: the forward belongs to a training step; new scalings are kept.
         """
+        if torch.compiler.is_exporting():
+            return self._new_casts(self.parameter(), shard, copies, False)[1]
         casts = list(dict.fromkeys(copy.cast for copy in copies))
         names = [cast.granularity.name for cast in casts]
         of, transposed = [casts.index(copy.cast) for copy in copies], [c.transposed for c in copies]
@@ -276,6 +306,8 @@ class Float8Weight:
         A graph may reuse the memory of what it is given: none of it is kept here. (So a cached
         float8 copy does not serve: to copy it moves as many bytes as to cast the weight again.)
         """
+        if not keep:
+            self.begin_evaluation()
         is_own = self._is_own(shard)
         shard, parameter, casts = shard.detach(), self.parameter(), self.config.casts("weight")
         copies = tuple(CopySpec(casts[i], t) for i, t in zip(of, transposed, strict=True))
@@ -339,6 +371,8 @@ class Float8Weight:
 
     def answer_for_graph(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
         """:meth:`_scalings` of a tensor that a graph read in the place of the weight."""
+        if source is None:
+            self.begin_evaluation()
         if self._is_own(shard):
             return self.answer(shard, source)
         return self._new_scalings(self.parameter(), shard, None)

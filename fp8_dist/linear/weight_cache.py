@@ -12,25 +12,27 @@ What can change a weight, and how it is noticed:
 * FSDP2 replaces sharded parameters by unsharded ones and back: the layer notices each exchange.
   The values of an unsharded parameter are unknown the next time, except in the backward. There
   they are what the forward gathered, unless the versions of the two tell of a write since.
-* In-place ops on the parameter or on its ``to_local()``: version counters.
-* ``parameter.data = tensor``, if the parameter is no DTensor (torch lets those be as they were):
-  another storage.
+* In-place ops on the parameter, on its ``to_local()`` or on what ``state_dict()`` gave out: version
+  counters. A weight that FSDP2 gathers in float8 counts what torch does not: in-place foreach ops,
+  writes into ``.data``, collectives into it.
+* ``parameter.data = tensor``, if the parameter is no DTensor (torch lets those be as they were),
+  and ``swap_tensors``: another storage.
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops what is known, or the
   identity of the parameter differs.
 
 Nothing that Python can read changes, so it is not noticed, with
 
-* writes into ``.data`` (``vector_to_parameters`` makes such), or through a numpy array;
-* collectives into the weight: ``dist.broadcast(weight, 0)``, ``all_reduce``, ``recv``;
-* on DTensors: in-place foreach ops outside an optimizer, and writes to what ``state_dict()`` gave
-  out;
-* a write to ``to_local()`` between precompute and the first gather or use of a scale;
-* ``swap_tensors`` of two tensors whose version counters coincide.
+* writes into ``.data`` (``vector_to_parameters`` makes such) of other weights;
+* collectives into other weights: ``dist.broadcast(weight, 0)``, ``all_reduce``, ``recv``;
+* in-place foreach ops outside an optimizer on other DTensors;
+* writes through a numpy array;
+* a write to ``to_local()`` between precompute and the first gather or use of a scale.
 
-For these there is :func:`fp8_dist.invalidate_float8_scales`. Without it the next forward uses the
-old scale, and the old float8 copy if there is one, in evaluation too. An evaluation then drops the
-copy, and the scale unless it was precomputed. Every change, noticed or not, must be made on all
-ranks: a rank that drops its scales alone waits alone for the all-reduce of new ones.
+For these there is :func:`fp8_dist.invalidate_float8_scales`. Without it the next training forward
+uses the old scale, and the old float8 copy if there is one. An evaluation uses neither, but for a
+precomputed scale. (FSDP2 gathers without gradients in training too: there ``model.eval()`` tells.)
+Every change, noticed or not, must be made on all ranks: a rank that drops its scales alone waits
+alone for the all-reduce of new ones.
 
 All of it depends on the sequence of calls alone, which is the same on all ranks, so ranks agree
 about which of them need a collective. A compiled graph asks when it runs, by an operator.
@@ -46,10 +48,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8_dist.cast import Copies, Scalings
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
-from fp8_dist.torch_internals import in_backward, is_plain, storage_address
+from fp8_dist.torch_internals import in_backward, innermost, is_plain, storage_address
 from fp8_dist.warn import warn_once
 
-_Values = tuple[torch.Tensor, int | None]  # a parameter and its version stand for its values
+# A parameter, its version and that of its local tensor stand for its values.
+_Values = tuple[torch.Tensor, int | None, int | None]
 
 
 class ScaleState(Enum):
@@ -111,7 +114,8 @@ class WeightCache:
     optimizer; a new version
     step of another optimizer                                             UNKNOWN (b)
     ``parameter_replaced``                                                UNKNOWN (c)
-    ``end_of_evaluation``                                                 UNKNOWN
+    ``begin_evaluation``                                                  UNKNOWN
+    ``end_of_evaluation``                                                 UNKNOWN (d)
     ``warn_if_stale``                                        UNKNOWN
     ``reset``                  UNKNOWN        UNKNOWN        UNKNOWN      UNKNOWN
     =========================  =============  =============  ===========  =========================
@@ -119,19 +123,22 @@ class WeightCache:
     An empty cell: the state stays. (a) The layer used another tensor than the parameter that the
     scales were precomputed for. (b) Unless an optimizer was seen to update the parameter, or it is
     frozen. (c) FROM_FORWARD alone, and not where a backward gathers again what the forward
-    gathered.
+    gathered. (d) When it is next asked for, if not by a backward.
 
     Attributes:
         state: see the table.
         float8: the local shard as float8, in each copy that was taken, where they are kept.
         all_scales: those of the global weight, where FSDP2's gather can't carry them (0 for those
             of parts that it does not gather).
+        is_cast_ahead: the evaluation under way has begun for this weight, whose cast is made with
+            those of other layers, but FSDP2 has not gathered it yet.
     """
 
     def __init__(self) -> None:
         self.state = ScaleState.UNKNOWN
         self.float8: Copies | None = None
         self.all_scales: torch.Tensor | None = None
+        self.is_cast_ahead = False
         self._scaling: Scalings | PendingScales | Callable[[], Scalings] | None = None
         # The parameter, with its version and that of its local tensor. (A strong reference: tensors
         # with weak ones can't be swapped, as module.to() does.)
@@ -139,6 +146,7 @@ class WeightCache:
         self._version: int | None = None
         self._local_version: int | None = None
         self._storage: StorageWeakRef | None = None
+        self._of_evaluation = False  # a pass without gradients has ended: see end_of_evaluation
         # What FSDP2 gathered, and into what.
         self._origin: _Values | None = None
         self._gathered: _Values | None = None
@@ -149,13 +157,15 @@ class WeightCache:
     @property
     def scaling(self) -> Scalings | None:
         """The scaling of the local shard for each cast. One that is PENDING is waited for."""
-        if isinstance(self._scaling, PendingScales):
-            self._scaling.wait()
-        if callable(self._scaling):
+        scaling = self._scaling  # another thread may drop it
+        if isinstance(scaling, PendingScales):
+            scaling.wait()
+            scaling = self._scaling
+        if callable(scaling):
             # Autograd can't save inference tensors.
             with torch.inference_mode(False), torch.no_grad():
-                self._scaling = self._scaling()
-        return None if isinstance(self._scaling, PendingScales) else self._scaling
+                self._scaling = scaling = scaling()
+        return None if isinstance(scaling, PendingScales) else scaling
 
     def resolve(
         self, pending: PendingScales, scaling: Scalings, all_scales: torch.Tensor | None
@@ -171,6 +181,8 @@ class WeightCache:
         self._last_gather_trained = False
         # FSDP2 replaces the local tensor of a padded shard when it first runs, on some ranks only.
         self._local_version = None
+        if not is_plain(param):
+            self._storage = None
 
     def store(
         self,
@@ -188,11 +200,8 @@ class WeightCache:
         self._origin = origin
         self.state, self._scaling = state, scaling
         self._version, self._local_version = _version(param), _version(local_tensor(param))
-        # (The weak reference keeps the storage's address from being given to another.)
-        if not is_plain(param):
-            self._storage = None
-        elif self._storage is None or not self._has_same_storage(param):
-            self._storage = StorageWeakRef(param.untyped_storage())
+        if self._storage is None or not self._has_same_storage(param):
+            self._note_storage(param)
         if self._param is not param:
             self._param = param
             self._optimized = False
@@ -202,8 +211,13 @@ class WeightCache:
         """True if scales are known (or PENDING) for ``param``, and for the values it has now."""
         if self._param is not param or self.state in _WITHOUT_SCALES:
             return False
+        if self._of_evaluation and not in_backward():
+            self._forget_found()
+            return False
         if self._local_version is None:
             self._local_version = _version(local_tensor(param))
+            if self._storage is None:
+                self._note_storage(param)
         if not self._has_same_values(param):
             self.drop()
             return False
@@ -218,7 +232,11 @@ class WeightCache:
 
     def _has_same_storage(self, param: torch.Tensor) -> bool:
         storage = self._storage
-        return storage is None or storage.cdata == storage_address(param)
+        return storage is None or storage.cdata == storage_address(innermost(param))
+
+    def _note_storage(self, param: torch.Tensor) -> None:
+        # (The weak reference keeps the storage's address from being given to another.)
+        self._storage = StorageWeakRef(innermost(param).untyped_storage())
 
     def gathered(self, trains: bool) -> None:
         """FSDP2 gathered the weight for a forward: of a training step, or without gradients."""
@@ -243,15 +261,29 @@ class WeightCache:
         """True if a scale was precomputed for a parameter, and ``param`` is another."""
         return self.state in _OF_PRECOMPUTE and self._param is not param
 
-    def end_of_evaluation(self) -> None:
-        """Forget, after a pass without gradients, what such passes must not rely on.
+    def begin_evaluation(self) -> None:
+        """Forget, before a pass without gradients, what others have found out.
 
-        An evaluated model may be changed by means that go unnoticed (an EMA by foreach ops).
+        A model may be changed by means that go unnoticed before it is evaluated (an EMA by foreach
+        ops). A precomputed scale stays: all ranks would have to ask for another one.
         """
         self.float8 = None
         if self.state not in _OF_PRECOMPUTE:
-            self.state = ScaleState.UNKNOWN
-            self._scaling = self.all_scales = None
+            self._forget_found()
+
+    def end_of_evaluation(self) -> None:
+        """After a pass without gradients: what it has found out is not for the next one.
+
+        A backward may still use the scale: the pass may have been the first half of reentrant
+        activation checkpointing.
+        """
+        self.float8 = None
+        self._of_evaluation = self.state not in _OF_PRECOMPUTE
+
+    def _forget_found(self) -> None:
+        """Forget the scale that a forward or a gather has found out."""
+        self.state, self._of_evaluation = ScaleState.UNKNOWN, False
+        self._scaling = self.float8 = self.all_scales = None
 
     def parameter_replaced(self, by: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
         """The layer's parameter becomes another tensor, perhaps to come back with other values.
@@ -291,6 +323,7 @@ class WeightCache:
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
         self._scaling = self.float8 = self.all_scales = self._origin = None
+        self._of_evaluation = False
 
     def reset(self) -> None:
         """Forget everything: the parameter is about to become another."""
@@ -331,9 +364,9 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _values(param: torch.Tensor | None) -> _Values | None:
-    return None if param is None else (param, _version(param))
+    return None if param is None else (param, _version(param), _version(local_tensor(param)))
 
 
 def _is_same(param: torch.Tensor | None, values: _Values | None) -> bool:
     """Whether a parameter is the one of ``values``, and has kept them."""
-    return values is not None and values[0] is param and values[1] == _version(values[0])
+    return values is not None and values[0] is param and values == _values(param)

@@ -3,6 +3,7 @@
 Other rooms import from here, and only this one reduces amaxes. Below it: ``torch_internals``.
 """
 
+from fp8_dist.mesh.agreement import first_difference
 from fp8_dist.mesh.amax import AmaxReduction, all_reduce_max, reduce_amax
 from fp8_dist.mesh.groups import (
     Axis,
@@ -37,6 +38,7 @@ __all__ = [
     "Placements",
     "all_reduce_max",
     "axes_of",
+    "first_difference",
     "global_offset",
     "groups_over",
     "layout_over",

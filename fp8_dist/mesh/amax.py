@@ -1,5 +1,6 @@
 """Reducing amaxes over a mesh: the one place that does."""
 
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,7 +36,8 @@ class AmaxReduction:
     (Of several groups the last one alone: each needs what the one before found.)
 
     A reduction that is never waited for is waited for when it is freed, or when the process exits:
-    torch keeps its buffers until then.
+    torch keeps its buffers until then. (Not when an exception ends the process: other ranks may
+    never join the reduction, and the process has to exit for the launcher to see the failure.)
     """
 
     def __init__(self, amax: torch.Tensor, groups: Sequence[str]) -> None:
@@ -65,6 +67,8 @@ def _wait(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _wait_quietly(bits: torch.Tensor) -> None:
+    if hasattr(sys, "last_value"):
+        return  # an exception that nobody caught ends the process (or was shown by a notebook)
     # The garbage collector may call this in the middle of a mode that counts operators. The wait
     # fails if another rank is gone.
     with suppress(Exception), without_dispatch_modes():

@@ -2,8 +2,14 @@
 
 import pytest
 import torch
+from reference import same_bits
 
-from fp8_dist import Float8Linear, Float8LinearConfig, precompute_float8_dynamic_scale
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    invalidate_float8_scales,
+    precompute_float8_dynamic_scale,
+)
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -40,3 +46,15 @@ def test_a_weight_that_the_graph_updates() -> None:
         before, after = step()
         assert error(before, exact) < 0.05
         assert error(after, 100 * exact) < 0.05
+
+
+def test_a_compiled_evaluation_uses_no_scale_that_training_has_left() -> None:
+    """The weight grows by a write that nothing shows: by an old scale it would saturate."""
+    layer, x = Float8Linear(32, 32), torch.randn(4, 32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled(x).sum().backward()
+    layer.weight.data.mul_(100)
+    with torch.no_grad():
+        found = compiled(x)
+    invalidate_float8_scales(layer)
+    assert same_bits(found, layer(x).detach())

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -206,6 +207,11 @@ def change_weights(model: nn.Module, optimizer: torch.optim.Optimizer, change: s
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(2)
+    elif change in ("to_local", "state_dict"):
+        tensors = model.parameters() if change == "to_local" else model.state_dict().values()
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.to_local().mul_(2)
     elif change == "invalidate":
         for weight in model.parameters():
             weight.data.mul_(2)
@@ -237,7 +243,7 @@ def stale_scales(change: str) -> list[str]:
         for cast, scale in zip(casts, kept, strict=True):
             expected = self._scaling_of(self.parameter(), shard.detach(), cast)[1]
             if not same_bits(scale, expected):
-                stale.append(self._fqn)
+                stale.append(self.fqn)
         return found
 
     Float8Weight._casts_of_unsharded = checking  # type: ignore[method-assign]
@@ -253,6 +259,28 @@ def stale_scales(change: str) -> list[str]:
     return stale
 
 
-@pytest.mark.parametrize("change", ["nothing", "step", "write", "invalidate", "gathered"])
+@pytest.mark.parametrize(
+    "change", ["nothing", "step", "write", "to_local", "state_dict", "invalidate", "gathered"]
+)
 def test_scales_in_the_backward_are_those_of_the_weight(ranks: RankPools, change: str) -> None:
     assert ranks(4).run(stale_scales, change) == [[]] * 4
+
+
+def amaxes_of_a_step(dp: int, tp: int, reentrant: bool) -> dict[str, int]:
+    """Of a checkpointed step whose weights are not precomputed."""
+    world = Distributed(dp, tp)
+    output = world.mine(torch.randn(4, 8, 64)).requires_grad_()
+    with Ops() as ops:
+        for layer in world.net.layers:
+            output = output + checkpoint(layer, output, use_reentrant=reentrant)
+        output.sum().backward()
+    return {op: ops.counts[op] for op in ("amax", "all_reduce")}
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1)])
+def test_reentrant_checkpointing_repeats_no_amax_of_a_weight(
+    ranks: RankPools, dp: int, tp: int
+) -> None:
+    """Its first forward runs without gradients, as an evaluation does."""
+    reentrant, other = (ranks(2).run_same(amaxes_of_a_step, dp, tp, mode) for mode in (True, False))
+    assert reentrant == other

@@ -1,16 +1,22 @@
 """A scale is used only for the values it was computed from."""
 
 import copy
+import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from nets import Distributed, Net, blocks, full, wrong_casts
 from ranks import RankPools
 from reference import raised, weights_used
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -312,6 +318,106 @@ def test_config_without_cache_keeps_no_float8_copy() -> None:
         assert kept == [cache] * 6
 
 
+def plain(parameter: torch.Tensor) -> torch.Tensor:
+    local = local_tensor(parameter)
+    return getattr(local, "_tensor", local)
+
+
+def load_in_place(net: nn.Module) -> None:
+    """As a distributed checkpoint does: into the tensors of a state_dict."""
+    with tempfile.TemporaryDirectory() as folder:
+        scaled = {name: value * 10 for name, value in net.state_dict().items()}
+        paths: list[str] = [folder]
+        dist.broadcast_object_list(paths)
+        dcp.save(scaled, checkpoint_id=paths[0])
+        dcp.load(net.state_dict(), checkpoint_id=paths[0])
+        dist.barrier()
+
+
+def swap(net: nn.Module) -> None:
+    """Exchange weights for others with equal version counters."""
+    for layer in float8_layers(net).values():
+        detached, gathers = layer.weight.detach() * 10, layer.config.fsdp_float8_all_gather
+        other = layer.float8_weight.wrapped(detached) if gathers else nn.Parameter(detached)
+        for mine, others in ((layer.weight, other), (plain(layer.weight), plain(other))):
+            while others._version < mine._version:
+                increment_version(others)
+        torch.utils.swap_tensors(layer.weight, other)
+
+
+def each(write: Callable[[torch.Tensor], object]) -> Callable[[nn.Module], None]:
+    return lambda net: [write(p) for p in net.parameters()] and None
+
+
+# Writes that torch's version counters of DTensors do not show.
+WRITES: dict[str, Callable[[nn.Module], None]] = {
+    ".data": each(lambda p: p.data.mul_(10)),
+    "foreach": lambda net: torch._foreach_mul_(list(net.parameters()), 10.0),
+    "all_reduce": each(lambda p: dist.all_reduce(p.to_local())),
+    "to_local": each(lambda p: p.to_local().mul_(10)),
+    "state_dict": lambda net: [v.mul_(10) for v in net.state_dict().values()] and None,
+    "state_dict, to_local": lambda net: (
+        [v.to_local().mul_(10) for v in net.state_dict().values()] and None
+    ),
+    "dcp.load": load_in_place,
+    "swap_tensors": swap,
+}
+
+
+def stale_after(write: str, dp: int, tp: int, precompute: bool, evaluate: bool) -> list[str]:
+    """Casts of other values than those that a write after a training pass has left."""
+    world = Distributed(dp, tp)
+    if precompute:
+        precompute_float8_dynamic_scale(world.net)
+    x = world.mine(torch.randn(4, 8, 64))
+    world.net(x).sum().backward()
+    with torch.no_grad():
+        WRITES[write](world.net)
+    world.net.train(not evaluate)
+    with torch.set_grad_enabled(not evaluate):
+        return world.wrong_casts(lambda: world.net(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precompute", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_to_a_weight_gathered_in_float8_are_noticed(
+    ranks: RankPools, write: str, precompute: bool
+) -> None:
+    assert ranks(2).run(stale_after, write, 2, 1, precompute, evaluate=False) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "write", ["state_dict", "state_dict, to_local", "dcp.load", "swap_tensors"]
+)
+def test_writes_to_a_tensor_parallel_weight_are_noticed(ranks: RankPools, write: str) -> None:
+    assert ranks(2).run(stale_after, write, 1, 2, False, evaluate=False) == [[], []]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_evaluation_uses_nothing_that_training_has_left(ranks: RankPools, write: str) -> None:
+    assert ranks(2).run(stale_after, write, 1, 2, False, evaluate=True) == [[], []]
+
+
+def write_through_numpy(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        array = parameter.detach().numpy()
+        array *= 10
+
+
+@pytest.mark.parametrize("write", [each(lambda p: p.data.mul_(10)), write_through_numpy])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_on_one_device_uses_nothing_that_training_has_left(
+    write: Callable[[nn.Module], None], mode: Callable[[], Any]
+) -> None:
+    net, x = convert_to_float8_training(Net()), torch.randn(2, 4, 64)
+    net(x).sum().backward()
+    write(net)
+    with weights_used(net) as used, mode():
+        net(x)
+    assert wrong_casts(used, net.state_dict()) == []
+
+
 def writes_that_versions_miss(write: str) -> list[str]:
     """Without precompute, FSDP2: casts of other values than those of the changed weights."""
     world = Distributed(2, 1)
@@ -333,6 +439,43 @@ def writes_that_versions_miss(write: str) -> list[str]:
 @pytest.mark.parametrize("write", ["to_local", "state_dict", "foreach"])
 def test_evaluation_never_uses_old_bytes(ranks: RankPools, write: str) -> None:
     assert ranks(2).run(writes_that_versions_miss, write) == [[], []]
+
+
+def edited_on_one_rank(dp: int, tp: int) -> list[str]:
+    world = Distributed(dp, tp)
+    precompute_float8_dynamic_scale(world.net)
+    x = world.mine(torch.randn(4, 8, 64))
+    world.net(x).sum().backward()
+    if dist.get_rank() == 0:
+        for weight in (world.net.layers[0].w1.weight, world.net.layers[1].w2.weight):
+            plain(weight).mul_(10)
+            increment_version(weight)
+    precompute_float8_dynamic_scale(world.net)
+    return world.wrong_casts(lambda: world.net(x).sum().backward())
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+def test_precompute_settles_an_edit_on_one_rank(ranks: RankPools, dp: int, tp: int) -> None:
+    assert ranks(2).run(edited_on_one_rank, dp, tp) == [[], []]
+
+
+def precompute_within(backward: str) -> str:
+    world = Distributed(2, 1)
+    x = world.mine(torch.randn(4, 8, 64)).requires_grad_()
+    hook = partial(precompute_float8_dynamic_scale, world.net)
+    first, second = world.net.layers
+    if backward == "of a module":
+        first.register_full_backward_hook(lambda *_: hook())
+    between = first(x)
+    if backward == "of a tensor":
+        between.register_hook(lambda _: hook())
+    return raised(ValueError, lambda: second(between).sum().backward())
+
+
+@pytest.mark.parametrize("backward", ["of a module", "of a tensor"])
+def test_precompute_within_a_backward_is_refused(ranks: RankPools, backward: str) -> None:
+    text = ranks(2).run_same(precompute_within, backward)
+    assert text.startswith("precompute_float8_dynamic_scale: called within a backward of layers.")
 
 
 def compiled_evaluation_of_others() -> list[bool]:

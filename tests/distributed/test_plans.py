@@ -16,6 +16,7 @@ from reference import raised, sqnr
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -234,6 +235,18 @@ no Float8Linear: convert one first (convert_to_float8_training), or use torch's
 PrepareModuleInput""",
     )
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_layers_that_are_distributed_already(fake_world):
+    net = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
+    fully_shard(net, mesh=fake_world)
+    plan = {"0": Float8ColwiseParallel()}
+    assert_expected_inline(
+        filled(raised(ValueError, lambda: apply_tp_plan(net, fake_world, plan))),
+        """\
+apply_tp_plan needs a 1-D mesh, got one with shape (2, 4) and axes ('dp', 'tp'): pass its
+tensor-parallel axis, such as mesh['tp']""",
+    )
 
 
 def test_heads_that_the_ranks_cannot_share(fake_world):

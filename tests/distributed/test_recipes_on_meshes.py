@@ -197,12 +197,10 @@ def test_precomputed_scales(ranks: RankPools, dp: int, tp: int, recipe: str) -> 
         assert all(same)
 
 
-def shared_by_two_configs() -> str:
+def shared_by_two_configs(*configs: Float8LinearConfig) -> str:
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    for i, recipe in enumerate(("rowwise_folded", "tensorwise")):
-        config = replace(
-            Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=True
-        )
+    for i, config in enumerate(configs):
+        config = replace(config, enable_fsdp_float8_all_gather=True)
         net[i] = convert_to_float8_training(net[i], config=config)
     net[1].weight = net[0].weight
     fully_shard(net, mesh=device_mesh(dp=2))
@@ -211,8 +209,20 @@ def shared_by_two_configs() -> str:
 
 def test_layers_that_share_a_gathered_weight_agree(ranks: RankPools) -> None:
     assert_expected_inline(
-        ranks(2).run_same(shared_by_two_configs),
+        ranks(2).run_same(
+            shared_by_two_configs,
+            Float8LinearConfig.from_recipe_name("rowwise_folded"),
+            Float8LinearConfig.from_recipe_name("tensorwise"),
+        ),
         """Float8Linear: FSDP2 gathered the weight as torch.float8_e4m3fn with one scale per row, as another layer that shares it takes it; convert layers that share a weight with one config""",
+    )
+
+
+def test_layers_that_share_a_gathered_weight_round_its_scale_alike(ranks: RankPools) -> None:
+    rounded = Float8LinearConfig(round_scales_to_power_of_2=True)
+    assert_expected_inline(
+        ranks(2).run_same(shared_by_two_configs, Float8LinearConfig(), rounded),
+        """Float8Linear and Float8Linear share a weight that FSDP2 gathers in float8, but one config has round_scales_to_power_of_2 and the other has not; convert layers that share a weight with one config""",
     )
 
 

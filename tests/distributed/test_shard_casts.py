@@ -20,6 +20,7 @@ from fp8_dist import (
     convert_to_float8_training,
     update_float8_scales,
 )
+from fp8_dist.fsdp import shard_casts
 from fp8_dist.linear import float8_layers, weight
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.mesh import local_tensor
@@ -99,6 +100,38 @@ def gather_first_block(net: nn.Module) -> None:
     assert isinstance(block, FSDPModule)
     block.unshard()
     block.reshard()
+
+
+def evaluated_after_unnoticed_writes() -> tuple[list[str], list[int]]:
+    """Wrong casts in two evaluations, and how many shards each of them casts alone, and together.
+
+    (The writes change signs, so that the precomputed scales hold.)
+    """
+    world = world_of("tensorwise", 2, 1, 96)
+    update_float8_scales(world.net)
+    x = world.mine(torch.randn(2, 8, 64))
+    world.net(x).sum().backward()
+    world.net.eval()
+    wrong, counts = [], []
+    for _ in range(2):
+        for layer in float8_layers(world.net).values():
+            layer.float8_weight.shard().data.mul_(-1)
+        with patch.object(shard_casts, "_cast_alike", wraps=shard_casts._cast_alike) as together:
+            alone = gathered_alone(
+                world.net, lambda: wrong.extend(world.wrong_casts(lambda: evaluate(world.net)))
+            )
+        counts += [alone, sum(len(call.args[0]) for call in together.call_args_list)]
+    return wrong, counts
+
+
+def evaluated_as_on_a_gpu() -> tuple[list[str], list[int]]:
+    with as_on_a_gpu():
+        return evaluated_after_unnoticed_writes()
+
+
+def test_an_evaluation_casts_all_shards_anew_together(ranks: RankPools) -> None:
+    assert ranks(2).run(evaluated_after_unnoticed_writes) == [([], [6, 0, 6, 0])] * 2
+    assert ranks(2).run(evaluated_as_on_a_gpu) == [([], [0, 6, 0, 6])] * 2
 
 
 def changed(change: Callable[[nn.Module], None] | None, gathered: bool) -> tuple[list[str], int]:

@@ -288,6 +288,34 @@ def named() -> bool:
     return torch.frexp(seen[0].scale).mantissa.item() == 0.5
 
 
+def another_rounding() -> str:
+    """w1 is followed, w3 takes the same input and rounds scales in another way."""
+    net = nn.ModuleDict({"mlp": MLP(32, 32)})
+    for name in ("w1", "w2", "w3"):
+        convert_to_float8_training(
+            net,
+            module_filter_fn=lambda m, fqn, name=name: fqn == f"mlp.{name}",
+            config=Float8LinearConfig(round_scales_to_power_of_2=name == "w1"),
+        )
+    plan = {
+        "mlp": PrepareFloat8ModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), fwd_config_submodule_fqn="w1"
+        ),
+        "mlp.w1": Float8ColwiseParallel(),
+        "mlp.w3": Float8ColwiseParallel(),
+        "mlp.w2": Float8RowwiseParallel(output_layouts=Shard(1)),
+    }
+    apply_tp_plan(net, device_mesh(tp=2), plan)
+    return raised(ValueError, lambda: net["mlp"](torch.randn(2, 4, 32)))
+
+
+def test_siblings_that_round_in_another_way_are_refused_by_name(ranks: RankPools) -> None:
+    assert_expected_inline(
+        ranks(2).run_same(another_rounding),
+        """mlp.w3: PrepareFloat8ModuleInput cast the input with round_scales_to_power_of_2=True, but the layer has False; give the layers that share an input one config""",
+    )
+
+
 def two_recipes() -> list[bool]:
     """One style on two modules: each casts its input as its own layers do."""
     recipes = ("tensorwise", "rowwise_folded")

@@ -1,6 +1,7 @@
 """Every recipe at its edges: shapes, zeros, non-finite values, tiny gradients, autograd."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -285,3 +286,31 @@ def test_no_second_derivative(recipe: str) -> None:
     (gradient,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"Float8Linear: .* differentiated twice"):
         (gradient.norm() - 1).square().backward()
+
+
+def test_the_hessian_is_refused() -> None:
+    layer, x = Float8Linear(16, 16), torch.randn(2, 16)
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        torch.autograd.functional.hessian(lambda t: layer(t).square().sum(), x)
+
+
+@pytest.mark.parametrize("by_weight", [False, True])
+def test_no_gradient_of_a_gradient_counts_as_unused(by_weight: bool) -> None:
+    layer, x = Float8Linear(16, 16), torch.randn(2, 16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x * 2).square().sum(), x, create_graph=True)
+    other = layer.weight if by_weight else x
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        torch.autograd.grad(gradient.sum(), other, allow_unused=True)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "jacrev"])
+def test_transforms_of_torch_func_are_refused_by_name(transform: str) -> None:
+    layer, x = Float8Linear(16, 16), torch.randn(2, 16)
+    calls: dict[str, Callable[[], object]] = {
+        "grad": lambda: torch.func.grad(lambda t: layer(t).sum())(x),
+        "vmap": lambda: torch.func.vmap(layer)(x),
+        "jvp": lambda: torch.func.jvp(layer, (x,), (x,)),
+        "jacrev": lambda: torch.func.jacrev(layer)(x),
+    }
+    with pytest.raises(NotImplementedError, match=r"Float8Linear: .* transforms of torch.func"):
+        calls[transform]()

@@ -3,14 +3,23 @@
 import copy
 import gc
 import pickle
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn as nn
+from nets import Net
 
-from fp8_dist import Float8Linear, precompute_float8_dynamic_scale
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    attach_precompute,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
 from fp8_dist.linear import optimizer_steps
 from fp8_dist.linear.weight_cache import ScaleState
 
@@ -84,7 +93,7 @@ precompute = precompute_float8_dynamic_scale
         # The weight may be a copy of a parameter that the other optimizer updates.
         ((forward, step_of_another), ScaleState.UNKNOWN),
         ((forward, step, forward, step_of_another), ScaleState.FROM_FORWARD),
-        ((forward, evaluate), ScaleState.UNKNOWN),
+        ((forward, evaluate, look), ScaleState.UNKNOWN),
         ((precompute, evaluate), ScaleState.PRECOMPUTED),
         ((precompute, Float8Linear.double), ScaleState.UNKNOWN),
         ((forward, Float8Linear.double), ScaleState.UNKNOWN),
@@ -151,3 +160,51 @@ def test_precompute_of_weights_on_several_devices() -> None:
     for layer in layers:
         (scaling,) = (layer.float8_weight.cache.scaling or {}).values()
         assert all(number.device == layer.weight.device for number in scaling)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "delayed"])
+def test_one_model_is_evaluated_in_several_threads(recipe: str) -> None:
+    net = convert_to_float8_training(Net(), config=Float8LinearConfig.from_recipe_name(recipe))
+    inputs = [torch.randn(2, 4, 64) for _ in range(2)]
+    with torch.no_grad():
+        expected = [net(x) for x in inputs]
+    wrong: list[object] = []
+
+    def evaluate_often() -> None:
+        try:
+            for i in range(60):
+                with torch.no_grad():
+                    wrong.extend([] if torch.equal(net(inputs[i % 2]), expected[i % 2]) else [i])
+        except Exception as error:
+            wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=evaluate_often) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+
+
+def test_a_replaced_parameter_is_freed_at_the_next_forward() -> None:
+    layer = Float8Linear(32, 16)
+    forward(layer)
+    old = weakref.ref(layer.weight)
+    layer.weight = nn.Parameter(torch.randn(16, 32))
+    forward(layer)
+    assert old() is None
+
+
+def test_a_module_that_holds_its_optimizer_is_freed() -> None:
+    layer = Float8Linear(32, 16)
+    layer.optimizer = torch.optim.SGD([layer.weight], lr=0.1)  # type: ignore[assignment]
+    attach_precompute(layer.optimizer, layer)
+    freed = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert freed() is None

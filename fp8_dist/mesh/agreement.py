@@ -1,0 +1,71 @@
+"""Whether all ranks of a mesh state the same facts; if not, which one differs, and where."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8_dist.torch_internals import without_dispatch_modes
+
+
+def first_difference(facts: Mapping[str, str], mesh: DeviceMesh) -> str | None:
+    """The first fact that is not the same on all ranks of a mesh, in words; None if there is none.
+
+    Args:
+        facts: values by name. The order counts.
+        mesh: this rank is on it. All of its ranks get the same answer.
+
+    Collectives: one all-reduce of 16 bytes for each axis of two ranks or more. They are not seen by
+    dispatch modes, and so by no ``comm_audit``. If there is a difference, an all-reduce of 8 bytes
+    and an all-gather of the facts for each axis as well.
+    """
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if not axes or mesh.get_coordinate() is None:
+        return None
+    text = "".join(f"\n{name}\t{value}" for name, value in facts.items())
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    with without_dispatch_modes(), torch.inference_mode(False):
+        bounds = torch.tensor([digest, -digest], device=mesh.device_type)
+        for axis in axes:
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, mesh.get_group(axis))
+        largest, negative_smallest = bounds.tolist()
+        if largest == -negative_smallest:
+            return None
+        texts = [f"{dist.get_rank()}{text}"]
+        for axis in axes:
+            texts = _gathered(texts, mesh.get_group(axis), mesh.device_type)
+    by_rank = {}
+    for each in texts:
+        rank, *lines = each.split("\n")
+        by_rank[int(rank)] = dict(line.split("\t", 1) for line in lines)
+    return _described(dict(sorted(by_rank.items())))
+
+
+def _gathered(texts: list[str], group: dist.ProcessGroup, device: str) -> list[str]:
+    """The texts of all ranks of a group."""
+    data = "\0".join(texts).encode()
+    size = torch.tensor([len(data)], device=device)
+    dist.all_reduce(size, dist.ReduceOp.MAX, group)
+    own = torch.tensor(list(data.ljust(int(size), b"\0")), dtype=torch.uint8, device=device)
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group)
+    decoded = [bytes(part.tolist()).decode() for part in parts]
+    return [text for part in decoded for text in part.split("\0") if text]
+
+
+def _described(by_rank: Mapping[int, Mapping[str, str]]) -> str:
+    for name in dict.fromkeys(name for facts in by_rank.values() for name in facts):
+        ranks: dict[str, list[int]] = {}
+        for rank, facts in by_rank.items():
+            ranks.setdefault(facts.get(name, "missing"), []).append(rank)
+        if len(ranks) > 1:
+            found = "; ".join(f"{value} on {_listed(some)}" for value, some in ranks.items())
+            return f"{name}: {found}"
+    return "the order of layers differs"
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    numbers = list(map(str, ranks))
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
