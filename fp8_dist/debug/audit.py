@@ -142,7 +142,9 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
         print(audit.table())
 
     Every call of an op of torch's communication namespaces is recorded, but for barriers, waits
-    and signals, which move no data. Compiled code stays compiled. Its collectives are recorded
+    and signals, which move no data, and for the one comparison of a model's layers between ranks
+    (16 bytes per axis, when a plan is applied and at the first update of scales). Compiled code
+    stays compiled. Its collectives are recorded
     under the innermost module that is not compiled, and float8 that it sends as uint8 may be shown
     so. Not seen: what a custom op sends inside its own kernel, graphs that run without Python (CUDA
     graphs, AOTInductor), and direct reads of symmetric memory. The bytes are sizes of buffers, see

@@ -280,7 +280,12 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
 
     A layer with several names has its first one. If ``module`` itself is a converted layer, its
     name is empty.
+
+    Raises:
+        TypeError: ``module`` is no module.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a model (an nn.Module), got a {type(module).__name__}")
     return {n: m for n, m in module.named_modules() if isinstance(m, Float8Linear)}
 
 

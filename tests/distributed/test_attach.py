@@ -381,3 +381,10 @@ def test_some_of_the_weights_are_enough() -> None:
     net = convert_to_float8_training(Net())
     net.layers[0].requires_grad_(False)
     attach_precompute(AdamW([net.layers[1].w3.weight]), net)
+
+
+@pytest.mark.parametrize("attach", ATTACH)
+def test_swapped_arguments(attach: Any) -> None:
+    net = convert_to_float8_training(Net())
+    text = raised(TypeError, lambda: attach(net, AdamW(net.parameters())))
+    assert "expected a model (an nn.Module), got a AdamW" in text
