@@ -76,7 +76,7 @@ def cast_to_float8(
     if not isinstance(cast_config, CastConfig):
         raise TypeError(f"cast_to_float8: cast_config must be a CastConfig, got {cast_config!r}")
     if isinstance(local_tensor(tensor), Float8Tensor):
-        raise TypeError("cast_to_float8: the tensor is float8 already")
+        raise TypeError("cast_to_float8: the tensor is float8 already; use it as it is")
     if not tensor.dtype.is_floating_point:
         raise TypeError(f"cast_to_float8: expected a floating-point tensor, got {tensor.dtype}")
     if not cast_config.enabled:

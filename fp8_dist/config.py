@@ -400,7 +400,8 @@ class Float8LinearConfig:
             if self.cast("weight", gemm) is None:
                 raise ValueError(
                     "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers the weight "
-                    f"in float8 only, but the GEMM of {gemm} has its weight cast DISABLED"
+                    f"in float8 only, but the GEMM of {gemm} has its weight cast DISABLED; leave "
+                    "it off, or enable that cast"
                 )
         casts = self.casts("weight")
         covers = " and one per ".join(cast.granularity.name for cast in casts)
@@ -421,7 +422,7 @@ class Float8LinearConfig:
         if length != type(self).amax_history_len and not delayed:  # the default
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length} has no effect: it belongs to "
-                "ScalingType.DELAYED, which no operand of this config uses"
+                "ScalingType.DELAYED, which no operand of this config uses; drop it"
             )
         if delayed and self.amax_scope == "rank":
             raise ValueError(

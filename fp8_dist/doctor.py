@@ -97,7 +97,7 @@ def _build(path: str) -> tuple[nn.Module, str]:
     try:
         function = pkgutil.resolve_name(path)
     except Exception as error:  # whatever the import of the module raises
-        raise ValueError(f"--model {path}: {_told(error)}") from error
+        raise ValueError(f"--model {path}: it can't be imported: {_told(error)}") from error
     if isinstance(function, nn.Module) or not callable(function):
         raise ValueError(f"--model {path}: it is a {type(function).__name__}, not a function")
     where = "the meta device"
@@ -109,7 +109,7 @@ def _build(path: str) -> tuple[nn.Module, str]:
         try:
             model = function()
         except Exception as error:
-            raise ValueError(f"--model {path}: {_told(error)}") from error
+            raise ValueError(f"--model {path}: the function raised {_told(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"--model {path}: it returned a {type(model).__name__}, not an nn.Module")
     return model, where

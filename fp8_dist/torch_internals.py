@@ -62,7 +62,8 @@ try:
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"fp8_dist needs torch >= 2.11, and doesn't know torch {torch.__version__}: {error}"
+        f"fp8_dist needs torch >= 2.11, and does not know torch {torch.__version__}: {error}. "
+        "Install another release of torch"
     ) from error
 
 # What stands for tensors while a graph is made.

@@ -94,7 +94,7 @@ class Float8Linear(nn.Linear):
 
     def _set_up(self, config: Float8LinearConfig | None, fqn: str) -> None:
         if config is not None and not isinstance(config, Float8LinearConfig):
-            raise TypeError(f"config must be a Float8LinearConfig, got {config!r}")
+            raise TypeError(f"Float8Linear: config must be a Float8LinearConfig, got {config!r}")
         strict_alignment()  # an unknown value of the environment variable is refused here
         self.config = Float8LinearConfig() if config is None else config
         self.fqn = fqn or type(self).__name__

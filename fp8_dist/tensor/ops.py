@@ -106,7 +106,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
         # (DTensor puts the parts of a tensor of a single row together in this way.)
         raise NotImplementedError(
             f"{func} of a Float8Tensor of shape {tuple(x.shape)} with a scale of shape "
-            f"{tuple(x.scale.shape)} to {tuple(size)}: rows are no more what they were; if one row "
+            f"{tuple(x.scale.shape)} to {tuple(size)}: its rows would be others; if one row "
             "was sharded, redistribute the high-precision tensor and cast it then, else call "
             ".dequantize() first"
         )
@@ -168,10 +168,12 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
 
 def _check_same_kind(name: str, x: Float8Tensor, y: Float8Tensor) -> None:
     if x.qdata.dtype != y.qdata.dtype:
-        raise ValueError(f"{name} of float8 tensors of {x.qdata.dtype} and {y.qdata.dtype}")
+        raise ValueError(
+            f"{name} of float8 tensors of {x.qdata.dtype} and {y.qdata.dtype}; .dequantize() them"
+        )
     if x.granularity != y.granularity:
         raise ValueError(
-            f"{name} of float8 tensors whose scales cover different dims; dequantize() them"
+            f"{name} of float8 tensors whose scales cover different dims; .dequantize() them"
         )
 
 

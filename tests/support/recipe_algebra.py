@@ -81,7 +81,8 @@ def products(
         dtypes or {}
     )
     if recipe == "rowwise_folded":
-        return _folded(x, w, g, dtypes)
+        pairs = folded(x, w, g, dtypes)
+        return {gemm: left @ right for gemm, (left, right) in pairs.items()}
 
     def cast(operand: str, tensor: torch.Tensor, covered: Covered) -> torch.Tensor:
         if covered == "high":
@@ -98,18 +99,24 @@ def products(
     }
 
 
-def _folded(
+def folded(
     x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, dtypes: dict[str, torch.dtype]
-) -> dict[str, torch.Tensor]:
-    """The algebra in the docstring of fp8_dist/folding.py."""
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What each GEMM multiplies by the algebra in fp8_dist/linear/rowwise_folded.py, fp64."""
     t, s = row_scales(x, dtypes["input"]), row_scales(w, dtypes["weight"])
     xd = rounded(x, dtypes["input"], magnitude(x, 1), True)
     wd = rounded(w, dtypes["weight"], magnitude(w, 1), True)
     xq, wq = xd / t, wd / s
     g0 = rounded(g, dtypes["grad_output"], magnitude(g, 1), True)
-    g1 = rounded(g0 * s.t(), dtypes["grad_output"], magnitude(g.double() * s.t(), 1), True)
-    g2 = rounded(g0 * t, dtypes["grad_output"], magnitude(g0 * t, 0), True)
-    return {"output": xd @ wd.t(), "grad_input": g1 @ wq, "grad_weight": g2.t() @ xq}
+    by_s, by_t = in_fp32(g0 * s.t()), in_fp32(g0 * t)
+    g1 = rounded(by_s, dtypes["grad_output"], magnitude(in_fp32(g.double() * s.t()), 1), True)
+    g2 = rounded(by_t, dtypes["grad_output"], magnitude(by_t, 0), True)
+    return {"output": (xd, wd.t()), "grad_input": (g1, wq), "grad_weight": (g2.t(), xq)}
+
+
+def in_fp32(x: torch.Tensor) -> torch.Tensor:
+    """Infinite where fp32 overflows; fp64."""
+    return torch.where(x.abs() > torch.finfo(torch.float32).max, torch.inf, x)
 
 
 def exact(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> dict[str, torch.Tensor]:

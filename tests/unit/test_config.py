@@ -222,9 +222,9 @@ no bool: Float8LinearConfig.pad_inner_dim must be a bool, got 'no'
 delayed rows: CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor, rows come and go; use TENSORWISE, or ScalingType.DYNAMIC
 one operand disabled: Float8LinearConfig: the GEMM of output multiplies input by weight, and weight is DISABLED while input is not; disable both or neither
 two dtypes: Float8LinearConfig: input is cast to ['torch.float8_e4m3fn', 'torch.float8_e5m2'] in its two GEMMs; both casts need the same target_dtype
-gather of a disabled weight: Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers the weight in float8 only, but the GEMM of grad_input has its weight cast DISABLED
+gather of a disabled weight: Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers the weight in float8 only, but the GEMM of grad_input has its weight cast DISABLED; leave it off, or enable that cast
 amax scope: Float8LinearConfig.amax_scope='node': use 'global' or 'rank'
-history: Float8LinearConfig.amax_history_len=4 has no effect: it belongs to ScalingType.DELAYED, which no operand of this config uses
+history: Float8LinearConfig.amax_history_len=4 has no effect: it belongs to ScalingType.DELAYED, which no operand of this config uses; drop it
 no history: Float8LinearConfig.amax_history_len=0: use an integer of at least 1
 delayed once: Float8LinearConfig: input has a DELAYED scale in one GEMM and a DYNAMIC one in the other; use one scaling_type for both, or DISABLED
 delayed on one rank: Float8LinearConfig.amax_scope='rank': the scale of input, weight, grad_output is DELAYED, it costs no all-reduce in the step and is that of the global tensor; use 'global'

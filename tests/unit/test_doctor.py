@@ -273,13 +273,22 @@ def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "test_doctor:nothing"), "AttributeError: module 'test_doctor' has no"),
+        (
+            ("--model", "test_doctor:nothing"),
+            "it can't be imported: AttributeError: module 'test_doctor'",
+        ),
         (("--model", "no_such_module:f"), "ModuleNotFoundError: No module named 'no_such_module'"),
         (("--model", "not a name"), "ValueError: invalid format: 'not a name'"),
-        (("--model", "test_doctor:SIZES"), "it is a tuple, not a function"),
+        (
+            ("--model", "test_doctor:SIZES"),
+            "--model test_doctor:SIZES: it is a tuple, not a function",
+        ),
         (("--model", "test_doctor:A_MODEL"), "it is a Linear, not a function"),
         (("--model", "test_doctor:no_model"), "it returned a int, not an nn.Module"),
-        (("--model", "test_doctor:needs_an_argument"), "TypeError: needs_an_argument() missing 1"),
+        (
+            ("--model", "test_doctor:needs_an_argument"),
+            "the function raised TypeError: needs_an_argument() missing 1",
+        ),
         (("--tp", "2"), "--recipe, --dp and --tp describe the use of a model: give --model"),
         (("--model", "test_doctor:Model", "--dp", "0"), "'0' is not a number of ranks"),
         (("--model", "test_doctor:Model", "--recipe", "int4"), "invalid choice: 'int4'"),

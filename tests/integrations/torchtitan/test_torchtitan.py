@@ -19,6 +19,7 @@ from torchtitan.models.llama3 import config_registry
 
 from fp8_dist import Float8LinearRecipeName, float8_layers
 from fp8_dist.integrations.torchtitan import with_float8
+from fp8_dist.integrations.torchtitan.parallelize import _moved_input
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/torchtitan.md").read_text()
@@ -186,3 +187,9 @@ layers.0.feed_forward: ['w1'] are converted to float8 and ['w3'] are not, but th
 layers.1.feed_forward.w2: the bias is replicated over the tensor-parallel ranks, which fp8_dist does not handle with spmd_types; leave the layer unconverted (filter_fqns), or use parallelism.spmd_backend=partial_dtensor
 Float8Converter: the model has no linear layer to convert; its layers are not torchtitan's Linear, have sizes that are no multiples of 16, or have one of ['layers', 'lm_head'] in their names""",
     )
+
+
+def test_a_module_that_gathers_no_input() -> None:
+    sharding = SimpleNamespace(in_src_shardings={}, in_dst_shardings={})
+    text = raised(NotImplementedError, lambda: _moved_input(sharding, "layers.0.attention"))
+    assert text.startswith("layers.0.attention: fp8_dist takes over the gather of one input of a")

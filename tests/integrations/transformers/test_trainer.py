@@ -238,9 +238,13 @@ converted: Float8Callback: the model is converted already, so config and module_
 @pytest.mark.parametrize(
     ("state", "gpus", "message"),
     [
-        ({"deepspeed_plugin": object()}, 1, "uses DeepSpeed; use FSDP2"),
-        ({"fsdp_plugin": SimpleNamespace(fsdp_version=1)}, 1, "uses FSDP1; set fsdp_config"),
-        ({}, 2, "uses nn.DataParallel; start one process for each GPU with torchrun"),
+        ({"deepspeed_plugin": object()}, 1, "the Trainer uses DeepSpeed; use FSDP2"),
+        (
+            {"fsdp_plugin": SimpleNamespace(fsdp_version=1)},
+            1,
+            "the Trainer uses FSDP1; set fsdp_config",
+        ),
+        ({}, 2, "the Trainer uses nn.DataParallel; start one process for each GPU with torchrun"),
     ],
 )
 def test_back_ends_that_are_refused(state: dict[str, Any], gpus: int, message: str) -> None:

@@ -314,3 +314,14 @@ def test_transforms_of_torch_func_are_refused_by_name(transform: str) -> None:
     }
     with pytest.raises(NotImplementedError, match=r"Float8Linear: .* transforms of torch.func"):
         calls[transform]()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_folded"])
+@pytest.mark.parametrize("size", [31, 34, 48, 80])
+def test_nan_stays_in_its_row(recipe: str, size: int) -> None:
+    """torch's own bf16 GEMM lets it reach the row before."""
+    x, w, g = (t.bfloat16() for t in operands(64, size, size))
+    x[5, 3], g[9, 3] = torch.nan, torch.inf
+    found = step(layer_of(config_of(recipe), w), x, g)
+    for name, row in (("output", 5), ("grad_input", 9)):
+        assert found[name].isnan().any(1).nonzero().flatten().tolist() == [row]

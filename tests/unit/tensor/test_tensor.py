@@ -74,12 +74,12 @@ def test_refusals_name_what_was_asked_and_what_to_do() -> None:
 aten.add.Tensor is not supported on a Float8Tensor; call .dequantize() and use the high-precision tensor
 float8 tensors that were cast with different scales can't be put together; dequantize() them, or cast them together
 torch.cat of a Float8Tensor and a Tensor: dequantize() the first or cast_to_float8 the second
-torch.cat of float8 tensors of torch.float8_e4m3fn and torch.float8_e5m2
+torch.cat of float8 tensors of torch.float8_e4m3fn and torch.float8_e5m2; .dequantize() them
 padding a Float8Tensor with 1.0: only 0 has the same float8 code under every scale; call .dequantize() first
 a Float8Tensor cannot become torch.int32; call .dequantize() and convert the result
 aten.mm.default of a Float8Tensor and a Tensor of torch.float32: cast_to_float8 the second, or dequantize() the first. (A weight that FSDP2 gathers in float8 can be used by Float8Linear layers alone.)
 aten.copy_.default between a Tensor and a Float8Tensor: dequantize() or cast_to_float8 first, so that both are of one kind
-cast_to_float8: the tensor is float8 already
+cast_to_float8: the tensor is float8 already; use it as it is
 cast_to_float8: expected a floating-point tensor, got torch.int64
 cast_to_float8: dim=0 is the reduced dim of an axiswise cast, but the granularity is TENSORWISE; drop dim
 Float8Tensor: qdata must have a float8 dtype, got torch.float32""",

@@ -1,0 +1,221 @@
+"""Thousands of training steps on two ranks, in every recipe in turn: does anything grow?
+
+python -m scripts.measure.soak --steps 5000 --assert --write
+
+A turn trains a small Llama in one recipe on one mesh, evaluates every tenth step, and ends with its
+model deleted. All turns run twice, in the same two processes, so that what one leaves shows in the
+next. After a third of a turn and at its end the script measures resident memory, live tensors, the
+entries of all tables that the library keeps at the level of a module or a class, collectives that
+nobody waited for, and graphs.
+"""
+
+import gc
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from enum import Enum
+from itertools import product
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from tqdm import tqdm
+
+from fp8_dist import Float8LinearRecipeName
+from scripts.common.llama import Llama, LlamaConfig
+from scripts.common.markdown import table
+from scripts.common.models import after_step, build
+from scripts.common.options import mesh_type, positive
+from scripts.common.ranks import run_on_ranks
+from scripts.common.report import Check, finish, make_parser, start
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+MESHES = ("dp=2", "tp=2", "tp=2, checkpointed")
+SIZES = LlamaConfig(64, 2, 4, 2, 128, vocab_size=256, max_seq_len=32)
+TABLES = (dict, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSet)
+# Between two measurements the allocator may take so much, or give it back.
+ALLOWED_MB = 24
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process holds.
+
+    Attributes:
+        rss: resident memory in MB.
+        tensors: live tensors that Python knows.
+        entries: of all tables of the library together.
+        works: collectives whose result nobody has waited for.
+        graphs: that torch.compile has made.
+    """
+
+    rss: int
+    tensors: int
+    entries: int
+    works: int
+    graphs: int
+
+
+def tables() -> dict[str, int]:
+    """The number of entries of each table at the level of a module or a class of the library."""
+    found: dict[str, int] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "fp8_dist":
+            continue
+        for owner, values in [("", vars(module)), *_classes(name, module)]:
+            for key, value in values.items():
+                if key.startswith("__"):
+                    continue
+                if isinstance(value, TABLES):
+                    found[f"{name}.{owner}{key}"] = len(value)
+                elif callable(getattr(value, "cache_info", None)) and value.__module__ == name:
+                    found[f"{name}.{owner}{key} (cache)"] = value.cache_info().currsize
+    return found
+
+
+def _classes(name: str, module: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    for key, value in vars(module).items():
+        own = isinstance(value, type) and value.__module__ == name
+        if own and not issubclass(value, Enum | tuple):  # whose tables are Python's
+            yield f"{key}.", dict(vars(value))
+
+
+def usage() -> Usage:
+    """What this process holds now, without what is garbage."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    # (isinstance asks some objects for their class, which makes them import something or fail.)
+    tensors = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+    return Usage(
+        rss=pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
+        tensors=tensors,
+        entries=sum(tables().values()),
+        works=torch._C._distributed_c10d._get_work_registry_size(),
+        graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    )
+
+
+def make_model(recipe: str, mesh: DeviceMesh, checkpointed: bool, compiled: bool) -> Llama:
+    """A model on this rank."""
+    model = build(recipe, SIZES, mesh, compiled=compiled)
+    for i, block in enumerate(model.layers if checkpointed else ()):
+        model.layers[i] = checkpoint_wrapper(block)
+    return model
+
+
+def train(model: nn.Module, recipe: str, steps: range, progress: Any) -> None:
+    """Steps of SGD on random tokens; an evaluation after every tenth and after the last."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    update = after_step(recipe, True)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(SIZES.vocab_size, (2, 17), generator=generator)
+        logits = model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        update(model)
+        if step % 10 == 0 or step == steps[-1]:
+            with torch.no_grad():
+                model(tokens[:, :-1])
+        progress.update()
+
+
+Turn = tuple[str, str, Usage, Usage]
+
+
+def soak(
+    steps: int, compiled: bool, recipes: Sequence[str] = RECIPES
+) -> tuple[list[Turn], dict[str, tuple[int, int]]]:
+    """Runs on each rank: (recipe, mesh, usage after a third, usage at the end) of each turn.
+
+    And the entries of each table after the first and the second round, with no model alive.
+    """
+    meshes = {
+        text: init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for text in MESHES
+        if (sizes := mesh_type(text.partition(", ")[0]))
+    }
+    turns = list(product(range(2), recipes, MESHES))
+    each = max(6, steps // len(turns))
+    found: list[Turn] = []
+    kept: dict[int, dict[str, int]] = {}
+    progress = tqdm(total=each * len(turns), unit="step", disable=dist.get_rank() != 0)
+    for number, recipe, text in turns:
+        model = make_model(recipe, meshes[text], "checkpointed" in text, compiled)
+        # Twice: FSDP2 keeps buffers of its last gradients from the second on.
+        train(model, recipe, range(each // 6), progress)
+        train(model, recipe, range(each // 6, each // 3), progress)
+        early = usage()
+        train(model, recipe, range(each // 3, each), progress)
+        found.append((recipe, text, early, usage()))
+        del model
+        gc.collect()
+        kept[number] = tables()
+    progress.close()
+    return found, {name: (kept[0].get(name, 0), last) for name, last in kept[1].items()}
+
+
+def soak_table(found: Sequence[Turn]) -> str:
+    """A line per turn: each figure after a third of it and at its end."""
+    head = ["recipe", "mesh", "RSS in MB", "live tensors", "table entries", "works", "graphs"]
+    lines = []
+    for recipe, mesh, early, late in found:
+        figures = zip(astuple(early), astuple(late), strict=True)
+        lines.append([recipe, mesh, *(f"{a} / {b}" for a, b in figures)])
+    return table(head, lines)
+
+
+def checks_of(found: Sequence[Turn], kept: dict[str, tuple[int, int]]) -> list[Check]:
+    """The verdicts on one rank."""
+    ends = [(f"{recipe} on {mesh}", early, late) for recipe, mesh, early, late in found]
+    growing = {
+        "resident memory": [n for n, a, b in ends if b.rss > a.rss + ALLOWED_MB],
+        "live tensors": [n for n, a, b in ends if b.tensors > a.tensors],
+        "entries of tables": [n for n, a, b in ends if b.entries > a.entries],
+        "graphs": [n for n, a, b in ends if b.graphs > a.graphs],
+    }
+    checks = [
+        Check(f"no growth of {what} in a turn: {', '.join(where) or 'none'}", not where)
+        for what, where in growing.items()
+    ]
+    waiting = [name for name, _, late in ends if late.works]
+    checks.append(
+        Check(f"every collective is waited for: {', '.join(waiting) or 'all'}", not waiting)
+    )
+    grown = [f"{name} {a} -> {b}" for name, (a, b) in kept.items() if b > a]
+    checks.append(
+        Check(f"no table grows in the second round: {', '.join(grown) or 'none'}", not grown)
+    )
+    return checks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = make_parser("scripts.measure.soak", __doc__, "robustness.md", asserts="anything grows")
+    add = parser.add_argument
+    add("--steps", type=positive, default=5000, help="of all turns together; %(default)s")
+    add("--compile", action="store_true", help="torch.compile each block")
+    args = start(parser, argv)
+    results = run_on_ranks(2, soak, args.steps, args.compile)
+    found, kept = results[0]
+    lines = [[f"`{name}`", str(a), str(b)] for name, (a, b) in sorted(kept.items())]
+    name = "compiled" if args.compile else "eager"
+    blocks = {f"soak, {name}": soak_table(found)}
+    if not args.compile:
+        blocks["tables"] = table(["table", "after round 1", "after round 2"], lines)
+    by_rank = [checks_of(*result) for result in results]
+    checks = [check for checks in zip(*by_rank, strict=True) for check in dict.fromkeys(checks)]
+    return finish(args, blocks, checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""300 random cases, the same in every run. `python -m scripts.measure.properties` runs more, and others."""
+
+import hypothesis
+import pytest
+import torch
+from property_cases import KINDS, Case, LayerCase, TrainCase, cases, from_json, simpler, to_json
+from property_runs import verdict_of
+from property_verdicts import judge
+from ranks import RankPools
+
+from fp8_dist import Float8LinearConfig, cast_to_float8
+
+IN_CI = hypothesis.settings(
+    max_examples=100,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    # A hang takes long; the script makes a case simpler.
+    phases=[hypothesis.Phase.generate],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_is_right_or_a_documented_error(ranks: RankPools, kind: str) -> None:
+    @IN_CI
+    @hypothesis.given(cases(kind))
+    def holds(case: Case) -> None:
+        verdict = verdict_of(case, ranks)
+        command = f"python -m scripts.measure.properties --case '{to_json(case)}'"
+        assert verdict.kind != "FAILED", f"{command}\n{verdict.text}"
+
+    holds()
+
+
+@hypothesis.settings(IN_CI, max_examples=20)
+@hypothesis.given(cases("cast") | cases("layer") | cases("train"))
+def test_a_report_shows_the_case(case: Case) -> None:
+    assert from_json(to_json(case)) == case
+
+
+def test_simpler_cases() -> None:
+    case = TrainCase(dim=3, actions=("freeze", "step"))
+    assert simpler(case) == [
+        TrainCase(actions=("freeze", "step")),
+        TrainCase(dim=3),
+        TrainCase(dim=3),
+        TrainCase(dim=3, actions=("freeze",)),
+    ]
+    assert simpler(LayerCase()) == []
+
+
+def unnamed() -> None:
+    raise ValueError("something is wrong")
+
+
+def test_what_a_documented_error_is() -> None:
+    refused = judge(lambda: Float8LinearConfig(amax_history_len=0) and None)
+    assert (refused.kind, refused.name[:41]) == (
+        "error",
+        "ValueError: FloatNLinearConfig.amax_histo",
+    )
+    assert judge(lambda: cast_to_float8(None, None) and None).kind == "error"  # type: ignore[arg-type,func-returns-value]
+    assert judge(lambda: torch.zeros(2).reshape(3) and None).kind == "FAILED"  # type: ignore[func-returns-value]
+    assert judge(unnamed).kind == "FAILED"
+    assert judge(lambda: None).kind == "right"

@@ -1,0 +1,51 @@
+"""Runs a case where it needs to run, and says what came of it."""
+
+import logging
+import warnings
+
+from property_cases import Case, CastCase, LayerCase, TrainCase, ranks_of
+from property_casts import run_cast
+from property_layers import run_layer
+from property_training import run_training
+from property_verdicts import Verdict, judge
+from ranks import RankError, RankPools
+
+# No case takes a second. A hang ends here, well before the group's own timeout.
+TIMEOUT_S = 30.0
+
+
+def verdict_of(case: Case, pools: RankPools) -> Verdict:
+    """The verdict on a case; ranks that disagree about it, die or hang are a failure."""
+    ranks = ranks_of(case)
+    if ranks == 1:
+        return on_this_rank(case)
+    try:
+        found = pools(ranks).run(on_this_rank, case, timeout=TIMEOUT_S)
+    except RankError as error:
+        return Verdict("FAILED", f"ranks: {error}")
+    failed = [v for v in found if v.kind == "FAILED"]
+    if failed:
+        return failed[0]
+    if len({(v.kind, v.name) for v in found}) > 1:
+        return Verdict("FAILED", f"ranks disagree: {found}")
+    return found[0]
+
+
+def on_this_rank(case: Case) -> Verdict:
+    """Called on every rank of the case."""
+    refused: list[str] = []
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+    def run() -> None:
+        if isinstance(case, CastCase):
+            run_cast(case)
+        elif isinstance(case, LayerCase):
+            run_layer(case)
+        elif isinstance(case, TrainCase):
+            refused.extend(run_training(case))
+
+    verdict = judge(run)
+    if verdict.kind == "right" and refused:
+        return Verdict("error", refused[0])
+    return verdict

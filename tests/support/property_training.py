@@ -1,0 +1,401 @@
+"""Actions on a model on a mesh, beside a twin in one process whose weights are always cast anew.
+
+Before each pass the twin is given the weights of the model. It runs the batches of all data-parallel
+ranks. A pass is right if
+
+- the operands of each float8 GEMM are bitwise this rank's parts of the twin's;
+- the output is the twin's: bitwise without tensor parallelism, else but for the order of a sum;
+- the gradients are the means of the twin's, but for the order of the sum.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from nets import MLP, full
+from property_cases import MESHES, TrainCase, ranks_of
+from property_casts import part_of
+from property_values import DTYPES, values
+from property_verdicts import WrongResult, documented
+from ranks import device_mesh
+from reference import same_values
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput
+from torch.utils.checkpoint import checkpoint
+
+from fp8_dist import (
+    Float8LinearConfig,
+    Float8Tensor,
+    convert_to_float8_training,
+    invalidate_float8_scales,
+    precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
+    update_float8_scales,
+)
+from fp8_dist.linear.recording import GemmRecord, record_gemms
+from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    apply_tp_plan,
+)
+
+
+class GatedMLP(MLP):
+    """Without silu, whose last bit depends on where a value stands in a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.relu(self.w1(x)) * self.w3(x))
+
+
+# The dim of the left and the right operand of each GEMM that a tensor-parallel style splits.
+COLUMN = {"output": (None, 1), "grad_input": (1, 0), "grad_weight": (0, None)}
+ROW = {"output": (1, 0), "grad_input": (None, 1), "grad_weight": (None, 1)}
+SPLIT = {"w1": COLUMN, "w3": COLUMN, "w2": ROW}
+WHOLE = dict.fromkeys(COLUMN, (None, None))
+
+
+def run_training(case: TrainCase) -> list[str]:
+    """Runs on each of the case's ranks; raises WrongResult, or what the library refuses.
+
+    Returns the documented errors of actions. After them the model must be as it was.
+    """
+    world = World(case)
+    for i, action in enumerate(case.actions):
+        try:
+            world.take(action)
+        except WrongResult as error:
+            raise WrongResult(f"after {list(case.actions[: i + 1])}: {error}") from None
+    return world.refused
+
+
+class World:
+    """The model on this rank, the twin, and what was done to both."""
+
+    def __init__(self, case: TrainCase) -> None:
+        self.case = case
+        replicate, shard, tp, self.sequence_parallel = MESHES[case.mesh]
+        self.tp, self.replicas = tp, replicate * shard
+        self.rank = dist.get_rank() if ranks_of(case) > 1 else 0
+        self.passes = 0
+        self.checkpointing = False
+        self.refused: list[str] = []
+        config = replace(Float8LinearConfig.from_recipe_name(case.recipe), **dict(case.flags))
+        self.twin = self.model(config)
+        gather = case.gather if self.replicas > 1 else False
+        self.net = self.model(replace(config, enable_fsdp_float8_all_gather=gather))
+        if ranks_of(case) > 1:
+            self.mesh = device_mesh(replicate=replicate, shard=shard, tp=tp)
+            self.distribute()
+        make = torch.optim.SGD if case.optimizer == "SGD" else torch.optim.AdamW
+        foreach = case.optimizer.endswith("foreach")
+        self.make_optimizer = lambda net: make(net.parameters(), lr=0.05, foreach=foreach)
+        self.optimizer = self.make_optimizer(self.net)
+
+    def model(self, config: Float8LinearConfig) -> nn.Sequential:
+        """A second MLP where its inputs are bitwise one device's: not behind a reduction."""
+        layers = 1 if self.tp > 1 else 2
+        with torch.random.fork_rng():
+            torch.manual_seed(self.case.seed)
+            net = nn.Sequential(*(GatedMLP(self.case.dim, self.case.hidden) for _ in range(layers)))
+        net.to(DTYPES[self.case.dtype])
+        return convert_to_float8_training(net, config=config)
+
+    def distribute(self) -> None:
+        mesh = self.mesh
+        if self.tp > 1:
+            layout = Shard(1) if self.sequence_parallel else Replicate()
+            travels = self.net[0].w1.config.gather_cast("input") is not None
+            prepare = PrepareFloat8ModuleInput if travels else PrepareModuleInput
+            plan = {
+                "0": prepare(input_layouts=(layout,), desired_input_layouts=(Replicate(),)),
+                "0.w1": Float8ColwiseParallel(),
+                "0.w3": Float8ColwiseParallel(),
+                "0.w2": Float8RowwiseParallel(output_layouts=layout),
+            }
+            apply_tp_plan(self.net, mesh["tp"], plan)
+        if self.replicas > 1:
+            hybrid = mesh["replicate"].size() > 1
+            data = mesh["replicate", "shard"] if hybrid else mesh["shard"]
+            for module in (*self.net, self.net):
+                fully_shard(module, mesh=data)
+
+    def take(self, action: str) -> None:
+        ACTIONS[action](self)
+
+    def update(self) -> None:
+        """After an optimizer step; the twin's delayed histories end the step, too."""
+        update_float8_scales(self.net)
+        update_float8_scales(self.twin)
+
+    def both(self, change: Callable[[nn.Module], object]) -> None:
+        """The change of the model and the twin; both refuse it, or neither does."""
+        texts = []
+        for model in (self.net, self.twin):
+            try:
+                change(model)
+            except Exception as error:
+                if not documented(error):
+                    raise
+                texts.append(f"{type(error).__name__}: {error}")
+        if len(texts) == 1:
+            raise WrongResult(f"only one of model and twin refuses: {texts[0]}")
+        self.refused += texts[:1]
+
+    def batch(self, replica: int) -> torch.Tensor:
+        case = self.case
+        shape = (case.batch, case.sequence, case.dim)
+        seed = 1000 * case.seed + 10 * self.passes + replica
+        kind = case.values if replica == self.passes % self.replicas else "normal"
+        return values(kind, shape, DTYPES[case.dtype], seed)
+
+    def same_weights(self) -> None:
+        with torch.no_grad():
+            pairs = zip(self.twin.parameters(), self.net.parameters(), strict=True)
+            for theirs, mine in pairs:
+                theirs.copy_(full(mine))
+        invalidate_float8_scales(self.twin)
+
+    def run(self, training: bool) -> None:
+        """A pass of the model beside the twin's."""
+        if self.passes:  # (at first they are the same)
+            self.same_weights()
+        self.passes += 1
+        self.net.zero_grad()
+        self.twin.zero_grad()
+        own = self.rank // self.tp
+        with torch.set_grad_enabled(training):
+            with record_gemms() as found:
+                mine = self.forward(self.net, self.given(self.batch(own)))
+                if training:
+                    mine.backward(self.part(self.grad(own)))
+            of_twin: list[list[torch.Tensor | None]] = []
+            for replica in range(self.replicas) if training else [own]:
+                self.twin.zero_grad()
+                with record_gemms() as records:
+                    theirs = self.twin(self.batch(replica))
+                    if training:
+                        theirs.backward(self.grad(replica))
+                of_twin.append([p.grad for p in self.twin.parameters()])
+                if replica == own:
+                    expected, output = records, theirs
+        of_net = [
+            (name, full(p.grad) if p.grad is not None else None)
+            for name, p in self.net.named_parameters()
+        ]
+        self.together(
+            lambda: self.check_operands(found, expected),
+            lambda: self.check_output(
+                local_tensor(mine).detach(), self.part(output.detach()), expected
+            ),
+            lambda: self.check_gradients(of_net, of_twin) if training else None,
+        )
+
+    def together(self, *checks: Callable[[], None]) -> None:
+        """Runs checks; raises what one finds on all ranks, so that none goes on alone."""
+        problem = ""
+        try:
+            for check in checks:
+                check()
+        except WrongResult as error:
+            problem = str(error)
+        problems = [problem]
+        if ranks_of(self.case) > 1:
+            problems = [""] * dist.get_world_size()
+            dist.all_gather_object(problems, problem)
+        for rank, text in enumerate(problems):
+            if text:
+                raise WrongResult(f"rank {rank}: {text}")
+
+    def grad(self, replica: int) -> torch.Tensor:
+        """The gradient of the output: given, since outputs are equal but for the order of sums."""
+        case = self.case
+        seed = 1000 * case.seed + 10 * self.passes + replica + 5
+        shape = (case.batch, case.sequence, case.dim)
+        return values("magnitudes", shape, DTYPES[case.dtype], seed)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of an output."""
+        return part_of(x, 1, self.tp, self.rank % self.tp) if self.sequence_parallel else x
+
+    def forward(self, net: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        if not self.checkpointing:
+            return net(x)
+        if self.replicas > 1:  # the root's hooks run outside
+            return checkpoint(net, x, use_reentrant=False)
+        for layer in net:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    def given(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of an input; a DTensor, since parts may be uneven."""
+        if not self.sequence_parallel:
+            return x
+        whole = DTensor.from_local(x, self.mesh["tp"], [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Shard(1)])
+
+    def check_operands(self, found: list[GemmRecord], expected: list[GemmRecord]) -> None:
+        by_name = {(r.fqn, r.gemm): r for r in expected}
+        rank = self.rank % self.tp
+        for record in found:
+            name = f"{record.fqn}, GEMM of {record.gemm}"
+            twin = by_name[record.fqn, record.gemm]
+            split = SPLIT[record.fqn.rpartition(".")[2]] if self.tp > 1 else WHOLE
+            empty = not (record.a.numel() and record.b.numel())
+            sides = zip(["left", "right"], record[2:4], twin[2:4], split[record.gemm], strict=True)
+            for side, mine, theirs, dim in sides:
+                qdata, scale = theirs.qdata, theirs.scale
+                if dim is not None:
+                    qdata = part_of(qdata, dim, self.tp, rank)
+                    if scale.ndim and scale.shape[dim] > 1:
+                        scale = part_of(scale, dim, self.tp, rank)
+                # Scales of empty rows are of no use, and neither is what was folded with them.
+                if empty and (scale.ndim or mine.scale.ndim):
+                    continue
+                if not same_values(mine.scale, scale):
+                    raise WrongResult(f"{name}: {side} scale {mine.scale}, twin {scale}")
+                if not same_values(mine.qdata, qdata):
+                    raise WrongResult(
+                        f"{name}: {side} bytes {mine}, twin {Float8Tensor(qdata, scale, theirs.dtype)}"
+                    )
+        missing = by_name.keys() - {(r.fqn, r.gemm) for r in found}
+        if missing:
+            raise WrongResult(f"no float8 GEMM for {sorted(missing)}")
+
+    def check_output(
+        self, mine: torch.Tensor, theirs: torch.Tensor, expected: list[GemmRecord]
+    ) -> None:
+        if self.tp == 1 and not same_values(mine, theirs):
+            raise WrongResult(f"output {mine}, twin {theirs}")
+        last = [record for record in expected if record.gemm == "output"][-1]
+        a, b = last.a.dequantize().double().abs(), last.b.dequantize().double().abs()
+        check_near("output", mine, theirs, [a @ b, theirs])
+
+    def check_gradients(
+        self,
+        of_net: list[tuple[str, torch.Tensor | None]],
+        of_twin: list[list[torch.Tensor | None]],
+    ) -> None:
+        tokens = [self.grad(replica).abs().sum() for replica in range(self.replicas)]
+        for (name, mine), theirs in zip(of_net, zip(*of_twin, strict=True), strict=True):
+            summed = [grad for grad in theirs if grad is not None]
+            if (mine is None) is bool(summed):
+                raise WrongResult(f"gradient of {name}: {mine}, twin {summed}")
+            if mine is not None:
+                mean = torch.stack(summed).sum(0) / self.replicas
+                terms = [*summed, *(tokens if name.endswith("w2.bias") else ())]
+                check_near(f"gradient of {name}", mine, mean, terms)
+
+
+def check_near(
+    name: str, mine: torch.Tensor, theirs: torch.Tensor, terms: list[torch.Tensor]
+) -> None:
+    """Equal but for the order of a sum, relative to the largest values of its terms."""
+    if mine.shape != theirs.shape or mine.dtype is not theirs.dtype:
+        raise WrongResult(
+            f"{name} {mine.dtype} {tuple(mine.shape)}, twin {theirs.dtype} {tuple(theirs.shape)}"
+        )
+    finite, limits = theirs.isfinite(), torch.finfo(theirs.dtype)
+    if (~finite).any() and mine.isfinite()[~finite].any():
+        raise WrongResult(f"{name} is finite, and is not in the twin: {mine}, {theirs}")
+    largest = sum(finite_max(term) for term in terms)
+    # Near the limits of the dtype a sum may overflow in one order and not in the other.
+    if largest < limits.max / 1e6:
+        error = (mine[finite].double() - theirs[finite].double()).abs()
+        allowed = largest * 32 * limits.eps + limits.smallest_normal
+        if not bool((error <= allowed).all()):
+            raise WrongResult(f"{name} {mine}, twin {theirs}: off by {error.max():.3g}")
+
+
+def finite_max(x: torch.Tensor) -> float:
+    """The largest magnitude of the finite values; 0 if there are none."""
+    known = x[x.isfinite()]
+    return known.double().abs().max().item() if known.numel() else 0.0
+
+
+def load(net: nn.Module) -> None:
+    with torch.no_grad():
+        net.load_state_dict({name: tensor * 3 for name, tensor in net.state_dict().items()})
+
+
+def edit(net: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(3)
+
+
+def write_data(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        getattr(local, "_tensor", local).data.mul_(3)
+    invalidate_float8_scales(net)
+
+
+def freeze(frozen: bool, net: nn.Module) -> None:
+    for layer in net:
+        layer.w1.weight.requires_grad_(not frozen)
+
+
+def step(world: World, update: bool = True) -> None:
+    world.run(training=True)
+    world.optimizer.step()
+    if update:
+        world.update()
+
+
+def micro_batches(world: World) -> None:
+    for _ in range(2):
+        world.run(training=True)
+    world.optimizer.step()
+    world.update()
+
+
+def deep_copy(world: World) -> None:
+    if world.replicas == 1:  # FSDP2 refuses to be copied
+        world.net = copy.deepcopy(world.net)
+        world.optimizer = world.make_optimizer(world.net)
+    world.run(training=True)
+
+
+def changed(change: Callable[[nn.Module], object]) -> Callable[[World], None]:
+    """The change in training: the pass after it uses the new values."""
+
+    def take(world: World) -> None:
+        world.both(change)
+        world.run(training=True)
+
+    return take
+
+
+def toggle_checkpointing(world: World) -> None:
+    world.checkpointing = not world.checkpointing
+    world.run(training=True)
+
+
+def evaluate(world: World) -> None:
+    world.run(training=False)
+
+
+ACTIONS: dict[str, Callable[[World], None]] = {
+    "step": step,
+    "step without update": partial(step, update=False),
+    "micro-batches": micro_batches,
+    "evaluate": evaluate,
+    "load_state_dict": changed(load),
+    "edit in place": changed(edit),
+    "write .data, invalidate": changed(write_data),
+    "freeze": changed(partial(freeze, True)),
+    "unfreeze": changed(partial(freeze, False)),
+    "deepcopy": deep_copy,
+    "checkpointing": toggle_checkpointing,
+    "precompute": changed(precompute_float8_dynamic_scale),
+    "sync": changed(sync_float8_amax_and_scale_history),
+    "invalidate": changed(invalidate_float8_scales),
+}

@@ -1,0 +1,51 @@
+"""Tensors for property tests, each described by plain data: values, dtype, shape, strides."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FINITE = ("normal", "zeros", "equal", "negative zero", "denormals", "tiny", "outlier", "magnitudes")
+VALUES = (*FINITE, "nan", "inf", "-inf")
+LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "offset")
+
+
+def values(kind: str, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A contiguous tensor of a kind of `VALUES`; a special value stands at one place."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    limits = torch.finfo(dtype)
+    x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    if kind == "zeros":
+        x = torch.zeros_like(x)
+    elif kind == "equal":
+        x = torch.full_like(x, 0.7)
+    elif kind == "denormals":
+        x *= limits.smallest_normal / 8
+    elif kind == "tiny":
+        x *= max(1e-30, limits.smallest_normal * 16)
+    elif kind == "magnitudes" and x.ndim:
+        x *= torch.exp(2 * torch.randn((*x.shape[:-1], 1), generator=generator, dtype=x.dtype))
+    x = x.clamp(-limits.max, limits.max).to(dtype)
+    special = {"negative zero": -0.0, "outlier": min(1e30, limits.max / 2)}
+    special |= {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+    if kind in special and x.numel():
+        x.view(-1)[seed * 7 % x.numel()] = special[kind]
+    return x
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The tensor with other strides. (Of "expanded" all rows are the first one.)"""
+    if layout == "contiguous" or x.ndim == 0:
+        return x
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "expanded":
+        return x[:1].expand(x.shape) if x.shape[0] else x
+    if layout == "sliced":
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 1e4, dtype=x.dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    flat = torch.full((x.numel() + 3,), 1e4, dtype=x.dtype)
+    flat[3:] = x.reshape(-1)
+    return flat[3:].view(x.shape)
