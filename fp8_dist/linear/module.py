@@ -183,7 +183,7 @@ class Float8Linear(nn.Linear):
             input = input if plain else reduced(input)
         training = torch.is_grad_enabled()
         if not training and not compiling:
-            self.float8_weight.cache.end_of_evaluation()
+            self.float8_weight.end_of_evaluation(weight)
         # In a graph the name would be guarded (torch 2.11): no two layers could share one.
         fqn = "" if compiling else self.fqn
         spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, training)

@@ -193,6 +193,15 @@ class Float8Weight:
         if not in_backward():
             self.cache.begin_evaluation()
 
+    def end_of_evaluation(self, parameter: torch.Tensor) -> None:
+        """A forward without gradients has taken its casts of the parameter.
+
+        (Of a weight that FSDP2 gathers in float8 the gather tells. Ranks agree about gathers, but
+        not about forwards: experts may lack tokens.)
+        """
+        if not isinstance(local_tensor(parameter), Float8Tensor):
+            self.cache.end_of_evaluation()
+
     def wait_until_made(self) -> None:
         """Let the current stream wait for what others have made of the weight.
 

@@ -241,6 +241,8 @@ class WeightCache:
     def gathered(self, trains: bool) -> None:
         """FSDP2 gathered the weight for a forward: of a training step, or without gradients."""
         self._last_gather_trained = trains
+        if not trains:
+            self.end_of_evaluation()
 
     def outlives_steps(self, param: torch.Tensor) -> bool:
         """True if precompute need not look at ``param`` again: frozen, and in a training's use.

@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from nets import Distributed, Net, blocks, full, wrong_casts
-from ranks import RankPools
+from ranks import RankPools, device_mesh
 from reference import raised, weights_used
 from torch.autograd.graph import increment_version
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import fp8_dist.warn
@@ -195,6 +195,34 @@ def steps_with_evaluation(dp: int, tp: int, reshard: bool) -> list[bool]:
 @pytest.mark.parametrize(("dp", "tp", "reshard"), [(2, 1, False), (2, 1, True), (1, 2, True)])
 def test_evaluation_between_steps(ranks: RankPools, dp: int, tp: int, reshard: bool) -> None:
     assert ranks(2).run(steps_with_evaluation, dp, tp, reshard) == [[True]] * 2
+
+
+class Expert(nn.Module):
+    """A layer that only some ranks use, beside one that all use; FSDP2 gathers both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.expert = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, has_tokens: bool) -> torch.Tensor:
+        y: torch.Tensor = self.shared(x)
+        return self.expert(y) if has_tokens else y
+
+
+def evaluated_without_tokens() -> bool:
+    """After an evaluation that uses a layer on rank 0 alone, ranks agree about its scale."""
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    net = convert_to_float8_training(Expert(), config=config)
+    fully_shard(net, mesh=device_mesh(dp=2))
+    x = torch.randn(16, 32)
+    with torch.no_grad():
+        net(x, has_tokens=dist.get_rank() == 0)
+    net(x, has_tokens=True).sum().backward()
+    return all(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_ranks_without_tokens_in_an_evaluation_know_as_much_as_the_others(ranks: RankPools) -> None:
+    assert ranks(2).run(evaluated_without_tokens) == [True, True]
 
 
 def unsharded_after_backward() -> list[str]:
