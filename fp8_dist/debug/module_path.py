@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8_dist.torch_internals import tree_leaves, when_backward_ends
 
 # Path segments that wrappers add and ``state_dict`` keys leave out.
-WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_orig_mod")
+WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 
 class ModulePath:

@@ -4,6 +4,7 @@ The state goes through DCP (torch.distributed.checkpoint): every rank writes its
 mesh can load them. `manifest` says what makes a folder a checkpoint. All ranks see one file system.
 """
 
+import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -149,12 +150,11 @@ def load(
         model, optimizer: of the same sizes as what was saved, on any mesh.
     """
     state = state_of(model, optimizer)
-    float8 = state.pop("float8")
-    ranks = 1
-    for size in found["mesh"].values():
-        ranks *= size
-    if ranks != dist.get_world_size():
-        del state["generators"]
+    # What a checkpoint may lack: histories of another recipe, which start anew, and the generators
+    # of another kind of device.
+    partial = {name: state.pop(name) for name in ("float8", "generators")}
+    if math.prod(found["mesh"].values()) != dist.get_world_size():
+        del partial["generators"]
     reader = FileSystemReader(path)
     dcp.load(state, storage_reader=reader)
     set_state_dict(
@@ -163,14 +163,10 @@ def load(
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
-    # Another recipe, or none, has other histories; those that it has not start anew.
-    dcp.load(
-        {"float8": float8},
-        planner=DefaultLoadPlanner(allow_partial_load=True),
-        storage_reader=reader,
-    )
-    if "generators" in state:
-        mine = state["generators"][str(dist.get_rank())]
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(partial, planner=planner, storage_reader=reader)
+    if "generators" in partial:
+        mine = partial["generators"][str(dist.get_rank())]
         torch.set_rng_state(mine["cpu"])
         if "cuda" in mine:
             torch.cuda.set_rng_state(mine["cuda"])

@@ -82,9 +82,9 @@ def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 def _check_checkpoints(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Checks that a new run does not mix its checkpoints with those of an earlier one."""
+    """Checks that a new run does not mix its files with those of an earlier one."""
     folder = args.out / CHECKPOINTS
-    if args.checkpoint_every and not args.resume and (found := checkpoints_in(folder)):
+    if not args.resume and (found := checkpoints_in(folder)):
         parser.error(
             f"--out has checkpoints of an earlier run, up to {next(iter(found.values()))}: "
             "continue it with --resume auto, or choose another --out"

@@ -90,7 +90,7 @@ def cases_until_found(pools: RankPools, mutation: str, limit: int) -> int:
     )
     kind = MUTATIONS[mutation][3]
     assert kind in KINDS
-    found = hypothesis.find(cases(kind, max_ranks=2), fails, settings=settings)
+    found = hypothesis.find(cases(kind), fails, settings=settings)
     print(f"{mutation}: case {len(seen)}, {to_json(found)}")
     return len(seen)
 

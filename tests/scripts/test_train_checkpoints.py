@@ -174,13 +174,14 @@ def test_a_full_disk_harms_no_checkpoint(ranks: RankPools, tmp_path: Path) -> No
     assert ranks(2).run(run, str(last), 2, 1, steps=3, fail_at=2) == [False, False]
 
 
-def test_a_run_does_not_mix_its_checkpoints_with_others(
-    ranks: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_run_does_not_mix_its_files_with_others(
+    ranks: RankPools, tmp_path: Path, capsys: pytest.CaptureFixture[str], writes: bool
 ) -> None:
     (good,) = ranks(1).run(run, str(tmp_path), 1, 1, steps=3)
     assert good
     with mock.patch.dict(MODELS, tiny=TINY), pytest.raises(SystemExit):
-        train.parse_args([*OPTIONS, "--out", str(tmp_path)])
+        train.parse_args([*(OPTIONS if writes else OPTIONS[:-2]), "--out", str(tmp_path)])
     message = capsys.readouterr().err.splitlines()[-1].replace(str(tmp_path), "OUT")
     assert_expected_inline(
         message,
