@@ -32,10 +32,7 @@ from fp8_dist.kernels import Scaling, scaling_from_amax
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
-from fp8_dist.mesh import (
-    AmaxReduction,
-    local_tensor,
-)
+from fp8_dist.mesh import AmaxReduction, local_tensor
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
 
@@ -90,9 +87,8 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
     """:func:`precompute_float8_dynamic_scale` for some layers of ``module``, by name; None: all."""
     if layers is None:
         layers = _float8_layers(module, "precompute_float8_dynamic_scale")
-    reshard(
-        module, "precompute_float8_dynamic_scale"
-    )  # unsharded weights are those of before the optimizer step
+    # Unsharded weights are those of before the optimizer step.
+    reshard(module, "precompute_float8_dynamic_scale")
     _check_weights(layers)
     check_agreement(module, "precompute_float8_dynamic_scale")
     # By the parameter that each layer has now: FSDP2 will put another in its place.

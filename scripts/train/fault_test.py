@@ -44,26 +44,29 @@ DAMAGES = ("a file is cut off", "a byte has changed", "a file is missing", "no m
 
 def killed(run: Run, expected: list[tuple[float, ...]], fault: Fault) -> Outcome:
     """A rank is killed; torchrun starts all of them again."""
-    status = run.train(fault)
-    line = re.search(r"rank \d+ of \d+ (died or hangs|failed)", run.output)
-    named = line is not None or run.args.ranks == 1
-    return run.outcome(
-        expected,
-        fault,
-        f"exit status {status}" if status else "",
-        "" if named else "no line names the rank",
-    )
+    line = r"rank \d+ of \d+ (died or hangs|failed)"
+    return survived(run, expected, fault, line if run.args.ranks > 1 else "")
 
 
 def late(run: Run, expected: list[tuple[float, ...]], fault: Fault) -> Outcome:
     """A rank starts after the timeout; the others end, and torchrun starts all of them again."""
+    return survived(run, expected, fault, f"rank {fault.rank} of {run.args.ranks} did not start")
+
+
+def disk_is_full(run: Run, expected: list[tuple[float, ...]], fault: Fault) -> Outcome:
+    """A checkpoint can't be written: the run goes on."""
+    return survived(run, expected, fault, f"step {fault.step} NOT saved")
+
+
+def survived(run: Run, expected: list[tuple[float, ...]], fault: Fault, line: str) -> Outcome:
+    """What came of one program that has to end well, and to print a line about the fault."""
     status = run.train(fault)
-    named = f"rank {fault.rank} of {run.args.ranks} did not start" in run.output
+    said = re.search(line, run.output) is not None
     return run.outcome(
         expected,
         fault,
         f"exit status {status}" if status else "",
-        "" if named else "no line names the rank",
+        "" if said else f"no line says: {line}",
     )
 
 
@@ -73,18 +76,6 @@ def stopped(run: Run, expected: list[tuple[float, ...]], fault: Fault) -> Outcom
     problem = f"exit status {status} after {fault.signal}" if status else ""
     status = run.train()
     return run.outcome(expected, fault, problem, f"exit status {status}" if status else "")
-
-
-def disk_is_full(run: Run, expected: list[tuple[float, ...]], fault: Fault) -> Outcome:
-    """A checkpoint can't be written: the run goes on."""
-    status = run.train(fault)
-    said = f"step {fault.step} NOT saved" in run.output
-    return run.outcome(
-        expected,
-        fault,
-        f"exit status {status}" if status else "",
-        "" if said else "no line says that the checkpoint failed",
-    )
 
 
 def damaged(

@@ -10,20 +10,10 @@ import transformers
 from torch import nn
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training, skip_head
+from scripts.measure.hf_plans import SIZES
 
-VOCABULARY = 256
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = SIZES
+VOCABULARY: int = SMALL["vocab_size"]
 HEADS = {"head_dim": 16}
 GEMMA = HEADS | {"query_pre_attn_scalar": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
