@@ -67,8 +67,8 @@ def _wait(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _wait_quietly(bits: torch.Tensor) -> None:
-    if hasattr(sys, "last_value"):
-        return  # an exception that nobody caught ends the process (or was shown by a notebook)
+    if hasattr(sys, "last_value") and not hasattr(sys, "ps1"):
+        return  # an exception that nobody caught ends the process, which is not interactive
     # The garbage collector may call this in the middle of a mode that counts operators. The wait
     # fails if another rank is gone.
     with suppress(Exception), without_dispatch_modes():

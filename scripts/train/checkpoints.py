@@ -97,14 +97,26 @@ class Checkpoints:
         return True
 
     def _remove_old(self, step: int) -> None:
-        """Keep the one of `step`, and those before it; later ones are not this run's."""
+        """Keep the one of `step`, and those before it; later ones are not this run's.
+
+        Damaged ones don't count, and are left where they are: one may want to look at them.
+        """
         older = [path for at, path in manifest.checkpoints_in(self.root).items() if at < step]
-        for path in older[self.keep - 1 :]:
+        for path in list(filter(_looks_complete, older))[self.keep - 1 :]:
             manifest.remove(path)
 
     def _newest(self) -> str:
         paths = list(manifest.checkpoints_in(self.root).values())
         return str(paths[0] if paths else None)
+
+
+def _looks_complete(path: Path) -> bool:
+    """Whether a checkpoint has all of its files, of the right sizes."""
+    try:
+        read_checkpoint(path, contents=False)
+    except DamagedCheckpoint:
+        return False
+    return True
 
 
 def one_line(error: BaseException) -> str:

@@ -304,6 +304,15 @@ def test_old_checkpoints_go(ranks: RankPools, tmp_path: Path, keep: int, left: l
     assert ranks(1).run(remaining, str(tmp_path), keep) == [left]
 
 
+@pytest.mark.parametrize("damage", ["a file is cut off", "no manifest"])
+def test_a_damaged_checkpoint_does_not_count(ranks: RankPools, tmp_path: Path, damage: str) -> None:
+    """It is left where it is, and the last good one before it stays."""
+    for step in (1, 2, 4, 6):
+        written(tmp_path, step)
+    do_damage(folder_of(tmp_path, 4), damage)
+    assert ranks(1).run(remaining, str(tmp_path), 2) == [[6, 4, 2]]
+
+
 def test_metrics_before_a_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\nnonsense\n{"step": 2}\n{"step": 1')
