@@ -289,7 +289,8 @@ class World:
             if (mine is None) is bool(summed):
                 raise WrongResult(f"gradient of {name}: {mine}, twin {summed}")
             if mine is not None:
-                mean = torch.stack(summed).sum(0) / self.replicas
+                # (A sum may overflow in the dtype before it is divided.)
+                mean = torch.stack(summed).double().sum(0).div(self.replicas).to(summed[0].dtype)
                 terms = [*summed, *(tokens if name.endswith("w2.bias") else ())]
                 check_near(f"gradient of {name}", mine, mean, terms)
 
