@@ -4,15 +4,24 @@ import argparse
 import dataclasses
 import json
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fp8_dist import float8_layers
 from fp8_dist.debug import CommAudit
+from fp8_dist.version import __version__
+
+# What `memory_bytes` in metrics.jsonl means, by the kind of device; config.json says which.
+MEMORY = {
+    "cuda": "rank 0: largest memory allocated on its GPU since the line before",
+    "cpu": "rank 0: resident memory of the process at the end of the step",
+}
 
 
 class RunWriter:
@@ -43,8 +52,9 @@ class RunWriter:
     def write_config(self, model: nn.Module, device: torch.device, reason: str) -> None:
         """Says what is trained, and where; reason: why not on a GPU, "" if there is nothing to say.
 
-        config.json has the options, `float8_layers` by name, and `high_precision_gather`: how many
-        elements an FSDP2 gather of each other parameter moves.
+        config.json has the options, `float8_layers` by name, `high_precision_gather`: how many
+        elements an FSDP2 gather of each other parameter moves, `memory`: what `memory_bytes` of
+        metrics.jsonl means, and versions.
         """
         args, corpus = self.args, self.args.corpus
         parameters = sum(p.numel() for p in model.parameters())
@@ -62,13 +72,40 @@ class RunWriter:
             "parameters": parameters,
             "float8_layers": list(float8_layers(model)),
             "high_precision_gather": high_precision_gather(model, args.dp),
+            "memory": MEMORY[device.type],
             "torch": torch.__version__,
+            "fp8_dist": __version__,
+            "python": platform.python_version(),
         }
         (self.out / "config.json").write_text(json.dumps(shown, indent=2, default=str) + "\n")
 
-    def write_step(self, step: int, loss: float, grad_norm: float, speed: float) -> None:
-        """Appends one line; speed is in tokens per second over all ranks."""
-        line = {"step": step, "loss": loss, "tokens_per_second": speed, "grad_norm": grad_norm}
+    def write_step(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        speed: float,
+        learning_rate: float,
+        device: torch.device,
+    ) -> None:
+        """Appends one line to metrics.jsonl, with the memory of this process; see `MEMORY`.
+
+        Args:
+            step: counts from 1.
+            loss: the mean over all ranks.
+            grad_norm: of the whole gradient before clipping.
+            speed: in tokens per second over all ranks.
+            learning_rate: what the step's update was made with.
+            device: where the model is.
+        """
+        line = {
+            "step": step,
+            "loss": loss,
+            "tokens_per_second": speed,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "memory_bytes": memory_bytes(device),
+        }
         self.metrics.write(json.dumps(line) + "\n")
 
     def sync(self) -> None:
@@ -81,6 +118,15 @@ class RunWriter:
         print(f"\nCollectives of one training step, as one rank sees them:\n{table}\n", flush=True)
         (self.out / "comm.txt").write_text(f"{table}\n\n{audit.table(by_module=True)}\n")
         (self.out / "comm.json").write_text(json.dumps(audit_rows(audit), indent=2) + "\n")
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory of this process; see `MEMORY`. On CUDA the peak starts anew."""
+    if device.type == "cpu":
+        return psutil.Process().memory_info().rss
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def lines_before(step: int, path: Path) -> str:

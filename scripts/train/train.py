@@ -229,7 +229,8 @@ def run_steps(
         values = trainer.mean_over_ranks(loss), grad_norm.item()
         speed = args.batch_size * args.seq_len / (time.perf_counter() - since)
         if writer is not None:
-            writer.write_step(step, *values, speed)
+            rate = args.lr * learning_rate_factor(step - 1, args.warmup, args.steps)
+            writer.write_step(step, *values, speed, rate, trainer.device)
             progress.set_postfix_str(f"loss {values[0]:.3f}, {speed:.0f} tok/s", refresh=False)
         if saver is None or control is None or last:
             continue

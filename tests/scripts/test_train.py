@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from expecttest import assert_expected_inline
 from ranks import RankPools, device_mesh
 from torch_releases import uneven_sequence_in_torchs_linear
 
+import fp8_dist
 from scripts.common.corpus import Corpus, load_corpus
 from scripts.train import train
 from scripts.train.processes import choose_device
-from scripts.train.run_writer import RunWriter
+from scripts.train.run_writer import MEMORY, RunWriter, memory_bytes
 
 ROOT = Path(train.__file__).parents[2]
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
@@ -199,13 +201,58 @@ def test_one_process_trains_and_writes_everything(tmp_path, small_text):
     assert metrics[0]["loss"] == pytest.approx(5.55, abs=0.1)
     assert metrics[2]["loss"] < metrics[0]["loss"]
     for line in metrics:
-        assert list(line) == ["step", "loss", "tokens_per_second", "grad_norm"]
+        assert list(line) == [
+            "step",
+            "loss",
+            "tokens_per_second",
+            "grad_norm",
+            "learning_rate",
+            "memory_bytes",
+        ]
         assert line["grad_norm"] > 0
         assert line["tokens_per_second"] > 0
+        assert 2**26 < line["memory_bytes"] < 2**36  # torch alone needs more than 64 MiB
+    assert [line["learning_rate"] for line in metrics] == [1e-3, 1e-3, 5e-4]
     config = json.loads((tmp_path / "config.json").read_text())
+    assert config["memory"] == MEMORY["cpu"]
+    assert (config["torch"], config["fp8_dist"]) == (torch.__version__, fp8_dist.__version__)
     assert (config["recipe"], config["parameters"]) == ("tensorwise", 853120)
     assert (tmp_path / "comm.txt").read_text().strip()
     assert isinstance(json.loads((tmp_path / "comm.json").read_text()), list)
+
+
+def rates_of_the_optimizer(options: list[str]) -> list[float]:
+    """Runs on a rank: trains, and returns the learning rate that each step found."""
+    rates: list[float] = []
+    step = train.Trainer.step
+
+    def recorded(self: train.Trainer, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rates.extend(group["lr"] for group in self.optimizer.param_groups)
+        return step(self, number)
+
+    with mock.patch.object(train.Trainer, "step", recorded):
+        train.train(train.parse_args(options), torch.device("cpu"))
+    return rates
+
+
+def test_the_rate_that_is_written_is_the_optimizers(ranks: RankPools, small_text, tmp_path):
+    options = [*QUICK, "--warmup", "2", "--data", str(small_text), "--out", str(tmp_path)]
+    (used,) = ranks(1).run(rates_of_the_optimizer, options)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["learning_rate"] for line in lines] == used == [5e-4, 1e-3, 1e-3]
+
+
+def test_memory_on_a_gpu_is_the_peak_since_the_line_before(monkeypatch):
+    calls = []
+    for name, result in (("max_memory_allocated", 7), ("reset_peak_memory_stats", None)):
+        monkeypatch.setattr(
+            torch.cuda,
+            name,
+            lambda device, name=name, result=result: calls.append((name, device)) or result,
+        )
+    device = torch.device("cuda", 1)
+    assert memory_bytes(device) == 7
+    assert calls == [("max_memory_allocated", device), ("reset_peak_memory_stats", device)]
 
 
 def steps(options: list[str], tp: int) -> list[tuple[float, float]]:
