@@ -290,6 +290,10 @@ class Float8LinearConfig:
         """How ``operand``, as it is stored, is cast for ``gemm``; ``None``: in high precision."""
         return self._uses[operand][gemm]
 
+    def uses(self, operand: Operand) -> dict[Gemm, CastSpec | None]:
+        """:meth:`cast` of ``operand`` for each of its two GEMMs."""
+        return self._uses[operand]
+
     def casts(self, operand: Operand) -> tuple[CastSpec, ...]:
         """The different casts of ``operand`` in its two GEMMs, in their order."""
         return self._casts[operand]

@@ -118,7 +118,7 @@ def share_input(input: torch.Tensor, layers: Sequence[Float8Linear]) -> torch.Te
         placed = DTensor.from_local(input, declared.mesh, (declared.input,), run_check=False)
     if cast is not None:
         at, mesh, history = placed.placements[0], placed.device_mesh, first.histories.get("input")
-        placed = _cast_input(placed, at, mesh, *cast, history)
+        placed = _cast_input(placed, at, mesh, *cast, history, first.float8_weight)
         share_amaxes(layers)
     return placed.redistribute(placements=(Replicate(),))
 

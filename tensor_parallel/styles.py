@@ -15,9 +15,17 @@ from torch.distributed.tensor import DTensor, Placement, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from fp8_dist.cast import as_float8_of, quantize_over
-from fp8_dist.config import CastSpec
+from fp8_dist.config import CastSpec, CopySpec
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.observing import (
+    PREPARED,
+    Owner,
+    are_gemms_observed,
+    is_observed,
+    note_prepared,
+    observe,
+)
 from fp8_dist.mesh import local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor_parallel.siblings import make_no_siblings, make_siblings
@@ -127,7 +135,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             # Looked up by name, because a copy of the module has the same hooks.
             layer: Any = module.get_submodule(name)
-            how = (device_mesh, cast, power_of_2, layer.histories.get(_PREPARED_INPUT))
+            history, owner = layer.histories.get(_PREPARED_INPUT), layer.float8_weight
+            how = (device_mesh, cast, power_of_2, history, owner)
             if not torch.compiler.is_compiling():
                 make_siblings(module, inside)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
@@ -199,8 +208,12 @@ def _cast_input(
     cast: CastSpec,
     power_of_2: bool,
     history: AmaxHistory | None,
+    owner: Owner,
 ) -> Any:
-    """A floating-point input as a DTensor of float8; anything else as it is."""
+    """A floating-point input as a DTensor of float8; anything else as it is.
+
+    ``owner``: the ``float8_weight`` of the first layer that takes it.
+    """
     castable = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
     if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
         return x
@@ -208,7 +221,7 @@ def _cast_input(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, (layout,), run_check=False)
-    return _CastInput.apply(reduced(x), cast, power_of_2, history, torch.is_grad_enabled())
+    return _CastInput.apply(reduced(x), cast, power_of_2, history, torch.is_grad_enabled(), owner)
 
 
 class _CastInput(torch.autograd.Function):
@@ -222,14 +235,23 @@ class _CastInput(torch.autograd.Function):
         power_of_2: bool,
         history: AmaxHistory | None,
         record: bool,
+        owner: Owner,
     ) -> torch.Tensor:
         if history is not None:
-            return history.cast(input, record)
-        return as_float8_of(input, quantize_over(input, cast, power_of_2))
+            copy = CopySpec(cast)
+            quantized = history.copies_of(input, (copy,), record)[copy]
+        else:
+            quantized = quantize_over(input, cast, power_of_2)
+        if are_gemms_observed():
+            note_prepared(input)
+        if is_observed():
+            scale = observe(owner, "input", PREPARED, local_tensor(input), quantized, True)
+            quantized = quantized._replace(scale=scale)
+        return as_float8_of(input, quantized)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
-        return grad, None, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return grad, None, None, None, None, None
 
 
 def _distribute(

@@ -1,9 +1,22 @@
-"""Seeing what happens: ``comm_audit`` records the collectives of eager code.
+"""Seeing what happens: ``comm_audit`` records collectives, ``float8_stats`` what casts do.
 
 Above the layers, below FSDP2 and tensor parallelism. Nothing in the library depends on it.
 """
 
+from fp8_dist.debug.anomalies import Anomaly, AnomalyLimits
 from fp8_dist.debug.audit import CommAudit, comm_audit
+from fp8_dist.debug.stat_rows import CastStats, GemmStats
+from fp8_dist.debug.stats import Float8Stats, float8_stats
 from fp8_dist.debug.table import CommRow
 
-__all__ = ["CommAudit", "CommRow", "comm_audit"]
+__all__ = [
+    "Anomaly",
+    "AnomalyLimits",
+    "CastStats",
+    "CommAudit",
+    "CommRow",
+    "Float8Stats",
+    "GemmStats",
+    "comm_audit",
+    "float8_stats",
+]

@@ -51,8 +51,7 @@ class ModulePath:
         if module not in self._fqns:
             # A module called by one that doesn't own it is a root of its own.
             for name, child in module.named_modules():
-                segments = (s for s in name.split(".") if s not in WRAPPER_SEGMENTS)
-                self._fqns[child] = ".".join(segments)
+                self._fqns[child] = without_wrappers(name)
         return self._fqns[module]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -108,6 +107,11 @@ class ModulePath:
     def _end_backward(self) -> None:
         self._backward_end_queued = False
         self.current = ""
+
+
+def without_wrappers(fqn: str) -> str:
+    """A module's name, less the segments that wrappers add."""
+    return ".".join(s for s in fqn.split(".") if s not in WRAPPER_SEGMENTS)
 
 
 def _is_inside(fqn: str, module: str) -> bool:

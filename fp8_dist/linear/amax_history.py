@@ -22,7 +22,6 @@ from fp8_dist.cast import (
     Copies,
     amax_groups,
     as_copies,
-    as_float8_of,
     copies_by,
     flat_copies,
 )
@@ -139,11 +138,6 @@ class AmaxHistory:
         multiplier, scale = (t.to(value.device) for t in self.scaling)
         poison = value * 0  # 0, or NaN
         return multiplier + poison, scale + poison
-
-    def cast(self, tensor: torch.Tensor, record: bool = True) -> torch.Tensor:
-        """A tensor or DTensor as float8, outside of autograd; see :meth:`scaling_of`."""
-        copy = CopySpec(self.cast_as)
-        return as_float8_of(tensor, self.copies_of(tensor, (copy,), record)[copy])
 
     def _record_last(self) -> None:
         value, self._last = self._last, None

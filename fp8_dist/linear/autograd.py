@@ -20,6 +20,14 @@ from fp8_dist.config import CastSpec, Gemm
 from fp8_dist.granularity import TENSOR, Granularity
 from fp8_dist.kernels import quantize_after, scaled_mm
 from fp8_dist.linear.gradient_amax import GradientAmax, Siblings
+from fp8_dist.linear.observing import (
+    HighPrecision,
+    are_gemms_observed,
+    high_precision,
+    is_observed,
+    observe,
+    observe_gemm,
+)
 from fp8_dist.linear.once import Gradients, differentiable_once
 from fp8_dist.linear.operands import (
     LinearSpec,
@@ -210,11 +218,17 @@ class _LinearFunction(torch.autograd.Function):
         # Plain tensors: hooks on saved tensors see the real bytes.
         ctx.save_for_backward(*saved_x, *saved_w, multiplier)
         ctx.bias_layout = Layout.of(bias)
+        if are_gemms_observed():
+            ctx.high = high_precision(spec.owner, input, weight)
         if w_layout is None or layouts is None:
+            if are_gemms_observed():
+                observe_gemm(spec.owner, "output", ctx.high.input, ctx.high.weight, output)
             return output if bias is None else output + bias.to(output.dtype)
         shape = torch.Size((*input.shape[:-1], weight.shape[0]))
         wrapped = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
         compiling = torch.compiler.is_compiling()
+        if are_gemms_observed():
+            observe_gemm(spec.owner, "output", ctx.high.input, ctx.high.weight, wrapped)
         return _finished(wrapped, bias, spec.output_placements) if compiling else wrapped
 
     @staticmethod
@@ -241,6 +255,9 @@ class _LinearFunction(torch.autograd.Function):
             grouped = cast.granularity.grouped(local)
             qdata = quantize_after(grouped, multiplier, cast.dtype, local_tensor(grad))
             w = Quantized(qdata.view(local.shape), w_scale, cast.granularity)
+            if is_observed() and cast != spec.config.cast("weight", "output"):
+                scale = observe(spec.owner, "weight", ("grad_input",), local, w, repeats=False)
+                w = w._replace(scale=scale)
         operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec, ctx.amax)
         grad_input = grad_weight = None
         if needs_input:
@@ -256,6 +273,10 @@ class _LinearFunction(torch.autograd.Function):
             if layouts is not None:
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
+        if are_gemms_observed():
+            high = getattr(ctx, "high", HighPrecision())  # the forward may not have been observed
+            observe_gemm(spec.owner, "grad_input", grad, high.weight, grad_input)
+            observe_gemm(spec.owner, "grad_weight", grad, high.input, grad_weight)
         return grad_input, grad_weight, grad_bias, *unused
 
 

@@ -186,7 +186,8 @@ class Float8Linear(nn.Linear):
             self.float8_weight.end_of_evaluation(weight)
         # In a graph the name would be guarded (torch 2.11): no two layers could share one.
         fqn = "" if compiling else self.fqn
-        spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, training)
+        owner = self.float8_weight
+        spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, owner, training)
         return float8_linear(input, weight, bias, weight_casts, spec, siblings)
 
     def extra_repr(self) -> str:

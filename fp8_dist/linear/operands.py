@@ -17,9 +17,10 @@ from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig, Gemm, Operan
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.gradient_amax import GradientAmax
+from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
-from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
+from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim, with_local
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
 from fp8_dist.warn import warn_once
@@ -32,6 +33,7 @@ class LinearSpec(NamedTuple):
     output_placements: Placements | None
     fqn: str
     histories: Mapping[str, AmaxHistory]
+    owner: Owner  # the layer's float8_weight
     record: bool  # whether the forward's casts belong to a training step
 
 
@@ -143,7 +145,11 @@ def prepare_operand(
         placements: where the GEMMs need a DTensor.
         amax: that of ``tensor``, if it was found ahead.
     """
-    if isinstance(local_tensor(tensor), Float8Tensor):
+    prepared = local_tensor(tensor)
+    if isinstance(prepared, Float8Tensor):
+        if is_observed():
+            scale = observe_prepared(spec.owner, tensor.shape[-1], prepared.scale)
+            tensor = with_local(tensor, prepared.rewrap(scale=scale))
         return dict.fromkeys(gemms, _moved(tensor, placements))
     if not isinstance(tensor, DTensor):
         return _cast_here(tensor, operand, gemms, spec, None, tensor)
@@ -216,7 +222,7 @@ def prepare_gradients(
     w, x = folds.get("grad_input"), folds.get("grad_weight")
     second = spec.config.copies("grad_output", grad.device).get("grad_weight")
     transposed = second is not None and second.transposed
-    return operands | folded_gradients(grad, cast, placements, w, x, axes, transposed)
+    return operands | folded_gradients(grad, cast, placements, w, x, axes, transposed, spec.owner)
 
 
 def find_gradient_amax(grad: torch.Tensor, spec: LinearSpec, amax: GradientAmax) -> None:
@@ -235,13 +241,30 @@ def _copies(
     amax: GradientAmax | None = None,
 ) -> Copies:
     """The local part of an operand in float8, where the operand is; a plain one as a matrix."""
-    distributed = isinstance(tensor, DTensor)
-    matrix = tensor if distributed else as_matrix(tensor)
+    matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
+    made = _copies_of_matrix(tensor, matrix, operand, copies, spec, axes, amax)
+    if not is_observed():
+        return made
+    repeats = operand == "input"
+    high = local_tensor(matrix)
+    return observe_copies(spec.owner, operand, high, made, repeats)
+
+
+def _copies_of_matrix(
+    tensor: torch.Tensor,
+    matrix: torch.Tensor,
+    operand: Operand,
+    copies: tuple[CopySpec, ...],
+    spec: LinearSpec,
+    axes: tuple[int, ...] | None,
+    amax: GradientAmax | None,
+) -> Copies:
+    """:func:`_copies` of an operand, a plain one given as it is and as a matrix."""
     if copies[0].cast.delayed:  # its two casts are the same: they have one scale per tensor
         record = spec.record or operand == "grad_output"
         return spec.histories[operand].copies_of(matrix, copies, record)
     power_of_2 = spec.config.round_scales_to_power_of_2
-    if operand != "input" or distributed or not can_skip_dispatch(tensor):
+    if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
         known_amax = None if amax is None else amax.take()
         return copies_over(matrix, copies, power_of_2, axes, known_amax=known_amax)[1]
     key = cast_key(tensor, (copies, power_of_2))

@@ -43,6 +43,7 @@ from fp8_dist.config import CastSpec, Gemm
 from fp8_dist.granularity import COLUMN, ROW
 from fp8_dist.kernels import quantize, scaling_from_amax
 from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes, unit_scales
+from fp8_dist.linear.observing import Owner, is_observed, observe
 from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
@@ -55,7 +56,8 @@ def folded_gradients(
     weight: Quantized | None,
     input: Quantized | None,
     axes: tuple[int, ...] | None,
-    transposed: bool = False,
+    transposed: bool,
+    owner: Owner,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
     """The operands of the two gradient GEMMs: g1 and wq, g2 and xq.
 
@@ -68,6 +70,7 @@ def folded_gradients(
             ``None`` where g2 is not needed.
         axes: as in :func:`fp8_dist.cast.scaling_over`.
         transposed: write g2 transposed, if the gradient is local.
+        owner: the layer's ``float8_weight``.
 
     Returns:
         Local operands; the scales of the right one are 1, since they were folded into the left one.
@@ -76,10 +79,27 @@ def folded_gradients(
     all-reduce of 8 bytes per row where N is sharded; one of 4 bytes per column where rows are.
     """
     grad = _with_whole_rows(grad, placements)
+    if isinstance(grad, DTensor):
+        assert placements is not None
+        operands = _folded(grad, cast, placements, weight, input, axes)
+    else:
+        operands = _folded_locally(grad, cast, weight, input, transposed)
+    if is_observed():
+        operands = _observed(operands, grad, placements, weight, input, owner)
+    return operands
+
+
+def _folded(
+    grad: DTensor,
+    cast: CastSpec,
+    placements: Placements,
+    weight: Quantized | None,
+    input: Quantized | None,
+    axes: tuple[int, ...] | None,
+) -> dict[Gemm, tuple[Quantized, Quantized]]:
+    """:func:`folded_gradients` of a DTensor whose rows are whole."""
     local, layout = local_tensor(grad), Layout.of(grad)
-    if layout is None:
-        return _folded_locally(local, cast, weight, input, transposed)
-    assert placements is not None
+    assert layout is not None
     weight_fold = None if weight is None else weight.scale.reshape(-1) * UNIT
     value = global_amax(row_amaxes(local, weight_fold), grad, ROW, axes)
     multipliers, scales = scaling_from_amax(value, cast.dtype, True)
@@ -108,6 +128,43 @@ def folded_gradients(
         left = Quantized(g2, scale / UNIT, COLUMN)
         operands["grad_weight"] = (left, input._replace(scale=one, granularity=COLUMN))
     return operands
+
+
+def _observed(
+    operands: dict[Gemm, tuple[Quantized, Quantized]],
+    grad: torch.Tensor,
+    placements: Placements | None,
+    weight: Quantized | None,
+    input: Quantized | None,
+    owner: Owner,
+) -> dict[Gemm, tuple[Quantized, Quantized]]:
+    """Show g1 and g2 to observers, beside the high-precision gradient times the folded scales.
+
+    Of operands that were gathered to ``placements`` the part whose gradient is here.
+    """
+    layout, high = Layout.of(grad), local_tensor(grad).to(torch.float32)
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if layout is None or placements is None or layout.placements == placements:
+            return tensor
+        shape = torch.Size((*layout.shape[:-1], tensor.shape[-1]))
+        gathered = layout._replace(placements=placements, shape=shape).wrap(tensor)
+        return local_tensor(gathered.redistribute(placements=layout.placements))
+
+    shown = {}
+    for gemm, (left, right) in operands.items():
+        qdata, scale, granularity = left
+        if gemm == "grad_input":
+            assert weight is not None
+            folds, scale = weight.scale.reshape(-1), own(scale)
+        else:
+            assert input is not None
+            folds = own(input.scale.reshape(*qdata.shape[:-1], 1))
+        part = own(as_bytes(qdata)).view(qdata.dtype)
+        folded, low = high.reshape(part.shape) * folds, Quantized(part, scale, granularity)
+        carrier = observe(owner, "grad_output", (gemm,), folded, low, False, left.scale)
+        shown[gemm] = (left._replace(scale=carrier), right)
+    return shown
 
 
 def _folded_locally(

@@ -46,6 +46,7 @@ from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.local_placements import LocalPlacements
+from fp8_dist.linear.observing import is_observed, observe_copies
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.scale_query import must_query, register_handle
 from fp8_dist.linear.streams import keep_for_current_stream
@@ -80,6 +81,7 @@ class Float8Weight:
 
     Attributes:
         config, fqn: the layer's.
+        handle: names this object in operators (``scale_query``).
         cache: scalings and float8 casts, while they are known to be fresh.
         made: on a GPU, the event after which what precompute or sync made of the weight (scales,
             and casts made together) is there for streams other than the one that made it.
@@ -101,9 +103,10 @@ class Float8Weight:
         self.config = config
         self.fqn = fqn
         self._histories = histories
-        self._handle = register_handle(self)
+        self.handle = register_handle(self)
         # FSDP2 exchanges the parameter: nothing made of an unsharded one may outlive it.
         self._is_exchanged = False
+        self._sharded: torch.Tensor | None = None  # the parameter, while another is in its place
         self.made: torch.cuda.Event | None = None
 
     def parameter(self) -> torch.Tensor:
@@ -163,6 +166,8 @@ class Float8Weight:
             if "weight" in self._histories:
                 scale = self._recorded(next(iter(float8.values())).scale)
                 float8 = {copy: q._replace(scale=scale) for copy, q in float8.items()}
+        if is_observed() and not torch.compiler.is_exporting():
+            float8 = observe_copies(self, "weight", shard, float8)
         first, second = by_gemm.get("output"), by_gemm.get("grad_input")
         return WeightCasts(first and float8[first], second and float8[second])
 
@@ -178,6 +183,8 @@ class Float8Weight:
         (cast,) = self.config.casts("weight")
         copies = (CopySpec(cast),)
         found = self._casts(self.parameter(), shard, copies, ScaleState.FROM_GATHER)[copies[0]]
+        if is_observed():
+            observe_copies(self, "weight", shard, {copies[0]: found})
         if not is_captured(shard):
             # What is kept of the weight may be dropped while this stream still reads it.
             kept = self.cache.scaling or {}
@@ -215,6 +222,7 @@ class Float8Weight:
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
         self._is_exchanged |= gathered
+        self._sharded = old if gathered else None
         if gathered and self.config.fsdp_float8_all_gather:
             self._warn_if_type_is_lost(old)
         self.cache.parameter_replaced(new, old if gathered else None)
@@ -230,6 +238,10 @@ class Float8Weight:
         plain: Any = parameter.detach()
         set_dtensor_local(plain, local)
         return plain
+
+    def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
+        """:meth:`plain` of a forward's weight, or of the sharded parameter that it came from."""
+        return self.plain(weight if self._sharded is None else self._sharded)
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
         """A parameter on the same storage as one that FSDP2 gathers in float8."""
@@ -304,7 +316,7 @@ class Float8Weight:
         names = [cast.granularity.name for cast in casts]
         of, transposed = [casts.index(copy.cast) for copy in copies], [c.transposed for c in copies]
         dtype = casts[0].dtype
-        flat = weight_copies.overload(shard, self._handle, dtype, names, of, transposed, keep)
+        flat = weight_copies.overload(shard, self.handle, dtype, names, of, transposed, keep)
         return as_copies(shard, copies, flat[len(casts) :], flat[: len(casts)])
 
     def copies_for_graph(
@@ -351,7 +363,10 @@ class Float8Weight:
             output = None
             if of_output is not None:
                 copy = CopySpec(of_output)
-                output = copies_by(shard, (copy,), scalings)[copy]
+                made = copies_by(shard, (copy,), scalings)
+                if is_observed():
+                    made = observe_copies(self, "weight", shard, made)
+                output = made[copy]
         if output is not None:
             output = output._replace(scale=self._recorded(output.scale))
         if of_grad_input is None:
@@ -373,9 +388,9 @@ class Float8Weight:
         casts = self.config.casts("weight")
         names = [cast.granularity.name for cast in casts]
         if source is ScaleState.FROM_GATHER:
-            flat = shard_scalings.overload(shard, self._handle, names)
+            flat = shard_scalings.overload(shard, self.handle, names)
         else:
-            flat = weight_scalings.overload(shard, self._handle, names, source is not None)
+            flat = weight_scalings.overload(shard, self.handle, names, source is not None)
         return dict(zip(casts, zip(flat[::2], flat[1::2], strict=True), strict=True))
 
     def answer_for_graph(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:

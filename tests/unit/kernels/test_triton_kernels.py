@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8_dist import warn
+from fp8_dist import Float8Linear, warn
 from fp8_dist.cast import quantize_over
 from fp8_dist.config import CastSpec
 from fp8_dist.dtypes import FLOAT8_DTYPES
@@ -249,7 +249,8 @@ def check_folds(
     route: ModuleType, grad: torch.Tensor, w: Quantized, x: Quantized, dtype: torch.dtype
 ) -> None:
     s, t = w.scale.view(-1), x.scale.view(-1)
-    operands = folded_gradients(grad, CastSpec(dtype, ROW), None, w, x, None)
+    cast, owner = CastSpec(dtype, ROW), Float8Linear(1, 1).float8_weight
+    operands = folded_gradients(grad, cast, None, w, x, None, False, owner)
     g1, g2 = operands["grad_input"][0], operands["grad_weight"][0]
     rows = route.fold_rows(grad, s, t, dtype)
     assert_same(rows.qdata, g1.qdata)

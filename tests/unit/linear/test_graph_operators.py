@@ -31,7 +31,7 @@ def arguments_of(layer: Float8Linear) -> tuple[Any, ...]:
     """To ask for all copies of the weight, each in both layouts."""
     names = [cast.granularity.name for cast in layer.config.casts("weight")]
     of = [i for i in range(len(names)) for _ in range(2)]
-    handle, layouts = layer.float8_weight._handle, [False, True] * len(names)
+    handle, layouts = layer.float8_weight.handle, [False, True] * len(names)
     return layer.weight, handle, E4M3, names, of, layouts, True
 
 

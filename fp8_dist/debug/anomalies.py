@@ -1,0 +1,75 @@
+"""What is worth a warning in the statistics of a step."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fp8_dist.debug.stat_rows import CastStats, Row
+
+What = Literal["non-finite", "underflow", "SQNR", "lag"]
+
+
+@dataclass(frozen=True)
+class AnomalyLimits:
+    """From where on statistics are anomalous; ``None``: never. (Non-finite values always are.)
+
+    Attributes:
+        underflow: more than so many per cent of the non-zero values become zero.
+        sqnr: fewer dB than this.
+        lag: the amax exceeds what a DELAYED scale was made for by more than so many octaves.
+    """
+
+    underflow: float | None = 20.0
+    sqnr: float | None = 15.0
+    lag: float | None = 1.0
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """Something wrong with a layer.
+
+    Attributes:
+        what: ``"non-finite"``, ``"underflow"``, ``"SQNR"`` or ``"lag"``.
+        value: per cent, dB or octaves.
+        limit: the one that was exceeded, in the same unit.
+        row: the statistics that show it, with the layer, the operand and the step.
+        rank: the first rank that met a value that is not finite; None: the anomaly is that of all
+            ranks together.
+    """
+
+    what: What
+    value: float
+    limit: float
+    row: Row
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        row, value, limit = self.row, f"{self.value:.4g}", f"{self.limit:g}"
+        place = f"the GEMM of {row.gemm}" if not isinstance(row, CastStats) else row.operand
+        if isinstance(row, CastStats) and row.gemms:
+            place += f" (for {', '.join(row.gemms)})"
+        found = {
+            "non-finite": f"{value} % of the values are NaN or infinite, first on rank {self.rank}",
+            "underflow": f"{value} % of the values become zero in float8 (limit: {limit} %)",
+            "SQNR": f"an SQNR of {value} dB (limit: {limit} dB)",
+            "lag": f"the amax is {value} octaves above what the delayed scale was made for (limit: "
+            f"{limit}): values saturate until the history has caught up",
+        }[self.what]
+        return f"step {row.step}: {row.fqn}: {place}: {found}"
+
+
+def anomalies_of(row: Row, limits: AnomalyLimits) -> Iterator[Anomaly]:
+    """What is anomalous in a row, the cause before what follows from it."""
+    if isinstance(row, CastStats):
+        if row.nonfinite:
+            yield Anomaly("non-finite", row.nonfinite, 0.0, row, row.nonfinite_rank)
+        if limits.underflow is not None and row.underflow > limits.underflow:
+            yield Anomaly("underflow", row.underflow, limits.underflow, row)
+        fits = row.scale * torch.finfo(row.dtype).max
+        if limits.lag is not None and row.delayed and fits * 2**limits.lag < row.amax < math.inf:
+            yield Anomaly("lag", math.log2(row.amax / fits), limits.lag, row)
+    if limits.sqnr is not None and row.sqnr < limits.sqnr:
+        yield Anomaly("SQNR", row.sqnr, limits.sqnr, row)

@@ -1,0 +1,379 @@
+"""``float8_stats``: what the casts of a model do to its numbers, by layer and operand."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fp8_dist.config import CastSpec, Gemm, Operand
+from fp8_dist.debug.anomalies import Anomaly, AnomalyLimits, anomalies_of
+from fp8_dist.debug.measuring import Measures, combine_, measure, measure_product, nothing
+from fp8_dist.debug.module_path import without_wrappers
+from fp8_dist.debug.stat_rows import (
+    CastStats,
+    GemmStats,
+    Row,
+    append_jsonl,
+    as_dict,
+    decibels,
+    table,
+)
+from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.observing import PREPARED, Owner, gemms_by_cast, gemms_observed_by, observed_by
+from fp8_dist.mesh import GroupNames, make_group
+from fp8_dist.tensor import Quantized
+from fp8_dist.torch_internals import resolve_process_group
+
+OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
+
+
+CPU = torch.device("cpu")
+# Whose cast it is, of which operand, for which GEMMs. No operand: the result of the GEMM.
+_Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
+
+
+class _LastCast(NamedTuple):
+    """The last cast that was measured, in case other layers share it: q, k and v do."""
+
+    high: torch.Tensor
+    qdata: torch.Tensor
+    found: torch.Tensor
+
+
+class _Slot(NamedTuple):
+    """A row that a layer can have."""
+
+    fqn: str
+    key: _Key
+    cast: CastSpec | None
+
+
+class Float8Stats:
+    """The context manager that :func:`float8_stats` makes, and the rows that it recorded.
+
+    Attributes:
+        rows: of all steps that were recorded, the same on all ranks; in the order of the model's
+            layers.
+        anomalies: of all of them, each layer's first ones.
+        step: the number of the last step that was entered.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int,
+        gemms: bool,
+        mesh: DeviceMesh | None,
+        on_anomaly: OnAnomaly,
+        limits: AnomalyLimits,
+    ) -> None:
+        self.rows: list[Row] = []
+        self.anomalies: list[Anomaly] = []
+        self.step = -1
+        self._model, self._every, self._mesh = model, every, mesh
+        self._gemms = gemms
+        self._on_anomaly, self._limits = on_anomaly, limits
+        self._known: set[tuple[str, str]] = set()
+        self._stack: ExitStack | None = None
+        self._measured: dict[_Key, torch.Tensor] = {}
+        self._prepared: dict[int, torch.Tensor] = {}
+        self._last: _LastCast | None = None
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._note_meshes()
+
+    def at(self, step: int) -> Self:
+        """This object, to be entered for the step of this number."""
+        self.step = step - 1
+        return self
+
+    def __enter__(self) -> Self:
+        if self._stack is not None:
+            raise RuntimeError("this float8_stats is already recording; leave its block first")
+        self.step += 1
+        self._stack = ExitStack()
+        if self.step % self._every == 0:
+            self._note_meshes()
+            self._stack.enter_context(observed_by(self))
+            if self._gemms:
+                self._stack.enter_context(gemms_observed_by(self))
+        return self
+
+    def __exit__(self, error: Any, *others: Any) -> None:
+        stack, self._stack = self._stack, None
+        assert stack is not None
+        stack.close()
+        measured, self._measured = self._measured, {}
+        self._prepared.clear()
+        self._last = None
+        if error is None and self.step % self._every == 0:
+            self._note_meshes()
+            rows = self._rows_of(measured)
+            self.rows += rows
+            self._raise_alarms(rows)
+
+    def on_cast(
+        self,
+        owner: Owner,
+        operand: Operand,
+        gemms: tuple[Gemm, ...],
+        high: torch.Tensor,
+        low: Quantized,
+    ) -> None:
+        """A layer has cast an operand: see :class:`~fp8_dist.linear.observing.CastObserver`."""
+        last = self._last
+        if last is None or not (_is_same(high, last.high) and _is_same(low.qdata, last.qdata)):
+            found = measure(high, low, dist.get_rank() if dist.is_initialized() else 0)
+            last = self._last = _LastCast(high, low.qdata, found)
+        found = last.found
+        if gemms == PREPARED:
+            self._prepared[high.shape[-1]] = found
+        else:
+            self._add((owner, operand, gemms), found)
+
+    def on_gemm(
+        self,
+        owner: Owner,
+        gemm: Gemm,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        result: torch.Tensor,
+    ) -> None:
+        """A layer has multiplied: see :class:`~fp8_dist.linear.observing.GemmObserver`."""
+        a, b, found = (_as_whole_matrix(tensor) for tensor in (left, right, result))
+        a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
+        self._add((owner, None, (gemm,)), measure_product(torch.mm(a, b), found))
+
+    def on_prepared(self, owner: Owner, features: int) -> None:
+        """A layer takes the input that was last prepared."""
+        if features in self._prepared:
+            (gemms,) = gemms_by_cast(owner.config, "input")
+            self._add((owner, "input", gemms), self._prepared[features])
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows as plain Python values: see :class:`CastStats`, and ``"kind"``."""
+        return [as_dict(row) for row in self.rows]
+
+    def append_jsonl(self, path: str | Path) -> None:
+        """Append the rows to a file, one JSON object a line, and forget them.
+
+        What JSON has no number for is a string: ``"NaN"``, ``"Infinity"``, ``"-Infinity"``. Call it
+        on one rank.
+        """
+        rows, self.rows = self.to_dicts(), []
+        append_jsonl(rows, Path(path))
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Write the rows to a ``torch.utils.tensorboard.SummaryWriter``, and forget them.
+
+        The tags are ``float8/OPERAND/LAYER/amax`` and so on, with the GEMM where an operand has
+        several casts.
+        """
+        rows, self.rows = self.rows, []
+        for row in rows:
+            for name, value in _scalars(row).items():
+                writer.add_scalar(name, value, row.step)
+
+    def table(self) -> str:
+        """The rows as text."""
+        return table(self.rows)
+
+    def __repr__(self) -> str:
+        return f"Float8Stats({len(self.rows)} rows, {len(self.anomalies)} anomalies)"
+
+    def _add(self, key: _Key, found: torch.Tensor) -> None:
+        known = self._measured.get(key)
+        if known is None:
+            self._measured[key] = found.clone()
+        else:
+            combine_(known, found.to(known.device))
+
+    def _note_meshes(self) -> None:
+        """Where the layers' operands are: FSDP2 may have exchanged a parameter for a plain one."""
+        for name, layer in float8_layers(self._model).items():
+            for mesh in layer.meshes():
+                if name not in self._meshes or mesh.size() > self._meshes[name].size():
+                    self._meshes[name] = mesh
+
+    def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> list[Row]:
+        """The rows of the step that has ended."""
+        groups, device = self._groups(), _device_of(self._model)
+        alike: dict[GroupNames, list[_Slot]] = {}
+        for name, layer in float8_layers(self._model).items():
+            alike.setdefault(groups[name], []).extend(_slots_of(name, layer))
+        rows: list[Row] = []
+        for names, slots in alike.items():
+            own = [measured.get(slot.key, nothing(device)).to(device) for slot in slots]
+            for slot, each in zip(slots, _combined(torch.stack(own), names), strict=True):
+                if each.scale != -math.inf:  # of some rank
+                    rows.append(_row(slot, each, self.step))
+        return rows
+
+    def _groups(self) -> dict[str, GroupNames]:
+        """The groups over which the measures of each layer are combined."""
+        if self._mesh is not None:
+            given = make_group([self._mesh])
+            return dict.fromkeys(float8_layers(self._model), given)
+        meshes = dict.fromkeys(self._meshes.values())
+        made = {mesh: make_group([mesh]) for mesh in meshes}
+        others: GroupNames = ()
+        if meshes:
+            others = made[max(meshes, key=lambda mesh: mesh.size())]
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            assert dist.group.WORLD is not None
+            others = (str(dist.group.WORLD.group_name),)
+        return {
+            name: made[self._meshes[name]] if name in self._meshes else others
+            for name in float8_layers(self._model)
+        }
+
+    def _raise_alarms(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            for anomaly in anomalies_of(row, self._limits):
+                key = row.fqn, anomaly.what
+                if key in self._known:
+                    continue
+                self._known.add(key)
+                self.anomalies.append(anomaly)
+                if callable(self._on_anomaly):
+                    self._on_anomaly(anomaly)
+                elif self._on_anomaly == "warn":
+                    warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
+
+
+def _is_same(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, both alive, are the same view of the same memory."""
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+        other.dtype,
+    )
+
+
+def _slots_of(name: str, layer: Float8Linear) -> Iterator[_Slot]:
+    """The rows that a layer can have."""
+    fqn = without_wrappers(name) or layer.fqn
+    for operand in get_args(Operand):
+        for gemms in gemms_by_cast(layer.config, operand):
+            cast = layer.config.cast(operand, gemms[0])
+            assert cast is not None
+            yield _Slot(fqn, (layer.float8_weight, operand, gemms), cast)
+    for gemm in get_args(Gemm):
+        if layer.config.gemm_enabled(gemm):
+            yield _Slot(fqn, (layer.float8_weight, None, (gemm,)), None)
+
+
+def _row(slot: _Slot, measures: Measures, step: int) -> Row:
+    _, operand, gemms = slot.key
+    if operand is None or slot.cast is None:
+        return GemmStats(step, slot.fqn, gemms[0], decibels(measures.signal, measures.noise))
+    return CastStats.of(measures, step, slot.fqn, operand, gemms, slot.cast)
+
+
+def _as_whole_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor or DTensor ``[..., K]`` as a plain fp32 matrix, on all ranks of its mesh."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.reshape(-1, whole.shape[-1]).to(torch.float32)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((layer.weight.device for layer in float8_layers(model).values()), CPU)
+
+
+def _combined(own: torch.Tensor, groups: GroupNames) -> list[Measures]:
+    """The measures ``[rows, 10]`` of all ranks together.
+
+    Collectives: an all-gather of 80 bytes per row for each group.
+    """
+    for name in groups:
+        group = resolve_process_group(name)
+        parts = own.new_empty(group.size() * own.numel())
+        dist.all_gather_into_tensor(parts, own.reshape(-1), group=group)
+        own, *others = parts.view(group.size(), *own.shape)
+        own = own.clone()
+        for other in others:
+            combine_(own, other)
+    return [Measures(*row) for row in own.tolist()]
+
+
+def _scalars(row: Row) -> dict[str, float]:
+    """The numbers of a row by the tags under which TensorBoard shows them."""
+    if not isinstance(row, CastStats):
+        return {f"float8/{row.gemm}/{row.fqn}/sqnr": row.sqnr}
+    names = ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr")
+    cast = f"{row.operand}_for_{'_'.join(row.gemms)}"
+    return {f"float8/{cast}/{row.fqn}/{name}": getattr(row, name) for name in names}
+
+
+def float8_stats(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    gemms: bool = False,
+    mesh: DeviceMesh | None = None,
+    on_anomaly: OnAnomaly = None,
+    limits: AnomalyLimits | None = None,
+) -> Float8Stats:
+    """Record what the float8 casts of a model's layers do to its numbers, by name.
+
+    ::
+
+        stats = float8_stats(model, every=100, on_anomaly="warn")
+        for step in range(steps):
+            with stats:
+                loss = model(x); loss.backward()
+            optimizer.step()
+        print(stats.table())
+
+    Entering the block begins a step; ``with stats.at(step):`` gives it a number. What is cast in
+    the block counts, over all micro-batches; a forward that activation checkpointing repeats does
+    not. Numbers are those of the global tensors, as one device would see them that casts what the
+    ranks of a data-parallel axis cast as its micro-batches.
+
+    Works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
+    code. Compiled code compiles once more when it is first recorded. Outside of recorded blocks no
+    operator runs, and graphs have none.
+
+    Args:
+        model: converted, and parallelized already.
+        every: record the steps whose numbers it divides; the first one has number 0.
+        gemms: multiply the operands in high precision too, in fp32, and report the SQNR of each
+            float8 GEMM's result. In recorded blocks all code is eager then, and every rank gathers
+            whole operands and results.
+        mesh: the ranks whose measures are combined. Default: for each layer the mesh that its
+            weight is on; without any mesh (DDP) all ranks. Give it where data parallelism does not
+            show in the weights: tensor parallelism inside of DDP.
+        on_anomaly: is called with each :class:`Anomaly`, the first of its kind in a layer, when the
+            block ends, on all ranks; ``"warn"``: they are warned of.
+        limits: from where on statistics are anomalous.
+
+    Returns:
+        A context manager with ``rows``, ``anomalies``, ``table()``, ``to_dicts()``,
+        ``append_jsonl(path)`` and ``to_tensorboard(writer)``.
+
+    Collectives: when a recorded block ends without an error, one all-gather of 80 bytes per layer
+    and cast for each mesh (for each axis where no group spans them), on all ranks. With ``gemms``
+    also all-gathers of operands and results in high precision, in the forward and the backward.
+
+    Raises:
+        TypeError: ``model`` is no module; ``on_anomaly`` is not callable.
+        ValueError: the model has no converted layer, or ``every`` is no positive integer.
+        RuntimeError: on entering a block of the same object inside its own.
+    """
+    if not float8_layers(model):
+        raise ValueError(
+            "float8_stats: the model has no Float8Linear; call convert_to_float8_training first"
+        )
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"float8_stats: every={every!r} must be a positive integer")
+    if not (on_anomaly in (None, "warn") or callable(on_anomaly)):
+        raise TypeError(f"float8_stats: on_anomaly={on_anomaly!r}: use 'warn', a function or None")
+    return Float8Stats(model, every, gemms, mesh, on_anomaly, limits or AnomalyLimits())

@@ -1,0 +1,192 @@
+"""float8_stats on meshes: the numbers of one device, by one collective."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import MLP, net_plan
+from ranks import RankPools, device_mesh
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8_dist import (
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    convert_to_float8_training,
+    update_float8_scales,
+)
+from fp8_dist.debug import Anomaly, CastStats, GemmStats, comm_audit, float8_stats
+from fp8_dist.tensor_parallel import apply_tp_plan
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+CASES = [(2, 1, None), (1, 2, None), (2, 2, None), (2, 2, "aot_eager")]
+
+
+class Gated(MLP):
+    """Without silu, whose last bit depends on where a value stands in a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.relu(self.w1(x)) * self.w3(x))
+
+
+class Net(nn.Module):
+    """All operands are bitwise one device's under tensor parallelism: none follows a reduction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([Gated(64, 96)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x)
+
+
+class Block(nn.Module):
+    """What is compiled: the module that holds the one whose inputs are prepared."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.inner = net.layers[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def batch(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An input, and the gradient of the output; each part with amaxes of its own."""
+    generator = torch.Generator().manual_seed(10 * step + part)
+    x, grad = torch.randn(2, 2, 8, 64, generator=generator)
+    x, grad = (1 + part) * x, 1e-4 * grad
+    x[0, 0, :8] *= 1e-6  # some of them underflow
+    grad[0, 1] *= 1e-7
+    return x.requires_grad_(), grad
+
+
+def recorded(
+    dp: int, tp: int, recipe: str, backend: str | None, steps: int
+) -> tuple[list[CastStats | GemmStats], list[CastStats | GemmStats], list[int]]:
+    """The rows on the mesh and on one device, and the collectives of each step's end."""
+    torch._dynamo.reset()
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    mesh = device_mesh(dp=dp, tp=tp)
+    twin = nn.Sequential(Block(convert_to_float8_training(Net(), config=config)))
+    gather = "auto" if dp > 1 else False
+    config = dataclasses.replace(config, enable_fsdp_float8_all_gather=gather)
+    inner = convert_to_float8_training(Net(), config=config)
+    if tp > 1:
+        apply_tp_plan(inner, mesh["tp"], net_plan(inner, True))  # type: ignore[arg-type]
+    net = nn.Sequential(Block(inner))
+    if backend is not None:
+        net[0].compile(backend=backend, fullgraph=True)
+    if dp > 1:
+        for module in (*net, net):
+            fully_shard(module, mesh=mesh["dp"])
+    gemms = backend is None
+    mine, its = float8_stats(net, gemms=gemms), float8_stats(twin, gemms=gemms)
+    collectives = []
+    for step in range(steps):
+        mine.__enter__()
+        x, grad = batch(step, mesh.get_local_rank("dp"))
+        if tp > 1:
+            x, grad = (t.detach().chunk(tp, 1)[mesh.get_local_rank("tp")] for t in (x, grad))
+        net(x.clone().requires_grad_()).backward(grad)
+        with comm_audit() as audit:
+            mine.__exit__(None)
+        collectives.append(audit.count())
+        with its:
+            for part in range(dp):
+                x, grad = batch(step, part)
+                twin(x).backward(grad)
+        for model in (net, twin):
+            update_float8_scales(model)
+    return mine.rows, its.rows, collectives
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("dp", "tp", "backend"), CASES)
+def test_the_numbers_of_one_device(
+    ranks: RankPools, dp: int, tp: int, recipe: str, backend: str | None
+) -> None:
+    steps = 2
+    for mine, its, collectives in ranks(dp * tp).run(
+        recorded, dp, tp, recipe, backend, steps, timeout=180
+    ):
+        assert len(mine) == len(its) >= steps * 3 * 3 - 2 * 3
+        for row, expected in zip(mine, its, strict=True):
+            assert abs(row.sqnr - expected.sqnr) < 0.01, (row, expected)
+            row = dataclasses.replace(row, sqnr=expected.sqnr)
+            assert row == expected
+        assert any(row.underflow for row in its if isinstance(row, CastStats))
+        assert all(math.isfinite(row.sqnr) for row in its)
+        assert collectives == [1] * steps
+
+
+def with_fault(parallel: str) -> tuple[str, str, int | None, int]:
+    """Rank 1 meets a NaN in the gradient of the output: the first anomaly, and how many rows."""
+    net = convert_to_float8_training(Net(), config=Float8LinearConfig())
+    model: nn.Module = net
+    if parallel == "DDP":
+        model = DistributedDataParallel(net)
+    else:
+        mesh = device_mesh(**({"replicate": 2} if parallel == "HSDP" else {}), shard=2)
+        fully_shard(net, mesh=mesh)
+    seen: list[Anomaly] = []
+    stats = float8_stats(model, on_anomaly=seen.append)
+    output = model(torch.randn(2, 8, 64))  # before: casts of the backward alone are recorded
+    grad = torch.full_like(output, 1e-3)
+    if dist.get_rank() == 1:
+        grad[0, 0, 0] = math.nan
+    with stats:
+        output.backward(grad)
+    first = seen[0]
+    # w2 is the only layer in which one value alone is NaN.
+    worst = min(seen, key=lambda anomaly: anomaly.value)
+    assert worst.value == pytest.approx(100 / (dist.get_world_size() * 2 * 8 * 64))
+    assert worst.row.fqn.endswith("w2")
+    return first.row.fqn, first.what, first.rank, len(stats.rows)
+
+
+@pytest.mark.parametrize(("parallel", "size"), [("FSDP2", 2), ("HSDP", 4), ("DDP", 2)])
+def test_a_nan_on_one_rank(ranks: RankPools, parallel: str, size: int) -> None:
+    name = "module.layers.0.w1" if parallel == "DDP" else "layers.0.w1"
+    assert ranks(size).run(with_fault, parallel) == [(name, "non-finite", 1, 3)] * size
+
+
+def given_mesh() -> list[int]:
+    """Tensor parallelism inside of data parallelism that no weight shows."""
+    mesh = device_mesh(dp=2, tp=2)
+    net = convert_to_float8_training(Net(), config=Float8LinearConfig())
+    apply_tp_plan(net, mesh["tp"], net_plan(net, True))  # type: ignore[arg-type]
+    own, all_ = float8_stats(net), float8_stats(net, mesh=mesh)
+    x = torch.full((2, 4, 64), 1.0 + dist.get_rank())
+    with torch.no_grad(), own, all_:
+        net.layers[0](x)
+    first = [stats.rows[0] for stats in (own, all_)]
+    assert all(isinstance(row, CastStats) and row.operand == "input" for row in first)
+    return [row.amax for row in first]  # type: ignore[union-attr]
+
+
+def test_a_given_mesh(ranks: RankPools) -> None:
+    assert ranks(4).run(given_mesh) == [[2.0, 4.0], [2.0, 4.0], [4.0, 4.0], [4.0, 4.0]]
+
+
+def on_some_ranks() -> list[str]:
+    """Rank 1 does not run w3, as experts without tokens."""
+    net = convert_to_float8_training(Net().layers[0], config=Float8LinearConfig())
+    stats = float8_stats(net)
+    with stats, torch.no_grad():
+        net.w1(torch.ones(2, 64))
+        if dist.get_rank() == 0:
+            net.w3(torch.ones(2, 64))
+    return [f"{row.fqn} {row.operand}" for row in stats.rows if isinstance(row, CastStats)]
+
+
+def test_a_layer_that_some_ranks_do_not_run(ranks: RankPools) -> None:
+    expected = ["w1 input", "w1 weight", "w3 input", "w3 weight"]
+    assert ranks(2).run(on_some_ranks) == [expected] * 2

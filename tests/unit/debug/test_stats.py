@@ -1,0 +1,401 @@
+"""float8_stats on one process: against fp64 references, planted faults, what it costs."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from reference import raised
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from fp8_dist.cast import quantize_over
+from fp8_dist.config import CastSpec
+from fp8_dist.debug import Anomaly, AnomalyLimits, CastStats, Float8Stats, float8_stats
+from fp8_dist.debug.measuring import Measures, combine_, measure, nothing
+from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity
+from fp8_dist.tensor import Quantized
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def net(recipe: str = "tensorwise") -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False))
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(model, config=config)
+
+
+def train(model: nn.Module, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(32, 64, generator=generator, requires_grad=True)
+    model(x).square().mean().backward()
+
+
+def cast_rows(stats: Float8Stats) -> list[CastStats]:
+    return [row for row in stats.rows if isinstance(row, CastStats)]
+
+
+# What was measured, against plain fp64 arithmetic.
+
+
+def expected(x: torch.Tensor, low: Quantized) -> Measures:
+    values, scale = x.double(), low.granularity.gemm_scale(low.scale).double()
+    found = low.qdata.double() * scale
+    limit = {E4M3: 464.0, E5M2: 61440.0}[low.qdata.dtype]
+    counted = values != 0
+    return Measures(
+        values.abs().max().item(),
+        scale.max().item(),
+        -scale.min().item(),
+        0.0 if (~values.isfinite()).any() else -math.inf,
+        counted.sum().item(),
+        (counted & (low.qdata.float() == 0)).sum().item(),
+        (values.abs() > limit * scale).sum().item(),
+        (~values.isfinite()).sum().item(),
+        values.square().sum().item(),
+        (found - values).square().sum().item(),
+    )
+
+
+@pytest.mark.parametrize("granularity", [TENSOR, ROW, COLUMN])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("float8", [E4M3, E5M2])
+def test_measures(granularity: Granularity, dtype: torch.dtype, float8: torch.dtype) -> None:
+    x = torch.randn(300, 512) * torch.logspace(-12, 4, 300)[:, None]
+    x[:, ::3] *= 1e-9
+    x[::7, ::5] = 0.0
+    x = x.to(dtype)
+    low = quantize_over(x, CastSpec(float8, granularity), False)
+    found, exact = Measures(*measure(x, low, 0).tolist()), expected(x, low)
+    assert found[:-2] == exact[:-2]
+    assert found.signal == pytest.approx(exact.signal, rel=1e-4)
+    assert found.noise == pytest.approx(exact.noise, rel=1e-4)
+    assert exact.underflow
+    assert not exact.saturated
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_saturation(transposed: bool) -> None:
+    """From the value on that rounding no longer brings to the largest number."""
+    x = torch.tensor([[448.0, 464.0, 465.0], [-464.0, -465.0, 1e30]])
+    qdata = x.clamp(-448, 448).to(E4M3)
+    if transposed:
+        qdata = qdata.t().contiguous().t()
+    found = Measures(*measure(x, Quantized(qdata, torch.tensor(1.0)), 0).tolist())
+    assert found.saturated == 3
+    assert found.nonfinite == 0
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_values_that_are_not_finite(value: float) -> None:
+    x = torch.randn(4, 8)
+    x[1, 2] = value
+    low = quantize_over(x, CastSpec(E4M3, TENSOR), False)
+    found = Measures(*measure(x, low, 3).tolist())
+    assert found.nonfinite == 1
+    assert found.minus_rank == -3
+    assert math.isnan(found.amax) is math.isnan(value)
+    total = nothing("cpu")
+    combine_(
+        total,
+        measure(
+            torch.ones(4, 8), quantize_over(torch.ones(4, 8), CastSpec(E4M3, TENSOR), False), 1
+        ),
+    )
+    combine_(total, measure(x, low, 3))
+    assert Measures(*total.tolist()).minus_rank == -3
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 4, 8), (2, 3, 4, 8), (8,)])
+def test_shapes(shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    low = Quantized(x.to(E4M3), torch.tensor(1.0))
+    found = Measures(*measure(x, low, 0).tolist())
+    assert found.values == found.signal == x.numel()
+    assert found.noise == 0
+
+
+def test_zeros_and_exact_values() -> None:
+    layer = Float8Linear(16, 16, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(448 * torch.eye(16))  # the scale is 1
+    with (stats := float8_stats(layer)), torch.no_grad():
+        layer(torch.zeros(16, 16))
+    rows = {row.operand: row for row in cast_rows(stats)}
+    assert rows.keys() == {"input", "weight"}
+    assert rows["input"].amax == 0
+    assert (rows["input"].sqnr, rows["weight"].sqnr) == (math.inf, math.inf)
+    assert rows["input"].underflow == rows["input"].nonfinite == 0
+
+
+# What is recorded, and when.
+
+
+def test_table() -> None:
+    with (stats := float8_stats(net("rowwise_folded"), gemms=True)):
+        train(stats._model)
+    assert_expected_inline(
+        stats.table(),
+        """\
+step  layer  operand      for                       amax      scale  underflow  saturation  non-finite      SQNR
+   0  0      input        output, grad_weight      4.101    0.01562        0 %         0 %         0 %  31.40 dB
+   0  0      weight       output, grad_input       0.125  0.0004883        0 %         0 %         0 %  32.63 dB
+   0  0      grad_output  grad_input            2.77e-07  9.313e-10        0 %         0 %         0 %  31.71 dB
+   0  0      grad_output  grad_weight          8.865e-06   2.98e-08        0 %         0 %         0 %  31.68 dB
+   0  0                   output                                                                        29.21 dB
+   0  0                   grad_input                                                                    30.66 dB
+   0  0                   grad_weight                                                                   29.13 dB
+   0  2      input        output, grad_weight      1.833   0.007812        0 %         0 %         0 %  31.23 dB
+   0  2      weight       output, grad_input      0.1021  0.0002441        0 %         0 %         0 %  31.63 dB
+   0  2      grad_output  grad_input           2.358e-07  9.313e-10        0 %         0 %         0 %  31.54 dB
+   0  2      grad_output  grad_weight          5.222e-06   1.49e-08        0 %         0 %         0 %  31.67 dB
+   0  2                   output                                                                        27.92 dB
+   0  2                   grad_input                                                                    30.80 dB
+   0  2                   grad_weight                                                                   34.56 dB""",
+    )
+
+
+def test_steps() -> None:
+    model = net()
+    stats = float8_stats(model, every=3)
+    for _ in range(5):
+        with stats:
+            train(model)
+    with stats.at(9):
+        train(model)
+    assert list(dict.fromkeys(row.step for row in stats.rows)) == [0, 3, 9]
+    with stats.at(10):
+        train(model)
+    train(model)
+    assert len(stats.rows) == 3 * 6
+
+
+def test_micro_batches_add_up() -> None:
+    model = net()
+    single, both = float8_stats(model), float8_stats(model)
+    for seed in (0, 1):
+        with single:
+            train(model, seed)
+    with both:
+        train(model, 0)
+        train(model, 1)
+    for row, first, second in zip(both.rows, single.rows[:6], single.rows[6:], strict=True):
+        assert isinstance(row, CastStats)
+        assert row.amax == max(first.amax, second.amax)  # type: ignore[union-attr]
+        assert row.scale == max(first.scale, second.scale)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_repeated_forward_does_not_count(recipe: str, reentrant: bool) -> None:
+    model = net(recipe)
+    x = torch.randn(32, 64, requires_grad=True)
+    plain, repeated = float8_stats(model, gemms=True), float8_stats(model, gemms=True)
+    with plain:
+        model(x).square().mean().backward()
+    with repeated:
+        checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+    assert plain.rows == repeated.rows
+
+
+def test_an_error_in_the_block_leaves_nothing() -> None:
+    model = net()
+    stats = float8_stats(model)
+    failing = nn.Sequential(model, nn.Linear(3, 3))
+    with pytest.raises(RuntimeError), stats:
+        train(failing)
+    assert stats.rows == []
+    with stats:
+        train(model)
+    assert {row.step for row in stats.rows} == {1}
+
+
+def test_blocks_of_several_objects() -> None:
+    model, other = net(), net("rowwise")
+    outer, inner = float8_stats(model), float8_stats(other)
+    with outer:
+        train(model)
+        with inner:
+            train(other)
+        with pytest.raises(RuntimeError, match="already recording"):
+            outer.__enter__()
+    assert len(outer.rows) == 6
+    assert len(inner.rows) == 12
+
+
+def test_wrong_arguments() -> None:
+    errors = [
+        raised(ValueError, lambda: float8_stats(nn.Linear(2, 2))),
+        raised(ValueError, lambda: float8_stats(net(), every=0)),
+        raised(ValueError, lambda: float8_stats(net(), every=True)),
+        raised(TypeError, lambda: float8_stats(net(), on_anomaly="raise")),  # type: ignore[arg-type]
+        raised(TypeError, lambda: float8_stats("model")),  # type: ignore[arg-type]
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+float8_stats: the model has no Float8Linear; call convert_to_float8_training first
+float8_stats: every=0 must be a positive integer
+float8_stats: every=True must be a positive integer
+float8_stats: on_anomaly='raise': use 'warn', a function or None
+expected a model (an nn.Module), got a str""",
+    )
+
+
+# Anomalies.
+
+
+def test_planted_faults(tmp_path: Path) -> None:
+    """An input x 1e4 where the scale is delayed, gradients that underflow, and a NaN."""
+    model = net("delayed")
+    sync_float8_amax_and_scale_history(model)
+    seen: list[Anomaly] = []
+    stats = float8_stats(model, on_anomaly=seen.append)
+    faults = {7: ("0", "input"), 9: ("2", "grad_output"), 11: ("0", "grad_output")}
+
+    def plant(step: int) -> list[torch.utils.hooks.RemovableHandle]:
+        if step == 7:
+            return [model[0].register_forward_pre_hook(lambda m, args: (args[0] * 1e4,))]
+        small = torch.full((32, 64), 1e-30)
+        small[0, 0] = 1e3
+        if step == 9:
+            return [model[2].register_full_backward_pre_hook(lambda m, grads: (small,))]
+        if step == 11:
+            return [
+                model[0].register_full_backward_pre_hook(lambda m, grads: (grads[0] * math.nan,))
+            ]
+        return []
+
+    for step in range(12):
+        handles = plant(step)
+        with stats:
+            train(model)
+        for handle in handles:
+            handle.remove()
+        sync_float8_amax_and_scale_history(model)
+    found = [(a.row.step, a.row.fqn, getattr(a.row, "operand", None), a.what) for a in seen]
+    assert_expected_inline(
+        "\n".join(map(str, found)),
+        """\
+(7, '0', 'input', 'lag')
+(7, '0', 'input', 'SQNR')
+(7, '2', 'input', 'lag')
+(7, '2', 'input', 'SQNR')
+(9, '2', 'grad_output', 'underflow')
+(11, '0', 'grad_output', 'non-finite')""",
+    )
+    assert {(step, *faults[step]) for step in faults} <= {entry[:3] for entry in found}
+    assert_expected_inline(
+        "\n".join(map(str, seen)),
+        """\
+step 7: 0: input (for output, grad_weight): the amax is 13.29 octaves above what the delayed scale was made for (limit: 1): values saturate until the history has caught up
+step 7: 0: input (for output, grad_weight): an SQNR of 0.002763 dB (limit: 15 dB)
+step 7: 2: input (for output, grad_weight): the amax is 2.222 octaves above what the delayed scale was made for (limit: 1): values saturate until the history has caught up
+step 7: 2: input (for output, grad_weight): an SQNR of 6.373 dB (limit: 15 dB)
+step 9: 2: grad_output (for grad_input, grad_weight): 99.95 % of the values become zero in float8 (limit: 20 %)
+step 11: 0: grad_output (for grad_input, grad_weight): 100 % of the values are NaN or infinite, first on rank 0""",
+    )
+    assert stats.anomalies == seen
+
+
+def test_warnings_once_per_layer() -> None:
+    model = net()
+    stats = float8_stats(model, on_anomaly="warn", limits=AnomalyLimits(sqnr=100.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with stats:
+                train(model)
+    assert_expected_inline(
+        "\n".join(str(w.message) for w in caught),
+        """\
+float8_stats: step 0: 0: input (for output, grad_weight): an SQNR of 31.18 dB (limit: 100 dB)
+float8_stats: step 0: 2: input (for output, grad_weight): an SQNR of 31.55 dB (limit: 100 dB)""",
+    )
+
+
+# Outputs.
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    model = net()
+    path = tmp_path / "stats.jsonl"
+    stats = float8_stats(model, gemms=True)
+    with stats, torch.no_grad():
+        model(torch.full((4, 64), math.nan))
+    rows = stats.to_dicts()
+    stats.append_jsonl(path)
+    assert stats.rows == []
+    stats.append_jsonl(path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == [row["kind"] for row in rows]
+    assert lines[0]["amax"] == lines[0]["sqnr"] == "NaN"
+    assert lines[0]["nonfinite"] == 100.0
+    assert lines[0]["gemms"] == ["output", "grad_weight"]
+
+
+def test_tensorboard() -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.found: dict[str, float] = {}
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.found[f"{tag} {step}"] = value
+
+    model, writer = net(), Writer()
+    stats = float8_stats(model)
+    with stats.at(3):
+        train(model)
+    row = cast_rows(stats)[0]
+    stats.to_tensorboard(writer)
+    assert writer.found["float8/input_for_output_grad_weight/0/sqnr 3"] == row.sqnr
+    assert len(writer.found) == 6 * 6
+
+
+# What it costs when it is off.
+
+
+class Ops(TorchDispatchMode):
+    """The names of all operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_off_costs_no_operator(recipe: str) -> None:
+    model = net(recipe)
+
+    def ops() -> list[str]:
+        with Ops() as seen:
+            train(model)
+        return seen.names
+
+    train(model)
+    before = ops()
+    with float8_stats(model, gemms=True):
+        ops()
+    stats = float8_stats(model, every=2)
+    with stats.at(1):
+        assert ops() == before
+    assert ops() == before
+    assert not [name for name in before if "observe" in name]
