@@ -3,9 +3,9 @@
 Above the layers, below FSDP2 and tensor parallelism. Nothing in the library depends on it.
 """
 
-from fp8_dist.debug.anomalies import Anomaly, AnomalyLimits
+from fp8_dist.debug.anomalies import Anomaly, AnomalyLimits, anomaly_dict
 from fp8_dist.debug.audit import CommAudit, comm_audit
-from fp8_dist.debug.stat_rows import CastStats, GemmStats
+from fp8_dist.debug.stat_rows import CastStats, GemmStats, append_jsonl
 from fp8_dist.debug.stats import Float8Stats, float8_stats
 from fp8_dist.debug.table import CommRow
 
@@ -17,6 +17,8 @@ __all__ = [
     "CommRow",
     "Float8Stats",
     "GemmStats",
+    "anomaly_dict",
+    "append_jsonl",
     "comm_audit",
     "float8_stats",
 ]

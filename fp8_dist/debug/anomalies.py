@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -59,6 +59,21 @@ class Anomaly:
             f"{limit}): values saturate until the history has caught up",
         }[self.what]
         return f"step {row.step}: {row.fqn}: {place}: {found}"
+
+
+def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:
+    """An anomaly as plain Python values. ``ranks``: those that it is of; none: all together."""
+    row = anomaly.row
+    return {
+        "step": row.step,
+        "fqn": row.fqn,
+        "operand": row.operand if isinstance(row, CastStats) else f"GEMM of {row.gemm}",
+        "what": anomaly.what,
+        "value": anomaly.value,
+        "threshold": anomaly.limit,
+        "ranks": [] if anomaly.rank is None else [anomaly.rank],
+        "message": str(anomaly),
+    }
 
 
 def anomalies_of(row: Row, limits: AnomalyLimits) -> Iterator[Anomaly]:

@@ -30,7 +30,7 @@ from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.observing import PREPARED, Owner, gemms_by_cast, gemms_observed_by, observed_by
 from fp8_dist.mesh import GroupNames, make_group
 from fp8_dist.tensor import Quantized
-from fp8_dist.torch_internals import resolve_process_group
+from fp8_dist.torch_internals import funcol, resolve_process_group
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 
@@ -62,7 +62,8 @@ class Float8Stats:
     Attributes:
         rows: of all steps that were recorded, the same on all ranks; in the order of the model's
             layers.
-        anomalies: of all of them, each layer's first ones.
+        anomalies: of all of them, each layer's first ones. Those of a step are in the order in
+            which this rank cast.
         step: the number of the last step that was entered.
     """
 
@@ -116,8 +117,11 @@ class Float8Stats:
         if error is None and self.step % self._every == 0:
             self._note_meshes()
             rows = self._rows_of(measured)
-            self.rows += rows
-            self._raise_alarms(rows)
+            self.rows += rows.values()
+            # What was cast first comes first: the cause before what follows from it.
+            order = {key: i for i, key in enumerate(measured)}
+            keys = sorted(rows, key=lambda key: order.get(key, len(order)))
+            self._raise_alarms(rows[key] for key in keys)
 
     def on_cast(
         self,
@@ -202,18 +206,18 @@ class Float8Stats:
                 if name not in self._meshes or mesh.size() > self._meshes[name].size():
                     self._meshes[name] = mesh
 
-    def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> list[Row]:
+    def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> dict[_Key, Row]:
         """The rows of the step that has ended."""
         groups, device = self._groups(), _device_of(self._model)
         alike: dict[GroupNames, list[_Slot]] = {}
         for name, layer in float8_layers(self._model).items():
             alike.setdefault(groups[name], []).extend(_slots_of(name, layer))
-        rows: list[Row] = []
+        rows: dict[_Key, Row] = {}
         for names, slots in alike.items():
             own = [measured.get(slot.key, nothing(device)).to(device) for slot in slots]
             for slot, each in zip(slots, _combined(torch.stack(own), names), strict=True):
                 if each.scale != -math.inf:  # of some rank
-                    rows.append(_row(slot, each, self.step))
+                    rows[slot.key] = _row(slot, each, self.step)
         return rows
 
     def _groups(self) -> dict[str, GroupNames]:
@@ -294,10 +298,9 @@ def _combined(own: torch.Tensor, groups: GroupNames) -> list[Measures]:
     Collectives: an all-gather of 80 bytes per row for each group.
     """
     for name in groups:
-        group = resolve_process_group(name)
-        parts = own.new_empty(group.size() * own.numel())
-        dist.all_gather_into_tensor(parts, own.reshape(-1), group=group)
-        own, *others = parts.view(group.size(), *own.shape)
+        size = resolve_process_group(name).size()
+        parts = funcol.wait_tensor(funcol.all_gather_into_tensor(own, size, name))
+        own, *others = parts.view(size, *own.shape)
         own = own.clone()
         for other in others:
             combine_(own, other)

@@ -31,6 +31,9 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--seed", type=int, default=0, help="of weights and data")
     add("--out", type=Path, help="folder of metrics and tables; default: runs/RECIPE")
     many = "write a checkpoint into --out every so many steps, after the last one, and on SIGTERM"
+    stats = "record what float8 casts do to the numbers of every so many steps, in --out"
+    add("--stats-every", type=positive, metavar="STEPS", help=stats)
+    add("--stats-gemms", action="store_true", help="with --stats-every: the SQNR of GEMMs, too")
     add("--checkpoint-every", type=positive, metavar="STEPS", help=f"{many} or SIGUSR1")
     add("--keep", type=positive, default=2, help="newest checkpoints that stay; %(default)s")
     which = "auto: the newest complete checkpoint of --out, if there is one; else a checkpoint"
@@ -63,6 +66,10 @@ def parse_options(
     _check_mesh(parser, args, world_size)
     args.out = args.out or Path("runs") / args.recipe
     _check_checkpoints(parser, args)
+    if args.stats_every is not None and args.recipe == BF16:
+        parser.error("--stats-every is for float8 recipes: in bf16 nothing is cast")
+    if args.stats_gemms and args.stats_every is None:
+        parser.error("--stats-gemms needs --stats-every")
     try:
         args.corpus = load_corpus(args.data, seq_len=args.seq_len)
     except ValueError as error:

@@ -12,11 +12,13 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+from tqdm import tqdm
 
 from fp8_dist import float8_layers
-from fp8_dist.debug import CommAudit
+from fp8_dist.debug import Anomaly, CommAudit, Float8Stats, anomaly_dict, append_jsonl
 from fp8_dist.version import __version__
 
+STATS, ANOMALIES = "float8_stats.jsonl", "anomalies.jsonl"
 # What `memory_bytes` in metrics.jsonl means, by the kind of device; config.json says which.
 MEMORY = {
     "cuda": "rank 0: largest memory allocated on its GPU since the line before",
@@ -27,12 +29,14 @@ MEMORY = {
 class RunWriter:
     """Writes config.json, metrics.jsonl, comm.txt and comm.json into `--out`.
 
+    With `--stats-every` also float8_stats.jsonl, and anomalies.jsonl if there is one.
+
     What an earlier run left there goes first: half of a run must not look like a whole one. A run
-    that continues from a checkpoint keeps the metrics of the steps before it.
+    that continues from a checkpoint keeps the lines of the steps before it.
 
     Args:
         args: the options of the run.
-        first: the first step that will be written; the metrics of later ones go.
+        first: the first step that will be written; the lines of later ones go.
     """
 
     def __init__(self, args: argparse.Namespace, first: int = 1) -> None:
@@ -41,13 +45,9 @@ class RunWriter:
         self.out.mkdir(parents=True, exist_ok=True)
         for name in ("config.json", "comm.txt", "comm.json"):
             (self.out / name).unlink(missing_ok=True)
-        path = self.out / "metrics.jsonl"
-        kept = lines_before(first, path) if first > 1 and path.exists() else ""
-        # Replaced at once: a run that is killed here loses no line.
-        new = path.with_name(".metrics.jsonl.new")
-        new.write_text(kept)
-        new.replace(path)
-        self.metrics = path.open("a", buffering=1)
+        for name in ("metrics.jsonl", STATS, ANOMALIES):
+            keep_lines_before(first, self.out / name)
+        self.metrics = (self.out / "metrics.jsonl").open("a", buffering=1)
 
     def write_config(self, model: nn.Module, device: torch.device, reason: str) -> None:
         """Says what is trained, and where; reason: why not on a GPU, "" if there is nothing to say.
@@ -108,6 +108,15 @@ class RunWriter:
         }
         self.metrics.write(json.dumps(line) + "\n")
 
+    def write_stats(self, stats: Float8Stats) -> None:
+        """Appends what was recorded since the last call."""
+        stats.append_jsonl(self.out / STATS)
+
+    def write_anomaly(self, anomaly: Anomaly) -> None:
+        """Prints and appends an anomaly."""
+        tqdm.write(f"anomaly: {anomaly}")
+        append_jsonl([anomaly_dict(anomaly)], self.out / ANOMALIES)
+
     def sync(self) -> None:
         """Returns once the lines that were written survive a crash of the machine."""
         os.fsync(self.metrics.fileno())
@@ -129,17 +138,28 @@ def memory_bytes(device: torch.device) -> int:
     return peak
 
 
+def keep_lines_before(first: int, path: Path) -> None:
+    """Remove a file of the steps from 1 on, or what it has of the step `first` and later ones."""
+    if first == 1:
+        path.unlink(missing_ok=True)
+    elif path.exists():
+        # Replaced at once: a run that is killed here loses no line.
+        new = path.with_name(f".{path.name}.new")
+        new.write_text(lines_before(first, path))
+        new.replace(path)
+
+
 def lines_before(step: int, path: Path) -> str:
-    """The lines of metrics.jsonl of the steps before a step, but for one that was cut off."""
-    kept = {}
+    """The lines of a file of the steps before a step, but for one that was cut off."""
+    kept = []
     for line in path.read_text().splitlines(keepends=True):
         try:
             at = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):
             continue
         if at < step and line.endswith("\n"):
-            kept[at] = line
-    return "".join(line for _, line in sorted(kept.items()))
+            kept.append(line)
+    return "".join(kept)
 
 
 def audit_rows(audit: CommAudit) -> list[dict[str, Any]]:

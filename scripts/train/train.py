@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
-from fp8_dist.debug import comm_audit
+from fp8_dist.debug import Float8Stats, comm_audit, float8_stats
 from fp8_dist.fsdp import clip_grad_norm_
 from scripts.common.corpus import VOCAB_SIZE, Corpus
 from scripts.common.llama import MODELS
@@ -211,7 +211,7 @@ def run_steps(
     )
     # Not the one of Checkpoints: its thread communicates at any time.
     control = dist.new_group(backend="gloo") if saver is not None else None
-    audit = comm_audit(mesh)
+    audit, stats = comm_audit(mesh), stats_of(trainer, writer)
     for step in progress:
         if roll is not None:
             roll.at_step(step)
@@ -220,6 +220,8 @@ def run_steps(
             saver.wait()  # the audit would see its collectives too
         since = time.perf_counter()
         with ExitStack() as around_step:
+            if stats is not None:
+                around_step.enter_context(stats.at(step))
             if last:
                 # The audit sees eager code; compiled blocks communicate alike.
                 around_step.enter_context(torch.compiler.set_stance("force_eager"))
@@ -231,7 +233,11 @@ def run_steps(
         if writer is not None:
             rate = args.lr * learning_rate_factor(step - 1, args.warmup, args.steps)
             writer.write_step(step, *values, speed, rate, trainer.device)
+            if stats is not None:
+                writer.write_stats(stats)
             progress.set_postfix_str(f"loss {values[0]:.3f}, {speed:.0f} tok/s", refresh=False)
+        if stats is not None:
+            stats.rows.clear()
         if saver is None or control is None or last:
             continue
         signal = stop.agreed(control)
@@ -248,6 +254,17 @@ def run_steps(
     # After all files: a run whose last checkpoint is there has nothing left to do.
     save(saver, args.steps, trainer, writer)
     return saver.wait()
+
+
+def stats_of(trainer: Trainer, writer: RunWriter | None) -> Float8Stats | None:
+    """What records the casts of every so many steps, if it is asked for; for all ranks."""
+    args = trainer.args
+    if args.stats_every is None:
+        return None
+    tell = None if writer is None else writer.write_anomaly
+    return float8_stats(
+        trainer.model, every=args.stats_every, gemms=args.stats_gemms, on_anomaly=tell
+    )
 
 
 def save(saver: Checkpoints, step: int, trainer: Trainer, writer: RunWriter | None) -> None:

@@ -1,22 +1,28 @@
 """The training script and its text: options, devices, what a run writes."""
 
+import html
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from ranks import RankPools, device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch_releases import uneven_sequence_in_torchs_linear
 
 import fp8_dist
 from scripts.common.corpus import Corpus, load_corpus
-from scripts.train import train
-from scripts.train.processes import choose_device
+from scripts.train import report, train
+from scripts.train.processes import choose_device, process_group
+from scripts.train.report_data import read_run
 from scripts.train.run_writer import MEMORY, RunWriter, memory_bytes
 
 ROOT = Path(train.__file__).parents[2]
@@ -294,3 +300,83 @@ def test_shortest_text_that_serves():
     corpus = Corpus(torch.arange(9, dtype=torch.uint8), "a test")
     inputs, targets = corpus.batch(seed=0, step=1, batch_size=1, seq_len=8)
     assert (inputs.tolist(), targets.tolist()) == ([list(range(8))], [list(range(1, 9))])
+
+
+def test_statistics_of_some_steps(small_text: Path, tmp_path: Path) -> None:
+    """A run that is continued keeps the lines of the steps before it, and has the others once."""
+    out = tmp_path / "run"
+    options = [*QUICK, "--data", str(small_text), "--recipe", "tensorwise", "--out", str(out)]
+    options += ["--stats-every", "1", "--stats-gemms", "--checkpoint-every", "2"]
+    assert train.main(options) == 0
+    lines = (out / "float8_stats.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    layers = json.loads((out / "config.json").read_text())["float8_layers"]
+    for step in (1, 2, 3):
+        of_step = [row for row in rows if row["step"] == step]
+        assert {row["fqn"] for row in of_step} == set(layers)
+        assert [row["kind"] for row in of_step].count("cast") == 3 * len(layers)
+        assert [row["kind"] for row in of_step].count("gemm") == 3 * len(layers)
+    shutil.rmtree(out / "checkpoints" / "step-00000003")
+    assert train.main([*options, "--resume", "auto"]) == 0
+    assert (out / "float8_stats.jsonl").read_text().splitlines() == lines
+    shutil.rmtree(out / "checkpoints")
+    assert train.main([*options[:-5], "--steps", "1"]) == 0  # a fresh run: they go
+    assert not (out / "float8_stats.jsonl").exists()
+
+
+def test_options_of_statistics(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = [
+        options_error(capsys, "--stats-every", "2"),
+        options_error(capsys, "--recipe", "tensorwise", "--stats-gemms"),
+        options_error(capsys, "--recipe", "tensorwise", "--stats-every", "0"),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+--stats-every is for float8 recipes: in bf16 nothing is cast
+--stats-gemms needs --stats-every
+argument --stats-every: 0 is not positive""",
+    )
+
+
+def test_a_planted_fault_is_named_by_every_output(tmp_path: Path, capsys: Any) -> None:
+    """The input of one layer times 1e4 where scales are delayed, and a NaN in a gradient."""
+    args = train.parse_args(
+        [*QUICK, "--recipe", "delayed", "--stats-every", "1", "--out", str(tmp_path)]
+    )
+    with process_group(60.0):
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        trainer = train.Trainer(args, mesh, torch.device("cpu"))
+        writer = RunWriter(args)
+        stats = train.stats_of(trainer, writer)
+        assert stats is not None
+        layers = trainer.model.layers
+        for step in range(1, 10):
+            handles = []
+            if step == 7:
+                faulty = layers[1].feed_forward.w2
+                handles.append(faulty.register_forward_pre_hook(lambda _, x: (x[0] * 1e4,)))
+            if step == 9:
+                faulty = layers[2].attention.wo
+                handles.append(
+                    faulty.register_full_backward_pre_hook(lambda _, g: (g[0] * math.nan,))
+                )
+            with stats.at(step):
+                trainer.step(step)
+            for handle in handles:
+                handle.remove()
+            writer.write_stats(stats)
+    printed = capsys.readouterr().out
+    anomalies = (tmp_path / "anomalies.jsonl").read_text()
+    page = report.render(read_run(tmp_path))
+    for text in (printed, anomalies, html.unescape(page)):
+        assert (
+            "step 7: layers.1.feed_forward.w2: input (for output, grad_weight): the amax is" in text
+        )
+        assert "step 9: layers.2.attention.wo: grad_output" in text
+    first = min(json.loads(line)["step"] for line in anomalies.splitlines())
+    assert first == 7
+    rows = [json.loads(line) for line in (tmp_path / "float8_stats.jsonl").read_text().splitlines()]
+    bad = [r for r in rows if r["kind"] == "cast" and r["nonfinite"]]
+    assert (bad[0]["step"], bad[0]["nonfinite_rank"]) == (9, 0)
+    assert "layers.2.attention.wo" in {row["fqn"] for row in bad}

@@ -315,5 +315,5 @@ def test_a_damaged_checkpoint_does_not_count(ranks: RankPools, tmp_path: Path, d
 
 def test_metrics_before_a_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\nnonsense\n{"step": 2}\n{"step": 1')
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\nnonsense\n{"step": 1')
     assert lines_before(3, path) == '{"step": 1}\n{"step": 2}\n'

@@ -9,9 +9,11 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from reference import raised
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.tensorboard import SummaryWriter
 
 from fp8_dist import (
     Float8Linear,
@@ -22,7 +24,7 @@ from fp8_dist import (
 )
 from fp8_dist.cast import quantize_over
 from fp8_dist.config import CastSpec
-from fp8_dist.debug import Anomaly, AnomalyLimits, CastStats, Float8Stats, float8_stats
+from fp8_dist.debug import Anomaly, AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
 from fp8_dist.debug.measuring import Measures, combine_, measure, nothing
 from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity
 from fp8_dist.tensor import Quantized
@@ -323,8 +325,8 @@ def test_warnings_once_per_layer() -> None:
     assert_expected_inline(
         "\n".join(str(w.message) for w in caught),
         """\
-float8_stats: step 0: 0: input (for output, grad_weight): an SQNR of 31.18 dB (limit: 100 dB)
-float8_stats: step 0: 2: input (for output, grad_weight): an SQNR of 31.55 dB (limit: 100 dB)""",
+float8_stats: step 0: 0: weight (for output, grad_input): an SQNR of 31.91 dB (limit: 100 dB)
+float8_stats: step 0: 2: weight (for output, grad_input): an SQNR of 31.99 dB (limit: 100 dB)""",
     )
 
 
@@ -348,22 +350,25 @@ def test_jsonl(tmp_path: Path) -> None:
     assert lines[0]["gemms"] == ["output", "grad_weight"]
 
 
-def test_tensorboard() -> None:
-    class Writer:
-        def __init__(self) -> None:
-            self.found: dict[str, float] = {}
-
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            self.found[f"{tag} {step}"] = value
-
-    model, writer = net(), Writer()
-    stats = float8_stats(model)
+def test_tensorboard(tmp_path: Path) -> None:
+    model = net()
+    stats = float8_stats(model, gemms=True)
     with stats.at(3):
         train(model)
-    row = cast_rows(stats)[0]
-    stats.to_tensorboard(writer)
-    assert writer.found["float8/input_for_output_grad_weight/0/sqnr 3"] == row.sqnr
-    assert len(writer.found) == 6 * 6
+    rows = {row.fqn: row for row in cast_rows(stats) if row.operand == "input"}
+    gemm = next(row for row in stats.rows if isinstance(row, GemmStats))
+    with SummaryWriter(str(tmp_path)) as writer:
+        stats.to_tensorboard(writer)
+    assert stats.rows == []
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    tags = found.Tags()["scalars"]
+    assert len(tags) == 6 * 6 + 6
+    for fqn, row in rows.items():
+        (event,) = found.Scalars(f"float8/input_for_output_grad_weight/{fqn}/sqnr")
+        assert (event.step, event.value) == (3, pytest.approx(row.sqnr))
+    (event,) = found.Scalars("float8/output/0/sqnr")
+    assert event.value == pytest.approx(gemm.sqnr)
 
 
 # What it costs when it is off.
