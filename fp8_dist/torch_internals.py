@@ -51,6 +51,7 @@ try:
     without_dispatch_modes = _disable_current_modes
     _current_graph_task_id = torch._C._current_graph_task_id
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+    profiler_is_active: Callable[[], bool] = torch.autograd._profiler_enabled
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
     foreach_norm = torch._foreach_norm

@@ -2,10 +2,13 @@
 
 Terms: *collective* and *buffer* as in ``collectives``. FSDP2 copies parameters of several dtypes
 into one uint8 buffer and gathers that: a *mixed gather*. The *payload dtype* of a uint8 tensor is
-the dtype of what it is a view of: float8 travels as uint8.
+the dtype of what it is a view of: float8 travels as uint8. Rows of float8 travel in one message
+with their fp32 scales (``pack_rows``), and are counted apart from them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -15,10 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8_dist.debug.collectives import Collective, read_collective
 from fp8_dist.debug.module_path import ModulePath
-from fp8_dist.debug.table import CommRow, CommTable
+from fp8_dist.debug.table import CommRow, CommTable, RowKey, total_seconds
+from fp8_dist.debug.timing import CollectiveTimer
 from fp8_dist.dtypes import is_float8
 from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.tensor.ops import pack_rows
 from fp8_dist.torch_internals import (
     STAND_INS,
     OpOverload,
@@ -34,33 +39,59 @@ FSDP_COPY_IN = "fsdp::all_gather_copy_in"
 class CommAudit(CommTable):
     """The context manager that :func:`comm_audit` makes, and the rows that it recorded."""
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        super().__init__()
+    def __init__(self, mesh: DeviceMesh | None, timings: bool = False) -> None:
+        super().__init__(timings=timings)
         self._axes = {} if mesh is None else _axes_by_group_name(mesh)
         self._path = ModulePath()
         self._recorder = _Recorder(self)
-        self._is_recording = False
-        # Payload dtypes of the storages that were viewed as uint8, by the storage's address.
+        self._entered: ExitStack | None = None
+        self._timer: CollectiveTimer | None = None
+        # Of the timed collectives: the keys of the rows that count them, and how long they took.
+        self._timed_keys: list[RowKey] = []
+        self._timed_seconds: list[float | None] = []
+        # Payload dtypes of the storages that were viewed as uint8, by the storage's address. (The
+        # weak references keep an address from being given to another storage.)
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
+        # The bytes of fp32 numbers in the messages that ``pack_rows`` made, by the same.
+        self._packed: dict[int, tuple[StorageWeakRef, int]] = {}
         # Bytes by payload dtype of the all-gather inputs that FSDP2 has filled, by the address of
         # their storage.
         self._copied_in: dict[int, dict[torch.dtype, int]] = {}
 
     def __enter__(self) -> Self:
-        if self._is_recording:
+        if self._entered is not None:
             raise RuntimeError(
                 "this comm_audit is already recording; use a new one for a nested block"
             )
-        self._path.__enter__()
-        self._recorder.__enter__()
-        self._is_recording = True
+        with ExitStack() as stack:
+            if self.timings:
+                self._timer = stack.enter_context(CollectiveTimer())
+            stack.enter_context(self._path)
+            stack.enter_context(self._recorder)
+            stack.callback(self._forget)
+            self._entered = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._is_recording = False
-        self._recorder.__exit__(*error)
-        self._path.__exit__(*error)
+        assert self._entered is not None
+        entered, self._entered = self._entered, None
+        entered.__exit__(*error)
+        self._add_timings()
+
+    def _add_timings(self) -> None:
+        """Of the block that has ended, to those of the blocks before."""
+        if self._timer is None:
+            return
+        self._timed_seconds += self._timer.seconds
+        by_row: dict[RowKey, list[float | None]] = {}
+        for key, seconds in zip(self._timed_keys, self._timed_seconds, strict=True):
+            by_row.setdefault(key, []).append(seconds)
+        for key, times in by_row.items():
+            self._rows[key] = replace(self._rows[key], seconds=total_seconds(times))
+
+    def _forget(self) -> None:
         self._payload_dtypes.clear()
+        self._packed.clear()
         self._copied_in.clear()
 
     def __repr__(self) -> str:
@@ -68,9 +99,13 @@ class CommAudit(CommTable):
 
     def _note_view(self, source: torch.Tensor) -> None:
         """``source`` is about to be viewed as uint8."""
-        # The weak reference keeps the storage's address from being given to another.
         reference = StorageWeakRef(source.untyped_storage())
         self._payload_dtypes[storage_address(source)] = (reference, source.dtype)
+
+    def _note_packed(self, message: torch.Tensor, numbers: torch.Tensor) -> None:
+        """``message`` was made of float8 data and ``numbers``."""
+        reference = StorageWeakRef(message.untyped_storage())
+        self._packed[storage_address(message)] = (reference, numbers.nbytes)
 
     def _note_copy_in(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         """FSDP2 is about to copy ``inputs`` into the buffer that it gathers next."""
@@ -82,19 +117,25 @@ class CommAudit(CommTable):
         by_dtype = sorted(sizes.items(), key=lambda item: not is_float8(item[0]))
         # A collective without bytes, or without tensors, is one too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
+        axis, module = self._axis(collective.group), self._path.current
         for position, (dtype, nbytes) in enumerate(by_dtype):
-            self.add(
-                CommRow(
-                    collective.op,
-                    self._axis(collective.group),
-                    dtype,
-                    self._path.current,
-                    in_mixed_gather=position > 0,
-                    count=0 if position else 1,
-                    elements=nbytes * collective.factor // dtype.itemsize,
-                    bytes=nbytes * collective.factor,
-                )
+            row = CommRow(
+                collective.op,
+                axis,
+                dtype,
+                module,
+                in_mixed_gather=position > 0,
+                count=0 if position else 1,
+                elements=nbytes * collective.factor // dtype.itemsize,
+                bytes=nbytes * collective.factor,
             )
+            self.add(row)
+            if self._timer is not None and position == 0:
+                self._timed_keys.append(row.key)
+
+    def _timed(self, collective: Collective) -> AbstractContextManager[Any]:
+        """Around the call of a collective that was noted."""
+        return nullcontext() if self._timer is None else self._timer.around(collective)
 
     def _copied_in_sizes(self, collective: Collective) -> dict[torch.dtype, int] | None:
         """What FSDP2 has copied into the input of this collective, if it is one of its gathers."""
@@ -113,11 +154,20 @@ class CommAudit(CommTable):
             if isinstance(tensor, Float8Tensor):  # the scales of rows travel in the same message
                 parts = [tensor.qdata, tensor.scale] if tensor.scale.ndim else [tensor.qdata]
             for part in parts:
-                payload = part.dtype
-                if payload == torch.uint8:
-                    payload = self._payload_dtypes.get(storage_address(part), (None, payload))[1]
-                sizes[payload] = sizes.get(payload, 0) + part.nbytes
+                for dtype, nbytes in self._payloads(part):
+                    sizes[dtype] = sizes.get(dtype, 0) + nbytes
         return sizes
+
+    def _payloads(self, tensor: torch.Tensor) -> Iterator[tuple[torch.dtype, int]]:
+        """The dtypes in a tensor, and the bytes of each."""
+        address, payload = storage_address(tensor), tensor.dtype
+        if payload == torch.uint8:
+            payload = self._payload_dtypes.get(address, (None, payload))[1]
+        # A graph may reuse the memory for another message, so it is looked up once.
+        numbers = self._packed.pop(address, (None, 0))[1]
+        yield payload, tensor.nbytes - numbers
+        if numbers:
+            yield torch.float32, numbers
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
@@ -132,7 +182,7 @@ class CommAudit(CommTable):
         return group.group_desc.removeprefix("mesh_")
 
 
-def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
+def comm_audit(mesh: DeviceMesh | None = None, *, timings: bool = False) -> CommAudit:
     """Record every collective that runs inside the block, FSDP2's included.
 
     ::
@@ -143,17 +193,30 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
 
     Every call of an op of torch's communication namespaces is recorded, but for barriers, waits
     and signals, which move no data, and for the one comparison of a model's layers between ranks
-    (16 bytes per axis, when a plan is applied and at the first update of scales). Compiled code
-    stays compiled. Its collectives are recorded
-    under the innermost module that is not compiled, and float8 that it sends as uint8 may be shown
-    so. Not seen: what a custom op sends inside its own kernel, graphs that run without Python (CUDA
-    graphs, AOTInductor), and direct reads of symmetric memory. The bytes are sizes of buffers, see
-    :class:`CommRow`, not what crosses the wire, which also depends on the algorithm and on the size
-    of the group.
+    (16 bytes per axis, when a plan is applied and at the first update of scales).
+
+    Compiled code stays as it is, and is not compiled anew. Its collectives are recorded under the
+    module that was compiled, those of modules inside of it too. Float8 that this library sends is
+    shown as float8; where inductor fuses other code's view of float8 as uint8 into a kernel, that
+    is shown as uint8. Not seen: what a custom op sends inside its own kernel, graphs that run
+    without Python (CUDA graphs, AOTInductor), and direct reads of symmetric memory.
+
+    The bytes are sizes of buffers, see :class:`CommRow`, not what crosses the wire, which also
+    depends on the algorithm and on the size of the group.
+
+    With ``timings`` the block runs under torch.profiler, which slows it down and keeps every
+    operator's event until the block ends; then each row gets ``seconds``. Time spent waiting for
+    slower ranks is a part of them, time in a queue behind other collectives is not. On GPUs they
+    are the times of NCCL's kernels. For CPU tensors they are what the backend's threads take (with
+    gloo): collectives of one kind and shape that are in flight on several groups at once may be
+    taken for each other. Without a duration: collectives that still run when the block ends, those
+    of backends that the profiler doesn't see, and those that are started together afterwards
+    (``batch_isend_irecv`` of NCCL).
 
     Args:
         mesh: names the axes whose process groups don't tell their own: the default group is also
             the only axis of a one-dimensional mesh over all ranks.
+        timings: measure how long the collectives take.
 
     Returns:
         A context manager with ``.rows`` (list of :class:`CommRow`), ``.count(...)`` and
@@ -161,9 +224,10 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
         same object adds to them.
 
     Raises:
-        RuntimeError: on entering a block of the same object inside its own.
+        RuntimeError: on entering a block of the same object inside its own; with ``timings``, also
+            where torch.profiler is active, by a ``comm_audit`` with timings for instance.
     """
-    return CommAudit(mesh)
+    return CommAudit(mesh, timings)
 
 
 def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:
@@ -201,10 +265,16 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented
         if call is not None:
             self._audit._note_collective(call)
-        elif func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
+            with self._audit._timed(call):
+                return func(*args, **kwargs)
+        if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
             self._audit._note_view(args[0])
         elif isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN:
             self._audit._note_copy_in(inputs=args[0], output=args[1])
+        elif func is pack_rows.overload:
+            message = func(*args, **kwargs)
+            self._audit._note_packed(message, numbers=args[1])
+            return message
         elif func in QUERIES:
             with self:  # it may communicate
                 return QUERIES[func](*args, **kwargs)

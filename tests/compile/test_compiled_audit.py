@@ -1,15 +1,18 @@
 """comm_audit lets compiled code be compiled, and records what it communicates."""
 
-import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from nets import Distributed, blocks
 from ranks import RankPools
 from torch import nn
 from torch._dynamo.utils import counters
 
-from fp8_dist.debug import comm_audit
+from fp8_dist import Float8LinearConfig
+from fp8_dist.debug import CommAudit, CommRow, comm_audit
+from fp8_dist.debug.table import CommTable
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 
@@ -31,8 +34,7 @@ def test_compiled_code_runs_under_an_audit() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
-def test_audits_cost_one_graph_at_most(backend: str, warm: bool) -> None:
+def test_audits_compile_nothing_anew(backend: str, warm: bool) -> None:
     torch._dynamo.reset()
     counters.clear()
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -43,46 +45,84 @@ def test_audits_cost_one_graph_at_most(backend: str, warm: bool) -> None:
         with comm_audit():
             compiled(torch.ones(2, 4)).sum().backward()
         compiled(torch.ones(2, 4)).sum().backward()
-    assert counters["stats"]["unique_graphs"] <= 2
+    assert counters["stats"]["unique_graphs"] == 1
 
 
-def collectives(backend: str | None) -> tuple[list[tuple[str, str, int, int]], int]:
-    """(op, axis, count, bytes) in one step of blocks under FSDP2 x TP + SP; graphs compiled."""
+def audited(recipe: str, backend: str | None) -> tuple[CommAudit, int]:
+    """The second step of blocks under FSDP2 x TP + SP, and how many graphs it made."""
     torch._dynamo.reset()
-    counters.clear()
-    world = Distributed(2, 2, shard=False)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    world = Distributed(2, 2, shard=False, config=config)
     model = blocks(world)
     if backend is not None:
         for block in model:
             block.compile(backend=backend, fullgraph=True)
     world.fully_shard(model, model)
     x = world.mine(torch.randn(4, 8, 64)).requires_grad_()
-    audit = comm_audit(world.mesh)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(2):
-            if step:
-                with audit:
-                    model(x).sum().backward()
-            else:
-                model(x).sum().backward()
-    totals: dict[tuple[str, str], list[int]] = {}
-    for row in audit.rows:
-        total = totals.setdefault((row.op, row.axis), [0, 0])
-        total[0] += row.count
-        total[1] += row.bytes
-    found = [(*key, count, size) for key, (count, size) in sorted(totals.items())]
-    return found, counters["stats"]["unique_graphs"]
+    counters.clear()
+    model(x).sum().backward()
+    assert (counters["stats"]["unique_graphs"] > 0) == (backend is not None)
+    counters.clear()
+    with comm_audit(world.mesh) as audit:
+        model(x).sum().backward()
+    return audit, counters["stats"]["unique_graphs"]
+
+
+def by_block(rows: list[CommRow]) -> CommTable:
+    """The rows, with what a block's parts send as its own."""
+    return CommTable(replace(row, module=row.module.partition(".")[0]) for row in rows)
+
+
+def compared(recipe: str, backend: str) -> tuple[str, str, int]:
+    """Runs on every rank: the table of eager blocks, that of compiled ones, and graphs made."""
+    eager, _ = audited(recipe, None)
+    compiled, graphs = audited(recipe, backend)
+    return by_block(eager.rows).table(by_module=True), compiled.table(by_module=True), graphs
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_blocks_communicate_as_eager_ones(ranks: RankPools, backend: str) -> None:
-    eager, none = ranks(4).run_same(collectives, None)
-    compiled, graphs = ranks(4).run_same(collectives, backend)
-    # In each of two blocks a graph reduces the amaxes of w1's and w3's output gradients one by one.
-    more = {("all_reduce", "tp"): 2}
-    assert compiled == [
-        (op, axis, count + more.get((op, axis), 0), size) for op, axis, count, size in eager
-    ]
-    assert none == 0
-    assert graphs > 0
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise_folded"])
+def test_compiled_blocks_are_audited_as_eager_ones(
+    ranks: RankPools, recipe: str, backend: str
+) -> None:
+    eager, compiled, graphs = ranks(4).run_same(compared, recipe, backend)
+    assert sorted(compiled.splitlines()) == sorted(eager.splitlines())
+    assert graphs == 0
+
+
+def test_a_table_of_compiled_blocks(ranks: RankPools) -> None:
+    eager, compiled, graphs = ranks(4).run_same(compared, "tensorwise", "inductor")
+    assert_expected_inline(
+        compiled,
+        """\
+op              axis  dtype          count  elements    bytes  module
+all_gather      dp    float8_e4m3fn      1     9,216    9,216  0
+all_gather      dp    float32            +       112      448  0
+all_reduce      tp    int32              5         5       20  0
+all_gather      tp    float8_e4m3fn      1     1,024    1,024  0
+reduce_scatter  tp    float32            2     2,048    8,192  0
+all_gather      dp    float8_e4m3fn      3    27,648   27,648  1
+all_gather      dp    float32            +       336    1,344  1
+all_reduce      tp    int32              5         5       20  1
+all_gather      tp    float8_e4m3fn      1     1,024    1,024  1
+reduce_scatter  tp    float32            2     2,048    8,192  1
+all_reduce      tp    float32            1        64      256  1
+all_gather      tp    float8_e5m2        1     1,024    1,024  1
+reduce_scatter  dp    float32            1     9,328   37,312  1
+all_reduce      tp    float32            1        64      256  0
+all_gather      tp    float8_e5m2        1     1,024    1,024  0
+reduce_scatter  dp    float32            1     9,328   37,312  0
+total                                   26            134,312
+  float8                                               40,960
+  other                                                93,352""",
+    )
+    assert graphs == 0
+    # In each block a graph reduces the amaxes of w1's and w3's output gradients one by one.
+    differs = [line for line in eager.splitlines() if line not in compiled.splitlines()]
+    assert_expected_inline(
+        "\n".join(differs),
+        """\
+all_reduce      tp    int32              4         5       20  0
+all_reduce      tp    int32              4         5       20  1
+total                                   24            134,312""",
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpointed import Checkpointed, forward
 from expecttest import assert_expected_inline
-from graphs import OPS, Compilations, Graphs, op_columns, running_audit
+from graphs import OPS, Compilations, Graphs, op_columns
 from nets import Distributed, Net, full
 from ranks import RankPools
 from reference import same_bits
@@ -19,6 +19,7 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
+from fp8_dist.debug import comm_audit
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def inside_of_fsdp(mode: str, compiled: bool, write: bool = False) -> tuple[str,
         model[0].compile(backend="aot_eager", fullgraph=True)
     world.fully_shard(model, model)
     x = world.mine(torch.randn(4, 8, 64)).requires_grad_()
-    with running_audit(world.mesh) as audit:
+    with comm_audit(world.mesh) as audit:
         loss = model(x).square().sum()
         if write:
             with torch.no_grad():

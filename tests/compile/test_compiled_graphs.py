@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import Compilations, Graphs, Ops, op_columns, running_audit
+from graphs import Compilations, Graphs, Ops, op_columns
 from nets import Distributed, Net, blocks
 from ranks import RankPools, device_mesh
 from reference import kinds
@@ -24,6 +24,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
+from fp8_dist.debug import comm_audit
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 
@@ -59,7 +60,7 @@ def watched(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     graphs = graphs or Graphs()
     compilations = Compilations()
-    ops, audit = Ops(), running_audit(mesh)
+    ops, audit = Ops(), comm_audit(mesh)
     made, seen = [], []
     for watch in (None, None, ops, audit):
         if recipe != "delayed":
@@ -257,7 +258,8 @@ backward  reduce_scatter  tp  float32    1    4,096 bytes
 op              axis  dtype          count  elements   bytes
 all_gather      dp    float8_e4m3fn      2    18,432  18,432
 all_gather      dp    float32            +       544   2,176
-all_gather      tp    float8_e4m3fn      2     2,240   2,240
+all_gather      tp    float8_e4m3fn      2     2,048   2,048
+all_gather      tp    float32            +        48     192
 all_reduce      tp    int32              3        80     320
 reduce_scatter  tp    float32            2     2,048   8,192
 all_reduce      tp    float32            1        64     256

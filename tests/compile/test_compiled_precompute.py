@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import Compilations, Graphs, running_audit
+from graphs import Compilations, Graphs
 from nets import Distributed, Net, blocks
 from ranks import RankPools
 from reference import raised, same_bits
@@ -19,6 +19,7 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
+from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
 
 RECIPES = [r.value for r in Float8LinearRecipeName if r is not Float8LinearRecipeName.DELAYED]
@@ -125,7 +126,7 @@ def between_steps(dp: int, tp: int, recipe: str, reduces: int) -> list[str]:
             x = torch.randn(4, 8, 64)
             for world, model, end in zip(worlds, models, ends, strict=True):
                 model(world.mine(x)).square().mean().backward()
-                with running_audit(world.mesh) as audit:
+                with comm_audit(world.mesh) as audit:
                     end()
                 model.zero_grad()
                 if {audit.count(), audit.count("all_reduce", dtype=torch.int32)} != {reduces}:

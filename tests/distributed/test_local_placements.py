@@ -498,8 +498,8 @@ share_input: [] must be column-parallel layers (declare_placements with weight=S
 share_input takes a list of Float8Linear, got Float8Linear alone
 share_input takes a list of Float8Linear, got Linear; convert it first (convert_to_float8_training)
 share_input: ['wq', 'wk'] must be column-parallel layers (declare_placements with weight=Shard(0)), with one mesh, input placement and cast of the input; found
-  - wq: LocalPlacements(mesh=<tp>, weight=Shard(dim=0), input=Shard(dim=1)), in_features=32, out_features=48, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2
-  - wk: LocalPlacements(mesh=<tp>, weight=Shard(dim=0), input=Shard(dim=0)), in_features=32, out_features=48, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2
+  - wq: LocalPlacements(mesh=<tp>, weight=Shard(dim=0), input=Shard(dim=1)), in_features=32, out_features=48, bias=False, recipe=tensorwise, float8_gathers=input|grad_output, scale=unknown
+  - wk: LocalPlacements(mesh=<tp>, weight=Shard(dim=0), input=Shard(dim=0)), in_features=32, out_features=48, bias=False, recipe=tensorwise, float8_gathers=input|grad_output, scale=unknown
 share_input: ['wq'] declared a local input, but got a DTensor, (Shard(dim=1),) on <tp>; pass its to_local()
 share_input: the input of ['0'] is a plain tensor; declare where it stands (declare_placements), or pass a DTensor
 share_input: the input of ['0'] is on <both>; it must be on a 1-D mesh""",

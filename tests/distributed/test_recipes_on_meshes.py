@@ -130,8 +130,8 @@ op              axis  dtype          count  elements   bytes
 all_gather      dp    float8_e4m3fn      4    36,864  36,864
 all_gather      dp    float32            +       640   2,560
 all_gather      dp    bfloat16           +       448     896
-all_gather      tp    float8_e4m3fn      4     4,352   4,352
-all_gather      tp    float32            +        32     128
+all_gather      tp    float8_e4m3fn      4     4,096   4,096
+all_gather      tp    float32            +        96     384
 all_reduce      tp    int32              7       256   1,024
 reduce_scatter  tp    bfloat16           3     3,072   6,144
 all_reduce      tp    bfloat16           2       128     256

@@ -254,10 +254,10 @@ def test_refusals(ranks: RankPools) -> None:
         """\
 unconverted: Float8ColwiseParallel needs a Float8Linear, found a Linear; convert the layer, or use torch's style without Float8 in its name
 no float8 layer: PrepareFloat8ModuleInput: this MLP contains no Float8Linear; convert the model first, or use torch's PrepareModuleInput
-different casts: PrepareFloat8ModuleInput: the layers that share this input cast it differently: {'w1': 'in_features=32, out_features=32, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2, round_scales_to_power_of_2=True', 'w2': 'in_features=32, out_features=32, bias=True, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2'}; give them one config, or name the one to follow in fwd_config_submodule_fqn
+different casts: PrepareFloat8ModuleInput: the layers that share this input cast it differently: {'w1': 'in_features=32, out_features=32, bias=False, recipe=tensorwise, round_scales_to_power_of_2=True, float8_gathers=input|grad_output, scale=unknown', 'w2': 'in_features=32, out_features=32, bias=True, recipe=tensorwise, float8_gathers=input|grad_output, scale=unknown'}; give them one config, or name the one to follow in fwd_config_submodule_fqn
 other dtype: PrepareFloat8ModuleInput: float8_dtype=torch.float8_e5m2, but the layers (w1, w3, w2) cast their input to torch.float8_e4m3fn; drop the argument
 unknown submodule: PrepareFloat8ModuleInput: fwd_config_submodule_fqn='w4' is no Float8Linear in this MLP; it has ['w1', 'w3', 'w2']
-high precision: PrepareFloat8ModuleInput: w1, w3, w2 take their input in two different casts, or in high precision in some GEMM, which no single float8 copy can serve (w1: in_features=32, out_features=32, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2,i_gw:dis,go_gw:dis); use torch's PrepareModuleInput""",
+high precision: PrepareFloat8ModuleInput: w1, w3, w2 take their input in two different casts, or in high precision in some GEMM, which no single float8 copy can serve (w1: in_features=32, out_features=32, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2,i_gw:dis,go_gw:dis, float8_gathers=none, scale=unknown); use torch's PrepareModuleInput""",
     )
     assert_expected_inline(
         ranks(2).run(plain_input)[0],

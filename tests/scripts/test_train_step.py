@@ -1,7 +1,7 @@
 """Training steps of the script on four ranks: their norms, their messages, compiled ones."""
 
 import os
-from contextlib import ExitStack
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -54,12 +54,9 @@ def test_gradient_norm_counts_every_element_once(ranks):
 def two_steps(ours: train.Trainer) -> tuple[list[float], CommAudit]:
     """Losses and gradient norms of two steps, and the collectives of the second: audited like the
     last one of a run."""
-    numbers = []
+    numbers, audit = [], comm_audit(device_mesh(dp=2, tp=2))
     for step in (1, 2):
-        with ExitStack() as around_step:
-            if step == 2:
-                around_step.enter_context(torch.compiler.set_stance("force_eager"))
-                audit = around_step.enter_context(comm_audit(device_mesh(dp=2, tp=2)))
+        with audit if step == 2 else nullcontext():
             loss, norm = ours.step(step)
         numbers += [ours.mean_over_ranks(loss), norm.item()]
     return numbers, audit
@@ -156,6 +153,17 @@ def compiled_and_eager() -> tuple[list[list[float]], list[str]]:
 
 
 def test_compiled_training_equals_eager(ranks: RankPools):
-    for numbers, tables in ranks(4).run(compiled_and_eager, timeout=180):
+    results = ranks(4).run(compiled_and_eager, timeout=180)
+    for numbers, _ in results:
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-3)
-        assert tables[0] == tables[1]
+    compiled, eager = (table.splitlines() for table in results[0][1])
+    # Graphs reduce the amaxes of output gradients one by one.
+    differs = [line for line in compiled + eager if (line in compiled) != (line in eager)]
+    assert_expected_inline(
+        "\n".join(differs),
+        """\
+all_reduce      tp     int32             22        22       88
+total                                    59            486,712
+all_reduce      tp     int32             16        22       88
+total                                    53            486,712""",
+    )

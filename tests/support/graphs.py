@@ -2,7 +2,7 @@
 
 A step is counted in two ways that don't know of each other: :class:`Graphs` is the backend that is
 handed the graphs, reads them once, and adds up what it read whenever one runs; :class:`Ops` and
-:func:`running_audit` watch ops as they run, in eager code and in graphs (but for what inductor
+:func:`comm_audit` watch ops as they run, in eager code and in graphs (but for what inductor
 fuses).
 """
 
@@ -17,7 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8_dist.debug import audit as debug
+from fp8_dist.debug import comm_audit
 from fp8_dist.debug.collectives import read_collective
 from fp8_dist.debug.table import CommRow, CommTable
 from fp8_dist.kernels import (
@@ -122,7 +122,7 @@ class Graphs:
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self._axis = debug.CommAudit(mesh)._axis
+        self._axis = comm_audit(mesh)._axis
         self.made: Counter[str] = Counter()
         self.forget_runs()
         self.backend = aot_autograd(
@@ -189,30 +189,6 @@ class Graphs:
                 row = CommRow(collective.op, axis, buffer.dtype, "", False, 1, elements, size)
                 rows.append(row)
         return ops, rows
-
-
-class _RunningRecorder(debug._Recorder):
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-
-class _NoPath:
-    """Not ``ModulePath``, whose global hooks of modules would become part of the graphs."""
-
-    current = ""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-def running_audit(mesh: DeviceMesh | None) -> debug.CommAudit:
-    """``comm_audit(mesh)`` of a model that goes on running compiled, without names of modules."""
-    audit = debug.CommAudit(mesh)
-    audit._recorder = _RunningRecorder(audit)
-    audit._path = _NoPath()  # type: ignore[assignment]
-    return audit
 
 
 class Compilations:

@@ -48,9 +48,9 @@ def test_swaps_in_place_what_the_filter_admits() -> None:
 Model(
   (embedding): Embedding(8, 16)
   (block): Sequential(
-    (0): Float8Linear(in_features=16, out_features=32, bias=True, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2)
+    (0): Float8Linear(in_features=16, out_features=32, bias=True, recipe=tensorwise, float8_gathers=input|grad_output, scale=unknown)
     (1): ReLU()
-    (2): Float8Linear(in_features=32, out_features=16, bias=False, casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2)
+    (2): Float8Linear(in_features=32, out_features=16, bias=False, recipe=tensorwise, float8_gathers=input|grad_output, scale=unknown)
   )
   (head): Linear(in_features=16, out_features=8, bias=False)
 )""",

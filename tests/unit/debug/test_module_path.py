@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -102,6 +103,21 @@ def test_output_hooks_run_inside_their_module() -> None:
     assert seen.count("blocks.0.out'") == 2
 
 
+def test_what_hooks_of_a_module_do_in_backward_is_inside_of_it() -> None:
+    """FSDP2 gathers weights in a hook on the output's gradient."""
+    model = Model()
+
+    def gather_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: seen.append(f"gather in {path.current}"))
+
+    for block in model.blocks:
+        block.out.register_forward_hook(gather_in_backward)
+    with recorded():
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+    gathers = [name for name in seen if name.startswith("gather")]
+    assert gathers == ["gather in blocks.1.out", "gather in blocks.0.out"]
+
+
 def test_an_error_in_forward_leaves_no_trace() -> None:
     model = Model()
     raising = model.blocks[1].k.register_forward_pre_hook(lambda m, args: 1 / 0)
@@ -113,4 +129,43 @@ def test_an_error_in_forward_leaves_no_trace() -> None:
         seen.clear()
         model(torch.ones(2))
     assert seen == FORWARD
-    assert not any(module._forward_hooks for module in model.modules())
+    assert path.current == ""
+
+
+class Caller(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x=Probe.apply(x))
+
+
+def test_backward_leaves_a_module_that_was_called_by_keyword() -> None:
+    with recorded():
+        Caller()(torch.ones(2, requires_grad=True)).sum().backward()
+    assert seen[-3:] == ["block.k'", "block.q'", "'"]
+
+
+def test_paths_may_end_in_any_order() -> None:
+    global path
+    call = nn.Module.__call__
+    first, path = ModulePath(), ModulePath()
+    first.__enter__()
+    path.__enter__()
+    first.__exit__()
+    seen.clear()
+    Model()(torch.ones(2))
+    path.__exit__()
+    assert seen == FORWARD
+    assert first.current == path.current == ""
+    assert nn.Module.__call__ is call
+
+
+def test_a_traced_model_has_the_names_of_its_parts() -> None:
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    for layer in model.children():
+        layer.register_forward_hook(lambda module, args, out: seen.append(path.current))
+    with recorded():
+        model(torch.ones(2))
+    assert seen == ["0", "1"]

@@ -1,0 +1,130 @@
+"""``repr`` of a converted layer: recipe, float8 gathers, state of the scale; it changes nothing."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingType,
+    precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
+)
+
+from_recipe = Float8LinearConfig.from_recipe_name
+
+
+def layer(config: Float8LinearConfig | None = None) -> Float8Linear:
+    return Float8Linear(16, 32, bias=False, config=config)
+
+
+def scale(of: Float8Linear) -> str:
+    return repr(of).partition("scale=")[2].removesuffix(")")
+
+
+def test_one_line_names_the_recipe_and_what_differs_from_it() -> None:
+    plain, disabled = Float8LinearConfig(), CastConfig(scaling_type=ScalingType.DISABLED)
+    configs = [from_recipe(recipe) for recipe in Float8LinearRecipeName]
+    configs += [
+        replace(plain, enable_fsdp_float8_all_gather="auto", pad_inner_dim=True),
+        replace(from_recipe("rowwise_folded"), enable_fsdp_float8_all_gather=True),
+        replace(from_recipe("rowwise"), round_scales_to_power_of_2=False),
+        replace(from_recipe("delayed"), amax_history_len=4),
+        replace(
+            plain,
+            cast_config_input_for_grad_weight=disabled,
+            cast_config_grad_output_for_grad_weight=disabled,
+        ),
+        replace(
+            plain,
+            cast_config_weight=disabled,
+            cast_config_input=disabled,
+            cast_config_weight_for_grad_input=CastConfig(),
+            cast_config_input_for_grad_weight=CastConfig(),
+        ),
+    ]
+    shown = [repr(layer(config)).partition("bias=False, ")[2] for config in configs]
+    assert_expected_inline(
+        "\n".join(shown),
+        """\
+recipe=tensorwise, float8_gathers=input|grad_output, scale=unknown)
+recipe=rowwise, float8_gathers=none, scale=unknown)
+recipe=rowwise_with_gw_hp, float8_gathers=none, scale=unknown)
+recipe=rowwise_folded, float8_gathers=input|grad_output, scale=unknown)
+recipe=delayed, float8_gathers=input|grad_output, scale=delayed (0 of 16 amaxes))
+recipe=tensorwise, pad_inner_dim=True, float8_gathers=weight|input|grad_output, scale=unknown)
+recipe=rowwise_folded, float8_gathers=weight|input|grad_output, scale=unknown)
+recipe=rowwise, round_scales_to_power_of_2=False, float8_gathers=none, scale=unknown)
+recipe=delayed, amax_history_len=4, float8_gathers=input|grad_output, scale=delayed (0 of 4 amaxes))
+casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2,i_gw:dis,go_gw:dis, float8_gathers=none, scale=unknown)
+casts=i:dis,w:dis,go:dyn_ten_e5m2,i_gw:dyn_ten_e4m3fn,w_gi:dyn_ten_e4m3fn, float8_gathers=grad_output, scale=unknown)""",
+    )
+
+
+def test_the_state_follows_the_weight() -> None:
+    layers = nn.Sequential(layer())
+    x, states = torch.randn(4, 16), [scale(layers[0])]
+    layers(x).sum().backward()
+    states.append(scale(layers[0]))
+    with torch.no_grad():
+        layers[0].weight.mul_(2)
+        states.append(scale(layers[0]))
+        layers(x)  # an evaluation leaves nothing behind
+        states.append(scale(layers[0]))
+    precompute_float8_dynamic_scale(layers)
+    states.append(scale(layers[0]))
+    torch.optim.SGD(layers.parameters(), lr=0.1).step()
+    states.append(scale(layers[0]))
+    assert states == ["unknown", "fresh", "unknown", "unknown", "fresh", "stale"]
+
+
+def test_a_write_shows_before_it_is_noticed() -> None:
+    layers = nn.Sequential(layer())
+    precompute_float8_dynamic_scale(layers)
+    cache = layers[0].float8_weight.cache
+    before = dict(vars(cache))
+    with torch.no_grad():
+        layers[0].weight.add_(1)
+    assert scale(layers[0]) == "stale"
+    assert vars(cache).items() == before.items()
+
+
+def test_a_history_says_how_much_it_holds() -> None:
+    layers = nn.Sequential(layer(from_recipe("delayed")))
+    states = [scale(layers[0])]
+    for _ in range(2):
+        layers(torch.randn(4, 16)).sum().backward()
+        sync_float8_amax_and_scale_history(layers)
+        states.append(scale(layers[0]))
+    assert states == [f"delayed ({n} of 16 amaxes)" for n in range(3)]
+
+
+def test_copies_pickles_and_layers_without_data_know_nothing() -> None:
+    known = layer()
+    known(torch.randn(4, 16)).sum().backward()
+    assert scale(known) == "fresh"
+    assert scale(copy.deepcopy(known)) == scale(pickle.loads(pickle.dumps(known))) == "unknown"
+    with torch.device("meta"):
+        assert scale(layer()) == "unknown"
+    parametrize.register_parametrization(known, "weight", nn.Identity())
+    assert "scale=unknown" in known.extra_repr()
+
+
+def test_a_layer_that_is_being_made_says_what_nn_linear_does() -> None:
+    seen = []
+
+    class Watched(Float8Linear):
+        def reset_parameters(self) -> None:
+            self.bias = None
+            seen.append(self.extra_repr())
+
+    Watched(16, 32, bias=False)
+    assert seen == ["in_features=16, out_features=32, bias=False"]
