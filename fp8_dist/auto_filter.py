@@ -52,6 +52,7 @@ class AutoFilterReport:
     planned: bool  # whether a plan says how layers are divided
     rows: tuple[FilterDecision, ...]  # one for each layer, in the order of the first questions
     unmatched_fqns: tuple[str, ...]  # entries of filter_fqns that no layer's name contains
+    unmatched_exclude: tuple[str, ...] = ()  # entries of exclude that no layer is called
 
     def __str__(self) -> str:
         converted = sum(row.convert for row in self.rows)
@@ -66,6 +67,7 @@ class AutoFilterReport:
             lines.append(f"local: tp_size {self.tp_size}, {how}")
         lines += self._table() if self.rows else ["  no layer was asked for yet"]
         lines += [f"filter_fqns: {entry!r} matched no layer" for entry in self.unmatched_fqns]
+        lines += [f"exclude: {entry!r} is no layer" for entry in self.unmatched_exclude]
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
@@ -88,6 +90,7 @@ class AutoFilter:
     _filter_fqns: tuple[str, ...]
     _tp_size: int
     _plan: Mapping[str, ParallelStyle] | None
+    _exclude: tuple[str, ...] = ()
     _rows: dict[str, FilterDecision] = field(default_factory=dict)
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
@@ -95,7 +98,7 @@ class AutoFilter:
         if not isinstance(module, nn.Linear):
             return False
         named = [entry for entry in self._filter_fqns if entry in fqn]
-        if is_lazy(module.weight) and not named:
+        if is_lazy(module.weight) and not named and fqn not in self._exclude:
             raise ValueError(
                 f"auto_filter: {fqn or 'the module'} is lazy and has no shape yet: run it once "
                 "before the conversion, or name it in filter_fqns"
@@ -104,6 +107,8 @@ class AutoFilter:
         local, reason = self._judge(fqn, shape)
         if named:
             reason = f"filter_fqns: {', '.join(map(repr, named))}"
+        elif fqn in self._exclude:
+            reason = "named in exclude"
         self._rows[fqn] = FilterDecision(fqn, shape, local, not reason, reason or "large enough")
         return not reason
 
@@ -115,8 +120,11 @@ class AutoFilter:
     def report(self) -> AutoFilterReport:
         """The decisions up to now. A layer that is asked for again keeps one row."""
         unmatched = [e for e in self._filter_fqns if not any(e in fqn for fqn in self._rows)]
+        unknown = tuple(entry for entry in self._exclude if entry not in self._rows)
         planned, rows = self._plan is not None, tuple(self._rows.values())
-        return AutoFilterReport(self._recipe, self._tp_size, planned, rows, tuple(unmatched))
+        return AutoFilterReport(
+            self._recipe, self._tp_size, planned, rows, tuple(unmatched), unknown
+        )
 
     def _judge(self, fqn: str, shape: Shape) -> tuple[Shape, str]:
         """The local shape, and why the layer is skipped (an empty string: it is converted)."""
@@ -151,6 +159,7 @@ def auto_filter(
     tp_size: int = 1,
     *,
     plan: Mapping[str, ParallelStyle] | None = None,
+    exclude: Iterable[str] = (),
 ) -> AutoFilter:
     """A filter for :func:`fp8_dist.convert_to_float8_training` that skips layers too small to gain.
 
@@ -160,7 +169,8 @@ def auto_filter(
         convert_to_float8_training(model, module_filter_fn=admits)
         print(admits.report)
 
-    A layer is skipped if its name contains an entry of ``filter_fqns``, if a local dim is not a
+    A layer is skipped if its name contains an entry of ``filter_fqns`` or is one of ``exclude``, if
+    a local dim is not a
     multiple of 16 (a GPU's float8 GEMM needs that), if a rank holds nothing of it, or if its
     smallest local part is within one of its recipe's limits in ``TOO_SMALL``. The number of tokens
     and what communication saves are not considered. ``docs/auto_filter.md`` explains the limits and
@@ -176,6 +186,8 @@ def auto_filter(
             ColwiseParallel divides out_features by ``tp_size``, a RowwiseParallel in_features;
             layers without either are not divided. The styles may be torch's:
             ``llama_tp_plan`` of a model that is not converted yet will do.
+        exclude: layers with exactly these names are skipped, such as those that lose too much in
+            float8: ``compare_recipes(...).layers_below(20, recipe)`` of ``fp8_dist.debug``.
 
     Returns:
         The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport`: what
@@ -190,7 +202,9 @@ def auto_filter(
     name = recipe.value if isinstance(recipe, Float8LinearRecipeName) else recipe
     if name not in list(TOO_SMALL):
         raise ValueError(f"auto_filter: recipe={recipe!r} is not one of {list(TOO_SMALL)}")
-    fqns = _checked_fqns(filter_fqns)
+    fqns, excluded = _checked("filter_fqns", filter_fqns), _checked("exclude", exclude)
+    if "" in fqns:
+        raise ValueError("auto_filter: filter_fqns holds '', which matches every layer")
     if not isinstance(tp_size, int) or isinstance(tp_size, bool):
         raise TypeError(f"auto_filter: tp_size={tp_size!r}: pass the number of ranks, an int")
     if tp_size < 1:
@@ -203,18 +217,16 @@ def auto_filter(
                 f"auto_filter: the plan's entry {pattern!r} is {style!r}: give a module name and "
                 "the instance of a parallel style, such as ColwiseParallel()"
             )
-    return AutoFilter(name, fqns, tp_size, None if plan is None else dict(plan))
+    return AutoFilter(name, fqns, tp_size, None if plan is None else dict(plan), excluded)
 
 
-def _checked_fqns(filter_fqns: Iterable[str]) -> tuple[str, ...]:
-    is_list = isinstance(filter_fqns, Iterable) and not isinstance(filter_fqns, str)
-    fqns = tuple(filter_fqns) if is_list else ()
+def _checked(argument: str, given: Iterable[str]) -> tuple[str, ...]:
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    fqns = tuple(given) if is_list else ()
     if not is_list or not all(isinstance(entry, str) for entry in fqns):
         raise TypeError(
-            f"auto_filter: filter_fqns={filter_fqns!r}: pass a list of strings, such as ['output']"
+            f"auto_filter: {argument}={given!r}: pass a list of strings, such as ['output']"
         )
-    if "" in fqns:
-        raise ValueError("auto_filter: filter_fqns holds '', which matches every layer")
     return tuple(dict.fromkeys(fqns))
 
 

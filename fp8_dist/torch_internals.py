@@ -182,6 +182,11 @@ def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return hooked and "_optimizer_step_post_hooks" in vars(optimizer)
 
 
+def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
+    """Whether ``register_post_accumulate_grad_hook`` was called: a backward may then update it."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def op_name(op: OpOverload) -> str:
     """The qualified name of an operator, without its overload: ``aten::mm``."""
     return op._schema.name

@@ -287,6 +287,16 @@ filter_fqns: 'lm_head' matched no layer""",
     }
 
 
+def test_layers_are_excluded_by_their_exact_names() -> None:
+    filter_fn = auto_filter("tensorwise", exclude=iter(["layers.1", "layers.2", "layers.0"]))
+    lazy = nn.LazyLinear(8192)
+    asked = {"layers.1": layer(8192, 8192), "layers.10": layer(8192, 8192), "layers.2": lazy}
+    assert [filter_fn(module, fqn) for fqn, module in asked.items()] == [False, True, False]
+    assert filter_fn.reason("layers.1") == "auto_filter: named in exclude"
+    assert filter_fn.report.unmatched_exclude == ("layers.0",)
+    assert str(filter_fn.report).endswith("\nexclude: 'layers.0' is no layer")
+
+
 def test_a_report_is_of_the_moment_and_of_linear_layers() -> None:
     filter_fn = auto_filter("rowwise", (fqn for fqn in ("b", "b")))
     filter_fn(layer(8192, 8192), "a")
@@ -364,6 +374,8 @@ def test_arguments_are_checked() -> None:
         (TypeError, {"filter_fqns": None}),
         (TypeError, {"filter_fqns": ["output", ["head"]]}),
         (ValueError, {"filter_fqns": ["output", ""]}),
+        (TypeError, {"exclude": "output"}),
+        (TypeError, {"exclude": [3]}),
         (TypeError, {"tp_size": 2.0}),
         (TypeError, {"tp_size": True}),
         (ValueError, {"tp_size": 0}),
@@ -384,6 +396,8 @@ auto_filter: filter_fqns='output': pass a list of strings, such as ['output']
 auto_filter: filter_fqns=None: pass a list of strings, such as ['output']
 auto_filter: filter_fqns=['output', ['head']]: pass a list of strings, such as ['output']
 auto_filter: filter_fqns holds '', which matches every layer
+auto_filter: exclude='output': pass a list of strings, such as ['output']
+auto_filter: exclude=[3]: pass a list of strings, such as ['output']
 auto_filter: tp_size=2.0: pass the number of ranks, an int
 auto_filter: tp_size=True: pass the number of ranks, an int
 auto_filter: tp_size=0 must be at least 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fp8_dist
-from fp8_dist import fsdp, tensor_parallel
+from fp8_dist import debug, fsdp, tensor_parallel
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -60,7 +60,7 @@ def unknown_files(text: str) -> Iterator[str]:
 
 
 def unknown_calls(text: str) -> set[str]:
-    public = {*fp8_dist.__all__, *fsdp.__all__, *tensor_parallel.__all__}
+    public = {*fp8_dist.__all__, *debug.__all__, *fsdp.__all__, *tensor_parallel.__all__}
     return set(CALL.findall(text)) - public
 
 

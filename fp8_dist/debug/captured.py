@@ -1,0 +1,193 @@
+"""A captured cast, and the file that holds it.
+
+A file has the tensors ``high``, ``qdata`` and ``scale``, and the rest as a JSON string: written by
+``torch.save`` a dictionary of both, written by safetensors its tensors and its metadata.
+"""
+
+import importlib
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
+from urllib.parse import quote
+
+import torch
+
+from fp8_dist.config import CastSpec, Gemm, Operand
+from fp8_dist.debug.measuring import Measures, measure
+from fp8_dist.debug.stat_rows import CastStats
+from fp8_dist.dtypes import is_float8
+from fp8_dist.granularity import granularity_named
+from fp8_dist.tensor import Quantized
+
+FileFormat = Literal["torch", "safetensors"]
+SUFFIXES: dict[FileFormat, str] = {"torch": ".pt", "safetensors": ".safetensors"}
+
+_KEY = "fp8_dist_capture"  # of the JSON string
+_TENSORS = ("high", "qdata", "scale")
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedCast:
+    """What one cast took and made, on one rank.
+
+    Attributes:
+        step: the number of the step.
+        rank: of the process that made the cast.
+        fqn: the layer.
+        operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        gemms: the GEMMs that multiply this float8 copy.
+        call: the number of casts of this operand for these GEMMs before this one in the step, on
+            this rank: the micro-batch, where a layer runs once in each.
+        delayed: the scale follows from the amaxes of earlier steps.
+        high: the local tensor before the cast, ``[..., K]``.
+        qdata: its float8 copy, of the same shape.
+        scale: the dequantization scale, fp32; its shape is that which the granularity gives it.
+        granularity: what one scale covers: ``"tensor"``, ``"row"``, ``"column"``.
+    """
+
+    step: int
+    rank: int
+    fqn: str
+    operand: Operand
+    gemms: tuple[Gemm, ...]
+    call: int
+    delayed: bool
+    high: torch.Tensor
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    granularity: str
+
+    @property
+    def low(self) -> Quantized:
+        """The float8 copy with its scale."""
+        return Quantized(self.qdata, self.scale, granularity_named(self.granularity))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the three tensors."""
+        return self.high.nbytes + self.qdata.nbytes + self.scale.nbytes
+
+    def stats(self) -> CastStats:
+        """What ``float8_stats`` would report of this cast alone."""
+        found = Measures(*measure(self.high, self.low, self.rank).tolist())
+        spec = CastSpec(self.qdata.dtype, self.low.granularity, self.delayed)
+        return CastStats.of(found, self.step, self.fqn, self.operand, self.gemms, spec)
+
+    def file_name(self, format: FileFormat) -> str:
+        """The name of the file. What a file name can't hold of the layer's is percent-encoded."""
+        layer, gemms = quote(self.fqn, safe=""), "+".join(self.gemms)
+        where = f"step{self.step:06d}-rank{self.rank:03d}"
+        return f"{where}-{layer}-{self.operand}-{gemms}-{self.call}{SUFFIXES[format]}"
+
+
+def check_format(caller: str, format: str) -> None:
+    """Refuse a format that is unknown, or that needs a package which is not installed."""
+    if format not in SUFFIXES:
+        raise ValueError(f"{caller}: format={format!r} must be one of {list(SUFFIXES)}")
+    if format == "safetensors" and find_spec("safetensors") is None:
+        raise ImportError(
+            f"{caller}: format='safetensors' needs the package safetensors: pip install "
+            "safetensors, or leave the default, format='torch'"
+        )
+
+
+def save_capture(captured: CapturedCast, folder: Path, format: FileFormat) -> Path:
+    """Write a file, at once under its name: it is complete whenever it is there.
+
+    Raises:
+        OSError: it can't be written. Nothing is left of it.
+    """
+    path = folder / captured.file_name(format)
+    tensors = {name: getattr(captured, name) for name in _TENSORS}
+    others = {k: v for k, v in vars(captured).items() if k not in _TENSORS}
+    text = json.dumps(others)
+    buffer = io.BytesIO()
+    if format == "torch":
+        torch.save({_KEY: text, **tensors}, buffer)
+    else:
+        buffer.write(_safetensors("safetensors.torch").save(tensors, {_KEY: text}))
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_bytes(buffer.getbuffer())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def load_capture(path: str | Path) -> CapturedCast:
+    """Read a file that :func:`capture` wrote, onto the CPU. Nothing in it is run.
+
+    Raises:
+        OSError: the file can't be opened.
+        ValueError: it holds something else, or is damaged.
+        ImportError: it is a safetensors file, and the package is not installed.
+    """
+    path = Path(path)
+    read = _read_safetensors if path.suffix == SUFFIXES["safetensors"] else _read_torch
+    try:
+        text, tensors = read(path)
+        return _checked(json.loads(text), tensors)
+    except (ImportError, OSError):
+        raise
+    except Exception as error:  # whatever reading foreign bytes raises
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{path} holds no cast that fp8_dist.debug.capture saved, or is damaged: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+
+
+def _read_torch(path: Path) -> tuple[str, dict[str, Any]]:
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    return found[_KEY], {name: found[name] for name in _TENSORS}
+
+
+def _read_safetensors(path: Path) -> tuple[str, dict[str, Any]]:
+    path.open("rb").close()  # an OSError of its own kind
+    check_format("load_capture", "safetensors")
+    with _safetensors("safetensors").safe_open(path, framework="pt") as file:
+        return file.metadata()[_KEY], {name: file.get_tensor(name) for name in _TENSORS}
+
+
+def _safetensors(module: str) -> Any:
+    """A module of the optional package, imported where it is used."""
+    return importlib.import_module(module)
+
+
+# What each value in the JSON string must be.
+_VALUES: dict[str, Callable[[Any], bool]] = {
+    "step": lambda v: isinstance(v, int),
+    "rank": lambda v: isinstance(v, int),
+    "fqn": lambda v: isinstance(v, str),
+    "operand": lambda v: v in get_args(Operand),
+    "gemms": lambda v: isinstance(v, list) and set(v) <= set(get_args(Gemm)),
+    "call": lambda v: isinstance(v, int),
+    "delayed": lambda v: isinstance(v, bool),
+    "granularity": lambda v: isinstance(v, str),
+}
+
+
+def _checked(others: dict[str, Any], tensors: dict[str, Any]) -> CapturedCast:
+    for name, is_valid in _VALUES.items():
+        if not is_valid(others[name]):
+            raise ValueError(f"{name}={others[name]!r} is not what a capture holds")
+    high, qdata, scale = (tensors[name] for name in _TENSORS)
+    granularity = granularity_named(others["granularity"])
+    if not high.dtype.is_floating_point or not is_float8(qdata.dtype) or high.shape != qdata.shape:
+        raise ValueError(
+            f"qdata, {qdata.dtype} {list(qdata.shape)}, is no float8 copy of high, {high.dtype} "
+            f"{list(high.shape)}"
+        )
+    shape = granularity.scale_shape(high.shape)
+    if scale.dtype != torch.float32 or list(scale.shape) != shape:
+        raise ValueError(
+            f"the scales are {scale.dtype} {list(scale.shape)}, not torch.float32 {shape}"
+        )
+    known = {name: others[name] for name in _VALUES} | {"gemms": tuple(others["gemms"])}
+    return CapturedCast(**known, **tensors)

@@ -1,0 +1,277 @@
+"""``capture``: saves what casts take and make, by layer, operand, step and rank."""
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Collection
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8_dist.config import Gemm, Operand
+from fp8_dist.debug.captured import CapturedCast, FileFormat, check_format, save_capture
+from fp8_dist.debug.slots import CastSlot, Patterns, choose_slots
+from fp8_dist.linear.observing import PREPARED, Owner, observed_by
+from fp8_dist.tensor import Quantized
+
+Numbers = int | Collection[int] | None
+
+
+class _Copies(NamedTuple):
+    """Copies on the CPU of what a cast took and made."""
+
+    high: torch.Tensor
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    granularity: str
+
+
+class Capture:
+    """The context manager that :func:`capture` makes.
+
+    Attributes:
+        files: what this rank wrote, in order.
+        bytes: the size of these files.
+        left_out: the number of casts that this rank should have written, but did not.
+        step: the number of the last step that was entered.
+    """
+
+    def __init__(
+        self,
+        slots: list[CastSlot],
+        folder: Path,
+        steps: Collection[int] | None,
+        ranks: Collection[int] | None,
+        max_bytes: int,
+        format: FileFormat,
+    ) -> None:
+        self.files: list[Path] = []
+        self.bytes = 0
+        self.left_out = 0
+        self.step = -1
+        self._folder, self._steps, self._ranks = folder, steps, ranks
+        self._max_bytes, self._format = max_bytes, format
+        self._slots = {(slot.owner, slot.operand, slot.gemms): slot for slot in slots}
+        self._inputs = {slot.owner: slot for slot in slots if slot.operand == "input"}
+        self._prepared: dict[int, _Copies] = {}
+        self._calls: Counter[CastSlot] = Counter()
+        self._stack: ExitStack | None = None
+        self._full = ""  # why nothing more is written
+        self._missing: list[CastSlot] = []  # in this step
+
+    def at(self, step: int) -> Self:
+        """This object, to be entered for the step of this number."""
+        self.step = step - 1
+        return self
+
+    def __enter__(self) -> Self:
+        if self._stack is not None:
+            raise RuntimeError("this capture is already recording; leave its block first")
+        self.step += 1
+        self._stack = ExitStack()
+        # On all ranks, so that compiled code has the same operators on all of them.
+        if self._steps is None or self.step in self._steps:
+            self._stack.enter_context(observed_by(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        stack, self._stack = self._stack, None
+        assert stack is not None
+        stack.close()
+        self._calls.clear()
+        self._prepared.clear()
+        missing, self._missing = self._missing, []
+        if missing:
+            self.left_out += len(missing)
+            first = f"{missing[0].fqn} {missing[0].operand}"
+            warnings.warn(
+                f"capture: casts of step {self.step} were left out on rank {_rank()}, from {first} "
+                f"on ({len(missing)} in all): {self._full}",
+                stacklevel=2,
+            )
+
+    def on_cast(
+        self,
+        owner: Owner,
+        operand: Operand,
+        gemms: tuple[Gemm, ...],
+        high: torch.Tensor,
+        low: Quantized,
+    ) -> None:
+        """A layer has cast an operand: see :class:`~fp8_dist.linear.observing.CastObserver`."""
+        if not self._is_chosen_rank():
+            return
+        if gemms == PREPARED:
+            # Copied now: compiled code may write into its memory before a layer takes it.
+            if self._inputs and not self._full:
+                self._prepared[high.shape[-1]] = _copies(high, low)
+        elif slot := self._slots.get((owner, operand, gemms)):
+            size = high.nbytes + low.qdata.nbytes + low.scale.nbytes
+            if self._has_room(slot, size):
+                self._write(slot, _copies(high, low))
+
+    def on_prepared(self, owner: Owner, features: int) -> None:
+        """A layer takes the input that was last prepared."""
+        slot = self._inputs.get(owner)
+        if slot is None or not self._is_chosen_rank():
+            return
+        copies = self._prepared.get(features)
+        size = sum(t.nbytes for t in copies[:3]) if copies else 0
+        if self._has_room(slot, size) and copies:
+            self._write(slot, copies)
+
+    def __repr__(self) -> str:
+        return (
+            f"Capture(files: {len(self.files)}, bytes: {self.bytes:,}, left out: {self.left_out})"
+        )
+
+    def _is_chosen_rank(self) -> bool:
+        return self._ranks is None or _rank() in self._ranks
+
+    def _has_room(self, slot: CastSlot, size: int) -> bool:
+        if not self._full and self.bytes + size > self._max_bytes:
+            self._full = (
+                f"{self.bytes:,} bytes are written and the next cast has {size:,}, which is more "
+                f"than max_bytes={self._max_bytes:,}. Raise it, or choose fewer layers, operands, "
+                "steps or ranks"
+            )
+        if self._full:
+            self._missing.append(slot)
+        return not self._full
+
+    def _write(self, slot: CastSlot, copies: _Copies) -> None:
+        captured = CapturedCast(
+            step=self.step,
+            rank=_rank(),
+            fqn=slot.fqn,
+            operand=slot.operand,
+            gemms=slot.gemms,
+            call=self._calls[slot],
+            delayed=slot.cast.delayed,
+            **copies._asdict(),
+        )
+        self._calls[slot] += 1
+        try:
+            path = save_capture(captured, self._folder, self._format)
+        except OSError as error:
+            # A training run doesn't end because a disk is full.
+            self._full = f"a file could not be written: {error}"
+            self._missing.append(slot)
+            return
+        self.files.append(path)
+        self.bytes += path.stat().st_size
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _copies(high: torch.Tensor, low: Quantized) -> _Copies:
+    qdata = _on_cpu(low.qdata.reshape(high.shape))
+    return _Copies(_on_cpu(high), qdata, _on_cpu(low.scale), low.granularity.name)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy with a storage of its own: that is what a file would hold."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+
+
+def capture(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    fqn: Patterns = None,
+    operand: Patterns = None,
+    gemm: Patterns = None,
+    steps: Numbers = None,
+    ranks: Numbers = None,
+    max_bytes: int = 2**30,
+    format: FileFormat = "torch",
+) -> Capture:
+    """Save the local tensors before their casts, their float8 copies and scales, to files.
+
+    ::
+
+        captured = capture(model, "captured", fqn="layers.3.*.wq", operand="input", steps=[0, 100])
+        for step in range(steps):
+            with captured:
+                loss = model(x); loss.backward()
+            optimizer.step()
+
+    Entering the block begins a step; ``with captured.at(step):`` gives it a number. Each cast makes
+    one file, named by step, rank, layer, operand, GEMMs and call (the micro-batch, where a layer
+    runs once in each). A forward that activation checkpointing repeats makes none. A file is
+    complete whenever it is there; one of the same name is replaced. ``python -m
+    fp8_dist.debug.show FILE`` shows what is in it, and :func:`load_capture` returns it.
+
+    Works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
+    code. Compiled code compiles once more when it is first recorded. Tensors are those
+    of the rank: the shard of a weight that FSDP2 gathers in float8, the part of the sequence.
+    Outside of recorded blocks no operator runs, and graphs have none.
+
+    Args:
+        model: converted, and parallelized already.
+        folder: is made if it is not there. Ranks may share it.
+        fqn: the layers: an ``fnmatch`` pattern, or several of them; None: all.
+        operand: ``"input"``, ``"weight"``, ``"grad_output"``: in the same way.
+        gemm: ``"output"``, ``"grad_input"``, ``"grad_weight"``: in the same way. The copies that
+            one of these GEMMs multiplies.
+        steps: the number of the step, or a collection of them such as ``range(0, 1000, 100)``;
+            None: all. The first one is 0.
+        ranks: the rank, or a collection of them; None: all.
+        max_bytes: so much may one rank write, in bytes. The first cast that would exceed it is left
+            out with all that follow, and a warning at the end of each block says so. The same
+            happens where a file can't be written.
+        format: ``"torch"`` (``torch.save``), or ``"safetensors"`` (needs that package).
+
+    Returns:
+        A context manager with ``files``, ``bytes`` and ``left_out`` of this rank.
+
+    Collectives: none.
+
+    Raises:
+        TypeError: ``model`` is no module; an argument has another type.
+        ValueError: the model has no converted layer, nothing matches (the message lists near
+            names), a step is negative, there is no such rank, or ``max_bytes`` is below 1.
+        ImportError: ``format="safetensors"`` without the package.
+        OSError: the folder can't be made.
+        RuntimeError: on entering a block of the same object inside its own.
+    """
+    slots = choose_slots("capture", model, fqn, operand, gemm)
+    check_format("capture", format)
+    chosen_steps, chosen_ranks = _numbers("steps", steps), _numbers("ranks", ranks)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    unknown = [rank for rank in chosen_ranks or () if rank >= world]
+    if unknown:
+        raise ValueError(f"capture: ranks={ranks!r}: there are ranks 0 to {world - 1} only")
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+        raise ValueError(f"capture: max_bytes={max_bytes!r} must be a positive integer")
+    made = Path(folder)
+    made.mkdir(parents=True, exist_ok=True)
+    return Capture(slots, made, chosen_steps, chosen_ranks, max_bytes, format)
+
+
+def _numbers(argument: str, given: Numbers) -> Collection[int] | None:
+    """A checked choice of steps or ranks."""
+    if given is None:
+        return None
+    several: Any = [given] if isinstance(given, int) else given
+    if isinstance(several, range) and several:
+        ends: Any = (several[0], several[-1])  # it may be long
+    else:
+        ends = several
+    is_list = isinstance(ends, Collection) and not isinstance(ends, str | bytes)
+    if not is_list or any(isinstance(n, bool) or not isinstance(n, int) for n in ends):
+        raise TypeError(
+            f"capture: {argument}={given!r} must be an integer or a collection of integers, such "
+            "as range(0, 1000, 100)"
+        )
+    if not ends or min(ends) < 0:
+        raise ValueError(
+            f"capture: {argument}={given!r} must hold at least one number, and none below 0"
+        )
+    return several if isinstance(several, range) else frozenset(several)

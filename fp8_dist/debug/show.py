@@ -1,0 +1,139 @@
+"""Shows casts that were captured: ``python -m fp8_dist.debug.show FILE...``.
+
+Prints what is in files that ``fp8_dist.debug.capture`` wrote: the layer, the statistics of the
+cast, and a histogram of magnitudes in octaves beside the range of float8. ``--plot FILE`` draws
+them with matplotlib (the extra ``train``). The exit status is 0, or 2 if a file can't be shown.
+"""
+
+import argparse
+import importlib
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+
+from fp8_dist.debug.captured import CapturedCast, load_capture
+from fp8_dist.debug.octaves import Histogram, Octave, histogram
+from fp8_dist.dtypes import short_name
+
+_WIDTH = 40  # of the longest bar, in characters
+_BELOW = 6  # octaves shown below the range of float8; what is smaller is added up
+_GAP = 3  # more empty lines than this become one
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, by default those of the process; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8_dist.debug.show",
+        description="Shows files that fp8_dist.debug.capture wrote.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, one below the other")
+    args = parser.parse_args(argv)
+    try:
+        casts = [load_capture(path) for path in args.files]
+        print("\n\n".join(map(describe, casts)))
+        if args.plot is not None:
+            plot(casts, args.plot)
+            print(f"\n{args.plot}: written")
+    except (ImportError, OSError, ValueError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def plot(casts: Sequence[CapturedCast], path: Path) -> None:
+    """Draw the histograms of casts into one picture, one below the other.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: matplotlib doesn't know the format by which the file is named.
+    """
+    if find_spec("matplotlib") is None:
+        raise ImportError('--plot needs matplotlib: pip install "fp8-dist[train]"')
+    importlib.import_module("fp8_dist.debug.show_plot").draw(casts, path)
+
+
+def describe(cast: CapturedCast) -> str:
+    """A cast as text."""
+    return "\n".join([*_facts(cast), "", *_bars(cast, histogram(cast))])
+
+
+def _facts(cast: CapturedCast) -> Iterator[str]:
+    stats = cast.stats()
+    shape, dtype = list(cast.high.shape), short_name(cast.qdata.dtype)
+    kind = "delayed" if cast.delayed else "dynamic"
+    several = "" if stats.scale == stats.scale_min else f" ({stats.scale_min:.4g} the smallest)"
+    yield f"{cast.fqn}: {cast.operand}, for {', '.join(cast.gemms)}"
+    yield f"  step {cast.step}, rank {cast.rank}, call {cast.call}"
+    yield f"  shape       {shape}, {cast.high.dtype} to {dtype}"
+    yield f"  amax        {stats.amax:.4g}"
+    yield f"  scale       {stats.scale:.4g}{several}, {kind}, one per {cast.granularity}"
+    yield f"  underflow   {stats.underflow:.4g} % of the non-zero values become zero"
+    yield f"  saturation  {stats.saturation:.4g} % are beyond the largest float8 number"
+    yield f"  non-finite  {stats.nonfinite:.4g} % are NaN or infinite"
+    yield f"  SQNR        {stats.sqnr:.2f} dB"
+
+
+def _bars(cast: CapturedCast, counts: Histogram) -> Iterator[str]:
+    if not counts.values:
+        yield "  no finite value but zeros"
+        return
+    title = f"divided by the scale of its {cast.granularity}" if counts.relative else "of a value"
+    yield f"  magnitude {title}: # kept, . becomes zero, ! saturates"
+    marks, octaves, below = _marks(counts), list(counts.octaves), None
+    if counts.range is not None:
+        lowest = math.floor(math.log2(counts.range.zero)) - _BELOW
+        tail = [octave for octave in octaves if octave.exponent < lowest]
+        octaves = [octave for octave in octaves if octave.exponent >= lowest]
+        if tail:
+            numbers = zip(*((o.kept, o.to_zero, o.saturated) for o in tail), strict=True)
+            below = Octave(lowest, *map(sum, numbers))
+    exponents = [*marks, *(octave.exponent for octave in octaves)]
+    known = {octave.exponent: octave for octave in octaves}
+    rows = [known.get(e, Octave(e)) for e in range(max(exponents), min(exponents) - 1, -1)]
+    most = max(octave.values for octave in [*rows, *([below] if below else [])])
+    is_empty = lambda octave: not octave.values and octave.exponent not in marks  # noqa: E731
+    for empty, group in groupby(rows, is_empty):
+        lines = list(group)
+        if empty and len(lines) > _GAP:
+            yield "  ..."
+            continue
+        for octave in lines:
+            label = f"2^{octave.exponent}"
+            yield _line(label, octave, counts.values, most, marks.get(octave.exponent, ""))
+    if below is not None:
+        yield _line(f"below 2^{below.exponent}", below, counts.values, most, "")
+
+
+def _marks(counts: Histogram) -> dict[int, str]:
+    """What is to be said beside the octave of each bound of float8's range."""
+    if counts.range is None:
+        return {}
+    limits = counts.range
+    texts = {
+        limits.largest: "the largest float8 number",
+        limits.normal: "the smallest normal one",
+        limits.subnormal: "the smallest subnormal one",
+        limits.zero: "this and less becomes zero",
+    }
+    marks: dict[int, str] = {}
+    for value, text in texts.items():
+        octave = math.floor(math.log2(value))
+        marks[octave] = f"{marks.get(octave, '')}  <- {value:.4g}: {text}"
+    return marks
+
+
+def _line(label: str, octave: Octave, values: int, most: int, mark: str) -> str:
+    share = f"{100 * octave.values / values:.3f} %" if octave.values else ""
+    parts = [(octave.kept, "#"), (octave.to_zero, "."), (octave.saturated, "!")]
+    # At least one character of each kind that is there.
+    bar = "".join(max(1, round(_WIDTH * n / most)) * sign for n, sign in parts if n)
+    return f"  {label:>11}  {share:>9}  {bar:{_WIDTH}}{mark}".rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

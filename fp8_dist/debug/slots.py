@@ -1,0 +1,97 @@
+"""The casts that the layers of a model make, by name, and the choice of some by patterns."""
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import NamedTuple, get_args
+
+from torch import nn
+
+from fp8_dist.config import CastSpec, Gemm, Operand
+from fp8_dist.debug.module_path import without_wrappers
+from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear.observing import Owner, gemms_by_cast
+
+# One fnmatch pattern or several; None matches everything.
+Patterns = str | Iterable[str] | None
+
+_NEAR = 5  # names in an error
+
+
+class CastSlot(NamedTuple):
+    """A cast that a layer makes in each step: ``operand`` for ``gemms``."""
+
+    fqn: str
+    owner: Owner
+    operand: Operand
+    gemms: tuple[Gemm, ...]
+    cast: CastSpec
+
+
+def cast_slots(model: nn.Module) -> list[CastSlot]:
+    """The casts of all converted layers, in the order of the model's layers."""
+    slots = []
+    for name, layer in float8_layers(model).items():
+        fqn = without_wrappers(name) or layer.fqn
+        for operand in get_args(Operand):
+            for gemms in gemms_by_cast(layer.config, operand):
+                cast = layer.config.cast(operand, gemms[0])
+                assert cast is not None
+                slots.append(CastSlot(fqn, layer.float8_weight, operand, gemms, cast))
+    return slots
+
+
+def choose_slots(
+    caller: str, model: nn.Module, fqn: Patterns, operand: Patterns, gemm: Patterns
+) -> list[CastSlot]:
+    """The casts whose layer, operand and GEMM (one of them) match.
+
+    Raises:
+        TypeError: ``model`` is no module; an argument is neither a string nor strings.
+        ValueError: the model has no converted layer, a pattern matches nothing, or no layer has a
+            cast that matches all three.
+    """
+    slots = cast_slots(model)
+    if not slots:
+        raise ValueError(
+            f"{caller}: the model has no converted layer; call convert_to_float8_training first"
+        )
+    fqns = list(dict.fromkeys(slot.fqn for slot in slots))
+    chosen_fqns = _matching(caller, "fqn", fqn, fqns, "converted layer")
+    operands = _matching(caller, "operand", operand, get_args(Operand), "operand")
+    gemms = _matching(caller, "gemm", gemm, get_args(Gemm), "GEMM")
+    of_layers = [slot for slot in slots if slot.fqn in chosen_fqns]
+    chosen = [s for s in of_layers if s.operand in operands and gemms & set(s.gemms)]
+    if not chosen:
+        there = dict.fromkeys(f"{s.operand} for {', '.join(s.gemms)}" for s in of_layers)
+        raise ValueError(
+            f"{caller}: no chosen layer casts {' or '.join(sorted(operands))} for "
+            f"{' or '.join(sorted(gemms))}. Their casts are: {'; '.join(there)}"
+        )
+    return chosen
+
+
+def _matching(
+    caller: str, argument: str, patterns: Patterns, names: Sequence[str], what: str
+) -> set[str]:
+    """The names that match one of the patterns. Each pattern must match a name."""
+    if patterns is None:
+        return set(names)
+    several = [patterns] if isinstance(patterns, str) else patterns
+    several = list(several) if isinstance(several, Iterable) else []
+    if not several or not all(isinstance(pattern, str) for pattern in several):
+        raise TypeError(
+            f"{caller}: {argument}={patterns!r} must be a string or a list of strings; leave it "
+            "out to take all"
+        )
+    chosen: set[str] = set()
+    for pattern in several:
+        found = {name for name in names if fnmatchcase(name, pattern)}
+        if not found:
+            near = get_close_matches(pattern, names, n=_NEAR, cutoff=0.5) or names[:_NEAR]
+            raise ValueError(
+                f"{caller}: {argument}={pattern!r} matches no {what}. Near names: "
+                f"{', '.join(near)} (in patterns, * stands for any characters)"
+            )
+        chosen |= found
+    return chosen

@@ -1,0 +1,340 @@
+"""capture: what the files hold, which casts make one, limits and errors."""
+
+import dataclasses
+import errno
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from nets import Net
+from reference import raised, reference_cast, same_bits
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8_dist import Float8LinearConfig, convert_to_float8_training
+from fp8_dist.debug import (
+    Capture,
+    CapturedCast,
+    CastStats,
+    capture,
+    captured,
+    float8_stats,
+    load_capture,
+)
+
+
+def net(recipe: str = "tensorwise") -> nn.Module:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(Net(layers=2), config=config)
+
+
+def step(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+    return x
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def loaded(recorded: Capture) -> list[CapturedCast]:
+    return [load_capture(path) for path in recorded.files]
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+def test_a_file_holds_the_tensor_its_copy_and_scale(tmp_path: Path, format: str) -> None:
+    model = net()
+    where = {"fqn": "layers.0.w1", "operand": "input", "gemm": "output"}
+    with capture(model, tmp_path / "new" / "folder", **where, format=format) as recorded:  # type: ignore[arg-type]
+        x = step(model)
+    (path,) = recorded.files
+    suffix = {"torch": "pt", "safetensors": "safetensors"}[format]
+    assert path.name == f"step000000-rank000-layers.0.w1-input-output+grad_weight-0.{suffix}"
+    assert names(tmp_path / "new" / "folder") == [path.name]
+    assert recorded.bytes == path.stat().st_size
+    found = load_capture(path)
+    expected, scale = reference_cast(x.reshape(16, 64), torch.float8_e4m3fn)
+    assert same_bits(found.high, x.reshape(16, 64))
+    assert torch.equal(found.qdata.double(), expected)
+    assert found.scale.item() == scale
+    others = (found.step, found.rank, found.fqn, found.operand, found.gemms, found.call)
+    assert others == (0, 0, "layers.0.w1", "input", ("output", "grad_weight"), 0)
+    assert (found.delayed, found.granularity) == (False, "tensor")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_folded", "delayed"])
+def test_a_file_has_the_statistics_of_its_cast(tmp_path: Path, recipe: str) -> None:
+    model = net(recipe)
+    with float8_stats(model) as stats, capture(model, tmp_path) as recorded:
+        step(model)
+    found = {(c.fqn, c.operand, c.gemms): c.stats() for c in loaded(recorded)}
+    expected = {(r.fqn, r.operand, r.gemms): r for r in stats.rows if isinstance(r, CastStats)}
+    assert len(recorded.files) == len(found) >= 6 * 3
+    assert found.keys() == expected.keys()
+    for key, row in found.items():
+        # (What is folded has a scale per column in the end; the config says rows.)
+        covers = "column" if key[1:] == ("grad_output", ("grad_weight",)) else row.granularity
+        assert row == dataclasses.replace(expected[key], granularity=covers)
+
+
+def test_patterns_choose_layers_operands_and_gemms(tmp_path: Path) -> None:
+    model = net("rowwise")
+
+    def chosen(**where: object) -> set[str]:
+        with capture(model, tmp_path, **where) as recorded:  # type: ignore[arg-type]
+            step(model)
+        return {f"{c.fqn} {c.operand} {'+'.join(c.gemms)}" for c in loaded(recorded)}
+
+    layers = {f"layers.{i}.w{j}" for i in (0, 1) for j in (1, 2, 3)}
+    assert {each.split()[0] for each in chosen()} == layers
+    assert len(chosen()) == 6 * 6 - 2  # no gradient flows to the model's input
+    assert chosen(fqn="layers.*.w[12]", operand="weight", gemm="output") == {
+        f"layers.{i}.w{j} weight output" for i in (0, 1) for j in (1, 2)
+    }
+    assert chosen(fqn=["layers.0.w1", "*.1.w2"], gemm="grad_weight") == {
+        f"{layer} {operand} grad_weight"
+        for layer in ("layers.0.w1", "layers.1.w2")
+        for operand in ("input", "grad_output")
+    }
+    assert len(chosen(operand="grad_*")) == 6 * 2 - 2
+
+
+def test_steps_and_calls(tmp_path: Path) -> None:
+    model = net()
+    where = {"fqn": "layers.1.w2", "operand": "grad_output"}
+    recorded = capture(model, tmp_path, **where, steps=[1, 7])  # type: ignore[arg-type]
+    for _ in range(3):
+        with recorded:
+            step(model, 0)
+            step(model, 1)
+    with recorded.at(7):
+        step(model)
+    step(model)
+    assert [(c.step, c.call) for c in loaded(recorded)] == [(1, 0), (1, 1), (7, 0)]
+    assert recorded.step == 7
+    with capture(model, tmp_path, **where, steps=range(1, 10**12, 2)).at(3) as recorded:  # type: ignore[arg-type]
+        step(model)
+    assert [c.step for c in loaded(recorded)] == [3]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_is_no_call(tmp_path: Path, reentrant: bool) -> None:
+    model = net()
+    x = torch.randn(2, 8, 64, requires_grad=True)
+    with capture(model, tmp_path, fqn="layers.0.w2") as recorded:
+        y = x
+        for layer in model.layers:  # type: ignore[union-attr]
+            y = checkpoint(layer, y, use_reentrant=reentrant)
+        y.sum().backward()
+    assert [(c.operand, c.call) for c in loaded(recorded)] == [
+        ("weight", 0),
+        ("input", 0),
+        ("grad_output", 0),
+    ]
+
+
+def test_a_rank_that_is_not_chosen_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = net()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 2)
+    with capture(model, tmp_path, ranks=[0, 3]) as recorded:
+        step(model)
+    assert recorded.files == []
+    with capture(model, tmp_path, operand="weight", ranks=2) as recorded:
+        step(model)
+    assert {c.rank for c in loaded(recorded)} == {2}
+    message = raised(ValueError, lambda: capture(model, tmp_path, ranks=[1, 4]))
+    assert message == "capture: ranks=[1, 4]: there are ranks 0 to 3 only"
+
+
+def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
+    model = net()
+    with capture(model, tmp_path / "all", operand="weight") as everything:
+        step(model)
+    sizes = [path.stat().st_size for path in everything.files]
+    limit = sum(sizes[:3])
+    recorded = capture(model, tmp_path / "some", operand="weight", max_bytes=limit)
+    message = (
+        r"capture: casts of step 0 were left out on rank 0, from layers.1.w1 weight on \(3 in all\): .* "
+        rf"max_bytes={limit:,}\. Raise it"
+    )
+    with pytest.warns(UserWarning, match=message), recorded:
+        step(model)
+    assert [p.name for p in recorded.files] == [p.name for p in everything.files[:3]]
+    assert recorded.bytes == limit
+    with pytest.warns(UserWarning, match=r"casts of step 1 were left out.*\(6 in all\)"), recorded:
+        step(model)
+    assert (len(recorded.files), recorded.left_out) == (3, 9)
+
+
+def test_a_disk_that_is_full_ends_the_capture_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = net()
+    monkeypatch.setattr(os, "replace", full)
+    message = (
+        r"casts of step 0 were left out.*\(6 in all\): a file could not be written.*No space left"
+    )
+    with pytest.warns(UserWarning, match=message), capture(model, tmp_path, operand="input"):
+        step(model)
+    assert names(tmp_path) == []  # nor an unfinished one
+
+
+def test_a_killed_run_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def replace(unfinished: Path, path: Path) -> None:
+        seen.append((unfinished.name, names(tmp_path)))
+        raise KeyboardInterrupt
+
+    model = net()
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt), capture(model, tmp_path, operand="input"):
+        step(model)
+    ((unfinished, there),) = seen
+    assert there == [unfinished]
+    assert unfinished.startswith(".")
+    assert not unfinished.endswith(".pt")
+
+
+def test_nothing_is_shown_outside_of_the_chosen_steps(tmp_path: Path) -> None:
+    model = net()
+    recorded = capture(model, tmp_path, steps=5)
+    with recorded:
+        step(model)
+    step(model)
+    assert recorded.files == []
+    with recorded.at(5), pytest.raises(RuntimeError, match="this capture is already recording"):
+        recorded.__enter__()
+
+
+def test_the_copies_outlive_writes_into_the_tensor(tmp_path: Path) -> None:
+    layer = convert_to_float8_training(nn.Linear(16, 16, bias=False))
+    x = torch.randn(32, 16)[::2]
+    with capture(layer, tmp_path, operand="input") as recorded:
+        layer(x)
+        x.zero_()
+    (found,) = loaded(recorded)
+    assert found.high.count_nonzero() == found.high.numel()
+    assert found.fqn == "Float8Linear"
+
+
+def test_names_that_a_file_name_can_not_hold(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.add_module("a/b", nn.Linear(16, 16))
+    model.forward = lambda x: model.get_submodule("a/b")(x)  # type: ignore[method-assign]
+    convert_to_float8_training(model)
+    with capture(model, tmp_path, operand="input") as recorded:
+        model(torch.randn(2, 16))
+    assert names(tmp_path) == ["step000000-rank000-a%2Fb-input-output+grad_weight-0.pt"]
+    assert loaded(recorded)[0].fqn == "a/b"
+
+
+WRONG: list[tuple[dict[str, object], type[Exception], str]] = [
+    ({"fqn": "layers.7.w2"}, ValueError, "fqn='layers.7.w2' matches no converted layer. Near names: layers.1.w2, layers.0.w2"),
+    ({"fqn": "wq"}, ValueError, "fqn='wq' matches no converted layer. Near names: layers.0.w1, layers.0.w3"),
+    ({"fqn": ["*.w1", "*.wo"]}, ValueError, "fqn='*.wo' matches no converted layer"),
+    ({"operand": "inputs"}, ValueError, "operand='inputs' matches no operand. Near names: input"),
+    ({"gemm": "grad"}, ValueError, "gemm='grad' matches no GEMM. Near names: "),
+    ({"fqn": 3}, TypeError, "capture: fqn=3 must be a string or a list of strings; leave it out to take all"),
+    ({"operand": []}, TypeError, "operand=[] must be a string or a list of strings"),
+    ({"operand": "input", "gemm": "grad_input"}, ValueError, "no chosen layer casts input for grad_input. Their casts are: input for output, grad_weight; weight for output, grad_input; grad_output for grad_input, grad_weight"),
+    ({"steps": -1}, ValueError, "steps=-1 must hold at least one number, and none below 0"),
+    ({"steps": []}, ValueError, "steps=[] must hold at least one number"),
+    ({"steps": range(0)}, ValueError, "steps=range(0, 0) must hold at least one number"),
+    ({"steps": "3"}, TypeError, "steps='3' must be an integer or a collection of integers"),
+    ({"steps": True}, TypeError, "steps=True must be an integer"),
+    ({"ranks": [0.5]}, TypeError, "ranks=[0.5] must be an integer"),
+    ({"ranks": 1}, ValueError, "ranks=1: there are ranks 0 to 0 only"),
+    ({"max_bytes": 0}, ValueError, "max_bytes=0 must be a positive integer"),
+    ({"format": "numpy"}, ValueError, "format='numpy' must be one of ['torch', 'safetensors']"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "kind", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_what_is_refused(
+    tmp_path: Path, where: dict[str, object], kind: type[Exception], message: str
+) -> None:
+    model = net()
+    call: Callable[[], object] = lambda: capture(model, tmp_path / "x", **where)  # type: ignore[arg-type] # noqa: E731
+    assert message in raised(kind, call)
+    assert names(tmp_path) == []
+
+
+def test_a_model_without_converted_layers_is_refused(tmp_path: Path) -> None:
+    message = raised(ValueError, lambda: capture(Net(), tmp_path))
+    assert message.startswith("capture: the model has no converted layer; call convert_to_float8")
+
+
+def test_safetensors_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "find_spec", lambda name: None)
+    message = raised(ImportError, lambda: capture(net(), tmp_path, format="safetensors"))
+    assert "format='safetensors' needs the package safetensors: pip install" in message
+
+
+def saved(tmp_path: Path, **changes: object) -> Path:
+    """A file of a layer's input, with these things changed."""
+    layer = convert_to_float8_training(nn.Linear(16, 16, bias=False))
+    with capture(layer, tmp_path, operand="input") as recorded:
+        layer(torch.randn(2, 16))
+    changed = dataclasses.replace(load_capture(recorded.files[0]), **changes)  # type: ignore[arg-type]
+    return captured.save_capture(changed, tmp_path, "torch")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"operand": "bias"}, "operand='bias' is not what a capture holds"),
+        ({"gemms": ("output", "input")}, "gemms=['output', 'input'] is not what a capture holds"),
+        ({"call": "1"}, "call='1' is not what a capture holds"),
+        ({"granularity": "quad"}, "KeyError: 'quad'"),
+        ({"scale": torch.ones(2)}, "the scales are torch.float32 [2], not torch.float32 []"),
+        ({"scale": torch.ones(()).double()}, "the scales are torch.float64 []"),
+        ({"qdata": torch.zeros(2, 16)}, "qdata, torch.float32 [2, 16], is no float8 copy of high"),
+        ({"high": torch.zeros(3, 16)}, "is no float8 copy of high, torch.float32 [3, 16]"),
+        ({"high": torch.zeros(2, 16).int()}, "is no float8 copy of high, torch.int32 [2, 16]"),
+    ],
+    ids=str,
+)
+def test_a_file_that_holds_something_else_is_refused(
+    tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    path = saved(tmp_path, **changes)
+    message = raised(ValueError, lambda: load_capture(path))
+    assert "holds no cast that fp8_dist.debug.capture saved, or is damaged: " in message
+    assert reason in message
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    message = f"{path} holds no cast that fp8_dist.debug.capture saved, or is damaged: "
+    assert raised(ValueError, lambda: load_capture(path)).startswith(message)
+    torch.save({"weight": torch.ones(2)}, path)
+    assert raised(ValueError, lambda: load_capture(path)).startswith(message)
+    torch.save(nn.ReLU(), path)  # would run code
+    assert raised(ValueError, lambda: load_capture(path)).startswith(message)
+    foreign = tmp_path / "x.safetensors"
+    foreign.write_bytes(b"nothing")
+    assert "or is damaged" in raised(ValueError, lambda: load_capture(foreign))
+    for missing in (tmp_path / "none.pt", tmp_path / "none.safetensors"):
+        raised(FileNotFoundError, lambda missing=missing: load_capture(missing))
+
+
+def test_no_warning_where_nothing_is_left_out(tmp_path: Path) -> None:
+    model = net()
+    with warnings.catch_warnings(), capture(model, tmp_path):
+        warnings.simplefilter("error")
+        step(model)

@@ -1,0 +1,236 @@
+"""show: the counts of a histogram, its text and its picture, and wrong calls."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from matplotlib.image import imread
+from torch import nn
+
+from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float8
+from fp8_dist.debug import CapturedCast, captured, show
+from fp8_dist.debug.octaves import Float8Range, histogram
+
+ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
+E5M2 = CastConfig(target_dtype=torch.float8_e5m2)
+
+
+def cast_of(high: torch.Tensor, config: CastConfig | None = None) -> CapturedCast:
+    by_rows = config is ROWS
+    made = cast_to_float8(high, config or CastConfig(), dim=-1 if by_rows else None)
+    assert isinstance(made, Float8Tensor)
+    others = (made.qdata, made.scale, "row" if by_rows else "tensor")
+    return CapturedCast(7, 0, "layers.1.w2", "input", ("output",), 0, False, high, *others)
+
+
+def saturating(high: torch.Tensor, scale: float) -> CapturedCast:
+    """Cast by a scale of earlier steps."""
+    qdata = (high / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    others = (high, qdata, torch.tensor(scale), "tensor")
+    return CapturedCast(7, 1, "layers.1.w2", "input", ("output",), 2, True, *others)
+
+
+def wide(seed: int = 0) -> torch.Tensor:
+    """Values over 40 octaves."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(64, 32, generator=generator)
+    return x * torch.exp2(torch.randint(-36, 4, x.shape, generator=generator).float())
+
+
+@pytest.mark.parametrize("config", [None, E5M2, ROWS], ids=["e4m3", "e5m2", "rows"])
+def test_every_value_is_counted_in_its_octave(config: CastConfig | None) -> None:
+    high = wide()
+    high[3, 4:6] = 0
+    cast = cast_of(high, config)
+    found = histogram(cast)
+    scale = cast.scale.expand(64, 32).double()
+    expected: dict[int, list[int]] = {}
+    for value, one, byte in zip(
+        high.double().flatten().tolist(),
+        scale.flatten().tolist(),
+        cast.qdata.float().flatten().tolist(),
+        strict=True,
+    ):
+        if value:
+            magnitude = abs(value / one if config is ROWS else value)
+            numbers = expected.setdefault(math.floor(math.log2(magnitude)), [0, 0])
+            numbers[byte == 0] += 1
+    assert {o.exponent: [o.kept, o.to_zero] for o in found.octaves if o.values} == expected
+    assert (found.zeros, found.values) == (2, 64 * 32 - 2)
+    assert found.relative == (config is ROWS)
+    assert any(octave.to_zero for octave in found.octaves)
+    assert not any(octave.saturated for octave in found.octaves)
+    exponents = [octave.exponent for octave in found.octaves]
+    assert exponents == list(range(exponents[0], exponents[-1] + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_the_range_of_a_format(dtype: torch.dtype) -> None:
+    numbers = torch.arange(1, 128, dtype=torch.uint8).view(dtype).double()
+    numbers = numbers[numbers.isfinite()]
+    limits = Float8Range.of(dtype, 4.0)
+    assert (limits.largest, limits.subnormal) == (4 * numbers.max(), 4 * numbers.min())
+    normal = limits.normal / 4
+    steps = numbers.diff()
+    assert steps[numbers[:-1] < normal].unique().tolist() == [limits.subnormal / 4]
+    assert steps[numbers[:-1] >= 2 * normal].min() == 2 * limits.subnormal / 4
+    rounded = torch.tensor([limits.zero / 4, limits.zero / 4 * 1.01]).to(dtype)
+    assert [value == 0 for value in rounded.float().tolist()] == [True, False]
+
+
+def test_what_saturates_is_counted() -> None:
+    high = torch.tensor([[500.0, -470, 460, 448, 3, 0, math.nan, math.inf]])
+    found = histogram(saturating(high, 1.0))
+    assert [(o.exponent, o.saturated) for o in found.octaves if o.saturated] == [(8, 2)]
+    assert (found.values, found.zeros) == (5, 1)
+
+
+def test_the_text_of_one_scale() -> None:
+    high = torch.tensor([[900.0, -470, 300, 200, 140, 3, 2, 1.5, 1, 0, 2**-7, 2**-12, 2**-30]])
+    assert_expected_inline(
+        show.describe(saturating(high, 1.0)),
+        """\
+layers.1.w2: input, for output
+  step 7, rank 1, call 2
+  shape       [1, 13], torch.float32 to e4m3fn
+  amax        900
+  scale       1, delayed, one per tensor
+  underflow   16.67 % of the non-zero values become zero
+  saturation  16.67 % are beyond the largest float8 number
+  non-finite  0 % are NaN or infinite
+  SQNR        7.60 dB
+
+  magnitude of a value: # kept, . becomes zero, ! saturates
+          2^9    8.333 %  !!!!!!!!!!!!!!!!!!!!
+          2^8   16.667 %  ####################!!!!!!!!!!!!!!!!!!!!  <- 448: the largest float8 number
+          2^7   16.667 %  ########################################
+  ...
+          2^1   16.667 %  ########################################
+          2^0   16.667 %  ########################################
+  ...
+         2^-6                                                       <- 0.01562: the smallest normal one
+         2^-7    8.333 %  ####################
+         2^-8
+         2^-9                                                       <- 0.001953: the smallest subnormal one
+        2^-10                                                       <- 0.0009766: this and less becomes zero
+        2^-11
+        2^-12    8.333 %  ....................
+  ...
+  below 2^-16    8.333 %  ....................""",
+    )
+
+
+def test_the_text_of_row_scales() -> None:
+    high = torch.tensor([[100.0, 50, 1e-5, 0], [1e-3, 5e-4, 1e-5, 1e-6]], dtype=torch.bfloat16)
+    assert_expected_inline(
+        show.describe(cast_of(high, ROWS)),
+        """\
+layers.1.w2: input, for output
+  step 7, rank 0, call 0
+  shape       [2, 4], torch.bfloat16 to e4m3fn
+  amax        100
+  scale       0.2232 (2.231e-06 the smallest), dynamic, one per row
+  underflow   14.29 % of the non-zero values become zero
+  saturation  0 % are beyond the largest float8 number
+  non-finite  0 % are NaN or infinite
+  SQNR        140.96 dB
+
+  magnitude divided by the scale of its row: # kept, . becomes zero, ! saturates
+          2^8   28.571 %  ########################################  <- 448: the largest float8 number
+          2^7   28.571 %  ########################################
+  ...
+          2^2   14.286 %  ####################
+          2^1
+          2^0
+         2^-1
+         2^-2   14.286 %  ####################
+         2^-3
+         2^-4
+         2^-5
+         2^-6                                                       <- 0.01562: the smallest normal one
+         2^-7
+         2^-8
+         2^-9                                                       <- 0.001953: the smallest subnormal one
+        2^-10                                                       <- 0.0009766: this and less becomes zero
+  ...
+        2^-15   14.286 %  ....................""",
+    )
+
+
+def test_zeros_and_what_is_not_finite() -> None:
+    assert "no finite value but zeros" in show.describe(cast_of(torch.zeros(2, 16)))
+    assert "no finite value but zeros" in show.describe(cast_of(torch.full((2, 16), math.nan)))
+    high = torch.ones(2, 16)
+    high[0, 0] = math.inf
+    text = show.describe(cast_of(high))
+    assert "3.125 % are NaN or infinite" in text
+    assert "largest float8" not in text.partition("magnitude")[2]  # its scale is NaN
+    rows = histogram(cast_of(high, ROWS))
+    assert rows.values == 16  # those of the other row
+    assert histogram(cast_of(torch.ones(0, 16))).values == 0
+
+
+def run(*args: object) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "fp8_dist.debug.show", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def colors(path: Path) -> set[str]:
+    pixels = (imread(path)[..., :3] * 255).round().astype(np.uint8).reshape(-1, 3)
+    return {"#" + bytes(pixel).hex() for pixel in np.unique(pixels, axis=0)}
+
+
+def test_the_command(tmp_path: Path) -> None:
+    casts = [cast_of(wide()), cast_of(wide(1), ROWS)]
+    files = [
+        captured.save_capture(cast, folder, "torch")
+        for cast, folder in zip(casts, (tmp_path, tmp_path / "b"), strict=True)
+        if folder.mkdir(exist_ok=True) is None
+    ]
+    status, out, err = run(*files, "--plot", tmp_path / "out.png")
+    assert (status, err) == (0, "")
+    texts = "\n\n".join(show.describe(cast) for cast in casts)
+    assert out == f"{texts}\n\n{tmp_path / 'out.png'}: written\n"
+    assert {"#3b75af", "#d1495b"} <= colors(tmp_path / "out.png")
+
+
+def test_the_picture_shows_what_becomes_of_values(tmp_path: Path) -> None:
+    kept, zero, beyond = "#3b75af", "#d1495b", "#edae49"
+    legend = 400  # pixels of a colour that are in any picture
+
+    def large(cast: CapturedCast) -> set[str]:
+        show.plot([cast], tmp_path / "x.png")
+        pixels = (imread(tmp_path / "x.png")[..., :3] * 255).round().astype(np.uint8)
+        flat = ["#" + bytes(pixel).hex() for pixel in pixels.reshape(-1, 3)]
+        return {color for color in (kept, zero, beyond) if flat.count(color) > legend}
+
+    assert large(cast_of(torch.linspace(1, 2, 32)[None])) == {kept}
+    assert large(cast_of(wide())) == {kept, zero}
+    assert large(saturating(torch.linspace(1, 4096, 99)[None], 1.0)) == {kept, beyond}
+    assert large(cast_of(torch.zeros(2, 16))) == set()
+
+
+def test_wrong_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = tmp_path / "model.pt"
+    torch.save(nn.Linear(2, 2).state_dict(), foreign)
+    good = captured.save_capture(cast_of(wide()), tmp_path, "torch")
+    for args, message in [
+        ([foreign], f"{foreign} holds no cast that fp8_dist.debug.capture saved"),
+        ([tmp_path / "none.pt"], "No such file or directory"),
+        ([good, "--plot", tmp_path / "x.txt2"], "Format 'txt2' is not supported"),
+    ]:
+        assert show.main([str(arg) for arg in args]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("python -m fp8_dist.debug.show: error: ")
+        assert message in error
+    monkeypatch.setattr(show, "find_spec", lambda name: None)
+    assert show.main([str(good), "--plot", "x.png"]) == 2
+    assert '--plot needs matplotlib: pip install "fp8-dist[train]"' in capsys.readouterr().err
