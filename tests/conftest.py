@@ -21,7 +21,10 @@ from ranks import RankPools
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The only permitted skips: tests marked `gpu` or `gpus(n)`, where there are too few."""
+    """Skips tests marked `gpu` or `gpus(n)`, where there are too few.
+
+    (The only other skips are those of tests/scripts/test_report_browser.py without a browser.)
+    """
     devices = torch.cuda.device_count()
     for item in items:
         several = item.get_closest_marker("gpus")

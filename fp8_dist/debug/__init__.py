@@ -6,15 +6,15 @@ lose in each layer.
 Above the layers, below FSDP2 and tensor parallelism. Nothing in the library depends on it.
 """
 
-from fp8_dist.debug.anomalies import Anomaly, AnomalyLimits, anomaly_dict
-from fp8_dist.debug.audit import CommAudit, comm_audit
-from fp8_dist.debug.captured import CapturedCast, load_capture
-from fp8_dist.debug.capturing import Capture, capture
-from fp8_dist.debug.comparing import compare_recipes
-from fp8_dist.debug.comparison import LayerSqnr, ParameterSqnr, RecipeComparison
-from fp8_dist.debug.stat_rows import CastStats, GemmStats, append_jsonl
-from fp8_dist.debug.stats import Float8Stats, float8_stats
-from fp8_dist.debug.table import CommRow
+from fp8_dist.debug.captures.files import CapturedCast, load_capture
+from fp8_dist.debug.captures.recorder import Capture, capture
+from fp8_dist.debug.communication.audit import CommAudit, comm_audit
+from fp8_dist.debug.communication.table import CommRow
+from fp8_dist.debug.recipes.comparing import compare_recipes
+from fp8_dist.debug.recipes.comparison import LayerSqnr, ParameterSqnr, RecipeComparison
+from fp8_dist.debug.statistics.anomalies import Anomaly, AnomalyLimits, anomaly_dict
+from fp8_dist.debug.statistics.recorder import Float8Stats, float8_stats
+from fp8_dist.debug.statistics.rows import CastStats, GemmStats, append_jsonl
 
 __all__ = [
     "Anomaly",

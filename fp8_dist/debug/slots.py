@@ -10,7 +10,7 @@ from torch import nn
 from fp8_dist.config import CastSpec, Gemm, Operand
 from fp8_dist.debug.module_path import without_wrappers
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.observing import Owner, gemms_by_cast
+from fp8_dist.linear.observing import Owner, casts_of
 
 # One fnmatch pattern or several; None matches everything.
 Patterns = str | Iterable[str] | None
@@ -32,13 +32,30 @@ def cast_slots(model: nn.Module) -> list[CastSlot]:
     """The casts of all converted layers, in the order of the model's layers."""
     slots = []
     for name, layer in float8_layers(model).items():
-        fqn = without_wrappers(name) or layer.fqn
+        fqn, owner = without_wrappers(name) or layer.fqn, layer.float8_weight
         for operand in get_args(Operand):
-            for gemms in gemms_by_cast(layer.config, operand):
-                cast = layer.config.cast(operand, gemms[0])
-                assert cast is not None
-                slots.append(CastSlot(fqn, layer.float8_weight, operand, gemms, cast))
+            for gemms, cast in casts_of(layer.config, operand).items():
+                slots.append(CastSlot(fqn, owner, operand, gemms, cast))
     return slots
+
+
+class GemmSlot(NamedTuple):
+    """A float8 GEMM that a layer runs in each step; the fields are named as a CastSlot's."""
+
+    fqn: str
+    owner: Owner
+    operand: None
+    gemms: tuple[Gemm, ...]
+
+
+def gemm_slots(model: nn.Module) -> list[GemmSlot]:
+    """The float8 GEMMs of all converted layers, in the order of the model's layers."""
+    return [
+        GemmSlot(without_wrappers(name) or layer.fqn, layer.float8_weight, None, (gemm,))
+        for name, layer in float8_layers(model).items()
+        for gemm in get_args(Gemm)
+        if layer.config.gemm_enabled(gemm)
+    ]
 
 
 def choose_slots(

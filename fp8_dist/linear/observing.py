@@ -13,7 +13,7 @@ import torch
 
 from fp8_dist.cast import Copies
 from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm, Operand
-from fp8_dist.granularity import granularity_named
+from fp8_dist.granularity import COLUMN, granularity_named
 from fp8_dist.linear.scale_query import owner_of, query
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor import Float8Tensor, Quantized
@@ -165,12 +165,17 @@ def observe_gemm(
             observer.on_gemm(owner, gemm, left, right, result)
 
 
-def gemms_by_cast(config: Float8LinearConfig, operand: Operand) -> list[tuple[Gemm, ...]]:
-    """The GEMMs that take each float8 copy of an operand, a copy after the other."""
+def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, ...], CastSpec]:
+    """The casts of an operand as observers are shown them, by the GEMMs that take them."""
     if config.fold_row_scales and operand == "grad_output":
-        # The scales of another operand are folded into each.
-        return [(gemm,) for gemm, cast in config.uses(operand).items() if cast is not None]
-    return [_gemms_of(config, operand, cast) for cast in config.casts(operand)]
+        # The scales of another operand are folded into each. That of grad_weight keeps columns.
+        uses = config.uses(operand).items()
+        return {
+            (gemm,): cast if gemm == "grad_input" else cast._replace(granularity=COLUMN)
+            for gemm, cast in uses
+            if cast is not None
+        }
+    return {_gemms_of(config, operand, cast): cast for cast in config.casts(operand)}
 
 
 def _gemms_of(config: Float8LinearConfig, operand: Operand, cast: CastSpec) -> tuple[Gemm, ...]:

@@ -1,16 +1,21 @@
 """Times a training step with the statistics of ``float8_stats`` recorded, beside one without.
 
-    python -m scripts.bench.stats --mesh none dp=2 tp=2 --model debug --assert 1.5 --write
+    python -m scripts.bench.stats --mesh none dp=2 tp=2 --write
+    python -m scripts.bench.stats --model 1b --layers 1 --batch-size 8 --assert 1.5 --write
 
 A step is that of scripts.bench.step. "off": outside of any `float8_stats`. "entered": inside of
 one that does not record this step. "on": recorded, and combined over all ranks. "with GEMMs": with
 the SQNR of each GEMM, too. `--assert RATIO`: "on" takes at most so many times the step without.
+
+Statistics cost a time per element of an operand, GEMMs one per element and hidden size: the wider
+the model, the less of a step they are.
 """
 
 import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -42,7 +47,10 @@ def measure(axes: Mesh, args: argparse.Namespace) -> dict[str, dict[str, float]]
     inputs, targets = tokens.to(args.device)
     found = {}
     for recipe in args.recipes:
-        model = build(recipe, MODELS[args.model], mesh, args.device, compiled=args.compile)
+        sizes = MODELS[args.model]
+        if args.layers is not None:
+            sizes = replace(sizes, n_layers=args.layers, vocab_size=256)
+        model = build(recipe, sizes, mesh, args.device, compiled=args.compile)
         for block in model.layers:
             block.attention.dtype = ATTENTION.get(args.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -87,6 +95,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("scripts.bench.stats", __doc__, "benchmarks.md", repeat=5)
     add = parser.add_argument
     add("--model", choices=MODELS, default="debug", help="default: %(default)s")
+    add("--layers", type=positive, help="so many of its layers, with 256 tokens to predict")
     add("--recipes", choices=OURS, nargs="+", default=list(OURS), help="default: all")
     add("--mesh", type=mesh_type, nargs="+", default=[mesh_type("none")], help="default: none")
     add("--batch-size", type=positive, default=64, help="rows per rank of dp; %(default)s")
@@ -105,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         task = partial(measure, mesh, args)
         ranks, options = math.prod(mesh.values()), {"device": args.device, "threads": args.threads}
         seconds = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
-        name = f"statistics {args.model} {mesh_text(mesh)}{' compiled' * args.compile}"
+        some = "" if args.layers is None else f" x {args.layers}"
+        name = f"statistics {args.model}{some} {mesh_text(mesh)}{' compiled' * args.compile}"
         blocks[name] = stats_table(seconds)
         for recipe, by_kind in seconds.items() if args.asserted else ():
             found = by_kind["on"] / by_kind["off"]

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist.debug import comm_audit
-from fp8_dist.debug.collectives import IGNORED_OPS, read_collective
+from fp8_dist.debug.communication.collectives import IGNORED_OPS, read_collective
 from scripts.common import candidates
 from scripts.common.candidates import BF16
 from scripts.common.llama import LlamaConfig

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8_dist import float8_layers
 from fp8_dist.debug import CommAudit, comm_audit
-from fp8_dist.debug.table import CommTable
+from fp8_dist.debug.communication.table import CommTable
 from fp8_dist.fsdp import clip_grad_norm_
 from scripts.common.llama import Llama, LlamaConfig
 from scripts.common.models import after_step, build

@@ -171,11 +171,14 @@ def alerts(run: Run) -> list[str]:
 def alerts_of_casts(run: Run) -> Iterator[tuple[int, str]]:
     """For each operand with values that are not finite: their first step, and a sentence."""
     for kind, rows in (run.stats or {}).items():
-        bad = sorted((row.step, row.fqn) for row in rows if not row.finite)
+        bad = [row for row in rows if not row.finite]
         if not bad:
             continue
-        step, fqn = bad[0]
-        others = len({fqn for _, fqn in bad}) - 1
+        step = min(row.step for row in bad)
+        # Rows are in the order of the layers, and the backward begins with the last one.
+        at_step = [row.fqn for row in bad if row.step == step]
+        fqn = at_step[-1 if kind.what == "grad_output" else 0]
+        others = len({row.fqn for row in bad}) - 1
         more = f", and then or later in {others} other layer{'s' * (others > 1)}" if others else ""
         where = f"{fqn or 'the model'} at step {step}{more}"
         yield step, f"The first values that are not finite in the {kind.label}: {where}."

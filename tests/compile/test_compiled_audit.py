@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from fp8_dist import Float8LinearConfig
 from fp8_dist.debug import CommAudit, CommRow, comm_audit
-from fp8_dist.debug.table import CommTable
+from fp8_dist.debug.communication.table import CommTable
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 

@@ -27,7 +27,12 @@ from torch_releases import RELEASE
 
 from fp8_dist import CastConfig, Float8LinearConfig, cast_to_float8, convert_to_float8_training
 from fp8_dist.debug import CommAudit, CommRow, comm_audit
-from fp8_dist.debug.collectives import IGNORED_OPS, NAMESPACES, SCHEMAS, read_collective
+from fp8_dist.debug.communication.collectives import (
+    IGNORED_OPS,
+    NAMESPACES,
+    SCHEMAS,
+    read_collective,
+)
 from fp8_dist.tensor import Float8Tensor
 from scripts.common.llama import Llama, LlamaConfig
 
@@ -266,7 +271,7 @@ def an_error_inside_and_an_audit_inside() -> tuple[str, str, str]:
             dist.all_reduce(torch.ones(1))
             with inner:
                 dist.all_reduce(torch.ones(2))
-                with pytest.raises(RuntimeError, match="already recording"):
+                with pytest.raises(RuntimeError, match="this comm_audit is already recording"):
                     outer.__enter__()
             raise ZeroDivisionError
 

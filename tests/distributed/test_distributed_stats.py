@@ -154,7 +154,7 @@ def with_fault(parallel: str) -> tuple[str, str, int | None, int]:
 
 @pytest.mark.parametrize(("parallel", "size"), [("FSDP2", 2), ("HSDP", 4), ("DDP", 2)])
 def test_a_nan_on_one_rank(ranks: RankPools, parallel: str, size: int) -> None:
-    name = "module.layers.0.w1" if parallel == "DDP" else "layers.0.w1"
+    name = "module.layers.0.w2" if parallel == "DDP" else "layers.0.w2"  # the first in the backward
     assert ranks(size).run(with_fault, parallel) == [(name, "non-finite", 1, 3)] * size
 
 

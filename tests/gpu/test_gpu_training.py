@@ -18,6 +18,12 @@ from fp8_dist import (
     convert_to_float8_training,
     update_float8_scales,
 )
+from fp8_dist.config import Gemm, Operand
+from fp8_dist.debug import CastStats, float8_stats
+from fp8_dist.debug.statistics.measuring import Measures, measure
+from fp8_dist.debug.statistics.rows import decibels
+from fp8_dist.linear.observing import Owner, observed_by
+from fp8_dist.tensor import Quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -175,3 +181,55 @@ class _no_waiting:
 
     def __exit__(self, *exception: object) -> None:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_statistics(recipe: str, compiled: bool) -> None:
+    """Without waiting for the device in a step, and the CPU's numbers for the same operands."""
+    torch._dynamo.reset()
+    model = layers(recipe)
+    forward = torch.compile(model) if compiled else model
+    stats, own = float8_stats(model), CastsOnCpu()
+    x = batch(0, DEVICE).requires_grad_()
+    for step in range(2):
+        with stats.at(step):
+            # What is new is made in the first step: kernels, graphs, the first scales of histories.
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                forward(x).backward(batch(1, DEVICE))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    with observed_by(own), stats.at(2):
+        forward(x).backward(batch(1, DEVICE))
+    rows = [row for row in stats.rows if row.step == 2]
+    assert len(rows) == len(own.found) > 0
+    for row in rows:
+        assert isinstance(row, CastStats)
+        expected = own.found[row.fqn, row.operand, row.gemms]
+        assert row.amax == expected.amax
+        assert row.scale == expected.scale
+        assert row.underflow == pytest.approx(100 * expected.underflow / expected.values)
+        assert abs(row.sqnr - decibels(expected.signal, expected.noise)) < 0.01
+
+
+class CastsOnCpu:
+    """Measures each cast again, on the CPU."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, Operand, tuple[Gemm, ...]], Measures] = {}
+
+    def on_cast(
+        self,
+        owner: Owner,
+        operand: Operand,
+        gemms: tuple[Gemm, ...],
+        high: torch.Tensor,
+        low: Quantized,
+    ) -> None:
+        copied = low._replace(qdata=low.qdata.cpu(), scale=low.scale.cpu())
+        measured = measure(high.cpu(), copied, 0)
+        self.found[owner.fqn, operand, gemms] = Measures(*measured.tolist())
+
+    def on_prepared(self, owner: Owner, features: int) -> None:
+        raise NotImplementedError

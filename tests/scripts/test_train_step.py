@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from fp8_dist.debug import CommAudit, comm_audit
-from fp8_dist.debug.table import CommRow, CommTable
+from fp8_dist.debug.communication.table import CommRow, CommTable
 from fp8_dist.dtypes import is_float8
 from fp8_dist.fsdp import clip_grad_norm_
 from fp8_dist.linear import float8_layers

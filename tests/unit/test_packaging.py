@@ -92,7 +92,7 @@ def test_type_checkers_see_the_annotations() -> None:
 
 # Modules that nothing else in the library imports without asking, and what they need besides torch.
 OPTIONAL = {
-    "fp8_dist.debug.show_plot": {"matplotlib"},
+    "fp8_dist.debug.captures.plot": {"matplotlib"},
     "fp8_dist.kernels.cuda.triton": {"triton"},
     "fp8_dist.integrations.torchtitan": {"torchtitan"},
     "fp8_dist.integrations.transformers": {"accelerate", "transformers"},

@@ -46,7 +46,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.debug.table import CommRow
+from fp8_dist.debug.communication.table import CommRow
 from fp8_dist.integrations.transformers import hf_tp_plan
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 

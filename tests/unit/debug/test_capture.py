@@ -20,10 +20,10 @@ from fp8_dist.debug import (
     CapturedCast,
     CastStats,
     capture,
-    captured,
     float8_stats,
     load_capture,
 )
+from fp8_dist.debug.captures import files
 
 
 def net(recipe: str = "tensorwise") -> nn.Module:
@@ -76,9 +76,7 @@ def test_a_file_has_the_statistics_of_its_cast(tmp_path: Path, recipe: str) -> N
     assert len(recorded.files) == len(found) >= 6 * 3
     assert found.keys() == expected.keys()
     for key, row in found.items():
-        # (What is folded has a scale per column in the end; the config says rows.)
-        covers = "column" if key[1:] == ("grad_output", ("grad_weight",)) else row.granularity
-        assert row == dataclasses.replace(expected[key], granularity=covers)
+        assert row == expected[key]
 
 
 def test_patterns_choose_layers_operands_and_gemms(tmp_path: Path) -> None:
@@ -279,7 +277,7 @@ def test_a_model_without_converted_layers_is_refused(tmp_path: Path) -> None:
 def test_safetensors_is_named_where_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured, "find_spec", lambda name: None)
+    monkeypatch.setattr(files, "find_spec", lambda name: None)
     message = raised(ImportError, lambda: capture(net(), tmp_path, format="safetensors"))
     assert "format='safetensors' needs the package safetensors: pip install" in message
 
@@ -290,7 +288,7 @@ def saved(tmp_path: Path, **changes: object) -> Path:
     with capture(layer, tmp_path, operand="input") as recorded:
         layer(torch.randn(2, 16))
     changed = dataclasses.replace(load_capture(recorded.files[0]), **changes)  # type: ignore[arg-type]
-    return captured.save_capture(changed, tmp_path, "torch")
+    return files.save_capture(changed, tmp_path, "torch")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.debug import RecipeComparison, compare_recipes
-from fp8_dist.debug.layer_runs import Arithmetic
+from fp8_dist.debug.recipes.layer_runs import Arithmetic
 
 RECIPES = [r.value for r in Float8LinearRecipeName if r is not Float8LinearRecipeName.DELAYED]
 

@@ -13,8 +13,9 @@ from matplotlib.image import imread
 from torch import nn
 
 from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float8
-from fp8_dist.debug import CapturedCast, captured, show
-from fp8_dist.debug.octaves import Float8Range, histogram
+from fp8_dist.debug import CapturedCast, show
+from fp8_dist.debug.captures.files import save_capture
+from fp8_dist.debug.captures.octaves import Float8Range, histogram
 
 ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 E5M2 = CastConfig(target_dtype=torch.float8_e5m2)
@@ -189,7 +190,7 @@ def colors(path: Path) -> set[str]:
 def test_the_command(tmp_path: Path) -> None:
     casts = [cast_of(wide()), cast_of(wide(1), ROWS)]
     files = [
-        captured.save_capture(cast, folder, "torch")
+        save_capture(cast, folder, "torch")
         for cast, folder in zip(casts, (tmp_path, tmp_path / "b"), strict=True)
         if folder.mkdir(exist_ok=True) is None
     ]
@@ -221,7 +222,7 @@ def test_wrong_calls(
 ) -> None:
     foreign = tmp_path / "model.pt"
     torch.save(nn.Linear(2, 2).state_dict(), foreign)
-    good = captured.save_capture(cast_of(wide()), tmp_path, "torch")
+    good = save_capture(cast_of(wide()), tmp_path, "torch")
     for args, message in [
         ([foreign], f"{foreign} holds no cast that fp8_dist.debug.capture saved"),
         ([tmp_path / "none.pt"], "No such file or directory"),

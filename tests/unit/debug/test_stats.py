@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from reference import raised
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.tensorboard import SummaryWriter
 
 from fp8_dist import (
@@ -25,7 +26,7 @@ from fp8_dist import (
 from fp8_dist.cast import quantize_over
 from fp8_dist.config import CastSpec
 from fp8_dist.debug import Anomaly, AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
-from fp8_dist.debug.measuring import Measures, combine_, measure, nothing
+from fp8_dist.debug.statistics.measuring import Measures, combine_, measure, nothing
 from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity
 from fp8_dist.tensor import Quantized
 
@@ -76,8 +77,11 @@ def expected(x: torch.Tensor, low: Quantized) -> Measures:
 @pytest.mark.parametrize("granularity", [TENSOR, ROW, COLUMN])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("float8", [E4M3, E5M2])
-def test_measures(granularity: Granularity, dtype: torch.dtype, float8: torch.dtype) -> None:
-    x = torch.randn(300, 512) * torch.logspace(-12, 4, 300)[:, None]
+@pytest.mark.parametrize("rows", [300, 129])  # the last part has one row
+def test_measures(
+    granularity: Granularity, dtype: torch.dtype, float8: torch.dtype, rows: int
+) -> None:
+    x = torch.randn(rows, 512) * torch.logspace(-12, 4, rows)[:, None]
     x[:, ::3] *= 1e-9
     x[::7, ::5] = 0.0
     x = x.to(dtype)
@@ -201,16 +205,28 @@ def test_micro_batches_add_up() -> None:
         assert row.scale == max(first.scale, second.scale)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+def save_products() -> Any:
+    """Selective checkpointing: what its operators return must not depend on who observes."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+
+CHECKPOINTING = {
+    "reentrant": {"use_reentrant": True},
+    "full": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": save_products},
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_repeated_forward_does_not_count(recipe: str, reentrant: bool) -> None:
+def test_a_repeated_forward_does_not_count(recipe: str, kind: str) -> None:
     model = net(recipe)
     x = torch.randn(32, 64, requires_grad=True)
     plain, repeated = float8_stats(model, gemms=True), float8_stats(model, gemms=True)
     with plain:
         model(x).square().mean().backward()
     with repeated:
-        checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+        checkpoint(model, x, **CHECKPOINTING[kind]).square().mean().backward()
     assert plain.rows == repeated.rows
 
 
@@ -233,7 +249,7 @@ def test_blocks_of_several_objects() -> None:
         train(model)
         with inner:
             train(other)
-        with pytest.raises(RuntimeError, match="already recording"):
+        with pytest.raises(RuntimeError, match="this float8_stats is already recording"):
             outer.__enter__()
     assert len(outer.rows) == 6
     assert len(inner.rows) == 12

@@ -2,7 +2,7 @@
 
 from torch.autograd.profiler_util import FunctionEvent
 
-from fp8_dist.debug.timing import _seconds_of_kernels
+from fp8_dist.debug.communication.timing import _seconds_of_kernels
 
 
 def event(name: str, inside: FunctionEvent | None = None) -> FunctionEvent:

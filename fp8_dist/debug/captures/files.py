@@ -18,8 +18,8 @@ from urllib.parse import quote
 import torch
 
 from fp8_dist.config import CastSpec, Gemm, Operand
-from fp8_dist.debug.measuring import Measures, measure
-from fp8_dist.debug.stat_rows import CastStats
+from fp8_dist.debug.statistics.measuring import Measures, measure
+from fp8_dist.debug.statistics.rows import CastStats
 from fp8_dist.dtypes import is_float8
 from fp8_dist.granularity import granularity_named
 from fp8_dist.tensor import Quantized

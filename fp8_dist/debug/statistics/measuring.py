@@ -10,8 +10,10 @@ from fp8_dist.kernels.cpu.upcast import upcast
 from fp8_dist.tensor import Quantized
 from fp8_dist.tensor.ops import as_bytes
 
-# On CPUs a cast is read in parts that fit into a cache.
-_PART = 2**16  # elements
+# A cast is read in parts of so many elements: on CPUs they fit into a cache, on GPUs their copies
+# in fp32 take little memory.
+_CPU_PART, _PART = 2**16, 2**24
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 class Measures(NamedTuple):
@@ -58,10 +60,23 @@ def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
     if not high.numel():
         return total
     by_row = scale.ndim > 0 and scale.shape[0] == rows
-    for part in _parts(high):
-        combine_(total, _measure(high[part], qdata[part], scale[part] if by_row else scale))
-    total[1], total[2] = scale.max(), -scale.min()
+    covered: tuple[int, ...] = (0, 1)  # the dims of which a scale covers all
+    if scale.ndim:
+        covered = tuple(d for d in (0, 1) if scale.shape[d] == 1 and (d == 1 or not by_row))
+    parts = [
+        _measure(high[part], qdata[part], scale[part] if by_row else scale, covered)
+        for part in _parts(high)
+    ]
+    amax, *counts, signal, noise = zip(*parts, strict=True)
+    total[0], total[1], total[2] = torch.stack(amax).amax(), scale.max(), -scale.min()
+    total[4:8] = torch.stack([torch.stack(column).sum() for column in counts])
     total[3] = torch.where(total[7] > 0, -float(rank), -math.inf)
+    # [rows, 1], [1, columns] or 0-dim, as the scale.
+    join = torch.cat if by_row else torch.stack
+    squares = scale.to(torch.float64).square()
+    for i, sums in ((8, signal), (9, noise)):
+        whole = join(sums).to(torch.float64)
+        total[i] = ((whole if by_row else whole.sum(0)) * squares).sum()
     return total
 
 
@@ -94,49 +109,55 @@ def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
 
 
 def _parts(x: torch.Tensor) -> Iterator[slice]:
-    rows = max(1, _PART // x.shape[1]) if x.is_cpu else len(x)
+    rows = max(1, (_CPU_PART if x.is_cpu else _PART) // x.shape[1])
     return (slice(first, first + rows) for first in range(0, len(x), rows))
 
 
-def _measure(high: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    # In units of the scale, where squares neither overflow nor vanish in fp32.
-    dtype = torch.promote_types(high.dtype, torch.float32)
-    smallest, largest = torch.aminmax(high)
-    amax = torch.maximum(-smallest, largest).to(dtype)  # NaN if there is one
-    x = high.to(dtype, copy=True)
-    values = torch.count_nonzero(x)
-    x.mul_(scale.reciprocal())
-    low = upcast(qdata, dtype) if qdata.is_cpu else qdata.to(dtype)
-    underflow = values - torch.count_nonzero(as_bytes(qdata) & 0x7F)
-    saturated = nonfinite = torch.zeros((), device=x.device)
+def _measure(
+    high: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor, covered: tuple[int, ...]
+) -> tuple[torch.Tensor, ...]:
+    """What is measured of a part: ``amax`` and four counts of :class:`Measures`, 0-dim.
+
+    And the sums of squares, of what each scale covers and in units of it: they neither overflow nor
+    vanish in fp32.
+    """
+    bits, limit = _magnitude_bits(high), _limit(qdata.dtype)
+    amax = bits.max().view(high.dtype)
+    x = high.to(torch.promote_types(high.dtype, torch.float32), copy=True).mul_(scale.reciprocal())
     # (On other devices the host would have to wait for the answer.)
-    limit = _limit(qdata.dtype)
-    if not (x.is_cpu and _are_within(x, amax, scale, limit)):
+    is_normal = high.is_cpu and _are_within(x, amax, scale, limit)
+    left = torch.count_nonzero(as_bytes(qdata) & 0x7F)
+    values = left if is_normal and left == high.numel() else torch.count_nonzero(bits)
+    saturated = nonfinite = torch.zeros_like(values)
+    if not is_normal:
         saturated = torch.count_nonzero(x.abs() > limit)
         nonfinite = torch.count_nonzero(torch.sub(high, high))  # NaN of NaN and Inf
-    signal, noise = _squares(x, scale), _squares(low.sub_(x), scale)
-    none = torch.zeros((), device=x.device)
-    numbers = (amax, none, none, none, values, underflow, saturated, nonfinite, signal, noise)
-    return torch.stack([number.to(torch.float64) for number in numbers])
+    low = upcast(qdata, x.dtype) if qdata.is_cpu else qdata.to(x.dtype)
+    signal, noise = _squares(x, covered), _squares(low.sub_(x), covered)
+    return amax, values, values - left, saturated, nonfinite, signal, noise
+
+
+def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits of ``x.abs()`` as integers, which are ordered as they are, with NaN above inf."""
+    integer = _INTEGERS[x.itemsize]
+    return x.view(integer) & torch.iinfo(integer).max
 
 
 def _are_within(x: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, limit: float) -> bool:
-    """Whether all values, in units of the scale, are at most ``limit``."""
-    if amax < scale.min() * limit:
-        return True
-    smallest, largest = torch.aminmax(x)
-    return bool(-limit <= smallest) and bool(largest <= limit)
-
-
-def _squares(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of ``x * scale``: fp64, 0-dim."""
+    """Whether values ``x``, in units of the scale, are at most ``limit``; their amax is known."""
     if scale.ndim == 0:
-        sums = torch.dot(x.reshape(-1), x.reshape(-1))
-    elif scale.shape == x.shape:
-        sums = x.square()
-    else:
-        sums = torch.linalg.vecdot(x, x, dim=scale.shape.index(1))
-    return (sums.to(torch.float64) * scale.to(torch.float64).square().view_as(sums)).sum()
+        return amax.item() <= min(limit * scale.item(), torch.finfo(x.dtype).max)
+    return bool(_magnitude_bits(x).max().view(x.dtype) <= limit)
+
+
+def _squares(x: torch.Tensor, covered: tuple[int, ...]) -> torch.Tensor:
+    """The sum of squares over the dims that a scale covers."""
+    if len(covered) == 2:
+        return torch.dot(x.reshape(-1), x.reshape(-1))
+    if not covered:
+        return x.square()
+    (dim,) = covered
+    return torch.linalg.vecdot(x, x, dim=dim).unsqueeze(dim)
 
 
 def _limit(dtype: torch.dtype) -> float:

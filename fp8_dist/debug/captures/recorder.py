@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.config import Gemm, Operand
-from fp8_dist.debug.captured import CapturedCast, FileFormat, check_format, save_capture
+from fp8_dist.debug.captures.files import CapturedCast, FileFormat, check_format, save_capture
 from fp8_dist.debug.slots import CastSlot, Patterns, choose_slots
 from fp8_dist.linear.observing import PREPARED, Owner, observed_by
 from fp8_dist.tensor import Quantized

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fp8_dist.config import CastSpec, Gemm, Operand
-from fp8_dist.debug.measuring import Measures
+from fp8_dist.debug.statistics.measuring import Measures
 from fp8_dist.dtypes import short_name
 
 

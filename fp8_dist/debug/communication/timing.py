@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fp8_dist.debug.collectives import Collective
+from fp8_dist.debug.communication.collectives import Collective
 from fp8_dist.torch_internals import profiler_is_active
 
 # Around each call in the trace, followed by its position among the calls.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from fp8_dist.debug.stat_rows import CastStats, Row
+from fp8_dist.debug.statistics.rows import CastStats, Row
 
 What = Literal["non-finite", "underflow", "SQNR", "lag"]
 

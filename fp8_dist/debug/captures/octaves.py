@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8_dist.debug.captured import CapturedCast
+from fp8_dist.debug.captures.files import CapturedCast
 from fp8_dist.tensor.ops import as_bytes
 
 

@@ -2,10 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,12 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.config import CastSpec, Gemm, Operand
-from fp8_dist.debug.anomalies import Anomaly, AnomalyLimits, anomalies_of
-from fp8_dist.debug.measuring import Measures, combine_, measure, measure_product, nothing
-from fp8_dist.debug.module_path import without_wrappers
-from fp8_dist.debug.stat_rows import (
+from fp8_dist.config import Gemm, Operand
+from fp8_dist.debug.slots import CastSlot, GemmSlot, cast_slots, gemm_slots
+from fp8_dist.debug.statistics.anomalies import Anomaly, AnomalyLimits, anomalies_of
+from fp8_dist.debug.statistics.combining import RanksOfLayers
+from fp8_dist.debug.statistics.measuring import Measures, combine_, measure, measure_product
+from fp8_dist.debug.statistics.rows import (
     CastStats,
     GemmStats,
     Row,
@@ -26,34 +27,23 @@ from fp8_dist.debug.stat_rows import (
     decibels,
     table,
 )
-from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.observing import PREPARED, Owner, gemms_by_cast, gemms_observed_by, observed_by
-from fp8_dist.mesh import GroupNames, make_group
+from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear.observing import PREPARED, Owner, casts_of, gemms_observed_by, observed_by
 from fp8_dist.tensor import Quantized
-from fp8_dist.torch_internals import funcol, resolve_process_group
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 
 
-CPU = torch.device("cpu")
 # Whose cast it is, of which operand, for which GEMMs. No operand: the result of the GEMM.
 _Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
 
 
 class _LastCast(NamedTuple):
-    """The last cast that was measured, in case other layers share it: q, k and v do."""
+    """The last cast of an operand that was measured, in case other layers share it: q, k, v do."""
 
     high: torch.Tensor
     qdata: torch.Tensor
     found: torch.Tensor
-
-
-class _Slot(NamedTuple):
-    """A row that a layer can have."""
-
-    fqn: str
-    key: _Key
-    cast: CastSpec | None
 
 
 class Float8Stats:
@@ -79,16 +69,14 @@ class Float8Stats:
         self.rows: list[Row] = []
         self.anomalies: list[Anomaly] = []
         self.step = -1
-        self._model, self._every, self._mesh = model, every, mesh
-        self._gemms = gemms
+        self._model, self._every, self._gemms = model, every, gemms
         self._on_anomaly, self._limits = on_anomaly, limits
         self._known: set[tuple[str, str]] = set()
         self._stack: ExitStack | None = None
         self._measured: dict[_Key, torch.Tensor] = {}
         self._prepared: dict[int, torch.Tensor] = {}
-        self._last: _LastCast | None = None
-        self._meshes: dict[str, DeviceMesh] = {}
-        self._note_meshes()
+        self._last: dict[tuple[Operand, tuple[Gemm, ...]], _LastCast] = {}
+        self._ranks = RanksOfLayers(model, mesh)
 
     def at(self, step: int) -> Self:
         """This object, to be entered for the step of this number."""
@@ -101,7 +89,7 @@ class Float8Stats:
         self.step += 1
         self._stack = ExitStack()
         if self.step % self._every == 0:
-            self._note_meshes()
+            self._ranks.look()
             self._stack.enter_context(observed_by(self))
             if self._gemms:
                 self._stack.enter_context(gemms_observed_by(self))
@@ -113,9 +101,8 @@ class Float8Stats:
         stack.close()
         measured, self._measured = self._measured, {}
         self._prepared.clear()
-        self._last = None
+        self._last.clear()
         if error is None and self.step % self._every == 0:
-            self._note_meshes()
             rows = self._rows_of(measured)
             self.rows += rows.values()
             # What was cast first comes first: the cause before what follows from it.
@@ -132,10 +119,10 @@ class Float8Stats:
         low: Quantized,
     ) -> None:
         """A layer has cast an operand: see :class:`~fp8_dist.linear.observing.CastObserver`."""
-        last = self._last
+        last = self._last.get((operand, gemms))
         if last is None or not (_is_same(high, last.high) and _is_same(low.qdata, last.qdata)):
             found = measure(high, low, dist.get_rank() if dist.is_initialized() else 0)
-            last = self._last = _LastCast(high, low.qdata, found)
+            last = self._last[operand, gemms] = _LastCast(high, low.qdata, found)
         found = last.found
         if gemms == PREPARED:
             self._prepared[high.shape[-1]] = found
@@ -158,7 +145,7 @@ class Float8Stats:
     def on_prepared(self, owner: Owner, features: int) -> None:
         """A layer takes the input that was last prepared."""
         if features in self._prepared:
-            (gemms,) = gemms_by_cast(owner.config, "input")
+            (gemms,) = casts_of(owner.config, "input")
             self._add((owner, "input", gemms), self._prepared[features])
 
     def to_dicts(self) -> list[dict[str, Any]]:
@@ -199,43 +186,20 @@ class Float8Stats:
         else:
             combine_(known, found.to(known.device))
 
-    def _note_meshes(self) -> None:
-        """Where the layers' operands are: FSDP2 may have exchanged a parameter for a plain one."""
-        for name, layer in float8_layers(self._model).items():
-            for mesh in layer.meshes():
-                if name not in self._meshes or mesh.size() > self._meshes[name].size():
-                    self._meshes[name] = mesh
-
     def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> dict[_Key, Row]:
         """The rows of the step that has ended."""
-        groups, device = self._groups(), _device_of(self._model)
-        alike: dict[GroupNames, list[_Slot]] = {}
-        for name, layer in float8_layers(self._model).items():
-            alike.setdefault(groups[name], []).extend(_slots_of(name, layer))
-        rows: dict[_Key, Row] = {}
-        for names, slots in alike.items():
-            own = [measured.get(slot.key, nothing(device)).to(device) for slot in slots]
-            for slot, each in zip(slots, _combined(torch.stack(own), names), strict=True):
-                if each.scale != -math.inf:  # of some rank
-                    rows[slot.key] = _row(slot, each, self.step)
-        return rows
-
-    def _groups(self) -> dict[str, GroupNames]:
-        """The groups over which the measures of each layer are combined."""
-        if self._mesh is not None:
-            given = make_group([self._mesh])
-            return dict.fromkeys(float8_layers(self._model), given)
-        meshes = dict.fromkeys(self._meshes.values())
-        made = {mesh: make_group([mesh]) for mesh in meshes}
-        others: GroupNames = ()
-        if meshes:
-            others = made[max(meshes, key=lambda mesh: mesh.size())]
-        elif dist.is_initialized() and dist.get_world_size() > 1:
-            assert dist.group.WORLD is not None
-            others = (str(dist.group.WORLD.group_name),)
+        slots: list[CastSlot | GemmSlot] = [*cast_slots(self._model)]
+        if self._gemms:
+            slots += gemm_slots(self._model)
+            order = {slot.fqn: i for i, slot in reversed([*enumerate(slots)])}
+            slots.sort(key=lambda slot: order[slot.fqn])
+        keys = [(slot.owner, slot.operand, slot.gemms) for slot in slots]
+        own = [measured.get(key) for key in keys]
+        found = self._ranks.combined([slot.owner for slot in slots], own)
         return {
-            name: made[self._meshes[name]] if name in self._meshes else others
-            for name in float8_layers(self._model)
+            key: _row(slot, each, self.step)
+            for key, slot, each in zip(keys, slots, found, strict=True)
+            if each.scale != -math.inf  # of some rank
         }
 
     def _raise_alarms(self, rows: Iterable[Row]) -> None:
@@ -262,49 +226,16 @@ def _is_same(x: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _slots_of(name: str, layer: Float8Linear) -> Iterator[_Slot]:
-    """The rows that a layer can have."""
-    fqn = without_wrappers(name) or layer.fqn
-    for operand in get_args(Operand):
-        for gemms in gemms_by_cast(layer.config, operand):
-            cast = layer.config.cast(operand, gemms[0])
-            assert cast is not None
-            yield _Slot(fqn, (layer.float8_weight, operand, gemms), cast)
-    for gemm in get_args(Gemm):
-        if layer.config.gemm_enabled(gemm):
-            yield _Slot(fqn, (layer.float8_weight, None, (gemm,)), None)
-
-
-def _row(slot: _Slot, measures: Measures, step: int) -> Row:
-    _, operand, gemms = slot.key
-    if operand is None or slot.cast is None:
-        return GemmStats(step, slot.fqn, gemms[0], decibels(measures.signal, measures.noise))
-    return CastStats.of(measures, step, slot.fqn, operand, gemms, slot.cast)
+def _row(slot: CastSlot | GemmSlot, found: Measures, step: int) -> Row:
+    if isinstance(slot, GemmSlot):
+        return GemmStats(step, slot.fqn, slot.gemms[0], decibels(found.signal, found.noise))
+    return CastStats.of(found, step, slot.fqn, slot.operand, slot.gemms, slot.cast)
 
 
 def _as_whole_matrix(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor or DTensor ``[..., K]`` as a plain fp32 matrix, on all ranks of its mesh."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.reshape(-1, whole.shape[-1]).to(torch.float32)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((layer.weight.device for layer in float8_layers(model).values()), CPU)
-
-
-def _combined(own: torch.Tensor, groups: GroupNames) -> list[Measures]:
-    """The measures ``[rows, 10]`` of all ranks together.
-
-    Collectives: an all-gather of 80 bytes per row for each group.
-    """
-    for name in groups:
-        size = resolve_process_group(name).size()
-        parts = funcol.wait_tensor(funcol.all_gather_into_tensor(own, size, name))
-        own, *others = parts.view(size, *own.shape)
-        own = own.clone()
-        for other in others:
-            combine_(own, other)
-    return [Measures(*row) for row in own.tolist()]
 
 
 def _scalars(row: Row) -> dict[str, float]:

@@ -12,11 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.config import Float8LinearConfig, Gemm
-from fp8_dist.debug.comparison import HIGH_PRECISION, LayerSqnr, ParameterSqnr, RecipeComparison
-from fp8_dist.debug.layer_runs import Arithmetic, Call, Seen, SeenCall, layers_in
 from fp8_dist.debug.module_path import without_wrappers
-from fp8_dist.debug.stat_rows import decibels
-from fp8_dist.debug.untouched import reshard, untouched
+from fp8_dist.debug.recipes.comparison import (
+    HIGH_PRECISION,
+    LayerSqnr,
+    ParameterSqnr,
+    RecipeComparison,
+)
+from fp8_dist.debug.recipes.layer_runs import Arithmetic, Call, Seen, SeenCall, layers_in
+from fp8_dist.debug.recipes.untouched import reshard, untouched
+from fp8_dist.debug.statistics.rows import decibels
 from fp8_dist.mesh import local_tensor, make_group
 from fp8_dist.torch_internals import resolve_process_group, tree_map_only
 

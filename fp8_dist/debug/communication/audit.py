@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8_dist.debug.collectives import Collective, read_collective
+from fp8_dist.debug.communication.collectives import Collective, read_collective
+from fp8_dist.debug.communication.table import CommRow, CommTable, RowKey, total_seconds
+from fp8_dist.debug.communication.timing import CollectiveTimer
 from fp8_dist.debug.module_path import ModulePath
-from fp8_dist.debug.table import CommRow, CommTable, RowKey, total_seconds
-from fp8_dist.debug.timing import CollectiveTimer
 from fp8_dist.dtypes import is_float8
 from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor

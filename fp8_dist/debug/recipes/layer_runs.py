@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.debug.untouched import replace_forward
+from fp8_dist.debug.recipes.untouched import replace_forward
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import in_backward

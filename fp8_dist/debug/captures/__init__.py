@@ -1,0 +1,1 @@
+"""Single casts, kept in files to be looked at."""

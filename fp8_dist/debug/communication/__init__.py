@@ -1,0 +1,1 @@
+"""The collectives of a step: kinds, bytes, times."""

@@ -1,0 +1,1 @@
+"""One batch through every recipe: what each would lose in each layer."""

@@ -1,0 +1,92 @@
+"""Measures of a model's casts, combined over the ranks that each layer's operands live on."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8_dist.debug.statistics.measuring import Measures, combine_, nothing
+from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear.observing import Owner
+from fp8_dist.mesh import GroupNames, make_group
+from fp8_dist.torch_internals import funcol, resolve_process_group
+
+
+class RanksOfLayers:
+    """For each layer the ranks whose measures are combined.
+
+    Args:
+        model: with converted layers.
+        mesh: the ranks of all layers; None: for each layer those of the largest mesh that its
+            operands were seen on, for layers on no mesh those of the largest mesh of all, and where
+            there is none all ranks.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+        self._model, self._given = model, mesh
+        self._meshes: dict[str, DeviceMesh] = {}
+        self.look()
+
+    def look(self) -> None:
+        """See where operands are now: FSDP2 may exchange a parameter for one on no mesh."""
+        for name, layer in float8_layers(self._model).items():
+            for mesh in layer.meshes():
+                if name not in self._meshes or mesh.size() > self._meshes[name].size():
+                    self._meshes[name] = mesh
+
+    def combined(
+        self, owners: Sequence[Owner], own: Sequence[torch.Tensor | None]
+    ) -> list[Measures]:
+        """The measures of all ranks together, for this rank's own of the layers of some owners.
+
+        All ranks call it with the same layers. None: this rank has none.
+
+        Collectives: an all-gather of 80 bytes per measure for each group of ranks.
+        """
+        self.look()
+        groups = self._groups()
+        layers = float8_layers(self._model)
+        by_owner: dict[Owner, GroupNames] = {
+            layer.float8_weight: groups[name] for name, layer in layers.items()
+        }
+        device = next(iter(layers.values())).weight.device
+        alike: dict[GroupNames, list[int]] = {}
+        for i, owner in enumerate(owners):
+            alike.setdefault(by_owner[owner], []).append(i)
+        found: dict[int, Measures] = {}
+        for names, members in alike.items():
+            none = nothing(device)
+            rows = [none if (row := own[i]) is None else row.to(device) for i in members]
+            found |= zip(members, _over(names, torch.stack(rows)), strict=True)
+        return [found[i] for i in range(len(owners))]
+
+    def _groups(self) -> dict[str, GroupNames]:
+        """The groups of each layer."""
+        names = list(float8_layers(self._model))
+        if self._given is not None:
+            return dict.fromkeys(names, make_group([self._given]))
+        meshes = dict.fromkeys(self._meshes.values())
+        made = {mesh: make_group([mesh]) for mesh in meshes}
+        others: GroupNames = ()
+        if meshes:
+            others = made[max(meshes, key=lambda mesh: mesh.size())]
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            assert dist.group.WORLD is not None
+            others = (str(dist.group.WORLD.group_name),)
+        return {
+            name: made[self._meshes[name]] if name in self._meshes else others for name in names
+        }
+
+
+def _over(groups: GroupNames, own: torch.Tensor) -> list[Measures]:
+    """The measures ``[rows, 10]`` of all ranks of some groups together."""
+    for name in groups:
+        size = resolve_process_group(name).size()
+        parts = funcol.wait_tensor(funcol.all_gather_into_tensor(own, size, name))
+        own, *others = parts.view(size, *own.shape)
+        own = own.clone()
+        for other in others:
+            combine_(own, other)
+    return [Measures(*row) for row in own.tolist()]
