@@ -67,7 +67,8 @@ def _facts(cast: CapturedCast) -> Iterator[str]:
     shape, dtype = list(cast.high.shape), short_name(cast.qdata.dtype)
     kind = "delayed" if cast.delayed else "dynamic"
     several = "" if stats.scale == stats.scale_min else f" ({stats.scale_min:.4g} the smallest)"
-    yield f"{cast.fqn}: {cast.operand}, for {', '.join(cast.gemms)}"
+    fqn = "".join(c if c.isprintable() else "?" for c in cast.fqn)  # a terminal obeys the others
+    yield f"{fqn}: {cast.operand}, for {', '.join(cast.gemms)}"
     yield f"  step {cast.step}, rank {cast.rank}, call {cast.call}"
     yield f"  shape       {shape}, {cast.high.dtype} to {dtype}"
     yield f"  amax        {stats.amax:.4g}"

@@ -274,7 +274,9 @@ class _LinearFunction(torch.autograd.Function):
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
         if are_gemms_observed():
-            high = getattr(ctx, "high", HighPrecision())  # the forward may not have been observed
+            # The forward may not have been observed. What it kept lives as long as the graph.
+            high = getattr(ctx, "high", HighPrecision())
+            ctx.high = HighPrecision()
             observe_gemm(spec.owner, "grad_input", grad, high.weight, grad_input)
             observe_gemm(spec.owner, "grad_weight", grad, high.input, grad_weight)
         return grad_input, grad_weight, grad_bias, *unused

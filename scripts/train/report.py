@@ -175,9 +175,13 @@ def alerts_of_casts(run: Run) -> Iterator[tuple[int, str]]:
         if not bad:
             continue
         step = min(row.step for row in bad)
-        # Rows are in the order of the layers, and the backward begins with the last one.
-        at_step = [row.fqn for row in bad if row.step == step]
-        fqn = at_step[-1 if kind.what == "grad_output" else 0]
+        # Anomalies are in the order of the casts. Rows are in the order of the layers.
+        named = [
+            row["fqn"]
+            for row in run.anomalies or ()
+            if (row["step"], row["what"], row["operand"]) == (step, "non-finite", kind.what)
+        ]
+        fqn = [*named, *(row.fqn for row in bad if row.step == step)][0]
         others = len({row.fqn for row in bad}) - 1
         more = f", and then or later in {others} other layer{'s' * (others > 1)}" if others else ""
         where = f"{fqn or 'the model'} at step {step}{more}"

@@ -190,3 +190,21 @@ def on_some_ranks() -> list[str]:
 def test_a_layer_that_some_ranks_do_not_run(ranks: RankPools) -> None:
     expected = ["w1 input", "w1 weight", "w3 input", "w3 weight"]
     assert ranks(2).run(on_some_ranks) == [expected] * 2
+
+
+def stages() -> str:
+    """Each rank has a part of its own, as a pipeline's stages without FSDP2."""
+    layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(1 + dist.get_rank())))
+    stats = float8_stats(convert_to_float8_training(layers))
+    text = ""
+    try:
+        with stats, torch.no_grad():
+            layers(torch.ones(16, 16))
+    except ValueError as error:
+        text = str(error)
+    return text
+
+
+def test_ranks_with_different_layers_are_refused(ranks: RankPools) -> None:
+    for text in ranks(2).run(stages):
+        assert "the ranks have different layers" in text

@@ -1,5 +1,6 @@
 """Measures of a model's casts, combined over the ranks that each layer's operands live on."""
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from fp8_dist.debug.statistics.measuring import Measures, combine_, nothing
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner
 from fp8_dist.mesh import GroupNames, make_group
-from fp8_dist.torch_internals import funcol, resolve_process_group
+from fp8_dist.torch_internals import funcol, resolve_process_group, without_dispatch_modes
 
 
 class RanksOfLayers:
@@ -27,11 +28,15 @@ class RanksOfLayers:
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         self._model, self._given = model, mesh
         self._meshes: dict[str, DeviceMesh] = {}
+        self._agrees = False
+        self.owners: set[Owner] = set()
         self.look()
 
     def look(self) -> None:
         """See where operands are now: FSDP2 may exchange a parameter for one on no mesh."""
-        for name, layer in float8_layers(self._model).items():
+        layers = float8_layers(self._model)
+        self.owners = {layer.float8_weight for layer in layers.values()}
+        for name, layer in layers.items():
             for mesh in layer.meshes():
                 if name not in self._meshes or mesh.size() > self._meshes[name].size():
                     self._meshes[name] = mesh
@@ -51,7 +56,10 @@ class RanksOfLayers:
         by_owner: dict[Owner, GroupNames] = {
             layer.float8_weight: groups[name] for name, layer in layers.items()
         }
+        # (Where the weights are, but with FSDP2's offload to the CPU.)
         device = next(iter(layers.values())).weight.device
+        for mesh in self._meshes.values():
+            device = torch.device(mesh.device_type)
         alike: dict[GroupNames, list[int]] = {}
         for i, owner in enumerate(owners):
             alike.setdefault(by_owner[owner], []).append(i)
@@ -75,9 +83,30 @@ class RanksOfLayers:
         elif dist.is_initialized() and dist.get_world_size() > 1:
             assert dist.group.WORLD is not None
             others = (str(dist.group.WORLD.group_name),)
+            self._check_world(names, dist.group.WORLD)
         return {
             name: made[self._meshes[name]] if name in self._meshes else others for name in names
         }
+
+    def _check_world(self, names: list[str], world: dist.ProcessGroup) -> None:
+        """Refuse ranks that have different layers, once. Collectives: an all-reduce, 16 bytes."""
+        if self._agrees:
+            return
+        layers = float8_layers(self._model)
+        facts = [(name, tuple(layers[name].weight.shape), layers[name].config) for name in names]
+        digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7])
+        device = layers[names[0]].weight.device
+        with without_dispatch_modes():
+            bounds = torch.tensor([digest, -digest], device=device)
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, world)
+        largest, minus_smallest = bounds.tolist()
+        if largest != -minus_smallest:
+            raise ValueError(
+                "float8_stats: the ranks have different layers, and weights on no mesh to tell "
+                "which ranks belong together (pipeline stages?); give mesh=, the ranks that have "
+                "the same layers"
+            )
+        self._agrees = True
 
 
 def _over(groups: GroupNames, own: torch.Tensor) -> list[Measures]:

@@ -132,7 +132,7 @@ def _measure(
     if not is_normal:
         saturated = torch.count_nonzero(x.abs() > limit)
         nonfinite = torch.count_nonzero(torch.sub(high, high))  # NaN of NaN and Inf
-    low = upcast(qdata, x.dtype) if qdata.is_cpu else qdata.to(x.dtype)
+    low = upcast(qdata, x.dtype, is_finite=is_normal) if qdata.is_cpu else qdata.to(x.dtype)
     signal, noise = _squares(x, covered), _squares(low.sub_(x), covered)
     return amax, values, values - left, saturated, nonfinite, signal, noise
 

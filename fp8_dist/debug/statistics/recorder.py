@@ -38,8 +38,11 @@ OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 _Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
 
 
-class _LastCast(NamedTuple):
-    """The last cast of an operand that was measured, in case other layers share it: q, k, v do."""
+class _LastInput(NamedTuple):
+    """The last cast of an input that was measured, in case other layers share it: q, k and v do.
+
+    (As long as this holds the tensors, no others have their addresses.)
+    """
 
     high: torch.Tensor
     qdata: torch.Tensor
@@ -75,7 +78,7 @@ class Float8Stats:
         self._stack: ExitStack | None = None
         self._measured: dict[_Key, torch.Tensor] = {}
         self._prepared: dict[int, torch.Tensor] = {}
-        self._last: dict[tuple[Operand, tuple[Gemm, ...]], _LastCast] = {}
+        self._last_inputs: dict[tuple[Gemm, ...], _LastInput] = {}
         self._ranks = RanksOfLayers(model, mesh)
 
     def at(self, step: int) -> Self:
@@ -101,7 +104,7 @@ class Float8Stats:
         stack.close()
         measured, self._measured = self._measured, {}
         self._prepared.clear()
-        self._last.clear()
+        self._last_inputs.clear()
         if error is None and self.step % self._every == 0:
             rows = self._rows_of(measured)
             self.rows += rows.values()
@@ -119,11 +122,15 @@ class Float8Stats:
         low: Quantized,
     ) -> None:
         """A layer has cast an operand: see :class:`~fp8_dist.linear.observing.CastObserver`."""
-        last = self._last.get((operand, gemms))
-        if last is None or not (_is_same(high, last.high) and _is_same(low.qdata, last.qdata)):
+        if owner not in self._ranks.owners:
+            return
+        last = self._last_inputs.get(gemms)
+        if last and _is_same(high, last.high) and _is_same(low.qdata, last.qdata):
+            found = last.found
+        else:
             found = measure(high, low, dist.get_rank() if dist.is_initialized() else 0)
-            last = self._last[operand, gemms] = _LastCast(high, low.qdata, found)
-        found = last.found
+            if operand == "input":
+                self._last_inputs[gemms] = _LastInput(high, low.qdata, found)
         if gemms == PREPARED:
             self._prepared[high.shape[-1]] = found
         else:
@@ -138,13 +145,17 @@ class Float8Stats:
         result: torch.Tensor,
     ) -> None:
         """A layer has multiplied: see :class:`~fp8_dist.linear.observing.GemmObserver`."""
+        if owner not in self._ranks.owners:
+            return
         a, b, found = (_as_whole_matrix(tensor) for tensor in (left, right, result))
         a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
+        if not a.numel() or a.shape[1] != b.shape[0] or found.shape != (len(a), b.shape[1]):
+            return  # no tokens, or not the input that was last prepared
         self._add((owner, None, (gemm,)), measure_product(torch.mm(a, b), found))
 
     def on_prepared(self, owner: Owner, features: int) -> None:
         """A layer takes the input that was last prepared."""
-        if features in self._prepared:
+        if features in self._prepared and owner in self._ranks.owners:
             (gemms,) = casts_of(owner.config, "input")
             self._add((owner, "input", gemms), self._prepared[features])
 
@@ -280,26 +291,31 @@ def float8_stats(
         model: converted, and parallelized already.
         every: record the steps whose numbers it divides; the first one has number 0.
         gemms: multiply the operands in high precision too, in fp32, and report the SQNR of each
-            float8 GEMM's result. In recorded blocks all code is eager then, and every rank gathers
-            whole operands and results.
+            float8 GEMM's result. In recorded blocks all code is eager then, every rank gathers
+            whole operands and results, and inputs are kept in high precision until the backward,
+            those of checkpointed blocks too.
         mesh: the ranks whose measures are combined. Default: for each layer the mesh that its
-            weight is on; without any mesh (DDP) all ranks. Give it where data parallelism does not
-            show in the weights: tensor parallelism inside of DDP.
+            weight is on; without any mesh (DDP) all ranks, which must have the same layers. Give it
+            where parallelism does not show in the weights: tensor parallelism inside of DDP, a
+            layer on one axis of a mesh of several, pipeline stages without FSDP2.
         on_anomaly: is called with each :class:`Anomaly`, the first of its kind in a layer, when the
             block ends, on all ranks; ``"warn"``: they are warned of.
         limits: from where on statistics are anomalous.
 
     Returns:
         A context manager with ``rows``, ``anomalies``, ``table()``, ``to_dicts()``,
-        ``append_jsonl(path)`` and ``to_tensorboard(writer)``.
+        ``append_jsonl(path)`` and ``to_tensorboard(writer)``; the last two empty ``rows``, which
+        grow otherwise.
 
     Collectives: when a recorded block ends without an error, one all-gather of 80 bytes per layer
     and cast for each mesh (for each axis where no group spans them), on all ranks. With ``gemms``
     also all-gathers of operands and results in high precision, in the forward and the backward.
 
     Raises:
-        TypeError: ``model`` is no module; ``on_anomaly`` is not callable.
-        ValueError: the model has no converted layer, or ``every`` is no positive integer.
+        TypeError: ``model`` is no module, ``on_anomaly`` not callable, ``limits`` no AnomalyLimits,
+            or ``mesh`` no DeviceMesh.
+        ValueError: the model has no converted layer, or ``every`` is no positive integer. When the
+            first recorded block ends: ranks without a mesh have different layers.
         RuntimeError: on entering a block of the same object inside its own.
     """
     if not float8_layers(model):
@@ -310,4 +326,7 @@ def float8_stats(
         raise ValueError(f"float8_stats: every={every!r} must be a positive integer")
     if not (on_anomaly in (None, "warn") or callable(on_anomaly)):
         raise TypeError(f"float8_stats: on_anomaly={on_anomaly!r}: use 'warn', a function or None")
+    for name, value, kind in (("limits", limits, AnomalyLimits), ("mesh", mesh, DeviceMesh)):
+        if not isinstance(value, kind | None):
+            raise TypeError(f"float8_stats: {name}={value!r} must be of type {kind.__name__}")
     return Float8Stats(model, every, gemms, mesh, on_anomaly, limits or AnomalyLimits())

@@ -26,15 +26,18 @@ _FORMATS = {
 }
 
 
-def upcast(qdata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of ``qdata.to(dtype)``: float8 data, any shape, as bf16, fp32 or fp64."""
+def upcast(qdata: torch.Tensor, dtype: torch.dtype, is_finite: bool = False) -> torch.Tensor:
+    """The values of ``qdata.to(dtype)``: float8 data, any shape, as bf16, fp32 or fp64.
+
+    ``is_finite``: they are known to be finite.
+    """
     if qdata.dtype is dtype:
         return qdata
     if qdata.numel() < FEW:
         # bfloat16() costs less than to(), and is the most frequent call.
         return qdata.bfloat16() if dtype is torch.bfloat16 else qdata.to(dtype)
     known = _FORMATS.get(qdata.dtype)
-    if known is None or _flushes() or not _is_finite(qdata, known.last_finite):
+    if known is None or _flushes() or not (is_finite or _is_finite(qdata, known.last_finite)):
         # By way of bf16 here too, so that both ways give a NaN the same bits.
         return qdata.bfloat16().to(dtype)
     # int8 to int16 repeats the sign in all upper bits: it stands in bit 15 already. (A product is

@@ -1,10 +1,13 @@
 """float8_stats on one process: against fp64 references, planted faults, what it costs."""
 
+import gc
 import json
 import math
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from fp8_dist import (
 from fp8_dist.cast import quantize_over
 from fp8_dist.config import CastSpec
 from fp8_dist.debug import Anomaly, AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
+from fp8_dist.debug.statistics import recorder
 from fp8_dist.debug.statistics.measuring import Measures, combine_, measure, nothing
 from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity
 from fp8_dist.tensor import Quantized
@@ -255,6 +259,30 @@ def test_blocks_of_several_objects() -> None:
     assert len(inner.rows) == 12
 
 
+def test_layers_of_other_models_are_not_measured() -> None:
+    model, other = net(), net()
+    stats = float8_stats(model[0], gemms=True)
+    with mock.patch.object(recorder, "measure", side_effect=measure) as measured, stats:
+        train(model)
+        train(other)
+    assert measured.call_count == 3
+    assert {row.fqn for row in stats.rows} == {"0"}
+
+
+def test_inputs_are_not_kept_after_the_backward() -> None:
+    model, kept = net(), []
+    stats = float8_stats(model, gemms=True)
+    with stats:
+        x = torch.randn(32, 64, requires_grad=True)
+        hidden = model[0](x)
+        kept.append(weakref.ref(hidden))
+        loss = model[2](hidden).sum()
+        del hidden
+        loss.backward()
+    gc.collect()
+    assert kept[0]() is None
+
+
 def test_wrong_arguments() -> None:
     errors = [
         raised(ValueError, lambda: float8_stats(nn.Linear(2, 2))),
@@ -262,6 +290,8 @@ def test_wrong_arguments() -> None:
         raised(ValueError, lambda: float8_stats(net(), every=True)),
         raised(TypeError, lambda: float8_stats(net(), on_anomaly="raise")),  # type: ignore[arg-type]
         raised(TypeError, lambda: float8_stats("model")),  # type: ignore[arg-type]
+        raised(TypeError, lambda: float8_stats(net(), limits={"sqnr": 1})),  # type: ignore[arg-type]
+        raised(TypeError, lambda: float8_stats(net(), mesh="dp")),  # type: ignore[arg-type]
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -270,7 +300,9 @@ float8_stats: the model has no Float8Linear; call convert_to_float8_training fir
 float8_stats: every=0 must be a positive integer
 float8_stats: every=True must be a positive integer
 float8_stats: on_anomaly='raise': use 'warn', a function or None
-expected a model (an nn.Module), got a str""",
+expected a model (an nn.Module), got a str
+float8_stats: limits={'sqnr': 1} must be of type AnomalyLimits
+float8_stats: mesh='dp' must be of type DeviceMesh""",
     )
 
 
