@@ -89,8 +89,8 @@ reduce_scatter  tp         bfloat16          26  1,703,936   3,407,872
 all_gather      fsdp       float8_e4m3fn     12  5,111,808   5,111,808
 all_gather      fsdp       float32            +     19,968      79,872
 all_gather      fsdp       bfloat16           +      6,144      12,288
-all_gather      tp         float8_e4m3fn     24  1,597,440   1,597,440
-all_gather      tp         float32            +      3,072      12,288
+all_gather      tp         float8_e4m3fn     24  1,572,864   1,572,864
+all_gather      tp         float32            +      9,216      36,864
 all_gather      tp         bfloat16           2    131,072     262,144
 reduce_scatter  fsdp       float32            9  3,083,520  12,334,080""",
     )
