@@ -308,7 +308,8 @@ def float8_stats(
         grow otherwise.
 
     Collectives: when a recorded block ends without an error, one all-gather of 80 bytes per layer
-    and cast for each mesh (for each axis where no group spans them), on all ranks. With ``gemms``
+    and cast for each mesh (for each axis where no group spans them), on all ranks; without any
+    mesh an all-reduce of 16 bytes before the first one. With ``gemms``
     also all-gathers of operands and results in high precision, in the forward and the backward.
 
     Raises:
