@@ -5,7 +5,7 @@ operators are in the graph only while an observer is there: the graphs with and 
 kept, so that code compiles once more when it is first observed, and never again.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -46,18 +46,18 @@ class CastObserver(Protocol):
     It is called without gradients and outside of dispatch modes.
     """
 
-    def on_cast(
+    def on_casts(
         self,
         owner: Owner,
         operand: Operand,
-        gemms: tuple[Gemm, ...],
         high: torch.Tensor,
-        low: Quantized,
+        lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        """A local operand was cast, for the given GEMMs.
+        """A local operand was cast, for GEMMs.
 
-        ``high``: ``[..., K]`` in high precision; ``low``: its float8 copy, of the same shape.
-        ``gemms`` is :data:`PREPARED` for an input that :meth:`on_prepared` tells the users of.
+        ``high``: ``[..., K]`` in high precision; ``lows``: float8 copies of the same shape, by the
+        GEMMs that take them. In eager code all copies of a cast operand are shown at once. The key
+        is :data:`PREPARED` for an input that :meth:`on_prepared` tells the users of.
         """
 
     def on_prepared(self, owner: Owner, features: int) -> None:
@@ -196,7 +196,7 @@ def observe(
 
     Args:
         owner: the layer's ``float8_weight``.
-        operand, gemms, high, low: as :meth:`CastObserver.on_cast` takes them.
+        operand, gemms, high, low: as :meth:`CastObserver.on_casts` takes them.
         repeats: a backward may repeat the cast (activation checkpointing, FSDP2's second gather).
             It is shown once.
         carrier: what the layer goes on with; None: the scale of ``low``.
@@ -206,7 +206,7 @@ def observe(
     """
     carrier = low.scale if carrier is None else carrier
     if not torch.compiler.is_compiling():
-        _show(owner, operand, gemms, high, low, repeats)
+        _show(owner, operand, high, {gemms: low}, repeats)
         return carrier
     qdata, scale, granularity = low
     return observe_cast.overload(
@@ -229,7 +229,13 @@ def observe_copies(
     made: Copies,
     repeats: bool = True,
 ) -> Copies:
-    """:func:`observe` the copies of an operand, each cast once."""
+    """:func:`observe` the copies of an operand, each cast once; in eager code all at once."""
+    if not torch.compiler.is_compiling():
+        lows: dict[tuple[Gemm, ...], Quantized] = {}
+        for copy, quantized in made.items():
+            lows.setdefault(_gemms_of(owner.config, operand, copy.cast), quantized)
+        _show(owner, operand, high, lows, repeats)
+        return made
     found: Copies = {}
     scales = {}
     for copy, quantized in made.items():
@@ -251,16 +257,19 @@ def observe_prepared(owner: Owner, features: int, scale: torch.Tensor) -> torch.
 def _show(
     owner: Owner,
     operand: Operand,
-    gemms: tuple[Gemm, ...],
     high: torch.Tensor,
-    low: Quantized,
+    lows: Mapping[tuple[Gemm, ...], Quantized],
     repeats: bool,
 ) -> None:
     if isinstance(high, STAND_INS):
         return
-    for observer in _who_has_not_seen((owner, operand, gemms), repeats):
+    new: dict[CastObserver, dict[tuple[Gemm, ...], Quantized]] = {}
+    for gemms, low in lows.items():
+        for observer in _who_has_not_seen((owner, operand, gemms), repeats):
+            new.setdefault(observer, {})[gemms] = low
+    for observer, casts in new.items():
         with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-            observer.on_cast(owner, operand, gemms, high, low)
+            observer.on_casts(owner, operand, high, casts)
 
 
 def _show_prepared(owner: Owner, features: int) -> None:
@@ -300,7 +309,7 @@ def observe_cast(
 ) -> torch.Tensor:
     """:func:`observe` in a graph."""
     low = Quantized(qdata, scale, granularity_named(granularity))
-    _show(owner_of(handle), operand, tuple(gemms), high, low, repeats)
+    _show(owner_of(handle), operand, high, {tuple(gemms): low}, repeats)
     return carrier.clone()
 
 

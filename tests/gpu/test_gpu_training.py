@@ -1,7 +1,7 @@
 """On a GPU: training steps of every recipe, eager and compiled, against the CPU and each other."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 import checkpointed
@@ -219,17 +219,17 @@ class CastsOnCpu:
     def __init__(self) -> None:
         self.found: dict[tuple[str, Operand, tuple[Gemm, ...]], Measures] = {}
 
-    def on_cast(
+    def on_casts(
         self,
         owner: Owner,
         operand: Operand,
-        gemms: tuple[Gemm, ...],
         high: torch.Tensor,
-        low: Quantized,
+        lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        copied = low._replace(qdata=low.qdata.cpu(), scale=low.scale.cpu())
-        measured = measure(high.cpu(), copied, 0)
-        self.found[owner.fqn, operand, gemms] = Measures(*measured.tolist())
+        for gemms, low in lows.items():
+            copied = low._replace(qdata=low.qdata.cpu(), scale=low.scale.cpu())
+            measured = measure(high.cpu(), copied, 0)
+            self.found[owner.fqn, operand, gemms] = Measures(*measured.tolist())
 
     def on_prepared(self, owner: Owner, features: int) -> None:
         raise NotImplementedError

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -94,25 +94,23 @@ class Capture:
                 stacklevel=2,
             )
 
-    def on_cast(
+    def on_casts(
         self,
         owner: Owner,
         operand: Operand,
-        gemms: tuple[Gemm, ...],
         high: torch.Tensor,
-        low: Quantized,
+        lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
         """A layer has cast an operand: see :class:`~fp8_dist.linear.observing.CastObserver`."""
-        if not self._is_chosen_rank():
-            return
-        if gemms == PREPARED:
-            # Copied now: compiled code may write into its memory before a layer takes it.
-            if self._inputs and not self._full:
-                self._prepared[high.shape[-1]] = _copies(high, low)
-        elif slot := self._slots.get((owner, operand, gemms)):
-            size = high.nbytes + low.qdata.nbytes + low.scale.nbytes
-            if self._has_room(slot, size):
-                self._write(slot, _copies(high, low))
+        for gemms, low in lows.items() if self._is_chosen_rank() else ():
+            if gemms == PREPARED:
+                # Copied now: compiled code may write into its memory before a layer takes it.
+                if self._inputs and not self._full:
+                    self._prepared[high.shape[-1]] = _copies(high, low)
+            elif slot := self._slots.get((owner, operand, gemms)):
+                size = high.nbytes + low.qdata.nbytes + low.scale.nbytes
+                if self._has_room(slot, size):
+                    self._write(slot, _copies(high, low))
 
     def on_prepared(self, owner: Owner, features: int) -> None:
         """A layer takes the input that was last prepared."""

@@ -1,19 +1,26 @@
 """Counts and sums over a cast, from which its statistics follow; those of several casts combine."""
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple, cast
 
 import torch
 
-from fp8_dist.kernels.cpu.upcast import upcast
+from fp8_dist.kernels.cpu.upcast import as_half, upcast
 from fp8_dist.tensor import Quantized
-from fp8_dist.tensor.ops import as_bytes
 
-# A cast is read in parts of so many elements: on CPUs they fit into a cache, on GPUs their copies
-# in fp32 take little memory.
+# An operand is read in parts of so many elements: on CPUs they fit into a cache, on GPUs their
+# copies in fp32 take little memory.
 _CPU_PART, _PART = 2**16, 2**24
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+# If the amax lies between these, fp32 squares neither overflow nor lose what matters.
+_SMALLEST, _LARGEST = 2.0**-40, 2.0**40
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+# All bits but the sign. (A Python number would be made a tensor in each call.)
+_MAGNITUDE = {
+    size: torch.tensor(2 ** (8 * size - 1) - 1, dtype=dtype, device="cpu")
+    for size, dtype in _INTEGERS.items()
+}
 
 
 class Measures(NamedTuple):
@@ -43,41 +50,34 @@ MAXIMA = 4  # so many fields, the first ones
 
 
 def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
-    """The :class:`Measures` of a cast: fp64 ``[10]``, on its device. No host synchronization.
+    """:func:`measure_casts` of one cast: fp64 ``[10]``."""
+    return measure_casts(high, [low], rank)[0]
+
+
+def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> list[torch.Tensor]:
+    """The :class:`Measures` of casts of one operand: fp64 ``[10]`` each, on its device.
+
+    No host synchronization. What depends on the operand alone is measured once.
 
     A value saturates if it lies beyond what rounding brings to the largest float8 number, in either
     direction. A dynamic scale lets none saturate.
 
     Args:
         high: ``[..., K]``, local, in high precision.
-        low: its float8 copy.
+        lows: its float8 copies.
         rank: of this process.
     """
-    scale = low.granularity.gemm_scale(low.scale)
     rows, columns = math.prod(high.shape[:-1]), high.shape[-1] if high.ndim else 1
-    high, qdata = high.reshape(rows, columns), low.qdata.reshape(rows, columns)
-    total = nothing(high.device)
     if not high.numel():
-        return total
-    by_row = scale.ndim > 0 and scale.shape[0] == rows
-    covered: tuple[int, ...] = (0, 1)  # the dims of which a scale covers all
-    if scale.ndim:
-        covered = tuple(d for d in (0, 1) if scale.shape[d] == 1 and (d == 1 or not by_row))
-    parts = [
-        _measure(high[part], qdata[part], scale[part] if by_row else scale, covered)
-        for part in _parts(high)
-    ]
-    amax, *counts, signal, noise = zip(*parts, strict=True)
-    total[0], total[1], total[2] = torch.stack(amax).amax(), scale.max(), -scale.min()
-    total[4:8] = torch.stack([torch.stack(column).sum() for column in counts])
-    total[3] = torch.where(total[7] > 0, -float(rank), -math.inf)
-    # [rows, 1], [1, columns] or 0-dim, as the scale.
-    join = torch.cat if by_row else torch.stack
-    squares = scale.to(torch.float64).square()
-    for i, sums in ((8, signal), (9, noise)):
-        whole = join(sums).to(torch.float64)
-        total[i] = ((whole if by_row else whole.sum(0)) * squares).sum()
-    return total
+        return [nothing(high.device) for _ in lows]
+    size = max(1, (_CPU_PART if high.is_cpu else _PART) // columns)
+    casts = [_Cast.of(low, rows, columns, size) for low in lows]
+    found: list[list[_Numbers]] = [[] for _ in lows]
+    for i, part in enumerate(high.detach().reshape(rows, columns).split(size)):
+        operand = _Operand(part)
+        for numbers, (qdata, scales, covered) in zip(found, casts, strict=True):
+            numbers.append(_measure(operand, qdata[i], scales[i], covered))
+    return [_total(numbers, low.scale, rank) for numbers, low in zip(found, lows, strict=True)]
 
 
 def measure_product(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -108,56 +108,184 @@ def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
     total[..., :MAXIMA] = maxima
 
 
-def _parts(x: torch.Tensor) -> Iterator[slice]:
-    rows = max(1, (_CPU_PART if x.is_cpu else _PART) // x.shape[1])
-    return (slice(first, first + rows) for first in range(0, len(x), rows))
+class _Operand:
+    """A part of an operand in high precision, ``[M, K]``, and what its casts share."""
+
+    def __init__(self, high: torch.Tensor) -> None:
+        self.high = high
+        # In fp32 or wider, not to be written to.
+        self.x = high.to(torch.promote_types(high.dtype, torch.float32))
+        self._bits = _magnitude_bits(high)
+
+    def amaxes(self, dims: tuple[int, ...]) -> torch.Tensor:
+        """Over some dims, which are kept; a new tensor of the dtype of ``x``."""
+        return self._bits.amax(dims, keepdim=True).view(self.high.dtype).to(self.x.dtype)
+
+    @cached_property
+    def amax(self) -> torch.Tensor:
+        """Of all values, 0-dim."""
+        return self._bits.max().view(self.high.dtype)
+
+    @cached_property
+    def values(self) -> torch.Tensor:
+        """How many are not zero."""
+        return torch.count_nonzero(self._bits)
+
+    @cached_property
+    def nonfinite(self) -> torch.Tensor:
+        """How many are not finite."""
+        return torch.count_nonzero(torch.sub(self.high, self.high))  # NaN of NaN and Inf
+
+    @cached_property
+    def amax_on_host(self) -> float:
+        """``amax`` as a number."""
+        return self.amax.item()
+
+    @cached_property
+    def values_on_host(self) -> int:
+        """``values`` as a number."""
+        return int(self.values.item()) if self._bits.min().item() == 0 else self._bits.numel()
+
+    @cached_property
+    def signal_on_host(self) -> float:
+        """The sum of squares, if they neither overflow nor vanish."""
+        return _square_sum(self.x).item()
+
+
+class _Scale(NamedTuple):
+    """The scales of a part of a cast: 0-dim, ``[M, 1]``, ``[1, K]`` or ``[M, K]``."""
+
+    scale: torch.Tensor
+    reciprocal: torch.Tensor
+
+
+class _Cast(NamedTuple):
+    """A cast, in parts.
+
+    Attributes:
+        qdata, scales: of each part.
+        covered: the dims of which a scale covers all.
+    """
+
+    qdata: Sequence[torch.Tensor]
+    scales: Sequence[_Scale]
+    covered: tuple[int, ...]
+
+    @classmethod
+    def of(cls, low: Quantized, rows: int, columns: int, size: int) -> "_Cast":
+        """``low`` as a matrix, in parts of so many rows."""
+        qdata = low.qdata.detach().reshape(rows, columns).split(size)
+        scale = low.granularity.gemm_scale(low.scale.detach())
+        reciprocal = scale.reciprocal()
+        by_row = scale.ndim > 0 and scale.shape[0] == rows
+        if by_row:
+            scales = [*map(_Scale, scale.split(size), reciprocal.split(size))]
+        else:
+            scales = [_Scale(scale, reciprocal)] * len(qdata)
+        covered: tuple[int, ...] = (0, 1)
+        if scale.ndim:
+            covered = tuple(d for d in (0, 1) if scale.shape[d] == 1 and (d == 1 or not by_row))
+        return cls(qdata, scales, covered)
+
+
+# What is measured of a part: ``amax`` and the fields of :class:`Measures` from ``values`` on. Of
+# CPUs they are read at once, of other devices they are a tensor ``[7]``.
+_Numbers = tuple[float, ...] | torch.Tensor
+
+
+def _total(parts: list[_Numbers], scale: torch.Tensor, rank: int) -> torch.Tensor:
+    """The measures of a cast from those of its parts."""
+    if scale.is_cpu:
+        table = torch.tensor(parts, dtype=torch.float64)
+    else:
+        table = torch.stack(cast("list[torch.Tensor]", parts))
+    total = nothing(scale.device)
+    total[0], total[1], total[2] = table[:, 0].amax(), scale.max(), -scale.min()
+    total[MAXIMA:] = table[:, 1:].sum(0)
+    total[3] = torch.where(total[7] > 0, -float(rank), -math.inf)
+    return total
 
 
 def _measure(
-    high: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor, covered: tuple[int, ...]
-) -> tuple[torch.Tensor, ...]:
-    """What is measured of a part: ``amax`` and four counts of :class:`Measures`, 0-dim.
+    operand: _Operand, qdata: torch.Tensor, scales: _Scale, covered: tuple[int, ...]
+) -> _Numbers:
+    limit = _limit(qdata.dtype)
+    if not operand.high.is_cpu:  # the host would have to wait for the answer
+        numbers = _measure_any(operand, qdata, scales, covered, limit)
+        return torch.stack([number.to(torch.float64) for number in numbers])
+    if _is_normal(operand, scales, covered, limit):
+        return _measure_normal(operand, qdata, scales.scale)
+    return tuple(n.item() for n in _measure_any(operand, qdata, scales, covered, limit))
 
-    And the sums of squares, of what each scale covers and in units of it: they neither overflow nor
+
+def _is_normal(operand: _Operand, scales: _Scale, covered: tuple[int, ...], limit: float) -> bool:
+    """Whether values are of usual magnitude, and none saturates."""
+    amax = operand.amax_on_host
+    if not (amax == 0 or _SMALLEST <= amax <= _LARGEST):
+        return False
+    scale, reciprocal = scales
+    if scale.ndim == 0:
+        return amax <= limit * scale.item()
+    amaxes = operand.amaxes(covered) if covered else operand.x.abs()
+    return amaxes.mul_(reciprocal).max().item() <= limit
+
+
+def _measure_normal(
+    operand: _Operand, qdata: torch.Tensor, scale: torch.Tensor
+) -> tuple[float, ...]:
+    """What is measured of a part on a CPU whose values :func:`_is_normal`."""
+    codes = _magnitude_bits(qdata)
+    values = left = qdata.numel()
+    if not codes.all():
+        values, left = operand.values_on_host, int(torch.count_nonzero(codes).item())
+    half, factor = as_half(qdata)
+    noise = half.to(operand.x.dtype)
+    torch.addcmul(operand.x, noise, scale, value=-factor, out=noise)
+    squares = operand.signal_on_host, _square_sum(noise).item()
+    return operand.amax_on_host, values, values - left, 0, 0, *squares
+
+
+def _measure_any(
+    operand: _Operand,
+    qdata: torch.Tensor,
+    scales: _Scale,
+    covered: tuple[int, ...],
+    limit: float,
+) -> tuple[torch.Tensor, ...]:
+    """What is measured of a part, 0-dim tensors.
+
+    Squares are summed over what each scale covers and in units of it: they neither overflow nor
     vanish in fp32.
     """
-    bits, limit = _magnitude_bits(high), _limit(qdata.dtype)
-    amax = bits.max().view(high.dtype)
-    x = high.to(torch.promote_types(high.dtype, torch.float32), copy=True).mul_(scale.reciprocal())
-    # (On other devices the host would have to wait for the answer.)
-    is_normal = high.is_cpu and _are_within(x, amax, scale, limit)
-    left = torch.count_nonzero(as_bytes(qdata) & 0x7F)
-    values = left if is_normal and left == high.numel() else torch.count_nonzero(bits)
-    saturated = nonfinite = torch.zeros_like(values)
-    if not is_normal:
-        saturated = torch.count_nonzero(x.abs() > limit)
-        nonfinite = torch.count_nonzero(torch.sub(high, high))  # NaN of NaN and Inf
-    low = upcast(qdata, x.dtype, is_finite=is_normal) if qdata.is_cpu else qdata.to(x.dtype)
-    signal, noise = _squares(x, covered), _squares(low.sub_(x), covered)
-    return amax, values, values - left, saturated, nonfinite, signal, noise
+    x = operand.x * scales.reciprocal
+    values, left = operand.values, torch.count_nonzero(_magnitude_bits(qdata))
+    saturated = torch.count_nonzero(x.abs() > limit)
+    low = upcast(qdata, x.dtype) if qdata.is_cpu else qdata.to(x.dtype)
+    unit = scales.scale.to(torch.float64).square()
+    signal, noise = (
+        (_squares(each, covered).to(torch.float64) * unit).sum() for each in (x, low - x)
+    )
+    return operand.amax, values, values - left, saturated, operand.nonfinite, signal, noise
 
 
 def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
     """The bits of ``x.abs()`` as integers, which are ordered as they are, with NaN above inf."""
-    integer = _INTEGERS[x.itemsize]
-    return x.view(integer) & torch.iinfo(integer).max
-
-
-def _are_within(x: torch.Tensor, amax: torch.Tensor, scale: torch.Tensor, limit: float) -> bool:
-    """Whether values ``x``, in units of the scale, are at most ``limit``; their amax is known."""
-    if scale.ndim == 0:
-        return amax.item() <= min(limit * scale.item(), torch.finfo(x.dtype).max)
-    return bool(_magnitude_bits(x).max().view(x.dtype) <= limit)
+    return x.view(_INTEGERS[x.itemsize]) & _MAGNITUDE[x.itemsize]
 
 
 def _squares(x: torch.Tensor, covered: tuple[int, ...]) -> torch.Tensor:
     """The sum of squares over the dims that a scale covers."""
     if len(covered) == 2:
-        return torch.dot(x.reshape(-1), x.reshape(-1))
+        return _square_sum(x)
     if not covered:
         return x.square()
     (dim,) = covered
     return torch.linalg.vecdot(x, x, dim=dim).unsqueeze(dim)
+
+
+def _square_sum(x: torch.Tensor) -> torch.Tensor:
+    x = x.reshape(-1)
+    return torch.dot(x, x)
 
 
 def _limit(dtype: torch.dtype) -> float:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -17,7 +17,7 @@ from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug.slots import CastSlot, GemmSlot, cast_slots, gemm_slots
 from fp8_dist.debug.statistics.anomalies import Anomaly, AnomalyLimits, anomalies_of
 from fp8_dist.debug.statistics.combining import RanksOfLayers
-from fp8_dist.debug.statistics.measuring import Measures, combine_, measure, measure_product
+from fp8_dist.debug.statistics.measuring import Measures, combine_, measure_casts, measure_product
 from fp8_dist.debug.statistics.rows import (
     CastStats,
     GemmStats,
@@ -113,28 +113,28 @@ class Float8Stats:
             keys = sorted(rows, key=lambda key: order.get(key, len(order)))
             self._raise_alarms(rows[key] for key in keys)
 
-    def on_cast(
+    def on_casts(
         self,
         owner: Owner,
         operand: Operand,
-        gemms: tuple[Gemm, ...],
         high: torch.Tensor,
-        low: Quantized,
+        lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
         """A layer has cast an operand: see :class:`~fp8_dist.linear.observing.CastObserver`."""
         if owner not in self._ranks.owners:
             return
-        last = self._last_inputs.get(gemms)
-        if last and _is_same(high, last.high) and _is_same(low.qdata, last.qdata):
-            found = last.found
-        else:
-            found = measure(high, low, dist.get_rank() if dist.is_initialized() else 0)
+        new = dict(lows)
+        for gemms, low in lows.items():
+            last = self._last_inputs.get(gemms)
+            if last and _is_same(high, last.high) and _is_same(low.qdata, last.qdata):
+                self._note((owner, operand, gemms), high, last.found)
+                del new[gemms]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        measured = measure_casts(high, [*new.values()], rank) if new else []
+        for (gemms, low), found in zip(new.items(), measured, strict=True):
             if operand == "input":
                 self._last_inputs[gemms] = _LastInput(high, low.qdata, found)
-        if gemms == PREPARED:
-            self._prepared[high.shape[-1]] = found
-        else:
-            self._add((owner, operand, gemms), found)
+            self._note((owner, operand, gemms), high, found)
 
     def on_gemm(
         self,
@@ -189,6 +189,12 @@ class Float8Stats:
 
     def __repr__(self) -> str:
         return f"Float8Stats({len(self.rows)} rows, {len(self.anomalies)} anomalies)"
+
+    def _note(self, key: _Key, high: torch.Tensor, found: torch.Tensor) -> None:
+        if key[2] == PREPARED:
+            self._prepared[high.shape[-1]] = found
+        else:
+            self._add(key, found)
 
     def _add(self, key: _Key, found: torch.Tensor) -> None:
         known = self._measured.get(key)

@@ -139,7 +139,7 @@ layers.1.w2: input, for output
   underflow   14.29 % of the non-zero values become zero
   saturation  0 % are beyond the largest float8 number
   non-finite  0 % are NaN or infinite
-  SQNR        140.96 dB
+  SQNR        140.91 dB
 
   magnitude divided by the scale of its row: # kept, . becomes zero, ! saturates
           2^8   28.571 %  ########################################  <- 448: the largest float8 number

@@ -30,7 +30,13 @@ from fp8_dist.cast import quantize_over
 from fp8_dist.config import CastSpec
 from fp8_dist.debug import Anomaly, AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
 from fp8_dist.debug.statistics import recorder
-from fp8_dist.debug.statistics.measuring import Measures, combine_, measure, nothing
+from fp8_dist.debug.statistics.measuring import (
+    Measures,
+    combine_,
+    measure,
+    measure_casts,
+    nothing,
+)
 from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity
 from fp8_dist.tensor import Quantized
 
@@ -96,6 +102,44 @@ def test_measures(
     assert found.noise == pytest.approx(exact.noise, rel=1e-4)
     assert exact.underflow
     assert not exact.saturated
+
+
+@pytest.mark.parametrize("granularity", [TENSOR, ROW, COLUMN])
+@pytest.mark.parametrize("amax", [1e-30, 1e30])
+def test_values_whose_squares_are_out_of_range(amax: float, granularity: Granularity) -> None:
+    x = amax * torch.randn(300, 512).clamp(-1, 1)
+    scale = torch.full(granularity.scale_shape(x.shape), amax / 448)
+    low = Quantized((x / scale).to(E4M3), scale, granularity)
+    found, exact = Measures(*measure(x, low, 0).tolist()), expected(x, low)
+    assert found[:-2] == exact[:-2]
+    assert found.signal == pytest.approx(exact.signal, rel=1e-4)
+    assert found.noise == pytest.approx(exact.noise, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_casts_of_one_operand(dtype: torch.dtype) -> None:
+    """Each is measured as it is alone, also where others saturate."""
+    x = torch.randn(300, 512).to(dtype)
+    x[::7, ::5] = 0.0
+    lows = [quantize_over(x, CastSpec(E4M3, each), False) for each in (ROW, COLUMN, TENSOR)]
+    small = torch.tensor(1e-3)
+    lows.append(Quantized((x.float() / small).clamp(-448, 448).to(E4M3), small))
+    assert torch.equal(
+        torch.stack(measure_casts(x, lows, 2)), torch.stack([measure(x, low, 2) for low in lows])
+    )
+    found = Measures(*measure_casts(x, lows, 2)[-1].tolist())
+    assert found[:-2] == expected(x, lows[-1])[:-2]
+    assert found.saturated
+
+
+@pytest.mark.parametrize("granularity", [TENSOR, ROW, COLUMN])
+def test_the_host_reads_nothing_of_other_devices(granularity: Granularity) -> None:
+    """A meta tensor has no value to be read."""
+    x = torch.randn(300, 512, device="meta")
+    low = quantize_over(x, CastSpec(E4M3, granularity), False)
+    first, second = measure_casts(x, [low, low], 0)
+    assert first.device.type == "meta"
+    assert first.shape == second.shape == (10,)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -262,11 +306,20 @@ def test_blocks_of_several_objects() -> None:
 def test_layers_of_other_models_are_not_measured() -> None:
     model, other = net(), net()
     stats = float8_stats(model[0], gemms=True)
-    with mock.patch.object(recorder, "measure", side_effect=measure) as measured, stats:
+    with mock.patch.object(recorder, "measure_casts", side_effect=measure_casts) as measured, stats:
         train(model)
         train(other)
     assert measured.call_count == 3
     assert {row.fqn for row in stats.rows} == {"0"}
+
+
+def test_casts_of_one_operand_are_measured_together() -> None:
+    model = net("rowwise")
+    stats = float8_stats(model)
+    with mock.patch.object(recorder, "measure_casts", side_effect=measure_casts) as measured, stats:
+        train(model)
+    assert [len(call.args[1]) for call in measured.call_args_list] == [2] * 6
+    assert len(stats.rows) == 12
 
 
 def test_inputs_are_not_kept_after_the_backward() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import same_bits
 
-from fp8_dist.kernels.cpu.upcast import upcast
+from fp8_dist.kernels.cpu.upcast import as_half, upcast
 
 DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 WIDE = [torch.bfloat16, torch.float32, torch.float64]
@@ -28,6 +28,15 @@ def test_every_code(dtype: torch.dtype, finite: bool, wide: torch.dtype) -> None
         assert found.dtype is wide
         assert same_bits(found.nan_to_num(), qdata.to(wide).nan_to_num())
         assert torch.equal(found.isnan(), qdata.to(wide).isnan())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_finite_code_as_half(dtype: torch.dtype) -> None:
+    codes = every_code(dtype, True)
+    for qdata in (codes, codes.t(), codes[:, ::2]):
+        half, factor = as_half(qdata)
+        assert half.dtype is torch.float16
+        assert same_bits(half.float() * factor, qdata.float())
 
 
 @pytest.mark.parametrize("wide", WIDE)
