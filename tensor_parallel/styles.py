@@ -18,14 +18,8 @@ from fp8_dist.cast import as_float8_of, quantize_over
 from fp8_dist.config import CastSpec, CopySpec
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.observing import (
-    PREPARED,
-    Owner,
-    are_gemms_observed,
-    is_observed,
-    note_prepared,
-    observe,
-)
+from fp8_dist.linear.observing import Owner, is_observed
+from fp8_dist.linear.observing_prepared import observe_prepared_cast
 from fp8_dist.mesh import local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor_parallel.siblings import make_no_siblings, make_siblings
@@ -124,6 +118,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         inside = list(float8_layers(module))
         for each in float8_layers(module).values():
             each.prepared_power_of_2 = power_of_2
+            each.prepared_by |= {first.fqn}
         if cast.delayed:
             # Among a layer's histories, since those are what sync reduces and a state_dict holds.
             first.histories[_PREPARED_INPUT] = AmaxHistory(
@@ -242,11 +237,8 @@ class _CastInput(torch.autograd.Function):
             quantized = history.copies_of(input, (copy,), record)[copy]
         else:
             quantized = quantize_over(input, cast, power_of_2)
-        if are_gemms_observed():
-            note_prepared(input)
         if is_observed():
-            scale = observe(owner, "input", PREPARED, local_tensor(input), quantized, True)
-            quantized = quantized._replace(scale=scale)
+            return observe_prepared_cast(owner, input, quantized)
         return as_float8_of(input, quantized)
 
     @staticmethod

@@ -20,12 +20,11 @@ from fp8_dist.config import CastSpec, Gemm
 from fp8_dist.granularity import TENSOR, Granularity
 from fp8_dist.kernels import quantize_after, scaled_mm
 from fp8_dist.linear.gradient_amax import GradientAmax, Siblings
-from fp8_dist.linear.observing import (
+from fp8_dist.linear.observing import is_observed, observe
+from fp8_dist.linear.observing_gemms import (
     HighPrecision,
     are_gemms_observed,
     high_precision,
-    is_observed,
-    observe,
     observe_gemm,
 )
 from fp8_dist.linear.once import Gradients, differentiable_once
@@ -193,7 +192,8 @@ class _LinearFunction(torch.autograd.Function):
         if x_layout is not None and w_layout is not None:
             now = x_layout.placements, w_layout.placements
             layouts = linear_layouts(*now, input.ndim, spec.fqn)
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        # (Under no_grad ctx.needs_input_grad says what the tensors say.)
+        needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.record else (False, False)
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         x = prepare_operand(input, "input", gemms, layouts and layouts.input, spec)
         w = _as_operand(first_qdata, first_scale, config.cast("weight", "output"), weight)

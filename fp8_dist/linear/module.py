@@ -45,12 +45,15 @@ class Float8Linear(nn.Linear):
         local_placements: where plain local tensors stand on a mesh, if they do;
             ``fp8_dist.tensor_parallel.declare_placements`` sets it.
         float8_weight: what the layer knows of its weight, and how it casts it.
+        prepared_by: names each ``PrepareFloat8ModuleInput`` around the layer: the ``fqn`` of the
+            first layer that it follows.
         prepared_power_of_2: whether the ``PrepareFloat8ModuleInput`` around the layer rounds scales
             to powers of two; None if there is none.
         histories: the amax history of each operand whose scaling is DELAYED (and of the input that
             ``PrepareFloat8ModuleInput`` casts in the layer's way).
     """
 
+    prepared_by: frozenset[str] = frozenset()
     prepared_power_of_2: bool | None = None
 
     def __init__(
@@ -171,7 +174,7 @@ class Float8Linear(nn.Linear):
             check_alignment(self.config, self.weight, input.device, self.fqn)
             if self.histories:
                 self.float8_weight.cache.warn_if_not_synced(self.fqn)
-        weight_casts = self.float8_weight.forward_casts(self.weight)
+        weight_casts = self.float8_weight.forward_casts(self.weight, input.requires_grad)
         local, siblings = local_tensor(input), None
         if isinstance(local, Float8Tensor):
             check_prepared(self.config, local, self.prepared_power_of_2, self.fqn)

@@ -7,7 +7,7 @@ kept, so that code compiles once more when it is first observed, and never again
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -15,12 +15,8 @@ from fp8_dist.cast import Copies
 from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm, Operand
 from fp8_dist.granularity import COLUMN, granularity_named
 from fp8_dist.linear.scale_query import owner_of, query
-from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor import Float8Tensor, Quantized
+from fp8_dist.tensor import Quantized
 from fp8_dist.torch_internals import STAND_INS, in_backward, without_dispatch_modes
-
-# In the place of the GEMMs of an input that PrepareFloat8ModuleInput casts for several layers.
-PREPARED: tuple[Gemm, ...] = ()
 
 
 class Owner(Protocol):
@@ -56,40 +52,24 @@ class CastObserver(Protocol):
         """A local operand was cast, for GEMMs.
 
         ``high``: ``[..., K]`` in high precision; ``lows``: float8 copies of the same shape, by the
-        GEMMs that take them. In eager code all copies of a cast operand are shown at once. The key
-        is :data:`PREPARED` for an input that :meth:`on_prepared` tells the users of.
+        GEMMs that take them. In eager code all copies of a cast operand are shown at once.
         """
 
-    def on_prepared(self, owner: Owner, features: int) -> None:
-        """A layer takes an input of so many features, as it was last prepared."""
-
-
-class GemmObserver(Protocol):
-    """Is shown the float8 GEMMs of eager code while it observes, as :class:`CastObserver`."""
-
-    def on_gemm(
-        self,
-        owner: Owner,
-        gemm: Gemm,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        result: torch.Tensor,
+    def on_prepared_cast(
+        self, owner: Owner, number: int, high: torch.Tensor, low: Quantized
     ) -> None:
-        """A layer has multiplied.
+        """``PrepareFloat8ModuleInput`` cast a local input, in the way of the layer ``owner``.
 
-        ``left``: the input or grad_output, ``[..., K]``, ``right``: the weight, or the input for
-        grad_weight; both in high precision, as they were before casts and moves. ``result``: what
-        float8 gave for them. All of them are plain tensors, or DTensors of any placements. All
-        ranks of their meshes get the same calls, so it may communicate.
+        ``number``: tells this cast from all others of this process, for :meth:`on_prepared_use`.
         """
+
+    def on_prepared_use(self, owner: Owner, number: int) -> None:
+        """A layer takes the input that was cast under this number, perhaps gathered since."""
 
 
 # Each with what it was shown outside of a backward.
 _observers: dict[CastObserver, set[Hashable]] = {}
-_gemm_observers: list[GemmObserver] = []
 _is_observed = False  # what graphs are guarded by: the list's items would be, too
-# Inputs in high precision as they were last prepared, by their features.
-_prepared: dict[int, torch.Tensor] = {}
 
 
 def is_observed() -> bool:
@@ -108,61 +88,6 @@ def observed_by(observer: CastObserver) -> Iterator[None]:
     finally:
         del _observers[observer]
         _is_observed = bool(_observers)
-
-
-@contextmanager
-def gemms_observed_by(observer: GemmObserver) -> Iterator[None]:
-    """Show an observer the GEMMs of all layers inside the block, in which all code is eager."""
-    _gemm_observers.append(observer)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        _gemm_observers[:] = [kept for kept in _gemm_observers if kept is not observer]
-        if not _gemm_observers:
-            _prepared.clear()
-
-
-def are_gemms_observed() -> bool:
-    """Whether anybody observes GEMMs."""
-    return bool(_gemm_observers) and not torch.compiler.is_compiling()
-
-
-def note_prepared(input: torch.Tensor) -> None:
-    """Keep an input in high precision that layers will take prepared, for :func:`high_input`."""
-    _prepared[input.shape[-1]] = input.detach()
-
-
-class HighPrecision(NamedTuple):
-    """The operands of a forward before casts and moves; what is not known is None."""
-
-    input: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-
-
-def high_precision(owner: Owner, input: torch.Tensor, weight: torch.Tensor) -> HighPrecision:
-    """The operands of a forward, whose input may be prepared and whose weight gathered."""
-    prepared = isinstance(local_tensor(input), Float8Tensor)
-    high = _prepared.get(input.shape[-1]) if prepared else input.detach()
-    return HighPrecision(high, owner.high_precision(weight))
-
-
-def observe_gemm(
-    owner: Owner,
-    gemm: Gemm,
-    left: torch.Tensor | None,
-    right: torch.Tensor | None,
-    result: torch.Tensor | None,
-) -> None:
-    """Show observers a GEMM whose operands are known, but not that of a repeated forward.
-
-    Arguments as :meth:`GemmObserver.on_gemm`.
-    """
-    if left is None or right is None or result is None or (gemm == "output" and in_backward()):
-        return
-    with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-        for observer in list(_gemm_observers):
-            observer.on_gemm(owner, gemm, left, right, result)
 
 
 def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, ...], CastSpec]:
@@ -246,14 +171,6 @@ def observe_copies(
     return found
 
 
-def observe_prepared(owner: Owner, features: int, scale: torch.Tensor) -> torch.Tensor:
-    """Tell observers that a layer takes a prepared input; returns the scale to go on with."""
-    if torch.compiler.is_compiling():
-        return take_prepared.overload(scale, owner.handle, features)
-    _show_prepared(owner, features)
-    return scale
-
-
 def _show(
     owner: Owner,
     operand: Operand,
@@ -265,20 +182,14 @@ def _show(
         return
     new: dict[CastObserver, dict[tuple[Gemm, ...], Quantized]] = {}
     for gemms, low in lows.items():
-        for observer in _who_has_not_seen((owner, operand, gemms), repeats):
+        for observer in who_has_not_seen((owner, operand, gemms), repeats):
             new.setdefault(observer, {})[gemms] = low
     for observer, casts in new.items():
         with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
             observer.on_casts(owner, operand, high, casts)
 
 
-def _show_prepared(owner: Owner, features: int) -> None:
-    for observer in _who_has_not_seen((owner, features), True):
-        with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-            observer.on_prepared(owner, features)
-
-
-def _who_has_not_seen(what: Hashable, repeats: bool) -> list[CastObserver]:
+def who_has_not_seen(what: Hashable, repeats: bool) -> list[CastObserver]:
     """The observers to show something: in a backward only what they were not shown before.
 
     (Compiled code may leave a cast of the forward to the backward, where it is used.)
@@ -313,12 +224,4 @@ def observe_cast(
     return carrier.clone()
 
 
-@query("take_prepared(Tensor scale, Tensor handle, int features) -> Tensor")
-def take_prepared(scale: torch.Tensor, handle: torch.Tensor, features: int) -> torch.Tensor:
-    """:func:`observe_prepared` in a graph."""
-    _show_prepared(owner_of(handle), features)
-    return scale.clone()
-
-
 observe_cast.register_fake(lambda carrier, *_: torch.empty_like(carrier))
-take_prepared.register_fake(lambda scale, *_: torch.empty_like(scale))

@@ -17,7 +17,8 @@ from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig, Gemm, Operan
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.gradient_amax import GradientAmax
-from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared
+from fp8_dist.linear.observing import Owner, is_observed, observe_copies
+from fp8_dist.linear.observing_prepared import observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
 from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim, with_local
@@ -148,8 +149,7 @@ def prepare_operand(
     prepared = local_tensor(tensor)
     if isinstance(prepared, Float8Tensor):
         if is_observed():
-            scale = observe_prepared(spec.owner, tensor.shape[-1], prepared.scale)
-            tensor = with_local(tensor, prepared.rewrap(scale=scale))
+            tensor = with_local(tensor, observe_prepared_use(spec.owner, prepared))
         return dict.fromkeys(gemms, _moved(tensor, placements))
     if not isinstance(tensor, DTensor):
         return _cast_here(tensor, operand, gemms, spec, None, tensor)

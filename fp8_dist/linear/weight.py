@@ -128,8 +128,10 @@ class Float8Weight:
             return Layout.of(parameter)
         return declared.weight_layout(parameter, self.fqn)
 
-    def forward_casts(self, parameter: torch.Tensor) -> WeightCasts:
-        """The casts of the parameter that a forward takes.
+    def forward_casts(self, parameter: torch.Tensor, needs_grad_input: bool = True) -> WeightCasts:
+        """The casts of the parameter that a forward and its backward take.
+
+        ``needs_grad_input``: whether a backward, if one follows, computes the input's gradient.
 
         Collectives: for each cast one all-reduce of 4 bytes per scale, if what a scale covers is
         sharded and the scales are not known.
@@ -154,15 +156,17 @@ class Float8Weight:
         if self._is_exchanged:
             return self._casts_of_unsharded(shard, ScaleState.FROM_FORWARD if keeps else None)
         by_gemm = self.config.copies("weight", shard.device)
-        if not training:
-            # No backward follows, whose GEMM might take a transposed copy.
-            by_gemm = {gemm: CopySpec(copy.cast) for gemm, copy in by_gemm.items()}
+        if not (training and needs_grad_input):
+            by_gemm = {gemm: copy for gemm, copy in by_gemm.items() if gemm == "output"}
         copies = tuple(dict.fromkeys(by_gemm.values()))
+        if not copies:
+            return WeightCasts()
         if compiling:
             with torch.no_grad():
                 float8 = self._casts_of_graph(shard, copies, keeps)
         else:
             float8 = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD, training)
+            float8 = {copy: float8[copy] for copy in copies}
             if "weight" in self._histories:
                 scale = self._recorded(next(iter(float8.values())).scale)
                 float8 = {copy: q._replace(scale=scale) for copy, q in float8.items()}
@@ -335,6 +339,8 @@ class Float8Weight:
         history = self._histories.get("weight")
         known = self.cache.scaling if is_own and self._is_fresh(parameter, shard) else None
         if known is not None:
+            if not all(copy.cast in known for copy in copies):
+                known = self.answer(shard, ScaleState.FROM_FORWARD if keep else None)
             own = {
                 cast: (multiplier.to(shard.device), scale.to(shard.device, copy=True))
                 for cast, (multiplier, scale) in known.items()
@@ -399,7 +405,7 @@ class Float8Weight:
             self.begin_evaluation()
         if self._is_own(shard):
             return self.answer(shard, source)
-        return self._new_scalings(self.parameter(), shard, None)
+        return self._new_scalings(self.parameter(), shard, None, {})
 
     def _is_own(self, shard: torch.Tensor) -> bool:
         """Whether a graph read the values of the layer's parameter.
@@ -418,8 +424,10 @@ class Float8Weight:
     def answer(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
         """:meth:`_scalings`, without the operator."""
         parameter = self.parameter()
-        known = self.cache.scaling if self._is_fresh(parameter, shard) else None
-        return self._new_scalings(parameter, shard, source) if known is None else known
+        known = (self.cache.scaling if self._is_fresh(parameter, shard) else None) or {}
+        if all(cast in known for cast in self.config.casts("weight")):
+            return known
+        return self._new_scalings(parameter, shard, source, known)
 
     def _is_fresh(self, parameter: torch.Tensor, shard: torch.Tensor) -> bool:
         """Whether what is known of a parameter may be used.
@@ -430,15 +438,24 @@ class Float8Weight:
         return not is_captured(shard) and self.cache.is_fresh(parameter)
 
     def _new_scalings(
-        self, parameter: torch.Tensor, shard: torch.Tensor, source: ScaleState | None
+        self,
+        parameter: torch.Tensor,
+        shard: torch.Tensor,
+        source: ScaleState | None,
+        known: Scalings,
     ) -> Scalings:
         """The scaling for each cast from the parameter's values or history; the cache is told.
+
+        ``known``: those that are known (a forward without grad_input finds one of two).
 
         (Except of a tensor in the parameter's place, such as FSDP1's view of what it gathered,
         which changes unnoticed.)
         """
         casts = self.config.casts("weight")
-        new = {cast: self._scaling_of(parameter, shard, cast) for cast in casts}
+        new = {
+            cast: known[cast] if cast in known else self._scaling_of(parameter, shard, cast)
+            for cast in casts
+        }
         self._note(parameter, shard, new, source)
         return new
 

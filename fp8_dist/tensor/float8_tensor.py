@@ -29,6 +29,9 @@ class Float8Tensor(torch.Tensor):
         orig_dtype: the high-precision dtype it was cast from, which is also its ``dtype``.
         granularity: the name of what one scale covers; :func:`granularity_of` gives the object. (A
             tensor in a graph has attributes of plain data alone.)
+        cast_number: a 0-dim int64 CPU tensor that tells this cast from others of this rank, for
+            recorders such as ``fp8_dist.debug.float8_stats``. It stays with whatever is made of
+            the tensor. None: nobody records.
 
     The constructor takes these; it raises TypeError for other dtypes, ValueError for a scale that
     does not fit. ``granularity=None``: a scale per row if the shape allows it, else one for the
@@ -40,9 +43,10 @@ class Float8Tensor(torch.Tensor):
     scale: torch.Tensor
     orig_dtype: torch.dtype
     granularity: str
+    cast_number: torch.Tensor | None
 
     # The one declaration of the fields: flatten, unflatten and rewrap follow from it.
-    _TENSOR_FIELDS = ("qdata", "scale")
+    _TENSOR_FIELDS = ("qdata", "scale", "cast_number")  # the last may be None
     _STATIC_FIELDS = ("orig_dtype", "granularity")
     __slots__ = _TENSOR_FIELDS + _STATIC_FIELDS
 
@@ -53,6 +57,7 @@ class Float8Tensor(torch.Tensor):
         scale: torch.Tensor,
         orig_dtype: torch.dtype,
         granularity: str | None = None,
+        cast_number: torch.Tensor | None = None,
     ) -> "Float8Tensor":
         if not is_float8(qdata.dtype):
             raise TypeError(f"Float8Tensor: qdata must have a float8 dtype, got {qdata.dtype}")
@@ -81,6 +86,7 @@ class Float8Tensor(torch.Tensor):
         self.scale = scale
         self.orig_dtype = orig_dtype
         self.granularity = granularity
+        self.cast_number = cast_number
         return self
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
@@ -109,7 +115,8 @@ class Float8Tensor(torch.Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        return list(self._TENSOR_FIELDS), {n: getattr(self, n) for n in self._STATIC_FIELDS}
+        tensors = [name for name in self._TENSOR_FIELDS if getattr(self, name) is not None]
+        return tensors, {name: getattr(self, name) for name in self._STATIC_FIELDS}
 
     @staticmethod
     def __tensor_unflatten__(

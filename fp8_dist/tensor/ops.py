@@ -163,7 +163,9 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     along_scales = first.scale.ndim and dim % first.ndim not in fixed
     scale = func(scales, dim) if along_scales else _common_scale(scales)
     out = func([as_bytes(x.qdata) for x in tensors], dim)
-    return first.rewrap(qdata=out.view(first.qdata.dtype), scale=scale)
+    of_one_cast = all(x.cast_number is first.cast_number for x in tensors)
+    cast_number = first.cast_number if of_one_cast else None
+    return first.rewrap(qdata=out.view(first.qdata.dtype), scale=scale, cast_number=cast_number)
 
 
 def _check_same_kind(name: str, x: Float8Tensor, y: Float8Tensor) -> None:

@@ -83,11 +83,14 @@ function axisTitle(text) {
   return { text, standoff: 8, font: { color: color("soft"), size: 12 } };
 }
 
-// Ticks at powers of ten, or at 1, 2 and 5 times these where there are few of them.
+// Ticks at powers of ten, so far apart that there is room for their labels; at 1, 2 and 5 times
+// these where there are few of them; where there is hardly one, at Plotly's choice.
 function logAxis(title, values) {
   const shown = values.filter((value) => value > 0 && Number.isFinite(value));
-  const wide = Math.max(...shown) / Math.min(...shown) > 100;
-  return { type: "log", title: axisTitle(title), dtick: wide ? 1 : "D2", tickformat: "~g" };
+  const decades = Math.log10(Math.max(...shown)) - Math.log10(Math.min(...shown));
+  const axis = { type: "log", title: axisTitle(title), tickformat: "~g" };
+  if (decades < 0.8) return { ...axis, nticks: 6 };
+  return { ...axis, dtick: decades > 2 ? Math.ceil(decades / 7) : "D2" };
 }
 
 // Steps as bands behind a line: where its values are not finite, and where anomalies were found.

@@ -47,6 +47,8 @@ class RunWriter:
             (self.out / name).unlink(missing_ok=True)
         for name in ("metrics.jsonl", STATS, ANOMALIES):
             keep_lines_before(first, self.out / name)
+        # Those before a resumed step: statistics know the anomalies of their own process alone.
+        self._told = anomalies_in(self.out / ANOMALIES)
         self.metrics = (self.out / "metrics.jsonl").open("a", buffering=1)
 
     def write_config(self, model: nn.Module, device: torch.device, reason: str) -> None:
@@ -113,13 +115,18 @@ class RunWriter:
         stats.append_jsonl(self.out / STATS)
 
     def write_anomaly(self, anomaly: Anomaly) -> None:
-        """Prints and appends an anomaly."""
-        tqdm.write(f"anomaly: {anomaly}")
-        append_jsonl([anomaly_dict(anomaly)], self.out / ANOMALIES)
+        """Prints and appends an anomaly, the first of its kind in a layer."""
+        line = anomaly_dict(anomaly)
+        if (line["fqn"], line["what"]) not in self._told:
+            tqdm.write(f"anomaly: {anomaly}")
+            append_jsonl([line], self.out / ANOMALIES)
 
     def sync(self) -> None:
         """Returns once the lines that were written survive a crash of the machine."""
-        os.fsync(self.metrics.fileno())
+        for name in ("metrics.jsonl", STATS, ANOMALIES):
+            if (path := self.out / name).exists():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
 
     def write_audit(self, audit: CommAudit) -> None:
         """Prints and writes the collectives of the audited (last) step."""
@@ -160,6 +167,14 @@ def lines_before(step: int, path: Path) -> str:
         if at < step and line.endswith("\n"):
             kept.append(line)
     return "".join(kept)
+
+
+def anomalies_in(path: Path) -> set[tuple[str, str]]:
+    """The layers and kinds of the anomalies in a file, if there is one."""
+    if not path.exists():
+        return set()
+    found = map(json.loads, path.read_text().splitlines())
+    return {(anomaly["fqn"], anomaly["what"]) for anomaly in found}
 
 
 def audit_rows(audit: CommAudit) -> list[dict[str, Any]]:

@@ -293,9 +293,10 @@ def precomputed_in_graphs(recipe: str) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 6), ("rowwise", 12)])
+@pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 6), ("rowwise", 10)])
 def test_graphs_use_what_precompute_left(ranks: RankPools, recipe: str, casts: int) -> None:
-    # Two micro-batches share what the first of them computes.
+    # Two micro-batches share what the first of them computes. Of the weights of rowwise, which are
+    # cast twice, two belong to layers whose input needs no gradient.
     assert ranks(2).run(precomputed_in_graphs, recipe) == [[casts, 0, 0, casts]] * 2
 
 

@@ -11,6 +11,7 @@ from ranks import RankPools, device_mesh
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist import (
@@ -20,7 +21,12 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.debug import Anomaly, CastStats, GemmStats, comm_audit, float8_stats
-from fp8_dist.tensor_parallel import apply_tp_plan
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    apply_tp_plan,
+)
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 CASES = [(2, 1, None), (1, 2, None), (2, 2, None), (2, 2, "aot_eager")]
@@ -208,3 +214,54 @@ def stages() -> str:
 def test_ranks_with_different_layers_are_refused(ranks: RankPools) -> None:
     for text in ranks(2).run(stages):
         assert "the ranks have different layers" in text
+
+
+class Uneven(nn.Module):
+    """Features that three ranks don't divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.w1, self.w2 = nn.Linear(32, 40), nn.Linear(40, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.relu(self.w1(x)))
+
+
+def gemms_of_uneven_parts(
+    prepared: bool, local_output: bool
+) -> tuple[list[CastStats | GemmStats], list[CastStats | GemmStats]]:
+    """Tensor and sequence parallelism: a sequence of 7 in parts of 3, 3 and 1."""
+    mesh = device_mesh(tp=3)
+    twin, net = (convert_to_float8_training(Uneven()) for _ in range(2))
+    plan = {
+        "w1": Float8ColwiseParallel(input_layouts=Shard(1), use_local_output=local_output),
+        "w2": Float8RowwiseParallel(output_layouts=Shard(1), use_local_output=local_output),
+    }
+    if prepared:
+        layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+        plan[""] = PrepareFloat8ModuleInput(**layouts)
+    apply_tp_plan(net, mesh, plan)
+    x, grad = torch.randn(2, 2, 7, 32, generator=torch.Generator().manual_seed(0))
+    mine, its = float8_stats(net, gemms=True), float8_stats(twin, gemms=True)
+    with mine:
+        output = net(distribute_tensor(x, mesh, [Shard(1)]).requires_grad_())
+        whole = distribute_tensor(grad, mesh, [Shard(1)])
+        output.backward(whole.to_local() if local_output else whole)
+    with its:
+        twin(x.clone().requires_grad_()).backward(grad)
+    return mine.rows, its.rows
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("local_output", [False, True])
+def test_gemms_where_ranks_divide_neither_features_nor_the_sequence(
+    ranks: RankPools, prepared: bool, local_output: bool
+) -> None:
+    for mine, its in ranks(3).run(gemms_of_uneven_parts, prepared, local_output):
+        assert len(mine) == len(its) == 2 * (3 + 3)
+        assert [row for row in its if isinstance(row, GemmStats)]
+        for row, expected in zip(mine, its, strict=True):
+            assert abs(row.sqnr - expected.sqnr) < 0.01, (row, expected)

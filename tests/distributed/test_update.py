@@ -86,11 +86,11 @@ tensorwise         dp 1 tp 2: all_reduce of 6 over tp, 6 fewer in the step
 tensorwise         dp 2 tp 2: all_reduce of 6 over world, 6 fewer in the step
 rowwise            dp 1 tp 1: nothing, 0 fewer in the step
 rowwise            dp 2 tp 1: nothing, 0 fewer in the step
-rowwise            dp 1 tp 2: all_reduce of 384 over tp, 6 fewer in the step
+rowwise            dp 1 tp 2: all_reduce of 384 over tp, 4 fewer in the step
 rowwise            dp 2 tp 2: nothing, 0 fewer in the step
 rowwise_with_gw_hp dp 1 tp 1: nothing, 0 fewer in the step
 rowwise_with_gw_hp dp 2 tp 1: nothing, 0 fewer in the step
-rowwise_with_gw_hp dp 1 tp 2: all_reduce of 134 over tp, 8 fewer in the step
+rowwise_with_gw_hp dp 1 tp 2: all_reduce of 134 over tp, 6 fewer in the step
 rowwise_with_gw_hp dp 2 tp 2: nothing, 0 fewer in the step
 rowwise_folded     dp 1 tp 1: nothing, 0 fewer in the step
 rowwise_folded     dp 2 tp 1: nothing, 0 fewer in the step

@@ -231,5 +231,10 @@ class CastsOnCpu:
             measured = measure(high.cpu(), copied, 0)
             self.found[owner.fqn, operand, gemms] = Measures(*measured.tolist())
 
-    def on_prepared(self, owner: Owner, features: int) -> None:
+    def on_prepared_cast(
+        self, owner: Owner, number: int, high: torch.Tensor, low: Quantized
+    ) -> None:
+        raise NotImplementedError
+
+    def on_prepared_use(self, owner: Owner, number: int) -> None:
         raise NotImplementedError

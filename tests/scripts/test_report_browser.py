@@ -7,6 +7,7 @@ a failure.
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,24 @@ def test_every_chart_has_marks(opened: Reports, run: Path) -> None:
     assert page.locator("#anomalies tbody tr").count() == 2
     titles = page.locator(".ytitle, .xtitle, .colorbar text").all_text_contents()
     assert {"step", "nats per byte", "tokens/s", "GiB", "L2 norm", "%", "dB"} <= set(titles)
+
+
+@pytest.mark.parametrize("octaves", [0.01, 1, 2.5, 3, 6, 9, 20, 60, 900])
+def test_labels_of_a_logarithmic_axis_do_not_overlap(
+    opened: Reports, tmp_path: Path, octaves: float
+) -> None:
+    norms = [2 ** (octaves * (step / 10 - 0.5)) for step in range(11)]
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": i + 1, "loss": 1.0, "grad_norm": norm} for i, norm in enumerate(norms)],
+    )
+    page = opened(tmp_path)
+    labels = page.locator("#grad_norm .yaxislayer-above .ytick text")
+    labels.first.wait_for()
+    boxes = [box for label in labels.all() if (box := label.bounding_box()) is not None]
+    tops = sorted((box["y"], box["height"]) for box in boxes)
+    assert len(boxes) >= 2
+    assert all(y + height <= below for (y, height), (below, _) in pairwise(tops))
 
 
 def test_hover_shows_layer_step_and_value(opened: Reports, run: Path) -> None:

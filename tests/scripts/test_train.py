@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_releases import uneven_sequence_in_torchs_linear
 
 import fp8_dist
+from fp8_dist.debug import Anomaly, GemmStats
 from scripts.common.corpus import Corpus, load_corpus
 from scripts.train import report, train
 from scripts.train.processes import choose_device, process_group
@@ -294,6 +295,33 @@ def test_an_old_run_is_gone_before_a_new_one_starts(tmp_path, small_text):
     assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.name in names} == {
         "metrics.jsonl": ""
     }
+
+
+def test_what_a_resumed_run_knows_and_syncs(tmp_path: Path, small_text: Path) -> None:
+    args = train.parse_args(["--data", str(small_text), "--out", str(tmp_path)])
+
+    def tell(writer: RunWriter, step: int, fqn: str) -> None:
+        row = GemmStats(step=step, fqn=fqn, gemm="output", sqnr=3.0)
+        writer.write_anomaly(Anomaly("SQNR", 3.0, 15.0, row))
+
+    def told() -> list[tuple[int, str]]:
+        lines = (tmp_path / "anomalies.jsonl").read_text().splitlines()
+        return [(line["step"], line["fqn"]) for line in map(json.loads, lines)]
+
+    writer = RunWriter(args)
+    tell(writer, 1, "w1")
+    tell(writer, 5, "w2")  # in a step that will be run again
+    synced = set()
+    with mock.patch("os.fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino)):
+        writer.sync()
+    writer.metrics.close()
+    assert synced == {path.stat().st_ino for path in tmp_path.glob("*.jsonl")}
+    assert len(synced) == 2
+    resumed = RunWriter(args, first=4)
+    tell(resumed, 4, "w1")
+    tell(resumed, 5, "w2")
+    resumed.metrics.close()
+    assert told() == [(1, "w1"), (5, "w2")]
 
 
 def test_shortest_text_that_serves():

@@ -4,6 +4,7 @@ A file has the tensors ``high``, ``qdata`` and ``scale``, and the rest as a JSON
 ``torch.save`` a dictionary of both, written by safetensors its tensors and its metadata.
 """
 
+import hashlib
 import importlib
 import io
 import json
@@ -11,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import quote
@@ -29,6 +31,7 @@ SUFFIXES: dict[FileFormat, str] = {"torch": ".pt", "safetensors": ".safetensors"
 
 _KEY = "fp8_dist_capture"  # of the JSON string
 _TENSORS = ("high", "qdata", "scale")
+_LONGEST = 120  # characters of a file name for the layer's; file systems take 255 for all of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +82,14 @@ class CapturedCast:
         return CastStats.of(found, self.step, self.fqn, self.operand, self.gemms, spec)
 
     def file_name(self, format: FileFormat) -> str:
-        """The name of the file. What a file name can't hold of the layer's is percent-encoded."""
+        """The name of the file. What a file name can't hold of the layer's is percent-encoded.
+
+        Of a layer's name that is too long the end is replaced by a hash of the name.
+        """
         layer, gemms = quote(self.fqn, safe=""), "+".join(self.gemms)
+        if len(layer) > _LONGEST:
+            digest = hashlib.sha256(self.fqn.encode()).hexdigest()[:16]
+            layer = f"{layer[: _LONGEST - 17]}~{digest}"
         where = f"step{self.step:06d}-rank{self.rank:03d}"
         return f"{where}-{layer}-{self.operand}-{gemms}-{self.call}{SUFFIXES[format]}"
 
@@ -162,15 +171,19 @@ def _safetensors(module: str) -> Any:
 
 # What each value in the JSON string must be.
 _VALUES: dict[str, Callable[[Any], bool]] = {
-    "step": lambda v: isinstance(v, int),
-    "rank": lambda v: isinstance(v, int),
+    "step": lambda v: isinstance(v, int) and not isinstance(v, bool),
+    "rank": lambda v: _is_count(v),
     "fqn": lambda v: isinstance(v, str),
     "operand": lambda v: v in get_args(Operand),
-    "gemms": lambda v: isinstance(v, list) and set(v) <= set(get_args(Gemm)),
-    "call": lambda v: isinstance(v, int),
+    "gemms": lambda v: v in [[*some] for n in (1, 2) for some in permutations(get_args(Gemm), n)],
+    "call": lambda v: _is_count(v),
     "delayed": lambda v: isinstance(v, bool),
     "granularity": lambda v: isinstance(v, str),
 }
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _checked(others: dict[str, Any], tensors: dict[str, Any]) -> CapturedCast:
@@ -189,5 +202,7 @@ def _checked(others: dict[str, Any], tensors: dict[str, Any]) -> CapturedCast:
         raise ValueError(
             f"the scales are {scale.dtype} {list(scale.shape)}, not torch.float32 {shape}"
         )
+    if (scale <= 0).any():
+        raise ValueError(f"a scale is {scale.min().item():g}; all of them must be positive")
     known = {name: others[name] for name in _VALUES} | {"gemms": tuple(others["gemms"])}
     return CapturedCast(**known, **tensors)

@@ -4,9 +4,8 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,9 @@ from torch import nn
 from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug.captures.files import CapturedCast, FileFormat, check_format, save_capture
 from fp8_dist.debug.slots import CastSlot, Patterns, choose_slots
-from fp8_dist.linear.observing import PREPARED, Owner, observed_by
+from fp8_dist.debug.step_recorder import StepRecorder
+from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear.observing import Owner
 from fp8_dist.tensor import Quantized
 
 Numbers = int | Collection[int] | None
@@ -30,7 +31,7 @@ class _Copies(NamedTuple):
     granularity: str
 
 
-class Capture:
+class Capture(StepRecorder[_Copies]):
     """The context manager that :func:`capture` makes.
 
     Attributes:
@@ -42,6 +43,7 @@ class Capture:
 
     def __init__(
         self,
+        model: nn.Module,
         slots: list[CastSlot],
         folder: Path,
         steps: Collection[int] | None,
@@ -49,41 +51,30 @@ class Capture:
         max_bytes: int,
         format: FileFormat,
     ) -> None:
+        super().__init__("capture")
         self.files: list[Path] = []
         self.bytes = 0
         self.left_out = 0
-        self.step = -1
         self._folder, self._steps, self._ranks = folder, steps, ranks
         self._max_bytes, self._format = max_bytes, format
         self._slots = {(slot.owner, slot.operand, slot.gemms): slot for slot in slots}
         self._inputs = {slot.owner: slot for slot in slots if slot.operand == "input"}
-        self._prepared: dict[int, _Copies] = {}
+        # Of other prepared inputs no copies are made.
+        self._prepared_by = {
+            name
+            for layer in float8_layers(model).values()
+            if layer.float8_weight in self._inputs
+            for name in layer.prepared_by
+        }
         self._calls: Counter[CastSlot] = Counter()
-        self._stack: ExitStack | None = None
         self._full = ""  # why nothing more is written
         self._missing: list[CastSlot] = []  # in this step
 
-    def at(self, step: int) -> Self:
-        """This object, to be entered for the step of this number."""
-        self.step = step - 1
-        return self
+    def _is_recorded(self, step: int) -> bool:
+        return self._steps is None or step in self._steps
 
-    def __enter__(self) -> Self:
-        if self._stack is not None:
-            raise RuntimeError("this capture is already recording; leave its block first")
-        self.step += 1
-        self._stack = ExitStack()
-        # On all ranks, so that compiled code has the same operators on all of them.
-        if self._steps is None or self.step in self._steps:
-            self._stack.enter_context(observed_by(self))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        stack, self._stack = self._stack, None
-        assert stack is not None
-        stack.close()
+    def _end(self, failed: bool) -> None:
         self._calls.clear()
-        self._prepared.clear()
         missing, self._missing = self._missing, []
         if missing:
             self.left_out += len(missing)
@@ -91,7 +82,7 @@ class Capture:
             warnings.warn(
                 f"capture: casts of step {self.step} were left out on rank {_rank()}, from {first} "
                 f"on ({len(missing)} in all): {self._full}",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def on_casts(
@@ -103,24 +94,24 @@ class Capture:
     ) -> None:
         """A layer has cast an operand: see :class:`~fp8_dist.linear.observing.CastObserver`."""
         for gemms, low in lows.items() if self._is_chosen_rank() else ():
-            if gemms == PREPARED:
-                # Copied now: compiled code may write into its memory before a layer takes it.
-                if self._inputs and not self._full:
-                    self._prepared[high.shape[-1]] = _copies(high, low)
-            elif slot := self._slots.get((owner, operand, gemms)):
+            if slot := self._slots.get((owner, operand, gemms)):
                 size = high.nbytes + low.qdata.nbytes + low.scale.nbytes
                 if self._has_room(slot, size):
                     self._write(slot, _copies(high, low))
 
-    def on_prepared(self, owner: Owner, features: int) -> None:
-        """A layer takes the input that was last prepared."""
+    def _keep(self, owner: Owner, high: torch.Tensor, low: Quantized) -> _Copies | None:
+        if self._full or not self._is_chosen_rank() or owner.fqn not in self._prepared_by:
+            return None
+        # Copied now: compiled code may write into its memory before a layer takes it.
+        return _copies(high, low)
+
+    def _take(self, owner: Owner, kept: _Copies | None) -> None:
         slot = self._inputs.get(owner)
         if slot is None or not self._is_chosen_rank():
             return
-        copies = self._prepared.get(features)
-        size = sum(t.nbytes for t in copies[:3]) if copies else 0
-        if self._has_room(slot, size) and copies:
-            self._write(slot, copies)
+        size = sum(t.nbytes for t in kept[:3]) if kept else 0
+        if self._has_room(slot, size) and kept:
+            self._write(slot, kept)
 
     def __repr__(self) -> str:
         return (
@@ -250,7 +241,7 @@ def capture(
         raise ValueError(f"capture: max_bytes={max_bytes!r} must be a positive integer")
     made = Path(folder)
     made.mkdir(parents=True, exist_ok=True)
-    return Capture(slots, made, chosen_steps, chosen_ranks, max_bytes, format)
+    return Capture(model, slots, made, chosen_steps, chosen_ranks, max_bytes, format)
 
 
 def _numbers(argument: str, given: Numbers) -> Collection[int] | None:

@@ -1,5 +1,6 @@
 """What is worth a warning in the statistics of a step."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +21,27 @@ class AnomalyLimits:
         underflow: more than so many per cent of the non-zero values become zero.
         sqnr: fewer dB than this.
         lag: the amax exceeds what a DELAYED scale was made for by more than so many octaves.
+
+    Raises:
+        TypeError: a limit is no number.
+        ValueError: a limit is NaN, or ``underflow`` or ``lag`` is negative.
     """
 
     underflow: float | None = 20.0
     sqnr: float | None = 15.0
     lag: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"AnomalyLimits: {name}={value!r} must be a number or None (never)")
+            if math.isnan(value) or (value < 0 and name != "sqnr"):
+                raise ValueError(
+                    f"AnomalyLimits: {name}={value!r} is no limit; give a number"
+                    f"{'' if name == 'sqnr' else ' that is not negative'}, or None (never)"
+                )
 
 
 @dataclass(frozen=True)

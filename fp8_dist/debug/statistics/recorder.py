@@ -5,19 +5,24 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug.slots import CastSlot, GemmSlot, cast_slots, gemm_slots
 from fp8_dist.debug.statistics.anomalies import Anomaly, AnomalyLimits, anomalies_of
 from fp8_dist.debug.statistics.combining import RanksOfLayers
-from fp8_dist.debug.statistics.measuring import Measures, combine_, measure_casts, measure_product
+from fp8_dist.debug.statistics.measuring import (
+    Measures,
+    combine_,
+    measure,
+    measure_casts,
+    measure_product,
+)
 from fp8_dist.debug.statistics.rows import (
     CastStats,
     GemmStats,
@@ -27,8 +32,11 @@ from fp8_dist.debug.statistics.rows import (
     decibels,
     table,
 )
+from fp8_dist.debug.statistics.whole import whole_matrix
+from fp8_dist.debug.step_recorder import StepRecorder
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.observing import PREPARED, Owner, casts_of, gemms_observed_by, observed_by
+from fp8_dist.linear.observing import Owner, casts_of
+from fp8_dist.linear.observing_gemms import gemms_observed_by
 from fp8_dist.tensor import Quantized
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
@@ -49,7 +57,7 @@ class _LastInput(NamedTuple):
     found: torch.Tensor
 
 
-class Float8Stats:
+class Float8Stats(StepRecorder[torch.Tensor]):
     """The context manager that :func:`float8_stats` makes, and the rows that it recorded.
 
     Attributes:
@@ -69,43 +77,28 @@ class Float8Stats:
         on_anomaly: OnAnomaly,
         limits: AnomalyLimits,
     ) -> None:
+        super().__init__("float8_stats")
         self.rows: list[Row] = []
         self.anomalies: list[Anomaly] = []
-        self.step = -1
         self._model, self._every, self._gemms = model, every, gemms
         self._on_anomaly, self._limits = on_anomaly, limits
         self._known: set[tuple[str, str]] = set()
-        self._stack: ExitStack | None = None
         self._measured: dict[_Key, torch.Tensor] = {}
-        self._prepared: dict[int, torch.Tensor] = {}
         self._last_inputs: dict[tuple[Gemm, ...], _LastInput] = {}
         self._ranks = RanksOfLayers(model, mesh)
 
-    def at(self, step: int) -> Self:
-        """This object, to be entered for the step of this number."""
-        self.step = step - 1
-        return self
+    def _is_recorded(self, step: int) -> bool:
+        return step % self._every == 0
 
-    def __enter__(self) -> Self:
-        if self._stack is not None:
-            raise RuntimeError("this float8_stats is already recording; leave its block first")
-        self.step += 1
-        self._stack = ExitStack()
-        if self.step % self._every == 0:
-            self._ranks.look()
-            self._stack.enter_context(observed_by(self))
-            if self._gemms:
-                self._stack.enter_context(gemms_observed_by(self))
-        return self
+    def _begin(self, stack: ExitStack) -> None:
+        self._ranks.look()
+        if self._gemms:
+            stack.enter_context(gemms_observed_by(self))
 
-    def __exit__(self, error: Any, *others: Any) -> None:
-        stack, self._stack = self._stack, None
-        assert stack is not None
-        stack.close()
+    def _end(self, failed: bool) -> None:
         measured, self._measured = self._measured, {}
-        self._prepared.clear()
         self._last_inputs.clear()
-        if error is None and self.step % self._every == 0:
+        if not failed and self._is_recorded(self.step):
             rows = self._rows_of(measured)
             self.rows += rows.values()
             # What was cast first comes first: the cause before what follows from it.
@@ -127,14 +120,13 @@ class Float8Stats:
         for gemms, low in lows.items():
             last = self._last_inputs.get(gemms)
             if last and _is_same(high, last.high) and _is_same(low.qdata, last.qdata):
-                self._note((owner, operand, gemms), high, last.found)
+                self._add((owner, operand, gemms), last.found)
                 del new[gemms]
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        measured = measure_casts(high, [*new.values()], rank) if new else []
+        measured = measure_casts(high, [*new.values()], _rank()) if new else []
         for (gemms, low), found in zip(new.items(), measured, strict=True):
             if operand == "input":
                 self._last_inputs[gemms] = _LastInput(high, low.qdata, found)
-            self._note((owner, operand, gemms), high, found)
+            self._add((owner, operand, gemms), found)
 
     def on_gemm(
         self,
@@ -147,17 +139,19 @@ class Float8Stats:
         """A layer has multiplied: see :class:`~fp8_dist.linear.observing.GemmObserver`."""
         if owner not in self._ranks.owners:
             return
-        a, b, found = (_as_whole_matrix(tensor) for tensor in (left, right, result))
+        a, b, found = (whole_matrix(tensor) for tensor in (left, right, result))
         a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
         if not a.numel() or a.shape[1] != b.shape[0] or found.shape != (len(a), b.shape[1]):
             return  # no tokens, or not the input that was last prepared
         self._add((owner, None, (gemm,)), measure_product(torch.mm(a, b), found))
 
-    def on_prepared(self, owner: Owner, features: int) -> None:
-        """A layer takes the input that was last prepared."""
-        if features in self._prepared and owner in self._ranks.owners:
+    def _keep(self, owner: Owner, high: torch.Tensor, low: Quantized) -> torch.Tensor | None:
+        return measure(high, low, _rank()) if owner in self._ranks.owners else None
+
+    def _take(self, owner: Owner, kept: torch.Tensor | None) -> None:
+        if kept is not None and owner in self._ranks.owners:
             (gemms,) = casts_of(owner.config, "input")
-            self._add((owner, "input", gemms), self._prepared[features])
+            self._add((owner, "input", gemms), kept)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows as plain Python values: see :class:`CastStats`, and ``"kind"``."""
@@ -189,12 +183,6 @@ class Float8Stats:
 
     def __repr__(self) -> str:
         return f"Float8Stats({len(self.rows)} rows, {len(self.anomalies)} anomalies)"
-
-    def _note(self, key: _Key, high: torch.Tensor, found: torch.Tensor) -> None:
-        if key[2] == PREPARED:
-            self._prepared[high.shape[-1]] = found
-        else:
-            self._add(key, found)
 
     def _add(self, key: _Key, found: torch.Tensor) -> None:
         known = self._measured.get(key)
@@ -233,6 +221,10 @@ class Float8Stats:
                     warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
 
 
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def _is_same(x: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, both alive, are the same view of the same memory."""
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
@@ -247,12 +239,6 @@ def _row(slot: CastSlot | GemmSlot, found: Measures, step: int) -> Row:
     if isinstance(slot, GemmSlot):
         return GemmStats(step, slot.fqn, slot.gemms[0], decibels(found.signal, found.noise))
     return CastStats.of(found, step, slot.fqn, slot.operand, slot.gemms, slot.cast)
-
-
-def _as_whole_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor or DTensor ``[..., K]`` as a plain fp32 matrix, on all ranks of its mesh."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.reshape(-1, whole.shape[-1]).to(torch.float32)
 
 
 def _scalars(row: Row) -> dict[str, float]:
@@ -316,7 +302,8 @@ def float8_stats(
     Collectives: when a recorded block ends without an error, one all-gather of 80 bytes per layer
     and cast for each mesh (for each axis where no group spans them), on all ranks; without any
     mesh an all-reduce of 16 bytes before the first one. With ``gemms``
-    also all-gathers of operands and results in high precision, in the forward and the backward.
+    also all-gathers of operands and results in high precision, and of their sizes (8 bytes), in the
+    forward and the backward.
 
     Raises:
         TypeError: ``model`` is no module, ``on_anomaly`` not callable, ``limits`` no AnomalyLimits,

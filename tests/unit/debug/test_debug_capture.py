@@ -89,7 +89,8 @@ def test_patterns_choose_layers_operands_and_gemms(tmp_path: Path) -> None:
 
     layers = {f"layers.{i}.w{j}" for i in (0, 1) for j in (1, 2, 3)}
     assert {each.split()[0] for each in chosen()} == layers
-    assert len(chosen()) == 6 * 6 - 2  # no gradient flows to the model's input
+    # No gradient flows to the model's input: its two layers neither cast for it nor get one.
+    assert len(chosen()) == 6 * 6 - 2 * 2
     assert chosen(fqn="layers.*.w[12]", operand="weight", gemm="output") == {
         f"layers.{i}.w{j} weight output" for i in (0, 1) for j in (1, 2)
     }
@@ -238,6 +239,19 @@ def test_names_that_a_file_name_can_not_hold(tmp_path: Path) -> None:
     assert loaded(recorded)[0].fqn == "a/b"
 
 
+def test_long_names_of_layers(tmp_path: Path) -> None:
+    model = nn.Sequential()
+    for i in range(2):  # they differ at the end alone
+        model.add_module("/" * 100 + str(i), nn.Linear(16, 16))
+    convert_to_float8_training(model)
+    with capture(model, tmp_path) as recorded:
+        model(torch.randn(2, 16)).sum().backward()
+    assert recorded.left_out == 0
+    assert len(set(recorded.files)) == 2 * 3
+    assert max(len(path.name) for path in recorded.files) < 200
+    assert {captured.fqn for captured in loaded(recorded)} == {"/" * 100 + str(i) for i in range(2)}
+
+
 WRONG: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"fqn": "layers.7.w2"}, ValueError, "fqn='layers.7.w2' matches no converted layer. Near names: layers.1.w2, layers.0.w2"),
     ({"fqn": "wq"}, ValueError, "fqn='wq' matches no converted layer. Near names: layers.0.w1, layers.0.w3"),
@@ -296,10 +310,15 @@ def saved(tmp_path: Path, **changes: object) -> Path:
     [
         ({"operand": "bias"}, "operand='bias' is not what a capture holds"),
         ({"gemms": ("output", "input")}, "gemms=['output', 'input'] is not what a capture holds"),
+        ({"gemms": ()}, "gemms=[] is not what a capture holds"),
+        ({"gemms": ("output", "output")}, "gemms=['output', 'output'] is not what a capture holds"),
+        ({"step": True}, "step=True is not what a capture holds"),
+        ({"rank": -1}, "rank=-1 is not what a capture holds"),
         ({"call": "1"}, "call='1' is not what a capture holds"),
         ({"granularity": "quad"}, "KeyError: 'quad'"),
         ({"scale": torch.ones(2)}, "the scales are torch.float32 [2], not torch.float32 []"),
         ({"scale": torch.ones(()).double()}, "the scales are torch.float64 []"),
+        ({"scale": -torch.ones(())}, "a scale is -1; all of them must be positive"),
         ({"qdata": torch.zeros(2, 16)}, "qdata, torch.float32 [2, 16], is no float8 copy of high"),
         ({"high": torch.zeros(3, 16)}, "is no float8 copy of high, torch.float32 [3, 16]"),
         ({"high": torch.zeros(2, 16).int()}, "is no float8 copy of high, torch.int32 [2, 16]"),

@@ -415,6 +415,22 @@ step 11: 0: grad_output (for grad_input, grad_weight): 100 % of the values are N
     assert stats.anomalies == seen
 
 
+@pytest.mark.parametrize(
+    ("limits", "error", "message"),
+    [
+        ({"underflow": -1.0}, ValueError, "underflow=-1.0 is no limit; give a number that is not"),
+        ({"underflow": math.nan}, ValueError, "underflow=nan is no limit"),
+        ({"lag": -0.5}, ValueError, "lag=-0.5 is no limit; give a number that is not negative"),
+        ({"sqnr": math.nan}, ValueError, "sqnr=nan is no limit; give a number, or None (never)"),
+        ({"sqnr": "15"}, TypeError, "sqnr='15' must be a number or None (never)"),
+        ({"lag": True}, TypeError, "lag=True must be a number or None (never)"),
+    ],
+)
+def test_limits_that_are_none(limits: dict[str, Any], error: type[Exception], message: str) -> None:
+    assert raised(error, lambda: AnomalyLimits(**limits)).startswith(f"AnomalyLimits: {message}")
+    AnomalyLimits(underflow=0, sqnr=-5.0, lag=None)
+
+
 def test_warnings_once_per_layer() -> None:
     model = net()
     stats = float8_stats(model, on_anomaly="warn", limits=AnomalyLimits(sqnr=100.0))
@@ -423,6 +439,7 @@ def test_warnings_once_per_layer() -> None:
         for _ in range(2):
             with stats:
                 train(model)
+    assert {w.filename for w in caught} == {__file__}
     assert_expected_inline(
         "\n".join(str(w.message) for w in caught),
         """\

@@ -1,0 +1,198 @@
+"""Recorders tell inputs apart that PrepareFloat8ModuleInput casts, however many a module has."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankPools, device_mesh
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, float8_layers
+from fp8_dist.debug import CapturedCast, CastStats, GemmStats, capture, float8_stats, load_capture
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    PrepareFloat8ModuleInput,
+    apply_tp_plan,
+)
+
+Rows = list[CastStats | GemmStats]
+WIDTH = 32
+
+
+class Gate(nn.Module):
+    """Has a prepared input of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.g(x)
+
+
+class Cross(nn.Module):
+    """Takes its two inputs in turn, and calls a module with an input of its own in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate = Gate()
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, third: torch.Tensor) -> torch.Tensor:
+        first = self.k(memory) * self.q(x)
+        return first + self.gate(third) + self.v(memory) * self.o(x)
+
+
+class Net(nn.Module):
+    """What is compiled: the module around the one whose inputs are prepared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.cross = Cross()
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.cross(*inputs)
+
+
+def batch(part: int) -> list[torch.Tensor]:
+    """Three inputs, whose amaxes are far from each other, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(part)
+    x, memory, third, grad = torch.randn(4, 2, 8, WIDTH, generator=generator)
+    return [x, 100 * memory, 1e-3 * third, grad]
+
+
+def parallelized(net: nn.Module) -> None:
+    mesh = device_mesh(tp=2)
+    prepare = partial(PrepareFloat8ModuleInput, use_local_output=False)
+    columns = {f"cross.{name}": Float8ColwiseParallel() for name in ("q", "k", "v", "o", "gate.g")}
+    two = prepare(
+        input_layouts=(Shard(1), Shard(1), None),
+        desired_input_layouts=(Replicate(), Replicate(), None),
+    )
+    one = prepare(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    apply_tp_plan(net, mesh, {"cross": two, "cross.gate": one, **columns})
+
+
+def run(net: nn.Module, checkpointed: bool, parts: int, tp: int) -> None:
+    rank = torch.distributed.get_rank()
+    for part in range(parts):
+        *inputs, grad = batch(part)
+        if tp > 1:
+            inputs = [x.chunk(tp, 1)[rank] for x in inputs]
+            grad = grad.chunk(tp, 2)[rank]
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        run = partial(checkpoint, net, use_reentrant=False) if checkpointed else net
+        run(*inputs).backward(grad)
+
+
+def recorded(
+    recipe: str, backend: str | None, of_layers: bool, checkpointed: bool, gemms: bool, folder: Path
+) -> tuple[Rows, Rows, list[CapturedCast]]:
+    """The rows under tensor and sequence parallelism and of one device; what was captured."""
+    torch._dynamo.reset()
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    twin, net = (convert_to_float8_training(Net(), config=config) for _ in range(2))
+    parallelized(net)
+    if backend is not None:
+        net.compile(backend=backend, fullgraph=True)
+    if of_layers:  # inputs are prepared by eager code
+        for layer in float8_layers(net).values():
+            layer.compile(backend="aot_eager", fullgraph=True)
+    mine, its = float8_stats(net, gemms=gemms), float8_stats(twin, gemms=gemms)
+    files = capture(net, folder, fqn=["cross.q", "cross.v"], operand="input")
+    for step in range(2):
+        with files.at(step), mine:
+            run(net, checkpointed, 2, tp=2)
+        with its:
+            run(twin, False, 2, tp=1)
+    return mine.rows, its.rows, [load_capture(path) for path in files.files]
+
+
+CASES = [
+    ("tensorwise", None, False, False, True),
+    ("tensorwise", None, False, True, True),
+    ("tensorwise", None, True, False, False),
+    ("tensorwise", "aot_eager", False, False, False),
+    ("tensorwise", "inductor", False, True, False),
+    ("rowwise_folded", None, False, False, True),
+    ("rowwise_folded", "aot_eager", False, True, False),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("recipe", "backend", "of_layers", "checkpointed", "gemms"), CASES)
+def test_inputs_of_one_width_are_told_apart(
+    ranks: RankPools,
+    tmp_path: Path,
+    recipe: str,
+    backend: str | None,
+    of_layers: bool,
+    checkpointed: bool,
+    gemms: bool,
+) -> None:
+    pool = ranks(2)
+    found = pool.run(
+        recorded, recipe, backend, of_layers, checkpointed, gemms, tmp_path, timeout=180
+    )
+    for rank, (mine, its, captured) in enumerate(found):
+        assert (
+            len(mine)
+            == len(its)
+            == 2 * 5 * (6 if gemms else 3) + (2 * 5 if recipe == "rowwise_folded" else 0)
+        )
+        for row, expected in zip(mine, its, strict=True):
+            assert abs(row.sqnr - expected.sqnr) < 0.01, (row, expected)
+            if isinstance(row, CastStats) and isinstance(expected, CastStats):
+                assert (row.fqn, row.amax, row.scale) == (
+                    expected.fqn,
+                    expected.amax,
+                    expected.scale,
+                )
+        names = [(c.step, c.call, c.fqn) for c in captured]
+        assert sorted(names) == [
+            (step, part, fqn)
+            for step in range(2)
+            for part in range(2)
+            for fqn in ("cross.q", "cross.v")
+        ]
+        for c in captured:
+            x, memory, *_ = batch(c.call)
+            torch.testing.assert_close(
+                c.high, (x if c.fqn == "cross.q" else memory).chunk(2, 1)[rank], rtol=0, atol=0
+            )
+
+
+def operators() -> list[tuple[int, int, int]]:
+    """Of each graph how many operators show casts of prepared inputs, their uses, anything."""
+    torch._dynamo.reset()
+    net = convert_to_float8_training(Net())
+    parallelized(net)
+    counts = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> object:
+        names = " ".join(str(node.target) for node in graph.graph.nodes)
+        observed = ("observe_preparation", "observe_use", "observe")
+        counts.append(tuple(names.count(f"fp8_dist.{name}") for name in observed))
+        return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
+
+    net.compile(
+        backend=torch._dynamo.backends.common.aot_autograd(fw_compiler=keep), fullgraph=True
+    )
+    stats = float8_stats(net, every=2)
+    run(net, False, 1, tp=2)  # outside of any block
+    for _ in range(4):
+        with stats:
+            run(net, False, 1, tp=2)
+    return counts  # type: ignore[return-value]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_have_the_operators_only_while_they_are_recorded(ranks: RankPools) -> None:
+    # Forward and backward: three inputs, five layers, five weights; five gradients.
+    off, on = [(0, 0, 0), (0, 0, 0)], [(3, 5, 3 + 5 + 5), (0, 0, 5)]
+    assert ranks(2).run(operators, timeout=180) == [off + on] * 2
