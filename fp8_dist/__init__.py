@@ -23,6 +23,7 @@ from fp8_dist.config import (
     ScalingType,
 )
 from fp8_dist.convert import convert_to_float8_training
+from fp8_dist.export import float8_quantization_config, float8_state_dict
 from fp8_dist.fsdp import (
     Float8AllGatherWeight,
     attach_precompute,
@@ -63,6 +64,8 @@ __all__ = [
     "conversion_summary",
     "convert_to_float8_training",
     "float8_layers",
+    "float8_quantization_config",
+    "float8_state_dict",
     "invalidate_float8_scales",
     "precompute_float8_dynamic_scale",
     "precompute_float8_dynamic_scale_for_fsdp",

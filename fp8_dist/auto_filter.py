@@ -22,13 +22,15 @@ Limits = tuple[int | None, int | None]  # the largest (out, in) that is too smal
 # The figures of torchao 0.18's auto filter, which were measured on H100.
 _TENSORWISE: tuple[Limits, ...] = ((1024, 4096),)
 _ROWWISE: tuple[Limits, ...] = ((2048, None), (None, 1024), (4096, 2048))
-# Assumed, not measured: the last three recipes gain where one with the same GEMMs does.
+# Assumed, not measured: the other recipes gain where one with the same or similar GEMMs does.
 TOO_SMALL: dict[str, tuple[Limits, ...]] = {
     "tensorwise": _TENSORWISE,
     "rowwise": _ROWWISE,
     "rowwise_with_gw_hp": _ROWWISE,
     "rowwise_folded": _ROWWISE,
     "delayed": _TENSORWISE,
+    "blockwise": _ROWWISE,
+    "mxfp8": _ROWWISE,
 }
 
 

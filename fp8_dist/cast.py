@@ -9,21 +9,31 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.config import CastConfig, CastSpec, CopySpec, ScalingGranularity, ScalingType
-from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity, covering
+from fp8_dist.cut_blocks import (
+    are_cut,
+    granularity_at,
+    part_of_exponents,
+    reduced_exponents,
+    whole_exponents,
+)
+from fp8_dist.granularity import COLUMN, ROW, TENSOR, Blocks, Granularity, covering
 from fp8_dist.kernels import (
     Scaling,
     amax,
     amaxes,
+    block_exponents,
     cast_copies,
     cast_rows,
     fuses_rows,
     quantize,
+    quantize_blocks,
     quantize_copies,
     scaling_from_amax,
     transposed_copy,
 )
 from fp8_dist.mesh import (
     GroupNames,
+    Layout,
     Placements,
     all_reduce_max,
     groups_over,
@@ -52,17 +62,20 @@ def cast_to_float8(
             exactly the axes on which it is sharded; Partial ones are reduced first.
         cast_config: ``target_dtype=None`` means e4m3. ``DISABLED`` returns ``tensor`` itself.
         dim: the reduced dim of an axiswise cast (one scale for each index of the other dims);
-            ``None`` for a tensorwise one.
-        round_scales_to_power_of_2: round the quantization multiplier down to a power of two.
+            ``None`` for a tensorwise or blockwise one.
+        round_scales_to_power_of_2: round the quantization multiplier down to a power of two. (Those
+            of blocks are powers of two in any case.)
 
     Returns:
-        Float8Tensor of the input's shape (a fp32 scale, 0-dim or of size 1 along ``dim``, by the
-        formula of :mod:`fp8_dist.kernels.scale`), or DTensor(Float8Tensor) with the placements of
-        the input (Partial became Replicate). Its ``redistribute`` moves 1 byte per element, and
-        scales of the last dim with their rows; tensors with scales along other dims can't be
-        redistributed. The gradient passes unchanged.
+        Float8Tensor of the input's shape, or DTensor(Float8Tensor) with the placements of the input
+        (Partial became Replicate). Its scale is fp32, 0-dim or of size 1 along ``dim``, by the
+        formula of :mod:`fp8_dist.kernels.scale`, or the exponents of blocks. Its ``redistribute``
+        moves 1 byte per element, and scales of the last dim with their rows; tensors with scales
+        along other dims, in square blocks or in blocks that shards cut can't be redistributed. The
+        gradient passes unchanged.
 
-    Collectives: an all-reduce of 4 bytes per scale over the axes that shard what a scale covers
+    Collectives: an all-reduce of 4 bytes per scale (1 for blocks that shards cut, none for others)
+    over the axes that shard what a scale covers
     (one per axis where they have no group in common, see :mod:`fp8_dist.mesh.groups`), none where
     no axis does; and those of Partial axes, in high precision.
 
@@ -87,7 +100,9 @@ def cast_to_float8(
             "cast_to_float8: a DELAYED scale comes from the history that a Float8Linear keeps; use "
             "ScalingType.DYNAMIC"
         )
-    granularity = TENSOR if dim is None else covering((dim % tensor.ndim,), tensor.ndim)
+    granularity = cast_config.granularity
+    if dim is not None:
+        granularity = covering((dim % tensor.ndim,), tensor.ndim)
     cast = CastSpec(cast_config.dtype_for("input"), granularity)
     return _CastToFloat8.apply(reduced(tensor), cast, round_scales_to_power_of_2)
 
@@ -98,11 +113,17 @@ def _check_dim(tensor: torch.Tensor, cast_config: CastConfig, dim: int | None) -
             f"cast_to_float8: {cast_config.scaling_granularity!r} is for layers; use "
             "ScalingGranularity.TENSORWISE or AXISWISE"
         )
-    if cast_config.scaling_granularity is ScalingGranularity.TENSORWISE:
+    if cast_config.scaling_granularity is not ScalingGranularity.AXISWISE:
         if dim is not None:
             raise ValueError(
                 f"cast_to_float8: dim={dim} is the reduced dim of an axiswise cast, but the "
-                "granularity is TENSORWISE; drop dim"
+                f"granularity is {cast_config.scaling_granularity.name}; drop dim"
+            )
+        needed = 0 if cast_config.block_size is None else 1 + (cast_config.block_size[0] > 1)
+        if tensor.ndim < needed:
+            raise ValueError(
+                f"cast_to_float8: blocks of {cast_config.block_size} need a tensor of {needed} "
+                f"dims or more, got {tensor.ndim}"
             )
     elif dim is None:
         raise ValueError(
@@ -127,11 +148,60 @@ def scaling_over(
         axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
         local: its local tensor, where that is stored in another form.
 
-    Collectives: at most one all-reduce of 4 bytes per scale for each of :func:`amax_groups`.
+    Collectives: at most one all-reduce of 4 bytes per scale (1 for blocks that shards cut) for each
+    of :func:`amax_groups`.
     """
-    value = local_amax(local_tensor(tensor) if local is None else local, cast.granularity)
+    x = local_tensor(tensor) if local is None else local
+    if isinstance(cast.granularity, Blocks):
+        exponents = _exponents_over(tensor, cast, axes, x)
+        return exponents, exponents
+    value = local_amax(x, cast.granularity)
     value = global_amax(value, tensor, cast.granularity, axes)
     return scaling_from_amax(value, cast.dtype, round_scales_to_power_of_2)
+
+
+def _exponents_over(
+    tensor: torch.Tensor, cast: CastSpec, axes: tuple[int, ...] | None, x: torch.Tensor
+) -> torch.Tensor:
+    """The exponents of the blocks of a tensor of which the rank has a part, ``x``."""
+    granularity, layout = cast.granularity, Layout.of(tensor)
+    assert isinstance(granularity, Blocks)
+    if granularity.rows > 1:
+        return exponents_of_matrix(tensor, cast, x, axes)[0]
+    exponents = local_exponents(x, cast, layout)
+    if layout is None:
+        return exponents
+    return reduced_exponents(exponents, layout, granularity, amax_groups(tensor, granularity, axes))
+
+
+def exponents_of_matrix(
+    tensor: torch.Tensor,
+    cast: CastSpec,
+    local: torch.Tensor,
+    axes: tuple[int, ...] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The exponents of the blocks of a matrix, of which the rank has a part, ``local``.
+
+    Returns:
+        Those of the part; those of the whole matrix, if shards cut blocks.
+
+    Collectives: if shards cut blocks, an all-reduce of 1 byte per block for each of the groups of
+    the axes that shard the matrix.
+    """
+    granularity, layout = cast.granularity, Layout.of(tensor)
+    exponents = local_exponents(local, cast, layout)
+    if layout is None or not are_cut(layout, granularity):
+        return exponents, None
+    groups = amax_groups(tensor, granularity, axes)
+    every = whole_exponents(exponents, layout, granularity, groups)
+    return part_of_exponents(every, local.shape, layout, granularity), every
+
+
+def local_exponents(x: torch.Tensor, cast: CastSpec, layout: Layout | None) -> torch.Tensor:
+    """The exponents of what a local tensor has of each block."""
+    granularity = granularity_at(cast.granularity, layout)
+    assert isinstance(granularity, Blocks)
+    return block_exponents(x, cast.dtype, granularity.blocks, granularity.floor)
 
 
 def local_amax(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
@@ -178,10 +248,21 @@ def _amax_axes(
 
 
 def quantize_local(
-    x: torch.Tensor, scaling: Scaling, cast: CastSpec, *, fits: bool = False
+    x: torch.Tensor,
+    scaling: Scaling,
+    cast: CastSpec,
+    *,
+    fits: bool = False,
+    layout: Layout | None = None,
 ) -> Quantized:
-    """:func:`fp8_dist.kernels.quantize` of a local tensor, by the scaling of what scales cover."""
+    """:func:`fp8_dist.kernels.quantize` of a local tensor, by the scaling of what scales cover.
+
+    ``layout``: of the tensor that it is part of.
+    """
     multiplier, scale = scaling
+    part = granularity_at(cast.granularity, layout)
+    if part.blocks is not None:
+        return Quantized(quantize_blocks(x, scale, cast.dtype, part.blocks), scale, part)
     qdata = quantize(cast.granularity.grouped(x), multiplier, cast.dtype, fits=fits)
     qdata = qdata if qdata.shape == x.shape else qdata.view(x.shape)
     return Quantized(qdata, scale, cast.granularity)
@@ -229,7 +310,8 @@ def copies_over(
     first = casts[0]
     if not in_one_pass:
         scaling = scaling_over(tensor, first, round_scales_to_power_of_2, axes, local=x)
-        return {first: scaling}, copies_by(x, copies, {first: scaling}, fits=True)
+        layout = Layout.of(tensor)
+        return {first: scaling}, copies_by(x, copies, {first: scaling}, fits=True, layout=layout)
     if len(casts) == 1 and first.granularity is ROW and not reduces and fuses_rows(x):
         flat = cast_rows(x, first.dtype, round_scales_to_power_of_2, transposed)
     else:
@@ -248,9 +330,19 @@ def copies_over(
 
 
 def copies_by(
-    x: torch.Tensor, copies: Sequence[CopySpec], scalings: Scalings, *, fits: bool = False
+    x: torch.Tensor,
+    copies: Sequence[CopySpec],
+    scalings: Scalings,
+    *,
+    fits: bool = False,
+    layout: Layout | None = None,
 ) -> Copies:
-    """Float8 copies of a local tensor with known scalings; ``fits``: those of its own amaxes."""
+    """Float8 copies of a local tensor with known scalings.
+
+    Args:
+        fits: they are those of its own amaxes.
+        layout: of the tensor that it is part of.
+    """
     casts, in_one_pass, of, transposed = plan = _planned(copies)
     if in_one_pass and (len(copies) > 1 or transposed[0]):
         multipliers = [scalings[cast][0] for cast in casts]
@@ -258,11 +350,11 @@ def copies_by(
     else:
         data = []
         for cast, transposed_ in copies:
-            qdata = quantize_local(x, scalings[cast], cast, fits=fits).qdata
+            qdata = quantize_local(x, scalings[cast], cast, fits=fits, layout=layout).qdata
             if transposed_:
                 qdata = transposed_copy(qdata.view(math.prod(x.shape[:-1]), x.shape[-1]))
             data.append(qdata)
-    return _as_copies(x, copies, plan, data, [scalings[cast][1] for cast in casts])
+    return _as_copies(x, copies, plan, data, [scalings[cast][1] for cast in casts], layout)
 
 
 class _Plan(NamedTuple):
@@ -301,9 +393,13 @@ def as_copies(
     copies: Sequence[CopySpec],
     data: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
+    layout: Layout | None = None,
 ) -> Copies:
-    """The copies of a local tensor whose data a kernel wrote, with a scale for each cast."""
-    return _as_copies(x, copies, _planned(copies), data, scales)
+    """The copies of a local tensor whose data a kernel wrote, with a scale for each cast.
+
+    ``layout``: of the tensor that it is part of.
+    """
+    return _as_copies(x, copies, _planned(copies), data, scales, layout)
 
 
 def _as_copies(
@@ -312,13 +408,14 @@ def _as_copies(
     plan: _Plan,
     data: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
+    layout: Layout | None = None,
 ) -> Copies:
     found, of_matrix = {}, x.ndim == 2
     for copy, i, qdata in zip(copies, plan.of, data, strict=True):
         cast, transposed = copy
         if transposed:
             qdata = qdata.t() if of_matrix else qdata.t().view(x.shape)
-        found[copy] = Quantized(qdata, scales[i], cast.granularity)
+        found[copy] = Quantized(qdata, scales[i], granularity_at(cast.granularity, layout))
     return found
 
 

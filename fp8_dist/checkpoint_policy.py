@@ -15,17 +15,20 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_dist.kernels import amax, amaxes, scaled_mm
+from fp8_dist.kernels import amax, amaxes, block_exponents, block_scaled_mm, scaled_mm
 from fp8_dist.linear.amax_history import history_scaling, record_amax
 from fp8_dist.linear.weight_queries import weight_scalings
 from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten
 
-# (Not the absolute values of a weight, nor float8 copies: an amax is four bytes per scale.)
+# (Not the absolute values of a weight, nor float8 copies: an amax is four bytes per scale, an
+# exponent one byte per block.)
 _SAVED: set[Any] = {
     amax.overload,
     amaxes.overload,
+    block_exponents.overload,
+    block_scaled_mm.overload,
     history_scaling.overload,
     record_amax.overload,
     scaled_mm.overload,

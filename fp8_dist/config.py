@@ -7,14 +7,14 @@ what it means.
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from fp8_dist.dtypes import FLOAT8_DTYPES, e4m3, e5m2, short_name
-from fp8_dist.granularity import ROW, TENSOR, Granularity
+from fp8_dist.granularity import ROW, TENSOR, Blocks, Granularity
 from fp8_dist.kernels import takes_transposed
 
 Operand = Literal["input", "weight", "grad_output"]
@@ -59,9 +59,10 @@ class ScalingGranularity(enum.Enum):
 
     TENSORWISE = "tensorwise"  # the whole (global) tensor
     AXISWISE = "axiswise"  # one row or column: size 1 along the reduced dim
+    BLOCKWISE = "blockwise"  # one block of a matrix; scales are powers of two
 
     def short_str(self) -> str:
-        return "ten" if self is ScalingGranularity.TENSORWISE else "axs"
+        return {"tensorwise": "ten", "axiswise": "axs", "blockwise": "blk"}[self.value]
 
 
 def _check_type(owner: object, field: str, *expected: type) -> None:
@@ -82,11 +83,17 @@ class CastConfig:
             taken too.)
         target_dtype: a float8 dtype; ``None`` means the operand's default (e4m3 for input and
             weight, e5m2 for grad_output).
+        block_size: (rows, columns) of a block, for BLOCKWISE alone: one row for input and
+            grad_output, a square for the weight.
+        mx_exponents: the scales of blocks follow the rule of OCP Microscaling Formats v1.0, by
+            which the largest values of a block may saturate. Otherwise none does.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
     scaling_granularity: ScalingGranularity | Granularity = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
+    block_size: tuple[int, int] | None = None
+    mx_exponents: bool = False
 
     def __post_init__(self) -> None:
         _check_type(self, "scaling_type", ScalingType)
@@ -96,10 +103,31 @@ class CastConfig:
                 f"CastConfig.target_dtype={self.target_dtype} is not a float8 dtype; use one of "
                 f"{', '.join(map(str, FLOAT8_DTYPES))}, or None for the operand's default"
             )
+        self._check_blocks()
         if self.scaling_type is ScalingType.DELAYED and self.granularity is not TENSOR:
             raise ValueError(
-                "CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor, rows "
-                "come and go; use TENSORWISE, or ScalingType.DYNAMIC"
+                "CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor; rows "
+                "and blocks come and go; use TENSORWISE, or ScalingType.DYNAMIC"
+            )
+
+    def _check_blocks(self) -> None:
+        _check_type(self, "mx_exponents", bool)
+        size = self.block_size
+        if self.scaling_granularity is not ScalingGranularity.BLOCKWISE:
+            if size is not None or self.mx_exponents:
+                raise ValueError(
+                    f"CastConfig: block_size={size} and mx_exponents={self.mx_exponents} are for "
+                    "ScalingGranularity.BLOCKWISE; drop them, or set that"
+                )
+            return
+        if (
+            not isinstance(size, tuple)
+            or len(size) != 2
+            or not all(type(n) is int and n > 0 for n in size)
+        ):
+            raise ValueError(
+                f"CastConfig.block_size={size!r}: BLOCKWISE needs (rows, columns) of a block, two "
+                "positive integers, such as (1, 128)"
             )
 
     @property
@@ -107,6 +135,8 @@ class CastConfig:
         """What one scale covers in the operand's first GEMM."""
         if isinstance(self.scaling_granularity, Granularity):
             return self.scaling_granularity
+        if self.block_size is not None:
+            return Blocks.of(*self.block_size, self.mx_exponents)
         return TENSOR if self.scaling_granularity is ScalingGranularity.TENSORWISE else ROW
 
     @property
@@ -160,6 +190,13 @@ class Float8LinearRecipeName(enum.Enum):
     """One scale per row; what runs along a contraction is folded into grad_output (see
     :mod:`fp8_dist.linear.rowwise_folded`), so that one copy serves all GEMMs and float8 weight,
     input and output-gradient gathers, without amax all-reduces for what is gathered."""
+    BLOCKWISE = "blockwise"
+    """One scale per 128 values of a row of input and grad_output, and per 128 x 128 values of the
+    weight. One copy of each operand serves all GEMMs and float8 gathers: for the GEMM that
+    contracts the tokens it is blocked again (:mod:`fp8_dist.kernels.blocks`). No amax all-reduces
+    but for blocks that shards cut."""
+    MXFP8 = "mxfp8"
+    """As blockwise, with blocks of 32 values and of 32 x 32, whose scales follow OCP MX v1.0."""
     DELAYED = "delayed"
     """One scale per tensor, from the history of its amax; float8 gathers as tensorwise, and one
     all-reduce per step in ``sync_float8_amax_and_scale_history``."""
@@ -222,6 +259,7 @@ class Float8LinearConfig:
         self._check_fields()
         self._check_gemm_pairs()
         self._check_operands()
+        self._check_blocks()
         self._check_folding()
         self._check_fsdp_gather()
         self._check_delayed()
@@ -269,7 +307,13 @@ class Float8LinearConfig:
         return tuple(
             {
                 operand: {
-                    gemm: CopySpec(cast, transposes and _is_second(operand, gemm))
+                    # (Data with scales of blocks is transposed when it is blocked again.)
+                    gemm: CopySpec(
+                        cast,
+                        transposes
+                        and _is_second(operand, gemm)
+                        and cast.granularity.blocks is None,
+                    )
                     for gemm, cast in uses.items()
                     if cast
                 }
@@ -380,6 +424,44 @@ class Float8LinearConfig:
                     "one in the other; use one scaling_type for both, or DISABLED"
                 )
 
+    def _check_blocks(self) -> None:
+        for operand in get_args(Operand):
+            casts = self.casts(operand)
+            if len(casts) > 1 and any(cast.granularity.blocks is not None for cast in casts):
+                covers = " and one per ".join(cast.granularity.name for cast in casts)
+                raise ValueError(
+                    f"Float8LinearConfig: {operand} has one scale per {covers} in its two GEMMs; "
+                    "one copy with scales of blocks must serve both, or leave one of them DISABLED"
+                )
+            for cast in casts:
+                blocks = cast.granularity.blocks
+                if blocks is None:
+                    continue
+                rows, columns, *_ = blocks
+                wanted = "a square" if operand == "weight" else "one row"
+                if rows != (columns if operand == "weight" else 1):
+                    raise ValueError(
+                        f"Float8LinearConfig: {operand} has blocks of {rows} x {columns}, but one "
+                        f"copy must serve both of its GEMMs; its block_size must be {wanted}"
+                    )
+        for gemm, operands in GEMM_OPERANDS.items():
+            each = [self.cast(operand, gemm) for operand in operands]
+            if len({bool(cast and cast.granularity.blocks) for cast in each}) > 1:
+                raise ValueError(
+                    f"Float8LinearConfig: the GEMM of {gemm} multiplies {operands[0]} by "
+                    f"{operands[1]}, and only one of them has scales of blocks; set "
+                    "ScalingGranularity.BLOCKWISE for both or neither"
+                )
+
+        of_blocks = any(
+            cast.granularity.blocks for o in get_args(Operand) for cast in self.casts(o)
+        )
+        if of_blocks and not self.round_scales_to_power_of_2:
+            raise ValueError(
+                "Float8LinearConfig: the scales of BLOCKWISE casts are powers of two; set "
+                "round_scales_to_power_of_2=True"
+            )
+
     def _check_folding(self) -> None:
         if not self.fold_row_scales:
             return
@@ -447,6 +529,17 @@ def _rowwise(**others: Any) -> Float8LinearConfig:
     return _alike(rows, round_scales_to_power_of_2=True, **others)
 
 
+def _blocks(size: int, mx_exponents: bool = False) -> Float8LinearConfig:
+    cast = CastConfig(
+        scaling_granularity=ScalingGranularity.BLOCKWISE,
+        target_dtype=e4m3(),
+        block_size=(1, size),
+        mx_exponents=mx_exponents,
+    )
+    weight = replace(cast, block_size=(size, size))
+    return _alike(cast, cast_config_weight=weight, round_scales_to_power_of_2=True)
+
+
 def _rowwise_with_gw_hp() -> Float8LinearConfig:
     disabled = CastConfig(scaling_type=ScalingType.DISABLED)
     return _rowwise(
@@ -461,5 +554,7 @@ _RECIPES: dict[Float8LinearRecipeName, Callable[[], Float8LinearConfig]] = {
     Float8LinearRecipeName.ROWWISE: _rowwise,
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP: _rowwise_with_gw_hp,
     Float8LinearRecipeName.ROWWISE_FOLDED: partial(_rowwise, fold_row_scales=True),
+    Float8LinearRecipeName.BLOCKWISE: partial(_blocks, 128),
+    Float8LinearRecipeName.MXFP8: partial(_blocks, 32, mx_exponents=True),
     Float8LinearRecipeName.DELAYED: lambda: _alike(CastConfig(ScalingType.DELAYED)),
 }

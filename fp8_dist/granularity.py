@@ -4,12 +4,14 @@ An N-D operand ``[..., K]`` is a matrix whose rows are along its last dim. Every
 on what a scale covers is a method here. CONTRIBUTING.md says how to add a granularity.
 """
 
+import re
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch.distributed.tensor import Placement
 
+from fp8_dist.kernels import blocks_along, expanded, exponents_shape, powers_of_2
 from fp8_dist.mesh import sharded_dim
 
 
@@ -86,6 +88,33 @@ class Granularity:
         """The dims of data along which the scale of a Float8Tensor does not follow it."""
         return (ndim - 1,) if self.is_grouped else self.covered_dims(ndim) or ()
 
+    @property
+    def blocks(self) -> tuple[int, int, int, int] | None:
+        """For scales of blocks, what these are: see :mod:`fp8_dist.kernels.blocks`."""
+        return None
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """fp32; uint8 for scales of blocks, whose exponents are kept."""
+        return torch.float32 if self.blocks is None else torch.uint8
+
+    def scale_values(self, scale: torch.Tensor) -> torch.Tensor:
+        """Scales in fp32."""
+        return scale
+
+    def matrix_scale(self, scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The scale of an operand, as a matrix of ``shape``: fp32, to be multiplied with it."""
+        return self.gemm_scale(scale)
+
+    @property
+    def whole(self) -> "Granularity":
+        """That of the whole tensor, if this is that of a part (see :meth:`at`)."""
+        return self
+
+    def at(self, offset: Sequence[int]) -> "Granularity":
+        """That of a part of the tensor, which begins at ``offset``."""
+        return self
+
     def gemm_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """The scale of an operand, as the matrix ``[M, K]``, in the shape that a GEMM takes.
 
@@ -118,12 +147,16 @@ class Granularity:
 
 
 _BY_NAME: dict[str, Granularity] = {}
+# (Not a cache of functools, of which dynamo warns.)
+_BLOCKS: dict[tuple[int, int, bool, tuple[int, int], bool], "Blocks"] = {}
 
 
 def granularity_named(name: str) -> Granularity:
     """The granularity of this name."""
     if name.startswith(_PerSlice.PREFIX):
         return _per_slice(tuple(map(int, name.removeprefix(_PerSlice.PREFIX).split())))
+    if name not in _BY_NAME and name.startswith(Blocks.PREFIX):
+        return Blocks.parse(name)  # of another process
     return _BY_NAME[name]
 
 
@@ -180,6 +213,125 @@ class _PerSlice(Granularity):
 
     def covered_dims(self, ndim: int) -> tuple[int, ...]:
         return self._dims
+
+
+class Blocks(Granularity):
+    """Blocks of ``rows x columns`` values, whose scales are powers of two: one byte each.
+
+    Blocks of one row, along the contraction of an operand's first GEMM, move whole rows. For the
+    GEMM that contracts the rows, data is blocked again (:func:`fp8_dist.kernels.reblock`). So one
+    copy serves both GEMMs, and so does one in square blocks.
+
+    Attributes:
+        rows, columns: of a block.
+        floor: the exponents follow the rule of OCP MX; otherwise no value saturates.
+        start: where in its first block a part of a tensor begins, per dim.
+        is_cut: ranks have parts of unequal size, or parts of one block, which don't fit together
+            again as float8. The same on all ranks.
+    """
+
+    PREFIX = "block of "
+    can_gather = True
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        floor: bool = False,
+        start: tuple[int, int] = (0, 0),
+        is_cut: bool = False,
+    ) -> None:
+        self.rows, self.columns, self.floor, self.start = rows, columns, floor, start
+        self.is_cut = is_cut
+        self.name = f"{self.PREFIX}{rows} x {columns}"
+        self.name += " (MX)" if floor else ""
+        self.name += f" from {start[0]}, {start[1]}" if any(start) else ""
+        self.name += ", cut" if is_cut else ""
+
+    @staticmethod
+    def of(
+        rows: int,
+        columns: int,
+        floor: bool = False,
+        start: tuple[int, int] = (0, 0),
+        is_cut: bool = False,
+    ) -> "Blocks":
+        """The one instance with these attributes. (A graph makes its own: it can't keep them.)"""
+        key = rows, columns, floor, start, is_cut
+        if key in _BLOCKS:
+            return _BLOCKS[key]
+        made = Blocks(*key)
+        if not torch.compiler.is_compiling():
+            _BLOCKS[key] = _BY_NAME[made.name] = made
+        return made
+
+    @staticmethod
+    def parse(name: str) -> "Blocks":
+        """The granularity of this name."""
+        rows, columns, *start = map(int, re.findall(r"\d+", name))
+        at = (start[0], start[1]) if start else (0, 0)
+        return Blocks.of(rows, columns, "(MX)" in name, at, name.endswith("cut"))
+
+    @property
+    def blocks(self) -> tuple[int, int, int, int]:
+        return (self.rows, self.columns, *self.start)
+
+    @property
+    def whole(self) -> Granularity:
+        return Blocks.of(self.rows, self.columns, self.floor)
+
+    @property
+    def is_grouped(self) -> bool:
+        return True
+
+    @property
+    def scales_move(self) -> bool:
+        return True
+
+    def at(self, offset: Sequence[int], is_cut: bool = False) -> "Blocks":
+        row = offset[-2] % self.rows if self.rows > 1 else 0
+        start = (self.start[0] + row) % self.rows, (self.start[1] + offset[-1]) % self.columns
+        return Blocks.of(self.rows, self.columns, self.floor, start, is_cut or self.is_cut)
+
+    def transposed(self) -> "Blocks":
+        """That of the transposed matrix."""
+        return Blocks.of(self.columns, self.rows, self.floor, self.start[::-1], self.is_cut)
+
+    def scale_shape(self, shape: Sequence[int]) -> list[int]:
+        return exponents_shape(shape, self.blocks)
+
+    def scale_values(self, scale: torch.Tensor) -> torch.Tensor:
+        return powers_of_2(scale)
+
+    def matrix_scale(self, scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        matrix = scale.reshape(exponents_shape(shape, self.blocks))
+        return expanded(powers_of_2(matrix), shape, self.blocks)
+
+    def offset(self, offset: Sequence[int]) -> list[int]:
+        *others, row, column = offset
+        return [*others, row // self.rows, column // self.columns]
+
+    def amax_axes(self, placements: Sequence[Placement], ndim: int) -> tuple[int, ...]:
+        """All that may cut blocks. (Whether they do is a question of sizes.)"""
+        dims = [ndim - 2] if self.rows > 1 else []
+        dims += [ndim - 1] if self.columns > 1 else []
+        return tuple(i for i, p in enumerate(placements) if sharded_dim(p, ndim) in dims)
+
+    def can_move(self, dims: Sequence[int], ndim: int) -> bool:
+        return self.rows == 1 and ndim - 1 not in dims  # rows move whole
+
+    def fixed_dims(self, ndim: int) -> tuple[int, ...]:
+        return (ndim - 1,) if self.rows == 1 else (ndim - 2, ndim - 1)
+
+    def part_of_scales(
+        self, scale: torch.Tensor, dim: int, start: int, length: int
+    ) -> torch.Tensor:
+        """Of the scales of a tensor those of a part of it along a dim, which may cut blocks."""
+        from_end = dim - scale.ndim
+        block = {-1: self.columns, -2: self.rows}.get(from_end, 1)
+        begin = start + {-1: self.start[1], -2: self.start[0]}.get(from_end, 0)
+        count = blocks_along(length, block, begin % block)
+        return scale.narrow(dim, begin // block if count else 0, count)
 
 
 TENSOR = _PerTensor()

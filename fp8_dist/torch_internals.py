@@ -5,10 +5,10 @@ imported, not an AttributeError in the middle of a step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import accumulate
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn as nn
@@ -28,9 +28,6 @@ try:
     from torch.distributed.distributed_c10d import _resolve_process_group
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as FsdpState
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor._utils import (
-        compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
-    )
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import (
@@ -74,6 +71,33 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 # An op that torch got after 2.11: a collective's result becomes an AsyncCollectiveTensor.
 wrapped_in_flight = getattr(getattr(funcol, "_wrap_tensor_autograd", None), "default", None)
+
+
+# torch's GEMM with scales of blocks, and the names of its options: (function, scalings, swizzles).
+_functional: Any = nn.functional
+block_gemm_of_torch: tuple[Any, Any, Any] | None = None
+if hasattr(_functional, "scaled_mm"):
+    block_gemm_of_torch = (
+        _functional.scaled_mm,
+        _functional.ScalingType,
+        _functional.SwizzleType,
+    )
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: ``lru_cache``, which is left out where dynamo traces, as it warns of caches."""
+    cached: Callable[..., R] = lru_cache(maxsize=4096)(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return cached(*args, **kwargs)
+
+    return call
 
 
 def _tell_local_types_apart() -> None:
@@ -293,13 +317,18 @@ class FsdpParameterUse(NamedTuple):
     name: str
     has_extensions: bool  # fully_shard found that the tensor has hooks for the all-gather
     has_gathered: bool  # it was gathered once
+    param_dtype: torch.dtype | None  # of what is gathered without such hooks; None: its own
 
 
 def fsdp_parameter_uses() -> Iterator[FsdpParameterUse]:
     """Every use of the parameters that FSDP2 shards, of all models."""
     for group in fsdp_groups():
         for parameter in group.fsdp_params:
-            state = (hasattr(parameter, "_extensions_data"), hasattr(parameter, "_unsharded_param"))
+            state = (
+                hasattr(parameter, "_extensions_data"),
+                hasattr(parameter, "_unsharded_param"),
+                group.mp_policy.param_dtype,
+            )
             info = parameter._module_info
             yield FsdpParameterUse(info.module, info.param_name, *state)
             for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from fp8_dist.cast import local_amax
+from fp8_dist.cast import local_amax, local_exponents
+from fp8_dist.cut_blocks import are_cut, scales_fit_into_gather
 from fp8_dist.fsdp.streams import device_of
 from fp8_dist.granularity import ROW, TENSOR, Granularity
 from fp8_dist.kernels import amax_of_each
@@ -17,7 +18,7 @@ from fp8_dist.mesh import Layout, global_offset, local_sizes, narrowed
 
 
 class Amaxes(NamedTuple):
-    """The amaxes of the weight of a layer, in one granularity.
+    """The amaxes of the weight of a layer, in one granularity. Of blocks: their exponents.
 
     Attributes:
         mesh: where the weight is distributed.
@@ -65,7 +66,10 @@ def local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity]
         alike.setdefault((key[1], shards[key].device, device_of(layer)), []).append(key)
     found = {}
     for (granularity, _, device), same in alike.items():
-        values = _amaxes_of_each([shards[key] for key in same], granularity, device)
+        if granularity.blocks is None:
+            values = _amaxes_of_each([shards[key] for key in same], granularity, device)
+        else:
+            values = [_exponents(wanted[key], shards[key]).to(device) for key in same]
         for key, value in zip(same, values, strict=True):
             found[key] = _with_position(wanted[key], value, granularity)
     return {key: found[key] for key in wanted}
@@ -81,6 +85,11 @@ def _amaxes_of_each(
     values = amax_of_each(shards[0], shards[1:], granularity is ROW).to(device)
     parts = values.split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _exponents(layer: Float8Linear, shard: torch.Tensor) -> torch.Tensor:
+    (cast,) = layer.config.casts("weight")
+    return local_exponents(shard, cast, layer.float8_weight.layout())
 
 
 def _with_position(layer: Float8Linear, local: torch.Tensor, granularity: Granularity) -> Amaxes:
@@ -109,8 +118,13 @@ def _axes_that_decide(
     layer: Float8Linear, layout: Layout, granularity: Granularity
 ) -> tuple[int, ...]:
     """The mesh axes of a weight over which its amaxes are reduced."""
-    over = granularity.amax_axes(layout.placements, 2)
     gathered = granularity.scales_move and layer.config.fsdp_float8_all_gather
+    if granularity.blocks is not None:
+        fit = gathered and scales_fit_into_gather(layout, granularity)
+        needed = are_cut(layout, granularity) or (gathered and not fit)
+        over = TENSOR.amax_axes(layout.placements, 2) if needed else ()
+        return tuple(axis for axis in over if layout.mesh.size(axis) > 1)
+    over = granularity.amax_axes(layout.placements, 2)
     if gathered and len(local_sizes(layout, 0)) > 1:
         # Scales of unequal parts don't fit into FSDP2's gather: all ranks are told all of them.
         over = TENSOR.amax_axes(layout.placements, 2)

@@ -28,7 +28,7 @@ from fp8_dist.fsdp.local_amaxes import Amaxes, axes_of, local_amaxes
 from fp8_dist.fsdp.resharding import check_outside_of_backward, check_sharded_module
 from fp8_dist.fsdp.streams import note_made
 from fp8_dist.granularity import Granularity
-from fp8_dist.kernels import Scaling, scaling_from_amax
+from fp8_dist.kernels import Scaling, powers_of_2, scaling_from_amax
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
@@ -54,7 +54,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     A frozen weight (``requires_grad=False``) that FSDP2 gathers in float8 keeps its scale, and its
     float8 copy, as long as training steps alone use it and no change is noticed.
 
-    Collectives: exactly one all-reduce (MAX) of 4 bytes per scale that needs it (more for weights
+    Collectives: exactly one all-reduce (MAX) of 4 bytes per scale that needs it (1 byte if all of
+    them are of blocks, where the weights are those whose blocks are cut; more for weights
     that don't live on all axes, see above), none if no scale does. With one scale per row these
     are the rows that are sharded along themselves (row-parallel weights), or unevenly by FSDP2.
     A stage of a pipeline has no group over its axes at first. The first call makes the groups of
@@ -207,6 +208,7 @@ def _start(amaxes: Sequence[Amaxes], others: Iterable[Float8Linear]) -> _Reducti
     rank = dist.get_rank()
     sizes: list[int] = []
     parts: list[torch.Tensor] = []
+    of_bytes = all(a.local.dtype is torch.uint8 for a in chosen)
     for a in chosen:
         # Along the axes of its own mesh a weight is one tensor; along the others there may be
         # as many as there are coordinates.
@@ -216,6 +218,7 @@ def _start(amaxes: Sequence[Amaxes], others: Iterable[Float8Linear]) -> _Reducti
             slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
         before, after = slot * a.size, (slots - slot - 1) * a.size
         whole = a.at_global_positions()
+        whole = whole if of_bytes else _as_amaxes(whole)
         parts.append(pad(whole, (before, after)) if slots > 1 else whole)
         sizes += [before, a.size, after]
     return _Reduction(AmaxReduction(joined(parts), groups), sizes)
@@ -241,7 +244,20 @@ def _reduced(
     if reduction is None:
         return [(a, None) for a in amaxes]
     parts = iter(reduction.amaxes.wait().split(reduction.sizes)[1::3])
-    return [(a, next(parts) if a.axes else None) for a in amaxes]
+    found = [(a, next(parts) if a.axes else None) for a in amaxes]
+    return [
+        (a, part if part is None or part.dtype is a.local.dtype else _as_exponents(part))
+        for a, part in found
+    ]
+
+
+def _as_amaxes(values: torch.Tensor) -> torch.Tensor:
+    """Exponents as the powers of two, to be reduced with amaxes, which are fp32."""
+    return powers_of_2(values) if values.dtype is torch.uint8 else values
+
+
+def _as_exponents(amaxes: torch.Tensor) -> torch.Tensor:
+    return (amaxes.view(torch.int32) >> 23).to(torch.uint8)
 
 
 def _scalings(
@@ -251,12 +267,17 @@ def _scalings(
     """For each layer its scaling by cast, and the scales of the global weight where needed."""
     # By what the formula depends on: all scales of a kind are computed at once.
     wanted: dict[tuple[Any, ...], list[tuple[Float8Linear, CastSpec]]] = {}
+    scalings: dict[tuple[Float8Linear, CastSpec], Scaling] = {}
     for layer in weights:
         for cast in layer.config.casts("weight"):
+            if cast.granularity.blocks is not None:
+                amaxes, whole = reduced[weights[layer], cast.granularity]
+                exponents = amaxes.local.reshape(-1) if whole is None else whole
+                scalings[layer, cast] = exponents, exponents
+                continue
             device = reduced[weights[layer], cast.granularity][0].local.device
             kind = (cast.dtype, layer.config.round_scales_to_power_of_2, device)
             wanted.setdefault(kind, []).append((layer, cast))
-    scalings: dict[tuple[Float8Linear, CastSpec], Scaling] = {}
     for (dtype, power_of_2, _), same in wanted.items():
         found = [reduced[weights[layer], cast.granularity] for layer, cast in same]
         values = [a.local.reshape(-1) if whole is None else whole for a, whole in found]

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
+from fp8_dist.cut_blocks import granularity_at, scales_fit_into_gather
 from fp8_dist.fsdp.resharding import check_layer, group_of
 from fp8_dist.fsdp.shard_casts import cast_together
 from fp8_dist.granularity import Granularity
@@ -40,6 +41,7 @@ from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import (
     disabled_torch_function,
     in_backward,
+    is_captured,
     make_wrapper_subclass,
     tensor_data,
     tensor_version,
@@ -247,9 +249,10 @@ class Float8AllGatherWeight(torch.Tensor):
     ) -> tuple[tuple[torch.Tensor, ...], _Metadata]:
         """FSDP2: what to gather. A uint8 tensor of the padded shard's size, perhaps scales.
 
-        Collectives: one all-reduce of 4 bytes per scale, over all axes on which what a scale
-        covers is sharded, unless the scales are known (precompute, or an earlier micro-batch);
-        for unevenly sharded ones one over ``mesh``, of 4 bytes per scale of the global weight.
+        Collectives: one all-reduce of 4 bytes per scale over all axes on which what a scale covers
+        is sharded, unless the scales are known (precompute, or an earlier micro-batch); for
+        unevenly sharded ones one over ``mesh``, of 4 bytes per scale of the global weight. For
+        scales of blocks one of 1 byte per block of the global weight, none if shards cut no block.
 
         Raises:
             ValueError: the module is no Float8Linear, FSDP2 is to reshard to a smaller mesh
@@ -274,14 +277,18 @@ class Float8AllGatherWeight(torch.Tensor):
         cast = module.float8_weight.gather_cast(self._tensor)
         inputs: tuple[torch.Tensor, ...] = (_padded_bytes(cast.qdata, outer_size, mesh.size()),)
         whole_rows = self.size()[1:] == outer_size[1:]
-        if not (cast.granularity.scales_move and mesh.size() > 1 and whole_rows):
+        layout, granularity = module.float8_weight.layout(), cast.granularity.whole
+        of_blocks = granularity.blocks is not None
+        if mesh.size() == 1 or not (granularity.scales_move and (whole_rows or of_blocks)):
             scale: torch.Tensor | None = cast.scale  # the same on all ranks
-        elif outer_size[0] % mesh.size() == 0:
+        elif _fit_into_gather(granularity, layout, outer_size, mesh):
             inputs, scale = (*inputs, cast.scale.reshape(-1)), None
         else:
             scale = _gathered_scales(module, cast, outer_size, mesh)
+        if of_blocks and layout is not None:
+            granularity = granularity_at(granularity, _unsharded_layout(layout, mesh))
         refilled = partial(_refilled, module)
-        return inputs, _Metadata(scale, cast.qdata.dtype, outer_size, cast.granularity, refilled)
+        return inputs, _Metadata(scale, cast.qdata.dtype, outer_size, granularity, refilled)
 
     def fsdp_post_all_gather(
         self,
@@ -317,19 +324,36 @@ def _rebuilt(plain: torch.Tensor, requires_grad: bool, attributes: dict[str, Any
     return weight
 
 
+def _fit_into_gather(
+    granularity: Granularity, layout: Layout | None, size: torch.Size, mesh: DeviceMesh
+) -> bool:
+    """Whether FSDP2 gathers the scales of a weight, of local ``size``, with its data."""
+    if granularity.blocks is None:
+        return size[0] % mesh.size() == 0
+    assert layout is not None
+    return scales_fit_into_gather(layout, granularity)
+
+
 def _gathered_scales(
     module: Float8Linear, cast: Quantized, size: torch.Size, mesh: DeviceMesh
 ) -> torch.Tensor:
     """All scales of a weight, of local ``size``, of which FSDP2 gathers unequal parts."""
     layout, cache = module.float8_weight.layout(), module.float8_weight.cache
-    granularity, scale = cast.granularity, cast.scale
+    granularity, scale = cast.granularity.whole, cast.scale
     assert layout is not None
-    if cache.all_scales is None:
+    captured = is_captured(
+        scale
+    )  # a CUDA graph takes nothing that was found before, and keeps none
+    every = None if captured else cache.all_scales
+    if every is None:
         every = scale.new_zeros(granularity.scale_shape(layout.shape))
         narrowed(every, granularity.offset(global_offset(layout)), scale.shape).copy_(scale)
-        cache.all_scales = reduce_amax(every, mesh, range(mesh.ndim))
-    offset = granularity.offset(global_offset(_unsharded_layout(layout, mesh)))
-    return narrowed(cache.all_scales, offset, granularity.scale_shape(size)).to(scale.device)
+        every = reduce_amax(every, mesh, range(mesh.ndim))
+        cache.all_scales = cache.all_scales if captured else every
+    unsharded = _unsharded_layout(layout, mesh)
+    offset = granularity.offset(global_offset(unsharded))
+    part = granularity_at(granularity, unsharded)
+    return narrowed(every, offset, part.scale_shape(size)).to(scale.device)
 
 
 @lru_cache(maxsize=1024)

@@ -20,9 +20,10 @@ from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.observing import Owner, is_observed
 from fp8_dist.linear.observing_prepared import observe_prepared_cast
-from fp8_dist.mesh import local_tensor, reduced
+from fp8_dist.mesh import local_tensor, reduced, sharded_dim
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor_parallel.siblings import make_no_siblings, make_siblings
+from fp8_dist.warn import warn_once
 
 _PREPARED_INPUT = "prepared_input"  # the name of its history among those of a layer
 
@@ -216,6 +217,15 @@ def _cast_input(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, (layout,), run_check=False)
+    sharded = [sharded_dim(placement, x.ndim) for placement in x.placements]
+    if cast.granularity.blocks is not None and x.ndim - 1 in sharded:
+        warn_once(
+            "prepared in parts",
+            f"{owner.fqn}: PrepareFloat8ModuleInput leaves its input in high precision, because "
+            f"it has one scale per {cast.granularity.name} and is sharded along its last dim "
+            "(Shard(-1)); shard the sequence or the batch instead (Shard(0), Shard(1))",
+        )
+        return x
     return _CastInput.apply(reduced(x), cast, power_of_2, history, torch.is_grad_enabled(), owner)
 
 

@@ -10,6 +10,19 @@ import torch
 
 # The import of cpu registers its implementations.
 from fp8_dist.kernels import cpu
+from fp8_dist.kernels.block_gemm import block_scaled_mm
+from fp8_dist.kernels.blocks import (
+    block_exponents,
+    blocks_along,
+    expanded,
+    exponents_of_groups,
+    exponents_shape,
+    powers_of_2,
+    quantize_blocks,
+    reblock,
+    reblock_groups,
+    scaled_by,
+)
 from fp8_dist.kernels.copies import (
     amaxes,
     cast_and_record,
@@ -44,6 +57,9 @@ __all__ = [
     "amax",
     "amax_of_each",
     "amaxes",
+    "block_exponents",
+    "block_scaled_mm",
+    "blocks_along",
     "cast_and_record",
     "cast_copies",
     "cast_rows",
@@ -51,13 +67,21 @@ __all__ = [
     "cpu",
     "custom_op",
     "empty_copies",
+    "expanded",
+    "exponents_of_groups",
+    "exponents_shape",
     "fuses_many",
     "fuses_rows",
     "needs_alignment",
+    "powers_of_2",
     "quantize",
     "quantize_after",
+    "quantize_blocks",
     "quantize_copies",
     "quantize_each",
+    "reblock",
+    "reblock_groups",
+    "scaled_by",
     "scaled_mm",
     "scaling_from_amax",
     "takes_transposed",

@@ -181,9 +181,9 @@ def _native(
             f"multiplies none but {e4m3()} by any; set another target_dtype, or emulate=True"
         )
     # cuBLASLt multiplies a row-major by a column-major matrix.
-    a = _row_major(a, transpose)
+    a = row_major(a, transpose)
     if b.stride() != (1, b.shape[0]):
-        b = _row_major(b.t(), transpose).t()
+        b = row_major(b.t(), transpose).t()
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
     if not (scale_a.ndim or scale_b.ndim):
         return run(scale_a, scale_b, out_dtype=out_dtype)
@@ -205,7 +205,8 @@ def _native(
     return apply_scales(run(one, one, out_dtype=torch.float32), scale_a, scale_b).to(out_dtype)
 
 
-def _row_major(x: Tensor, transpose: Callable[[Tensor], Tensor]) -> Tensor:
+def row_major(x: Tensor, transpose: Callable[[Tensor], Tensor]) -> Tensor:
+    """A matrix whose rows are contiguous; ``transpose`` copies one whose columns are."""
     if x.is_contiguous():
         return x
     return transpose(x.t()) if x.t().is_contiguous() else x.contiguous()

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.config import CastSpec, Gemm
+from fp8_dist.config import Gemm
 from fp8_dist.granularity import TENSOR, Granularity
-from fp8_dist.kernels import quantize_after, scaled_mm
+from fp8_dist.kernels import block_scaled_mm, quantize_after, quantize_blocks, scaled_mm
 from fp8_dist.linear.gradient_amax import GradientAmax, Siblings
 from fp8_dist.linear.observing import is_observed, observe
 from fp8_dist.linear.observing_gemms import (
@@ -40,6 +40,7 @@ from fp8_dist.linear.operands import (
     wait_local,
 )
 from fp8_dist.linear.recording import note_gemm
+from fp8_dist.linear.sharded_tokens import BlockMatrix, as_block_matrix, reblocked
 from fp8_dist.mesh import (
     Layout,
     LinearLayouts,
@@ -77,6 +78,9 @@ def float8_linear(
     """
     first_qdata, first_scale = (weight_casts.output or (None, None))[:2]
     second_qdata, second_scale = (weight_casts.grad_input or (None, None))[:2]
+    either = weight_casts.output or weight_casts.grad_input
+    if either is not None and either.granularity.blocks is not None:
+        spec = spec._replace(weight_blocks=either.granularity)
     multiplier, scale = weight_casts.recast or (None, None)
     # Dynamo refuses to pass a tensor twice.
     second_qdata = None if second_qdata is first_qdata else second_qdata
@@ -130,20 +134,55 @@ def _moves(gemms: Any, spec: LinearSpec) -> bool:
 
 
 def _gemm(
-    left: Local, right: Local, gemm: Gemm, spec: LinearSpec, out_dtype: torch.dtype
+    left: Local,
+    right: Local,
+    gemm: Gemm,
+    spec: LinearSpec,
+    out_dtype: torch.dtype,
+    layouts: tuple[Layout, Layout] | None = None,
 ) -> torch.Tensor:
-    """One of the three GEMMs on local operands ``[..., K]``: the one place that starts them."""
+    """One of the three GEMMs on local operands ``[..., K]``: the one place that starts them.
+
+    ``layouts``: where the operands of grad_weight live.
+    """
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         assert isinstance(left, torch.Tensor)
         assert isinstance(right, torch.Tensor)
         a, b = as_matrix(left), as_matrix(right)
         a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
         return torch.mm(a, b.to(a.dtype)).to(out_dtype)
+    options = spec.config.gemm_options(gemm)
+    if left.granularity.blocks is not None:
+        return _block_gemm(left, right, gemm, spec, out_dtype, layouts)
     a, scale_a = _as_gemm_operand(left, gemm == "grad_weight")
     b, scale_b = _as_gemm_operand(right, gemm == "output")
-    options = spec.config.gemm_options(gemm)
-    note_gemm(spec.fqn, gemm, (a, scale_a), (b, scale_b), out_dtype, options)
+    note_gemm(spec.fqn, gemm, (a, scale_a, None), (b, scale_b, None), out_dtype, options)
     return scaled_mm(a, b, scale_a, scale_b, out_dtype, *options)
+
+
+def _block_gemm(
+    left: Quantized,
+    right: Quantized,
+    gemm: Gemm,
+    spec: LinearSpec,
+    out_dtype: torch.dtype,
+    layouts: tuple[Layout, Layout] | None,
+) -> torch.Tensor:
+    """:func:`_gemm` of operands with scales of blocks along the contraction."""
+    if gemm == "grad_weight":
+        where = layouts or (None, None)
+        a, b = _turned(reblocked(left, where[0])), reblocked(right, where[1])
+    else:
+        a, b = as_block_matrix(left), as_block_matrix(right)
+        b = _turned(b) if gemm == "output" else b
+    options = spec.config.gemm_options(gemm)
+    note_gemm(spec.fqn, gemm, a, b, out_dtype, options)
+    return block_scaled_mm(a[0], b[0], a[1], b[1], a[2], b[2], out_dtype, options[2])
+
+
+def _turned(matrix: BlockMatrix) -> BlockMatrix:
+    qdata, exponents, (rows, columns, first_row, first_column) = matrix
+    return qdata.t(), exponents.t(), (columns, rows, first_column, first_row)
 
 
 def _as_gemm_operand(operand: Quantized, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +226,6 @@ class _LinearFunction(torch.autograd.Function):
         recast_multiplier: torch.Tensor | None,
         recast_scale: torch.Tensor | None,
     ) -> torch.Tensor:
-        config = spec.config
         x_layout, w_layout, layouts = Layout.of(input), Layout.of(weight), None
         if x_layout is not None and w_layout is not None:
             now = x_layout.placements, w_layout.placements
@@ -195,8 +233,9 @@ class _LinearFunction(torch.autograd.Function):
         # (Under no_grad ctx.needs_input_grad says what the tensors say.)
         needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.record else (False, False)
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
-        x = prepare_operand(input, "input", gemms, layouts and layouts.input, spec)
-        w = _as_operand(first_qdata, first_scale, config.cast("weight", "output"), weight)
+        whole = _with_features(input, weight.shape[1])
+        x = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
+        w = _as_operand(first_qdata, first_scale, "output", weight, spec)
         # The gather of the input is waited for here, after the weight's cast was issued.
         left = wait_local(x["output"])
         product = _gemm(left, w, "output", spec, input.dtype)
@@ -209,8 +248,7 @@ class _LinearFunction(torch.autograd.Function):
         uses_cast = needs_input and multiplier is None
         qdata = first_qdata if second_qdata is None else second_qdata
         scale = first_scale if second_scale is None else second_scale
-        cast = config.cast("weight", "grad_input")
-        right = _as_operand(qdata, scale, cast, weight) if uses_cast else None
+        right = _as_operand(qdata, scale, "grad_input", weight, spec) if uses_cast else None
         saved_x, ctx.input_cast = _flat(wait_local(x["grad_weight"]) if needs_weight else None)
         saved_w, ctx.weight_cast = _flat(right)
         if multiplier is not None:
@@ -251,10 +289,15 @@ class _LinearFunction(torch.autograd.Function):
             # The weight has its values again. (A graph would keep the float8 copy of the forward,
             # if this cast did not depend on the gradient.)
             cast = spec.config.cast("weight", "grad_input")
-            local = local_tensor(w_data)
-            grouped = cast.granularity.grouped(local)
-            qdata = quantize_after(grouped, multiplier, cast.dtype, local_tensor(grad))
-            w = Quantized(qdata.view(local.shape), w_scale, cast.granularity)
+            local, after = local_tensor(w_data), local_tensor(grad)
+            granularity = spec.weight_blocks or cast.granularity
+            if granularity.blocks is not None:
+                blocks = granularity.blocks
+                qdata = quantize_blocks(local, multiplier, cast.dtype, blocks, after)
+            else:
+                grouped = cast.granularity.grouped(local)
+                qdata = quantize_after(grouped, multiplier, cast.dtype, after)
+            w = Quantized(qdata.view(local.shape), w_scale, granularity)
             if is_observed() and cast != spec.config.cast("weight", "output"):
                 scale = observe(spec.owner, "weight", ("grad_input",), local, w, repeats=False)
                 w = w._replace(scale=scale)
@@ -269,7 +312,14 @@ class _LinearFunction(torch.autograd.Function):
                 grad_input = _redistribute_grad_input(grad_input, layouts, ctx.x_layout)
         if needs_weight:
             left, right = operands["grad_weight"]
-            grad_weight = _gemm(wait_local(left), right, "grad_weight", spec, ctx.weight_dtype)
+            where = None
+            if layouts is not None:
+                where = (
+                    ctx.x_layout._replace(placements=layouts.grad_output, shape=grad.shape),
+                    ctx.x_layout._replace(placements=layouts.input),
+                )
+            left, dtype = wait_local(left), ctx.weight_dtype
+            grad_weight = _gemm(left, right, "grad_weight", spec, dtype, where)
             if layouts is not None:
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
@@ -282,16 +332,31 @@ class _LinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, *unused
 
 
+def _with_features(input: torch.Tensor, features: int) -> torch.Tensor:
+    """An input as a DTensor that knows how many features the global tensor has.
+
+    ``DTensor.from_local`` takes all shards to be of the size of the local one. Where unequal shards
+    cut blocks, ranks would disagree about which.
+    """
+    layout = Layout.of(input)
+    if layout is None or layout.shape[-1] == features:
+        return input
+    shape = torch.Size((*layout.shape[:-1], features))
+    return layout._replace(shape=shape).wrap(local_tensor(input))
+
+
 def _as_operand(
     qdata: torch.Tensor | None,
     scale: torch.Tensor | None,
-    cast: CastSpec | None,
+    gemm: Gemm,
     weight: torch.Tensor,
+    spec: LinearSpec,
 ) -> Local:
     """The copy of the weight that a GEMM takes, or its local tensor in high precision."""
+    cast = spec.config.cast("weight", gemm)
     if cast is None or qdata is None or scale is None:
         return local_tensor(weight)
-    return Quantized(qdata, scale, cast.granularity)
+    return Quantized(qdata, scale, spec.weight_blocks or cast.granularity)
 
 
 def _flat(operand: Local | None) -> tuple[list[torch.Tensor | None], Granularity | None]:

@@ -8,6 +8,7 @@ from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
 from fp8_dist.mesh import Layout, local_sizes
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.tensor.float8_tensor import granularity_of
 
 
 def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
@@ -58,7 +59,8 @@ def check_gathered(config: Float8LinearConfig, weight: Float8Tensor, fqn: str) -
 
 
 def _is_cast_as(cast: CastSpec, tensor: Float8Tensor) -> bool:
-    return (cast.dtype, cast.granularity.name) == (tensor.qdata.dtype, tensor.granularity)
+    found = granularity_of(tensor).whole
+    return (cast.dtype, cast.granularity.name) == (tensor.qdata.dtype, found.name)
 
 
 def _description(tensor: Float8Tensor) -> str:

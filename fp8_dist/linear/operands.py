@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import Copies, as_float8_of, copies_over
 from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig, Gemm, Operand
+from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.gradient_amax import GradientAmax
@@ -36,6 +37,9 @@ class LinearSpec(NamedTuple):
     histories: Mapping[str, AmaxHistory]
     owner: Owner  # the layer's float8_weight
     record: bool  # whether the forward's casts belong to a training step
+    weight_blocks: Granularity | None = (
+        None  # of this rank's part of the weight, for scales of blocks
+    )
 
 
 class WeightCasts(NamedTuple):

@@ -7,7 +7,11 @@ from typing import NamedTuple
 import torch
 
 from fp8_dist.config import Gemm
+from fp8_dist.granularity import Blocks
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+
+# Data, scale, and for scales of blocks what these are. (The shape of others tells what they cover.)
+Operand = tuple[torch.Tensor, torch.Tensor, tuple[int, int, int, int] | None]
 
 
 class GemmRecord(NamedTuple):
@@ -52,14 +56,24 @@ def record_gemms() -> Iterator[list[GemmRecord]]:
 def note_gemm(
     fqn: str,
     gemm: Gemm,
-    a: tuple[torch.Tensor, torch.Tensor],
-    b: tuple[torch.Tensor, torch.Tensor],
+    a: Operand,
+    b: Operand,
     out_dtype: torch.dtype,
     options: tuple[bool, bool, bool],
 ) -> None:
-    """Add a GEMM of operands (qdata, scale) to the recordings under way."""
+    """Add a GEMM of two matrices to the recordings under way."""
     if not _recordings:
         return
-    left, right = (Float8Tensor(*operand, out_dtype).clone() for operand in (a, b))
+    left, right = (
+        Float8Tensor(qdata, scale, out_dtype, _name_of(blocks)).clone()
+        for qdata, scale, blocks in (a, b)
+    )
     for records in _recordings:
         records.append(GemmRecord(fqn, gemm, left, right, options))  # type: ignore[arg-type]
+
+
+def _name_of(blocks: tuple[int, int, int, int] | None) -> str | None:
+    if blocks is None:
+        return None
+    rows, columns, *start = blocks
+    return Blocks.of(rows, columns, start=(start[0], start[1])).name

@@ -38,10 +38,12 @@ from fp8_dist.cast import (
     as_copies,
     copies_by,
     copies_over,
+    exponents_of_matrix,
     flat_copies,
     scaling_over,
 )
 from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig
+from fp8_dist.cut_blocks import granularity_at
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
@@ -133,8 +135,8 @@ class Float8Weight:
 
         ``needs_grad_input``: whether a backward, if one follows, computes the input's gradient.
 
-        Collectives: for each cast one all-reduce of 4 bytes per scale, if what a scale covers is
-        sharded and the scales are not known.
+        Collectives: for each cast one all-reduce of 4 bytes per scale (1 per block), if what a
+        scale covers is sharded and the scales are not known.
         """
         casts = self.config.casts("weight")
         if not casts:
@@ -280,10 +282,11 @@ class Float8Weight:
             return float8
         if fresh or queried:
             # Known scalings may be stale unnoticed: the values may exceed their amax.
-            float8 = copies_by(shard, copies, self._scalings(shard, source))
+            scalings = self._scalings(shard, source)
+            float8 = copies_by(shard, copies, scalings, layout=self.layout(parameter))
         else:
-            scalings, float8 = self._new_casts(parameter, shard, copies, record)
-            self._note(parameter, shard, scalings, source)
+            scalings, float8, whole = self._new_casts(parameter, shard, copies, record)
+            self._note(parameter, shard, scalings, source, whole)
         keeps = _is_parameter(parameter) and self.config.cache_float8_shards
         keeps &= not is_captured(shard)
         cache.float8 = float8 if keeps and shard.device == parameter.device else None
@@ -295,15 +298,23 @@ class Float8Weight:
         shard: torch.Tensor,
         copies: tuple[CopySpec, ...],
         record: bool,
-    ) -> tuple[Scalings, Copies]:
-        """Copies of a shard of which nothing is known, and the scaling for each cast."""
+    ) -> tuple[Scalings, Copies, torch.Tensor | None]:
+        """Copies of a shard of which nothing is known, and the scaling for each cast.
+
+        And the scales of the whole weight, if they were found too (those of blocks that are cut).
+        """
         cast = copies[0].cast
         if cast.delayed:
             tensor, history = self._distributed(parameter, shard), self._histories["weight"]
             scaling, float8 = history.scaled_copies_of(tensor, copies, record)
-            return {cast: scaling}, float8
+            return {cast: scaling}, float8, None
+        if cast.granularity.blocks is not None:
+            scaling, whole = self._scaling_of(parameter, shard, cast)
+            layout = self.layout(parameter)
+            return {cast: scaling}, copies_by(shard, copies, {cast: scaling}, layout=layout), whole
         power_of_2 = self.config.round_scales_to_power_of_2
-        return copies_over(self._distributed(parameter, shard), copies, power_of_2, local=shard)
+        tensor = self._distributed(parameter, shard)
+        return *copies_over(tensor, copies, power_of_2, local=shard), None
 
     def _casts_of_graph(
         self, shard: torch.Tensor, copies: tuple[CopySpec, ...], keep: bool
@@ -316,12 +327,12 @@ class Float8Weight:
         """
         if torch.compiler.is_exporting():
             return self._new_casts(self.parameter(), shard, copies, False)[1]
-        casts = list(dict.fromkeys(copy.cast for copy in copies))
-        names = [cast.granularity.name for cast in casts]
+        casts, layout = list(dict.fromkeys(copy.cast for copy in copies)), self.layout()
+        names = [granularity_at(cast.granularity, layout).name for cast in casts]
         of, transposed = [casts.index(copy.cast) for copy in copies], [c.transposed for c in copies]
         dtype = casts[0].dtype
         flat = weight_copies.overload(shard, self.handle, dtype, names, of, transposed, keep)
-        return as_copies(shard, copies, flat[len(casts) :], flat[: len(casts)])
+        return as_copies(shard, copies, flat[len(casts) :], flat[: len(casts)], layout)
 
     def copies_for_graph(
         self, shard: torch.Tensor, of: list[int], transposed: list[bool], keep: bool
@@ -345,14 +356,15 @@ class Float8Weight:
                 cast: (multiplier.to(shard.device), scale.to(shard.device, copy=True))
                 for cast, (multiplier, scale) in known.items()
             }
-            float8 = copies_by(shard, copies, own)
+            float8 = copies_by(shard, copies, own, layout=self.layout(parameter))
         else:
             # (A scale that its history tells again costs nothing, so it is not kept.)
             keeps = keep and is_own and (history is None or history.scaling is None)
-            scalings, float8 = self._new_casts(parameter, shard, copies, keep)
-            multipliers = {cast: multiplier for cast, (multiplier, _) in scalings.items()}
+            scalings, float8, whole = self._new_casts(parameter, shard, copies, keep)
+            # (Exponents are both. What the graph is given must not be kept.)
+            multipliers = {cast: m.clone() if m is s else m for cast, (m, s) in scalings.items()}
             later = partial(_scalings_by, multipliers)
-            self._note(parameter, shard, later, ScaleState.FROM_FORWARD if keeps else None)
+            self._note(parameter, shard, later, ScaleState.FROM_FORWARD if keeps else None, whole)
         if history is not None and keep:
             history.record_later()
         return flat_copies(float8)
@@ -369,7 +381,7 @@ class Float8Weight:
             output = None
             if of_output is not None:
                 copy = CopySpec(of_output)
-                made = copies_by(shard, (copy,), scalings)
+                made = copies_by(shard, (copy,), scalings, layout=self.layout())
                 if is_observed():
                     made = observe_copies(self, "weight", shard, made)
                 output = made[copy]
@@ -391,8 +403,8 @@ class Float8Weight:
         if not must_query():
             found, device = self.answer(shard, source), shard.device
             return {cast: (m.to(device), scale.to(device)) for cast, (m, scale) in found.items()}
-        casts = self.config.casts("weight")
-        names = [cast.granularity.name for cast in casts]
+        casts, layout = self.config.casts("weight"), self.layout()
+        names = [granularity_at(cast.granularity, layout).name for cast in casts]
         if source is ScaleState.FROM_GATHER:
             flat = shard_scalings.overload(shard, self.handle, names)
         else:
@@ -452,11 +464,13 @@ class Float8Weight:
         which changes unnoticed.)
         """
         casts = self.config.casts("weight")
-        new = {
-            cast: known[cast] if cast in known else self._scaling_of(parameter, shard, cast)
+        found = {
+            cast: (known[cast], None) if cast in known else self._scaling_of(parameter, shard, cast)
             for cast in casts
         }
-        self._note(parameter, shard, new, source)
+        new = {cast: scaling for cast, (scaling, _) in found.items()}
+        whole = next((whole for _, whole in found.values() if whole is not None), None)
+        self._note(parameter, shard, new, source, whole)
         return new
 
     def _note(
@@ -465,21 +479,30 @@ class Float8Weight:
         shard: torch.Tensor,
         new: Scalings | Callable[[], Scalings],
         source: ScaleState | None,
+        whole: torch.Tensor | None,
     ) -> None:
-        """Tell the cache the scaling for each cast of a parameter's values."""
+        """Tell the cache the scaling for each cast of a parameter's values.
+
+        And the scales of the ``whole`` weight, if they are known.
+        """
         if is_captured(shard):
             return  # they belong to the graph
         self.cache.warn_if_stale(parameter, self.fqn)
         if source is not None and _is_parameter(parameter):
-            self.cache.store(parameter, new, source)
+            self.cache.store(parameter, new, source, whole)
 
-    def _scaling_of(self, parameter: torch.Tensor, shard: torch.Tensor, cast: CastSpec) -> Scaling:
-        if cast.delayed:
-            tensor = self._distributed(parameter, shard)
-            return self._histories["weight"].scaling_of(tensor, record=False)
-        power_of_2 = self.config.round_scales_to_power_of_2
+    def _scaling_of(
+        self, parameter: torch.Tensor, shard: torch.Tensor, cast: CastSpec
+    ) -> tuple[Scaling, torch.Tensor | None]:
+        """The scaling of a shard; the scales of the whole weight, if they were found too."""
         tensor = self._distributed(parameter, shard)
-        return scaling_over(tensor, cast, power_of_2, local=shard)
+        if cast.delayed:
+            return self._histories["weight"].scaling_of(tensor, record=False), None
+        if cast.granularity.blocks is not None:
+            exponents, whole = exponents_of_matrix(tensor, cast, shard)
+            return (exponents, exponents), whole
+        power_of_2 = self.config.round_scales_to_power_of_2
+        return scaling_over(tensor, cast, power_of_2, local=shard), None
 
     def _distributed(self, parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         """The shard of a parameter; a DTensor of it where the parameter is distributed."""
@@ -534,4 +557,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def _scalings_by(multipliers: Mapping[CastSpec, torch.Tensor]) -> Scalings:
-    return {cast: (m, torch.reciprocal(m)) for cast, m in multipliers.items()}
+    return {
+        cast: (m, torch.reciprocal(m) if cast.granularity.blocks is None else m)
+        for cast, m in multipliers.items()
+    }

@@ -189,6 +189,7 @@ class WeightCache:
         param: torch.Tensor,
         scaling: Scalings | PendingScales | Callable[[], Scalings],
         state: ScaleState,
+        all_scales: torch.Tensor | None = None,
     ) -> None:
         """Remember the scaling of the values that ``param`` has now, as it is used.
 
@@ -198,7 +199,7 @@ class WeightCache:
         origin = self._origin
         self.drop()
         self._origin = origin
-        self.state, self._scaling = state, scaling
+        self.state, self._scaling, self.all_scales = state, scaling, all_scales
         self._version, self._local_version = _version(param), _version(local_tensor(param))
         if self._storage is None or not self._has_same_storage(param):
             self._note_storage(param)

@@ -53,8 +53,12 @@ def shard_scalings(
 def _fake_scalings(
     x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool = False
 ) -> list[torch.Tensor]:
-    shapes = [granularity_named(name).scale_shape(x.shape) for name in granularities]
-    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes for _ in range(2)]
+    return [scale for name in granularities for scale in (_scale(x, name), _scale(x, name))]
+
+
+def _scale(x: torch.Tensor, granularity: str) -> torch.Tensor:
+    known = granularity_named(granularity)
+    return x.new_empty(known.scale_shape(x.shape), dtype=known.scale_dtype)
 
 
 @weight_copies.register_fake
@@ -67,9 +71,7 @@ def _fake_copies(
     transposed: list[bool],
     keep: bool,
 ) -> list[torch.Tensor]:
-    shapes = [granularity_named(name).scale_shape(x.shape) for name in granularities]
-    scales = [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    return [*scales, *empty_copies(x, dtype, transposed)]
+    return [*(_scale(x, name) for name in granularities), *empty_copies(x, dtype, transposed)]
 
 
 weight_scalings.register_fake(_fake_scalings)

@@ -24,6 +24,7 @@ from fp8_dist.mesh.layout import (
     narrowed,
     normalized,
     reduced,
+    shard_starts,
     sharded_dim,
     with_local,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "ranks_of",
     "reduce_amax",
     "reduced",
+    "shard_starts",
     "sharded_dim",
     "union_of",
     "with_local",

@@ -21,7 +21,7 @@ def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> to
 
 
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
-    """All-reduce (MAX) of non-negative fp32 values that keeps a NaN of any rank.
+    """All-reduce (MAX) of non-negative fp32 values that keeps a NaN of any rank; or of exponents.
 
     Over one group after the other; none for no groups.
     """
@@ -59,11 +59,14 @@ class AmaxReduction:
 def _start(amax: torch.Tensor, group_name: str) -> torch.Tensor:
     # Backends may drop a NaN in a MAX. The bits of a non-negative float, read as an integer, are
     # ordered like the floats, with NaN above infinity, so the reduction runs on int32.
-    return funcol.all_reduce(amax.view(torch.int32), "max", group_name)
+    # (Exponents are bytes, of which the largest is NaN.)
+    bits = amax if amax.dtype is torch.uint8 else amax.view(torch.int32)
+    return funcol.all_reduce(bits, "max", group_name)
 
 
 def _wait(bits: torch.Tensor) -> torch.Tensor:
-    return funcol.wait_tensor(bits).view(torch.float32)
+    found = funcol.wait_tensor(bits)
+    return found if found.dtype is torch.uint8 else found.view(torch.float32)
 
 
 def _wait_quietly(bits: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     StridedShard,
-    compute_local_shape_and_global_offset,
+    cached_but_in_graphs,
     concatenated_mesh,
     dtensor_local,
     make_dtensor,
@@ -125,10 +125,45 @@ def local_sizes(layout: Layout, dim: int) -> set[int]:
     return sizes
 
 
+@cached_but_in_graphs
+def shard_starts(layout: Layout, dim: int) -> tuple[int, ...]:
+    """Where the shards of all ranks begin along a dim, ascending; the same on all ranks."""
+    ndim, parts = len(layout.shape), [(0, layout.shape[dim])]
+    for axis in _axes_in_order(layout.placements):
+        if sharded_dim(layout.placements[axis], ndim) != dim % ndim:
+            continue
+        n = layout.mesh.size(axis)
+        parts = [
+            (begin + rank * chunk, min(begin + (rank + 1) * chunk, end))
+            for begin, end in parts
+            for chunk in [-(-(end - begin) // n)]
+            for rank in range(n)
+            if rank * chunk < end - begin
+        ]
+    return tuple(sorted({begin for begin, _ in parts}))
+
+
 def global_offset(layout: Layout) -> list[int]:
     """Where this rank's shard begins in the global tensor, per dim. (0 where it is empty.)"""
-    part = compute_local_shape_and_global_offset(layout.shape, layout.mesh, layout.placements)
-    return [start if n else 0 for n, start in zip(*part, strict=True)]
+    # (torch's compute_local_shape_and_global_offset computes with tensors: slowly on many ranks,
+    # and in graphs their values are unknown.)
+    ndim, coordinate = len(layout.shape), layout.mesh.get_coordinate()
+    assert coordinate is not None
+    begin, end = [0] * ndim, [*layout.shape]
+    for axis in _axes_in_order(layout.placements):
+        dim = sharded_dim(layout.placements[axis], ndim)
+        assert dim is not None
+        chunk = -(-(end[dim] - begin[dim]) // layout.mesh.size(axis))
+        begin[dim] = min(begin[dim] + coordinate[axis] * chunk, end[dim])
+        end[dim] = min(begin[dim] + chunk, end[dim])
+    return [start if start < stop else 0 for start, stop in zip(begin, end, strict=True)]
+
+
+def _axes_in_order(placements: Placements) -> list[int]:
+    """The axes that shard, in the order in which they cut a tensor."""
+    # FSDP2 shards what tensor parallelism left, though its axis comes first.
+    strided = [i for i, p in enumerate(placements) if isinstance(p, StridedShard)]
+    return [*(i for i, p in enumerate(placements) if type(p) is Shard), *reversed(strided)]
 
 
 def narrowed(whole: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:

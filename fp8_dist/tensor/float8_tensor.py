@@ -12,6 +12,7 @@ import torch
 
 from fp8_dist.dtypes import is_float8, short_name
 from fp8_dist.granularity import ROW, TENSOR, Granularity, covering, granularity_named
+from fp8_dist.kernels import powers_of_2, scaled_by
 from fp8_dist.torch_internals import STAND_INS, disabled_torch_function, make_wrapper_subclass
 
 # aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.tensor.ops.
@@ -25,7 +26,9 @@ class Float8Tensor(torch.Tensor):
         qdata: the float8 bytes, of this tensor's shape and strides.
         scale: fp32 dequantization scale: 0-dim for the whole (global) tensor, or with as many dims
             as ``qdata`` and of size 1 along those that one scale covers, such as ``[..., 1]``; or
-            several for each row, ``[..., C]``, as :meth:`Granularity.to_rows` gives them.
+            several for each row, ``[..., C]``, as :meth:`Granularity.to_rows` gives them. Those of
+            blocks are powers of two: uint8, ``[..., C]`` or ``[R, C]``, the bytes of e8m0 exponents
+            (``scale.view(torch.float8_e8m0fnu)``).
         orig_dtype: the high-precision dtype it was cast from, which is also its ``dtype``.
         granularity: the name of what one scale covers; :func:`granularity_of` gives the object. (A
             tensor in a graph has attributes of plain data alone.)
@@ -61,14 +64,17 @@ class Float8Tensor(torch.Tensor):
     ) -> "Float8Tensor":
         if not is_float8(qdata.dtype):
             raise TypeError(f"Float8Tensor: qdata must have a float8 dtype, got {qdata.dtype}")
-        if scale.dtype is not torch.float32 or not orig_dtype.is_floating_point:
+        blocks = granularity is not None and granularity_named(granularity).blocks is not None
+        wanted = torch.uint8 if blocks else torch.float32
+        if scale.dtype is not wanted or not orig_dtype.is_floating_point:
+            kind = "uint8, the exponents of blocks," if blocks else "fp32"
             raise TypeError(
-                "Float8Tensor: scale must be fp32 and orig_dtype floating point, got "
+                f"Float8Tensor: scale must be {kind} and orig_dtype floating point, got "
                 f"{scale.dtype} and {orig_dtype}"
             )
-        if granularity is None or scale.ndim == 0:
+        if granularity is None or (scale.ndim == 0 and not blocks):
             granularity = _granularity_from(qdata, scale).name
-        if scale.ndim and not _fits(qdata, scale, granularity_named(granularity)):
+        if (scale.ndim or blocks) and not _fits(qdata, scale, granularity_named(granularity)):
             raise ValueError(
                 f"Float8Tensor: a scale of shape {tuple(scale.shape)} does not cover qdata of "
                 f"shape {tuple(qdata.shape)}; it must be 0-dim, or of size 1 along what it covers"
@@ -106,7 +112,8 @@ class Float8Tensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         scale = "?"
         if self.scale.ndim:
-            scale = f"fp32{list(self.scale.shape)}"
+            kind = "fp32" if self.scale.dtype is torch.float32 else "e8m0"
+            scale = f"{kind}{list(self.scale.shape)}"
         elif type(self.scale) is torch.Tensor and not self.scale.is_meta:
             scale = f"{self.scale.item():.6g}"
         return (
@@ -166,6 +173,8 @@ def _granularity_from(qdata: torch.Tensor, scale: torch.Tensor) -> Granularity:
 
 
 def _fits(qdata: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> bool:
+    if granularity.blocks is not None:
+        return [*scale.shape] == granularity.scale_shape(qdata.shape)
     if granularity.is_grouped:
         return scale.shape[:-1] == qdata.shape[:-1]
     return scale.ndim == qdata.ndim and all(
@@ -176,6 +185,9 @@ def _fits(qdata: torch.Tensor, scale: torch.Tensor, granularity: Granularity) ->
 def dequantized(x: Float8Tensor) -> torch.Tensor:
     """``dequantize()`` outside of autograd."""
     granularity = granularity_of(x)
+    if granularity.blocks is not None:
+        wide = scaled_by(x.qdata.to(torch.float32), powers_of_2(x.scale), granularity.blocks)
+        return wide.to(x.orig_dtype)
     values = granularity.grouped(x.qdata.to(torch.float32)) * granularity.from_rows(x.scale)
     return values.to(x.orig_dtype).view(x.shape)
 

@@ -13,7 +13,7 @@ import torch
 
 from fp8_dist import kernels
 from fp8_dist.dtypes import is_float8
-from fp8_dist.granularity import covering
+from fp8_dist.granularity import Blocks, covering
 from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantized, granularity_of
 from fp8_dist.torch_internals import (
     STAND_INS,
@@ -64,11 +64,69 @@ def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
 def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rest = args[0], args[1:]
     moved = func(x.qdata, *rest, **kwargs)
+    if isinstance(granularity_of(x), Blocks):
+        return _move_blocks(func, x, moved, rest, kwargs)
     scales = func(_expanded(x), *rest, **kwargs) if x.scale.ndim else None
     if isinstance(moved, torch.Tensor):
         return _with_expanded_scale(func, x, moved, scales)
     parts = zip(moved, scales or repeat(None), strict=False)
     return [_with_expanded_scale(func, x, qdata, scale) for qdata, scale in parts]
+
+
+_PARTS = (
+    aten.chunk.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+)
+
+
+def _move_blocks(
+    func: Any, x: Float8Tensor, moved: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What :func:`_move` returns for scales of blocks; ``moved``: the data."""
+    granularity = granularity_of(x)
+    assert isinstance(granularity, Blocks)
+    if func in (aten.alias.default, aten.detach.default):
+        return x.rewrap(qdata=moved, scale=func(x.scale))
+    if func in (aten.t.default, aten.transpose.int, aten.permute.default) and x.ndim == 2:
+        if moved.shape == x.shape and moved.stride() == x.qdata.stride():
+            return x.rewrap(qdata=moved)
+        name = granularity.transposed().name
+        return x.rewrap(qdata=moved, scale=x.scale.t(), granularity=name)
+    if func in _PARTS:
+        return _parts_of_blocks(func, x, moved, rest, kwargs)
+    if granularity.rows > 1:
+        raise _no_scale_for(func, x)
+    scales = func(_expanded(x), *rest, **kwargs)
+    if isinstance(moved, torch.Tensor):
+        return _with_expanded_scale(func, x, moved, scales)
+    pairs = zip(moved, scales, strict=True)
+    return [_with_expanded_scale(func, x, qdata, scale) for qdata, scale in pairs]
+
+
+def _parts_of_blocks(
+    func: Any, x: Float8Tensor, moved: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Parts along a dim, each with the scales of its blocks, of which it may have a part."""
+    granularity = granularity_of(x)
+    assert isinstance(granularity, Blocks)
+    at = 0 if func is aten.slice.Tensor else 1
+    dim = (rest[at] if len(rest) > at else kwargs.get("dim", 0)) % x.ndim
+    parts, start = [moved] if isinstance(moved, torch.Tensor) else moved, 0
+    if func is aten.slice.Tensor:
+        start, _, step = slice(*[*rest[1:], None, None, None][:3]).indices(x.shape[dim])
+        if step != 1:
+            raise _no_scale_for(func, x)
+    found = []
+    for part in parts:
+        length = part.shape[dim]
+        scale = granularity.part_of_scales(x.scale, dim, start, length)
+        offset = [start if d == dim else 0 for d in range(x.ndim)]
+        name = granularity.at(offset).name
+        found.append(x.rewrap(qdata=part, scale=scale, granularity=name))
+        start += length
+    return found[0] if isinstance(moved, torch.Tensor) else found
 
 
 def _expanded(x: Float8Tensor) -> torch.Tensor:
@@ -113,6 +171,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     qdata = func(x.qdata, size, **kwargs)
     if x.scale.ndim == 0 or qdata.shape == x.shape:
         return x.rewrap(qdata=qdata)
+    if len(granularity_of(x).fixed_dims(x.ndim)) > 1 and granularity_of(x).blocks is not None:
+        raise _no_scale_for(func, x)
     last, fixed = x.ndim - 1, granularity_of(x).fixed_dims(x.ndim)
     if fixed not in ((last,), tuple(range(last))):
         raise _no_scale_for(func, x)
@@ -161,11 +221,27 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     scales = [x.scale for x in tensors]
     fixed = granularity_of(first).fixed_dims(first.ndim)
     along_scales = first.scale.ndim and dim % first.ndim not in fixed
+    if first.scale.ndim and not along_scales and isinstance(granularity_of(first), Blocks):
+        _check_whole_blocks(func, tensors, dim % first.ndim)
+        along_scales = True
     scale = func(scales, dim) if along_scales else _common_scale(scales)
     out = func([as_bytes(x.qdata) for x in tensors], dim)
     of_one_cast = all(x.cast_number is first.cast_number for x in tensors)
     cast_number = first.cast_number if of_one_cast else None
     return first.rewrap(qdata=out.view(first.qdata.dtype), scale=scale, cast_number=cast_number)
+
+
+def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int) -> None:
+    """Refuse to put tensors together that begin or end inside of blocks."""
+    for i, x in enumerate(tensors):
+        granularity = granularity_of(x)
+        assert isinstance(granularity, Blocks)
+        of_rows = dim == x.ndim - 2
+        block = granularity.rows if of_rows else granularity.columns
+        start = granularity.start[0 if of_rows else 1]
+        ends_inside = i + 1 < len(tensors) and (start + x.shape[dim]) % block
+        if (i and start) or ends_inside:
+            raise _no_scale_for(func, x)
 
 
 def _check_same_kind(name: str, x: Float8Tensor, y: Float8Tensor) -> None:
@@ -175,7 +251,8 @@ def _check_same_kind(name: str, x: Float8Tensor, y: Float8Tensor) -> None:
         )
     if x.granularity != y.granularity:
         raise ValueError(
-            f"{name} of float8 tensors whose scales cover different dims; .dequantize() them"
+            f"{name} of float8 tensors with one scale per {x.granularity} and per {y.granularity}; "
+            ".dequantize() them"
         )
 
 
@@ -201,6 +278,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
             f"padding a Float8Tensor with {value}: only 0 has the same float8 code under every "
             "scale; call .dequantize() first"
         )
+    _check_not_cut(func, x)  # (DTensor pads the parts of some ranks before it gathers them.)
     scale = x.scale
     if scale.ndim:
         # From the last dim on, a pair for each: nothing is added along a dim that a scale covers.
@@ -208,6 +286,13 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
         added = [0 if x.ndim - 1 - i // 2 in fixed else n for i, n in enumerate(pad)]
         scale = func(scale, added, 0)
     qdata = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype)
+    granularity = granularity_of(x)
+    if isinstance(granularity, Blocks):
+        # Their last blocks may have room for what is added behind.
+        fixed = granularity.fixed_dims(x.ndim)
+        in_front = any(n for i, n in enumerate(pad[::2]) if x.ndim - 1 - i in fixed)
+        if in_front or [*scale.shape] != granularity.scale_shape(qdata.shape):
+            raise _no_scale_for(func, x)
     return x.rewrap(qdata=qdata, scale=scale)
 
 
@@ -258,9 +343,13 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
         size = args[1]
         if len(size) != scale.ndim:
             raise _no_scale_for(func, x)
-        fixed = granularity_of(x).fixed_dims(x.ndim)
+        granularity = granularity_of(x)
+        fixed = granularity.fixed_dims(x.ndim)
         sizes = zip(size, scale.shape, strict=True)
-        scale = scale.new_zeros([c if d in fixed else n for d, (n, c) in enumerate(sizes)])
+        shape = [c if d in fixed else n for d, (n, c) in enumerate(sizes)]
+        if granularity.blocks is not None:
+            shape = granularity.scale_shape(size)
+        scale = scale.new_zeros(shape)
     return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scale)
 
 
@@ -287,6 +376,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
         out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
     dims = [d % x.ndim for d in rest[:2]] if func is shard_dim_alltoall else [0]
+    _check_not_cut(func, x)
     if not (granularity_of(x).scales_move and granularity_of(x).can_move(dims, x.ndim)):
         raise NotImplementedError(
             f"{func} of a Float8Tensor of shape {tuple(x.shape)} with {granularity_of(x)!r}: only "
@@ -297,7 +387,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
     traced = _is_traced(x)
     if traced:  # in a graph one wait would not do for two views
         packed = funcol.wait_tensor(packed)
-    qdata, scale = unpack_rows(packed, x.qdata.dtype, x.shape[-1])
+    qdata, scale = unpack_rows(packed, x.qdata.dtype, x.shape[-1], x.scale.dtype)
     # Inductor (2.13) reads a view of bytes as fp32 wrongly where it is strided anew.
     return x.rewrap(qdata=qdata, scale=scale.clone() if traced else scale)
 
@@ -312,6 +402,17 @@ def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     return x.rewrap(qdata=out.view(x.qdata.dtype))
 
 
+def _check_not_cut(func: Any, x: Float8Tensor) -> None:
+    """Refuse, on all ranks, to move parts of a tensor whose blocks they cut."""
+    granularity = granularity_of(x)
+    if isinstance(granularity, Blocks) and granularity.is_cut:
+        raise NotImplementedError(
+            f"{func} of a part of a float8 tensor, {tuple(x.shape)}, with {granularity!r}: ranks "
+            "have unequal parts, or parts of one block, which can't be gathered as float8; "
+            "redistribute the high-precision tensor and cast it then"
+        )
+
+
 def _is_traced(x: Float8Tensor) -> bool:
     """True below torch.compile, where this code runs once, on what stands for tensors."""
     return isinstance(x.qdata, STAND_INS)
@@ -319,32 +420,34 @@ def _is_traced(x: Float8Tensor) -> bool:
 
 @kernels.custom_op("pack_rows(Tensor qdata, Tensor numbers) -> Tensor")
 def pack_rows(qdata: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Rows of float8 data ``[..., K]`` and of fp32 numbers ``[..., C]``, as one message.
+    """Rows of float8 data ``[..., K]`` and of numbers ``[..., C]``, as one message.
 
-    ``[..., K']`` of the dtype of the data: the data, zeros up to a multiple of 4, the 4 bytes of
-    each number. An operator, so that comm_audit knows the parts of a message of a compiled graph.
+    ``[..., K']`` of the dtype of the data: the data, zeros up to a multiple of the size of a number
+    (fp32, or uint8: exponents), the bytes of each number. An operator, so that comm_audit knows the
+    parts of a message of a compiled graph.
     """
-    data, missing = as_bytes(qdata), -qdata.shape[-1] % 4
+    data, missing = as_bytes(qdata), -qdata.shape[-1] % numbers.itemsize
     if missing:  # (to pad by nothing is a copy)
         data = torch.nn.functional.pad(data, (0, missing))
     # Flat first: a column is contiguous with any stride in its last dim, which view() refuses.
     flat = numbers.reshape(-1).contiguous().view(torch.uint8)
-    tail = flat.view(*numbers.shape[:-1], 4 * numbers.shape[-1])
+    tail = flat.view(*numbers.shape[:-1], numbers.itemsize * numbers.shape[-1])
     return torch.cat([data, tail], dim=-1).view(qdata.dtype)
 
 
 @pack_rows.register_fake
 def _pack_rows_fake(qdata: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    columns = qdata.shape[-1] + -qdata.shape[-1] % 4 + 4 * numbers.shape[-1]
+    size = numbers.itemsize
+    columns = qdata.shape[-1] + -qdata.shape[-1] % size + size * numbers.shape[-1]
     return qdata.new_empty((*qdata.shape[:-1], columns))
 
 
 def unpack_rows(
-    packed: torch.Tensor, dtype: torch.dtype, columns: int
+    packed: torch.Tensor, dtype: torch.dtype, columns: int, numbers: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`pack_rows` was given, as views of its result (uint8, may still be in flight)."""
-    start = columns + -columns % 4
-    return packed[..., :columns].view(dtype), packed[..., start:].view(torch.float32)
+    start = columns + -columns % numbers.itemsize
+    return packed[..., :columns].view(dtype), packed[..., start:].view(numbers)
 
 
 # torch >= 2.13 wraps the result of a collective by an operator, older ones by a plain call.
@@ -370,6 +473,16 @@ def scaled_mm(
     are those of :func:`fp8_dist.kernels.scaled_mm`.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
+    blocks = [granularity_of(x).blocks for x in (a, b)]
+    if blocks[0] is not None and blocks[1] is not None:
+        return kernels.block_scaled_mm.overload(
+            a.qdata, b.qdata, a.scale, b.scale, blocks[0], blocks[1], out_dtype, emulate
+        )
+    if blocks != [None, None]:
+        raise ValueError(
+            f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: only one of them has scales of "
+            "blocks; cast both of them so, or neither"
+        )
     # Not the direct call: it may keep what it derives from an operand, whose data the owner of a
     # Float8Tensor may receive into, unnoticed by autograd.
     run = kernels.scaled_mm.overload

@@ -12,7 +12,7 @@ class Quantized(NamedTuple):
     """A local tensor in float8. (Where no tensor is needed it costs less than a Float8Tensor.)"""
 
     qdata: torch.Tensor  # the float8 bytes, any shape
-    scale: torch.Tensor  # fp32, of the shape that the granularity gives it
+    scale: torch.Tensor  # fp32, or exponents; of the shape that the granularity gives it
     granularity: Granularity = TENSOR
 
     def as_tensor(self, orig_dtype: torch.dtype) -> Float8Tensor:

@@ -60,16 +60,28 @@ FOLDED_RANK = Variant(
     'fp8_dist rowwise_folded + precompute, amax_scope="rank"', "rowwise_folded", float8=RANK
 )
 DELAYED = Variant("fp8_dist delayed + sync", "delayed")
+BLOCKWISE = Variant("fp8_dist blockwise + precompute", "blockwise")
+MXFP8 = Variant("fp8_dist mxfp8 + precompute", "mxfp8")
 ROWWISE = Variant("fp8_dist rowwise", "rowwise", update=False)
 TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
 TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
-VARIANTS = (PLAIN, OURS, OURS_PRECOMPUTED, OURS_RANK, FOLDED, FOLDED_RANK, DELAYED, ROWWISE)
+ONE_SCALE = (OURS, OURS_PRECOMPUTED, OURS_RANK)
+VARIANTS = (PLAIN, *ONE_SCALE, FOLDED, FOLDED_RANK, DELAYED, BLOCKWISE, MXFP8, ROWWISE)
 # Under tensor parallelism, with scales of weights known: of 4 inputs (of attention, wo,
 # feed-forward, w2) and the output gradients of their 7 layers, together for each input; with
 # amax_scope="rank" of what is gathered, the inputs of the two blocks and the output gradients of wo
 # and w2; with rowwise_folded of the inputs of wo and w2 and the output gradients of the five
-# column-parallel layers.
-AMAX_PER_LAYER = {OURS_PRECOMPUTED: 8, OURS_RANK: 4, FOLDED: 7, FOLDED_RANK: 0, DELAYED: 0}
+# column-parallel layers, and so with blockwise, whose blocks of 128 are cut by ranks with 32 or 64
+# values of a row. Those of mxfp8 are not.
+AMAX_PER_LAYER = {
+    OURS_PRECOMPUTED: 8,
+    OURS_RANK: 4,
+    FOLDED: 7,
+    FOLDED_RANK: 0,
+    DELAYED: 0,
+    BLOCKWISE: 7,
+    MXFP8: 0,
+}
 
 
 class Row(NamedTuple):
@@ -118,8 +130,9 @@ class AmaxReductions(TorchDispatchMode):
 
 
 def _are_amaxes(tensors: Sequence[torch.Tensor]) -> bool:
-    """The library reduces the bits of amaxes; torchao one number."""
-    return sum(t.numel() for t in tensors) == 1 or all(t.dtype is torch.int32 for t in tensors)
+    """The library reduces the bits of amaxes, or exponents; torchao one number."""
+    bits = all(t.dtype in (torch.int32, torch.uint8) for t in tensors)
+    return bits or sum(t.numel() for t in tensors) == 1
 
 
 def variants(mesh: str) -> list[Variant]:
@@ -200,12 +213,17 @@ def checks(rows: Sequence[Row]) -> list[Check]:
                 sentence = f"no more collectives or bytes of any kind than {peer.variant}"
                 add(ours, sentence, _at_most(ours, peer))
         gathers = here[OURS.name].counts["all_gather"]
-        for variant in (FOLDED, DELAYED):
+        for variant in (FOLDED, DELAYED, BLOCKWISE, MXFP8):
             ours = here[variant.name]
             same = ours.counts["all_gather"] == gathers
             add(ours, f"{gathers} all-gathers, as tensorwise", same)
-        delayed = here[DELAYED.name]
-        add(delayed, "at most one all-reduce per sync", delayed.precompute <= 1)
+        for variant, update in (
+            (DELAYED, "sync"),
+            (BLOCKWISE, "precompute"),
+            (MXFP8, "precompute"),
+        ):
+            ours = here[variant.name]
+            add(ours, f"at most one all-reduce per {update}", ours.precompute <= 1)
         for variant, most in {} if mesh == FSDP else AMAX_PER_LAYER.items():
             ours = here[variant.name]
             add(ours, f"at most {most} amax all-reduces per layer", ours.amax <= most * LAYERS)
@@ -214,8 +232,9 @@ def checks(rows: Sequence[Row]) -> list[Check]:
         ours = by_mesh[mesh][OURS_PRECOMPUTED.name]
         few = ours.precompute == 1 and ours.counts["all_reduce"] <= most
         add(ours, f"at most {most} all-reduces, one of them precompute's", few)
-    folded = by_mesh[FSDP][FOLDED.name]
-    add(folded, "no all-reduce", folded.counts["all_reduce"] == 0)
+    for variant in (FOLDED, MXFP8):
+        ours = by_mesh[FSDP][variant.name]
+        add(ours, "no all-reduce", ours.counts["all_reduce"] == 0)
     return found
 
 

@@ -19,6 +19,7 @@ ZERO_ROWS = "10 % of weight rows zero"
 WEIGHT_ROWS = "weight rows of lognormal(2.5) size"
 INPUT_CHANNELS = "3 % of input channels x 30,000"
 OUTPUT_CHANNELS = "output channels of lognormal(2.5) size"
+TOKENS = "tokens of lognormal(2.5) size"
 
 
 class Operands(NamedTuple):
@@ -124,4 +125,8 @@ def stress_cases(seed: int, m: int = 1024, k: int = 512, n: int = 768) -> dict[s
     cases[WEIGHT_ROWS].weight.mul_(torch.exp(2.5 * normal(n, 1)))
     cases[INPUT_CHANNELS].input[:, ::37].mul_(30_000)
     cases[OUTPUT_CHANNELS].grad_output.mul_(torch.exp(2.5 * normal(n)))
+    cases[TOKENS] = Operands(normal(m, k), 0.02 * normal(n, k), 1e-3 * normal(m, n))
+    sizes = torch.exp(2.5 * normal(m, 1))
+    cases[TOKENS].input.mul_(sizes)
+    cases[TOKENS].grad_output.mul_(sizes)
     return cases

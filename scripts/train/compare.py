@@ -67,7 +67,8 @@ def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> li
     A module without float8 layers may gather anything. Any other one, and the code outside of
     modules (module "", where FSDP2's prefetches run too), may gather its parameters that are not of
     float8 layers. Neither a float8 layer's weight nor its input or output gradient fits. Not
-    counted are scales of rows: they are what is float32 in FSDP2's mixed gathers.
+    counted are scales of rows, which are what is float32 in FSDP2's mixed gathers, and exponents of
+    blocks, which are uint8.
 
     rows, config: of comm.json and config.json, which `RunWriter` describes.
     """
@@ -86,6 +87,7 @@ def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> li
             row["elements"]
             for row in here
             if not row["float8_bytes"]
+            and row["dtype"] != "torch.uint8"
             and not (row["in_mixed_gather"] and row["dtype"] == "torch.float32")
         )
         if elements > allowed:

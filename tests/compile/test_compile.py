@@ -22,7 +22,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
-from fp8_dist.kernels import scaled_mm
+from fp8_dist.kernels import block_scaled_mm, scaled_mm
 from fp8_dist.kernels.cpu.gemm import left_upcasts
 from fp8_dist.linear.weight import Float8Weight
 
@@ -39,7 +39,7 @@ class GemmWeights(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is scaled_mm.overload:
+        if func in (scaled_mm.overload, block_scaled_mm.overload):
             qdata, scale = args[1].t().contiguous(), args[3]
             self.found.add((bytes(qdata.view(torch.uint8).flatten().tolist()), scale.sum().item()))
         return func(*args, **(kwargs or {}))
@@ -136,6 +136,8 @@ def test_blocks_that_are_sharded_before_they_are_compiled(ranks: RankPools) -> N
     [
         (2, 2, "tensorwise"),
         (2, 2, "rowwise_folded"),
+        (2, 2, "blockwise"),
+        (2, 2, "mxfp8"),
         (2, 2, "delayed"),
         (2, 1, "rowwise"),
         (1, 2, "rowwise"),
@@ -150,8 +152,25 @@ def test_blocks_in_every_recipe(ranks: RankPools, dp: int, tp: int, recipe: str)
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_exponents_that_the_step_finds(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
+    """Blocks that shards cut, without precompute."""
+    arguments = (dp, tp, False, "aot_eager", recipe)
+    for differ, _, same_weights in ranks(2).run(compiled_steps, *arguments, timeout=180):
+        assert (differ, same_weights) == ([], True)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("dp", "tp", "recipe"), [(1, 2, "tensorwise"), (2, 1, "rowwise_folded"), (2, 2, "delayed")]
+    ("dp", "tp", "recipe"),
+    [
+        (1, 2, "tensorwise"),
+        (2, 1, "rowwise_folded"),
+        (2, 2, "delayed"),
+        (1, 2, "blockwise"),
+        (2, 1, "mxfp8"),
+    ],
 )
 def test_blocks_with_inductor(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
     # Its fusions round the operands of the casts of activations otherwise; weights are as they are.
@@ -274,9 +293,9 @@ def precomputed_in_graphs(recipe: str) -> list[int]:
     original = Float8Weight._new_casts
 
     def counting(*args):  # type: ignore[no-untyped-def]
-        scalings, float8 = original(*args)
+        scalings, *others = original(*args)
         computed[-1] += len(scalings)
-        return scalings, float8
+        return scalings, *others
 
     Float8Weight._new_casts = counting  # type: ignore[method-assign]
     try:

@@ -321,6 +321,20 @@ mm                       0         1         0         1
 amax                     1         0         0         1
 quantize                 2         0         0         2
 scaled_mm                1         2         0         3
+-- blockwise
+0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
+                   forward  backward    beside     eager
+amax                     1         1         0         2
+quantize                 2         1         0         3
+reblock                  0         2         0         2
+scaled_mm                1         2         0         3
+-- mxfp8
+0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
+                   forward  backward    beside     eager
+amax                     1         1         0         2
+quantize                 2         1         0         3
+reblock                  0         2         0         2
+scaled_mm                1         2         0         3
 -- delayed
 0 graph breaks, 1 captured; made and run in a step: 1 and 1 forward, 1 and 1 backward
                    forward  backward    beside     eager

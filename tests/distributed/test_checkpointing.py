@@ -241,7 +241,7 @@ def stale_scales(change: str) -> list[str]:
         kept = [found.output.scale, found.recast[1]]
         casts = [self.config.cast("weight", gemm) for gemm in ("output", "grad_input")]
         for cast, scale in zip(casts, kept, strict=True):
-            expected = self._scaling_of(self.parameter(), shard.detach(), cast)[1]
+            expected = self._scaling_of(self.parameter(), shard.detach(), cast)[0][1]
             if not same_bits(scale, expected):
                 stale.append(self.fqn)
         return found

@@ -96,6 +96,14 @@ rowwise_folded     dp 1 tp 1: nothing, 0 fewer in the step
 rowwise_folded     dp 2 tp 1: nothing, 0 fewer in the step
 rowwise_folded     dp 1 tp 2: all_reduce of 128 over tp, 2 fewer in the step
 rowwise_folded     dp 2 tp 2: all_reduce of 128 over tp, 2 fewer in the step
+blockwise          dp 1 tp 1: nothing, 0 fewer in the step
+blockwise          dp 2 tp 1: all_reduce of 6 over dp, 6 fewer in the step
+blockwise          dp 1 tp 2: all_reduce of 6 over tp, 6 fewer in the step
+blockwise          dp 2 tp 2: all_reduce of 6 over world, 6 fewer in the step
+mxfp8              dp 1 tp 1: nothing, 0 fewer in the step
+mxfp8              dp 2 tp 1: all_reduce of 24 over dp, 4 fewer in the step
+mxfp8              dp 1 tp 2: all_reduce of 36 over tp, 6 fewer in the step
+mxfp8              dp 2 tp 2: all_reduce of 36 over world, 6 fewer in the step
 delayed            dp 1 tp 1: nothing, 0 fewer in the step
 delayed            dp 2 tp 1: all_reduce of 18 over dp, 0 fewer in the step
 delayed            dp 1 tp 2: all_reduce of 20 over tp, 0 fewer in the step

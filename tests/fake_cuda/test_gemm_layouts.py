@@ -125,13 +125,18 @@ def _step(net: Net, path: Path, counter: KernelCounter) -> None:
 @pytest.mark.parametrize("recipe", OURS)
 def test_a_step(recipe: str, path: str, fake_cuda: FakeCudaProcess) -> None:
     counts, hazards = fake_cuda.run(count_step, recipe, PATHS[path])
-    gemms = [kernel for kernel in counts.kernels if kernel.name == "_scaled_mm"]
+    # No device that is faked has a GEMM with scales of blocks.
+    name = "mm" if recipe in ("blockwise", "mxfp8") else "_scaled_mm"
+    gemms = [kernel for kernel in counts.kernels if kernel.name == name]
     assert len(gemms) == (6 if recipe == "rowwise_with_gw_hp" else 9)
     assert counts.problems == []
     assert not hazards
     if path == OFFLOAD and recipe in ("tensorwise", "rowwise_folded"):
         # The amaxes of all shards, from where they are found to where they are reduced and used.
         assert counts.syncs == ["_to_copy from cpu to cuda"]
+    elif path == OFFLOAD and recipe in ("blockwise", "mxfp8"):
+        # The exponents of each weight, whose blocks shards cut.
+        assert counts.syncs == ["_to_copy from cpu to cuda"] * 3
     else:
         assert counts.syncs == []
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "mxfp8", "delayed"])
 @pytest.mark.parametrize("gather", [False, "auto"])
 @pytest.mark.parametrize("by_model", [False, True])
 def test_round_trips(tmp_path: Path, recipe: str, gather: Any, by_model: bool) -> None:

@@ -18,6 +18,7 @@ from transformers import SamVisionConfig, SamVisionModel
 
 from fp8_dist import (
     Float8LinearConfig,
+    Float8LinearRecipeName,
     conversion_summary,
     convert_to_float8_training,
     float8_layers,
@@ -25,7 +26,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 
-RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "delayed"]
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 
 
 class SamEncoder(nn.Module):
@@ -135,13 +136,15 @@ def test_one_device(model: type[nn.Module], layers: int, recipe: str) -> None:
     exact = model()
     expected, before, after = step(exact)
     output, before8, after8 = step(float8)
-    assert sqnr(expected, output) > 20
+    # The rule of OCP MX saturates the largest values of blocks.
+    least, off = (16, 0.1) if recipe == "mxfp8" else (20, 0.05)
+    assert sqnr(expected, output) > least
     assert after < before
     assert abs(after8 - after) < 0.1 * (before - after)
     for (name, p), p8 in zip(exact.named_parameters(), float8.parameters(), strict=True):
         if p.grad.norm() > 1e-6:  # the gradient of a key's bias is noise
             assert sqnr(p.grad, p8.grad) > 8, name
-    assert before8 == pytest.approx(before, rel=5e-2)
+    assert before8 == pytest.approx(before, rel=off)
 
 
 def sharded_step(model: type[nn.Module], recipe: str) -> tuple[bool, str]:

@@ -45,7 +45,7 @@ def test_refused_options(capsys):
 --seeds must be at least 2: differences have a standard error
 argument --jobs: 0 is not positive
 argument --steps: 0 is not positive
-argument --recipes: invalid choice: 'bf16' (choose from 'tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed')""",
+argument --recipes: invalid choice: 'bf16' (choose from 'tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'blockwise', 'mxfp8', 'delayed')""",
     )
 
 
@@ -65,6 +65,7 @@ GOOD: Losses = {
     "tensorwise": times(1.002, 1.004),
     "rowwise": times(1.001, 1.000),
     "rowwise_folded": times(1.002, 1.002),
+    "blockwise": times(1.001, 1.003),
 }
 
 
@@ -79,9 +80,11 @@ def test_table_and_verdict_of_good_losses():
 | tensorwise     |              2.5070 |           +0.300 % |            0.100 % |
 | rowwise        |              2.5015 |           +0.050 % |            0.050 % |
 | rowwise_folded |              2.5050 |           +0.200 % |            0.000 % |
+| blockwise      |              2.5045 |           +0.200 % |            0.100 % |
 tensorwise differs from bf16 by +0.300 % ± 0.100 %, at most 1 %
 rowwise differs from bf16 by +0.050 % ± 0.050 %, at most 1 %
 rowwise_folded differs from bf16 by +0.200 % ± 0.000 %, at most 1 %
+blockwise differs from bf16 by +0.200 % ± 0.100 %, at most 0.3 %
 rowwise_folded differs from rowwise by +0.150 % ± 0.050 %, at most 0.3 %""",
     )
 
@@ -93,6 +96,7 @@ rowwise_folded differs from rowwise by +0.150 % ± 0.050 %, at most 0.3 %""",
         ("tensorwise", (0.985, 0.985), "tensorwise differs from bf16 by -1.500 % ± 0.000 %"),
         ("tensorwise", (float("nan"), 1.0), "tensorwise differs from bf16 by +nan %"),
         ("rowwise_folded", (1.006, 1.004), "rowwise_folded differs from rowwise by +0.4"),
+        ("blockwise", (1.005, 1.003), "blockwise differs from bf16 by +0.400 % ± 0.100 %"),
     ],
 )
 def test_verdict_on_bad_losses(recipe, factors, broken):

@@ -7,12 +7,14 @@ from ranks import RankPools, device_mesh
 from scripts.common.blocks import DOCS, read_block
 from scripts.measure import communication
 from scripts.measure.communication import (
+    BLOCKWISE,
     BOTH,
     DELAYED,
     FOLDED,
     FOLDED_RANK,
     FSDP,
     MESHES,
+    MXFP8,
     OURS,
     OURS_PRECOMPUTED,
     OURS_RANK,
@@ -49,7 +51,7 @@ def test_our_rows_are_those_of_the_document(ranks: RankPools) -> None:
         assert by_rank == [by_rank[0]] * (dp * tp)
         rows += by_rank[0]
     assert all(check.holds for check in checks(rows))
-    assert len(rows) == 22
+    assert len(rows) == 28
     assert cells(rows_table(rows)) <= cells((DOCS / "communication.md").read_text())
 
 
@@ -66,6 +68,8 @@ COUNTS = {
         OURS: (1, 0, 4),
         FOLDED: (0, 0, 0),
         DELAYED: (1, 1, 0),
+        BLOCKWISE: (1, 1, 0),
+        MXFP8: (0, 0, 0),
         TORCHAO_PRECOMPUTED: (1, 1, 0),
     },
     TP: {
@@ -75,6 +79,8 @@ COUNTS = {
         FOLDED: (29, 1, 28),
         FOLDED_RANK: (1, 1, 0),
         DELAYED: (1, 1, 0),
+        BLOCKWISE: (29, 1, 28),
+        MXFP8: (1, 1, 0),
         TORCHAO: (100, 0, 100),
     },
 }
@@ -103,6 +109,9 @@ def test_promises_that_are_broken_are_named() -> None:
         (BOTH, OURS_PRECOMPUTED): worse(BOTH, OURS_PRECOMPUTED, 16),
         (FSDP, FOLDED): worse(FSDP, FOLDED, 1),
         (TP, FOLDED): worse(TP, FOLDED, 16),
+        (FSDP, MXFP8): worse(FSDP, MXFP8, 1),
+        (TP, BLOCKWISE): worse(TP, BLOCKWISE, 16),
+        (TP, MXFP8): worse(TP, MXFP8, 4, 2),
         (TP, DELAYED): worse(TP, DELAYED, 4),
         (BOTH, DELAYED): worse(BOTH, DELAYED, 0, 2),
     }
@@ -112,15 +121,19 @@ def test_promises_that_are_broken_are_named() -> None:
         """\
 FSDP2 x2, fp8_dist + precompute: no more collectives or bytes of any kind than torchao + precompute
 TP x2 + SP, fp8_dist + precompute: no more collectives or bytes of any kind than torchao
+TP x2 + SP, fp8_dist mxfp8 + precompute: at most one all-reduce per precompute
 TP x2 + SP, fp8_dist + precompute, amax_scope="rank": at most 4 amax all-reduces per layer
 TP x2 + SP, fp8_dist rowwise_folded + precompute: at most 7 amax all-reduces per layer
 TP x2 + SP, fp8_dist delayed + sync: at most 0 amax all-reduces per layer
+TP x2 + SP, fp8_dist blockwise + precompute: at most 7 amax all-reduces per layer
+TP x2 + SP, fp8_dist mxfp8 + precompute: at most 0 amax all-reduces per layer
 FSDP2 2 x TP 2 + SP, fp8_dist + precompute: no more collectives or bytes of any kind than torchao + precompute
 FSDP2 2 x TP 2 + SP, fp8_dist delayed + sync: at most one all-reduce per sync
 FSDP2 2 x TP 2 + SP, fp8_dist + precompute: at most 8 amax all-reduces per layer
 FSDP2 x2, fp8_dist + precompute: at most 1 all-reduces, one of them precompute's
 FSDP2 2 x TP 2 + SP, fp8_dist + precompute: at most 33 all-reduces, one of them precompute's
-FSDP2 x2, fp8_dist rowwise_folded + precompute: no all-reduce""",
+FSDP2 x2, fp8_dist rowwise_folded + precompute: no all-reduce
+FSDP2 x2, fp8_dist mxfp8 + precompute: no all-reduce""",
     )
 
 
@@ -128,7 +141,8 @@ FSDP2 x2, fp8_dist rowwise_folded + precompute: no all-reduce""",
 def test_status_and_block(monkeypatch, documents, all_reduces, status) -> None:
     def run_on_ranks(world_size, function, name, chosen, threads):
         counted = {v: row(name, v, all_reduces=1, precompute=v.update, amax=0) for v in chosen}
-        counted[FOLDED] = row(name, FOLDED, all_reduces=all_reduces, precompute=0, amax=0)
+        for v in (FOLDED, MXFP8):
+            counted[v] = row(name, v, all_reduces=all_reduces, precompute=0, amax=0)
         return [[*counted.values()]] * world_size
 
     monkeypatch.setattr(communication, "run_on_ranks", run_on_ranks)

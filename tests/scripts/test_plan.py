@@ -22,13 +22,17 @@ WORLD = 4
 SMALL = LlamaConfig(64, 2, 8, 4, 96, vocab_size=128, max_seq_len=32)
 # Feed-forward weights of 90 rows: 4 FSDP2 shards of them are uneven.
 UNEVEN = replace(SMALL, ffn_dim=90)
+# No shard of 2 x 2 ranks cuts a block of 128.
+WHOLE_BLOCKS = LlamaConfig(512, 1, 4, 4, 512, vocab_size=128, max_seq_len=256)
 DP_TP, DP, TP = {"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}, {"dp": 1, "tp": 4}
 PEERS = [PEER] if PEER in TORCHAO else []
 PLANS = [
     *(Plan(SMALL, DP_TP, variant, 2, 32) for variant in ("bf16", "rowwise_folded", *PEERS)),
     *(Plan(SMALL, TP, variant, 2, 32) for variant in ("tensorwise", "delayed")),
     *(Plan(SMALL, DP, variant, 2, 32) for variant in ("tensorwise", "rowwise_with_gw_hp")),
-    Plan(UNEVEN, DP, "rowwise_folded", 2, 32),
+    *(Plan(SMALL, DP_TP, variant, 2, 32) for variant in ("blockwise", "mxfp8")),
+    *(Plan(UNEVEN, DP, variant, 2, 32) for variant in ("rowwise_folded", "mxfp8")),
+    Plan(WHOLE_BLOCKS, DP_TP, "blockwise", 1, 256),
 ]
 
 
@@ -75,7 +79,27 @@ def test_a_plan_counts_what_real_ranks_count(
     kept = sum(each.memory["parameters"] for each in real)
     if PLANS[position].axes["tp"] == 1:  # tensor parallelism has the norms on all ranks
         assert kept == 4 * fake.parameters
-    assert (fake.weights, real[0].weights) == (14, 14)
+    assert fake.weights == real[0].weights == 7 * PLANS[position].model.n_layers
+
+
+def test_scales_of_blocks_that_no_shard_cuts_cost_no_reduction_in_the_step(
+    planned: list[Step],
+) -> None:
+    rows = planned[[plan.model for plan in PLANS].index(WHOLE_BLOCKS)].collectives
+    reduced = {
+        row.phase: row.bytes for row in rows if (row.op, row.dtype) == ("all_reduce", "uint8")
+    }
+    # wo and w2, which tensor parallelism divides by columns: 4 x 4 blocks each.
+    assert reduced == {"precompute": 2 * 16}
+    gathered = {
+        (axis, dtype): sum(r.bytes for r in rows if (r.axis, r.dtype) == (axis, dtype))
+        for axis in ("dp", "tp")
+        for dtype in ("float8_e4m3fn", "uint8")
+    }
+    # In forward and in backward: 7 weights, half of each, and the exponents of the other five.
+    assert gathered["dp", "float8_e4m3fn"] == 2 * 7 * 512 * 512 // 2
+    assert gathered["dp", "uint8"] == 2 * 5 * 16 // 2
+    assert gathered["tp", "float8_e4m3fn"] == 128 * gathered["tp", "uint8"] == 4 * 256 * 512
 
 
 def row(op: str, axis: str, count: int, nbytes: int, dtype: str = "bfloat16") -> Collectives:

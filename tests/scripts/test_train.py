@@ -141,7 +141,7 @@ argument --lr: expected one argument
 argument --checkpoint-every: 0 is not positive
 argument --keep: 0 is not positive
 unrecognized arguments: --step 3
-argument --recipe: invalid choice: 'float4' (choose from 'bf16', 'tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed')""",
+argument --recipe: invalid choice: 'float4' (choose from 'bf16', 'tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'blockwise', 'mxfp8', 'delayed')""",
     )
 
 

@@ -15,7 +15,7 @@ from scripts.train import compare, train
 
 TINY = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
-GATHER_FLOAT8 = ["tensorwise", "rowwise_folded", "delayed"]
+GATHER_FLOAT8 = ["tensorwise", "rowwise_folded", "blockwise", "mxfp8", "delayed"]
 
 
 def test_weights_are_gathered_in_float8_where_the_recipe_allows_it():

@@ -37,6 +37,7 @@ OPS = (
     "scale_query",
     "amax",
     "quantize",
+    "reblock",
     "scaled_mm",
     "mm",
     "all_gather",
@@ -61,6 +62,14 @@ CASTS = {
 }
 
 
+# The operators of scales of blocks, by the ones whose work they do.
+OF_BLOCKS = {
+    "block_exponents": "amax",
+    "quantize_blocks": "quantize",
+    "block_scaled_mm": "scaled_mm",
+}
+
+
 def counted(func: Any) -> str | None:
     """The name in ``OPS`` of an operator, whatever its variant; None for all others."""
     if not isinstance(func, torch._ops.OpOverload):
@@ -70,6 +79,8 @@ def counted(func: Any) -> str | None:
     if func in QUERIES:
         return None if func is shard_scalings.overload else "scale_query"
     name = func._schema.name.partition("::")[2]
+    if name in OF_BLOCKS:
+        return OF_BLOCKS[name]
     for op in OPS:
         if name in (op, f"{op}es", f"{op}_into_tensor", f"{op}_tensor"):
             return op

@@ -29,6 +29,8 @@ CASTS: dict[str, dict[str, tuple[Covered, Covered]]] = {
         "grad_weight": ("high", "high"),
     },
 }
+# The size of the blocks, and whether the scales of their first cast follow the rule of OCP MX.
+BLOCKS = {"blockwise": (128, False), "mxfp8": (32, True)}
 
 
 def magnitude(x: torch.Tensor, covered: Covered) -> torch.Tensor:
@@ -40,15 +42,37 @@ def rounded(
     x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor, power_of_2: bool
 ) -> torch.Tensor:
     """What ``x`` dequantizes to, fp64, if it is cast with the scale of ``amax``."""
-    largest, bits, smallest = FORMATS[dtype]
-    m = (largest / amax.double().clamp(min=1e-12)).float()
+    m = (FORMATS[dtype][0] / amax.double().clamp(min=1e-12)).float()
     if power_of_2:
         m = torch.ldexp(torch.ones_like(m), torch.frexp(m).exponent - 1)
-    m = torch.where(amax.isfinite(), m, torch.nan)
+    return multiplied(x, dtype, torch.where(amax.isfinite(), m, torch.nan))
+
+
+def multiplied(x: torch.Tensor, dtype: torch.dtype, m: torch.Tensor) -> torch.Tensor:
+    """What ``x`` dequantizes to, fp64, if it is cast with these multipliers, fp32."""
+    largest, bits, smallest = FORMATS[dtype]
     scaled = (x.float() * m).double().clamp(-largest, largest)
     exponent = (torch.frexp(scaled).exponent - 1).clamp(min=smallest)
     step = torch.ldexp(torch.ones_like(scaled), exponent - bits)
     return torch.round(scaled / step) * step * (1 / m).double()
+
+
+def of_blocks(
+    x: torch.Tensor, dtype: torch.dtype, rows: int, columns: int, mx: bool = False
+) -> torch.Tensor:
+    """What a matrix dequantizes to, fp64, if it is cast with a scale per block."""
+    amax = torch.empty(x.shape, dtype=torch.float64)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            block = slice(i, i + rows), slice(j, j + columns)
+            amax[block] = magnitude(x[block], "tensor")
+    if not mx:
+        return rounded(x, dtype, amax, power_of_2=True)
+    # floor(log2(amax)) - floor(log2(448)), from 2 ** -127 on, which is that of zeros.
+    exponent = torch.frexp(amax).exponent - torch.frexp(torch.tensor(FORMATS[dtype][0])).exponent
+    exponent = exponent.masked_fill(amax == 0, -127).clamp(min=-127)
+    m = torch.ldexp(torch.ones(x.shape), -exponent)
+    return multiplied(x, dtype, torch.where(amax.isfinite(), m, torch.nan))
 
 
 def row_scales(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -72,14 +96,15 @@ def products(
     Args:
         recipe: its name.
         x, w, g: input ``[M, K]``, weight ``[N, K]``, grad_output ``[M, N]``.
-        power_of_2: instead of the recipe's own choice.
+        power_of_2: instead of the recipe's own choice. (Scales of blocks have no other.)
         dtypes: of operands that aren't cast to the recipe's own dtype.
     """
     by_row = recipe.startswith("rowwise")
     power_of_2 = by_row if power_of_2 is None else power_of_2
-    dtypes = {"input": E4M3, "weight": E4M3, "grad_output": E4M3 if by_row else E5M2} | (
-        dtypes or {}
-    )
+    grad_dtype = E4M3 if by_row or recipe in BLOCKS else E5M2
+    dtypes = {"input": E4M3, "weight": E4M3, "grad_output": grad_dtype} | (dtypes or {})
+    if recipe in BLOCKS:
+        return blocked(x, w, g, dtypes, *BLOCKS[recipe])
     if recipe == "rowwise_folded":
         pairs = folded(x, w, g, dtypes)
         return {gemm: left @ right for gemm, (left, right) in pairs.items()}
@@ -96,6 +121,32 @@ def products(
         @ cast("weight", w, casts["grad_input"][1]),
         "grad_weight": cast("grad_output", g, casts["grad_weight"][0]).t()
         @ cast("input", x, casts["grad_weight"][1]),
+    }
+
+
+def blocked(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    g: torch.Tensor,
+    dtypes: dict[str, torch.dtype],
+    size: int,
+    mx: bool,
+) -> dict[str, torch.Tensor]:
+    """The GEMMs of the recipes with scales of blocks, which are powers of two in any case.
+
+    The GEMM that contracts the tokens takes the float8 values of the others, cast again in blocks
+    along the tokens, with scales by which nothing saturates.
+    """
+    xd = of_blocks(x, dtypes["input"], 1, size, mx)
+    wd = of_blocks(w, dtypes["weight"], size, size, mx)
+    gd = of_blocks(g, dtypes["grad_output"], 1, size, mx)
+    by_tokens = [
+        of_blocks(t, dtypes[name], size, 1) for name, t in (("grad_output", gd), ("input", xd))
+    ]
+    return {
+        "output": xd @ wd.t(),
+        "grad_input": gd @ wd,
+        "grad_weight": by_tokens[0].t() @ by_tokens[1],
     }
 
 

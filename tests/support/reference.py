@@ -5,6 +5,7 @@ its recording of GEMMs is used.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -50,6 +51,46 @@ def reference_cast(
     return torch.tensor(out, dtype=torch.float64).view(x.shape), (1 / m).item()
 
 
+def reference_blocks(
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], floor: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(exponents as bytes, rounded values of ``x / scale`` as fp64), computed value by value.
+
+    ``x``: ``[M, K]``. ``blocks``: rows, columns, and where in its first block it begins, by rows and
+    by columns. ``floor``: the rule of OCP MX. NaN for the values of a block that has others than
+    finite ones.
+    """
+    rows, columns, first_row, first_column = blocks
+    of_block: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            block = (first_row + i) // rows, (first_column + j) // columns
+            of_block.setdefault(block, []).append((i, j))
+    count = [max(axis, default=-1) + 1 for axis in zip(*of_block, strict=True)] or [0, 0]
+    exponents, out = torch.zeros(count, dtype=torch.uint8), x.double().clone()
+    values, grid = x.float().double().tolist(), float8_grid(dtype)
+    for block, elements in of_block.items():
+        byte = _exponent_byte([abs(values[i][j]) for i, j in elements], dtype, floor)
+        exponents[block] = byte
+        for i, j in elements:
+            size = min(abs(values[i][j]) / 2.0 ** (byte - 127), grid[-1])
+            rounded = math.nan if byte == 255 else _nearest(size, grid)
+            out[i, j] = math.copysign(rounded, values[i][j])
+    return exponents, out
+
+
+def _exponent_byte(values: list[float], dtype: torch.dtype, floor: bool) -> int:
+    """The byte of the scale of values: 255 is NaN."""
+    if not all(map(math.isfinite, values)):
+        return 255
+    if not floor:
+        m = torch.tensor(FORMATS[dtype][0] / max(*values, 1e-12), dtype=torch.float64).float()
+        return 127 - (math.frexp(m.item())[1] - 1)
+    if not any(values):
+        return 0
+    return max(0, 127 + math.frexp(max(values))[1] - math.frexp(FORMATS[dtype][0])[1])
+
+
 def _nearest(value: float, grid: list[float]) -> float:
     low, high = 0, len(grid) - 1
     while high - low > 1:
@@ -89,6 +130,18 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
         t.contiguous().view(kind).masked_fill(n, 0) for t, n in ((a, a_nan), (b, b_nan))
     )
     return torch.equal(a_nan, b_nan) and torch.equal(a_bits, b_bits)
+
+
+def scale_of_elements(x: Float8Tensor) -> torch.Tensor:
+    """The scale of each element, fp32, of the shape of a tensor with scales of blocks."""
+    rows, columns, *start = map(int, re.findall(r"\d+", x.granularity))
+    first_row, first_column = start or (0, 0)
+    j = (torch.arange(x.shape[-1]) + first_column).div(columns, rounding_mode="floor")
+    exponents = x.scale[..., j]
+    if rows > 1:
+        i = (torch.arange(x.shape[-2]) + first_row).div(rows, rounding_mode="floor")
+        exponents = exponents[..., i, :]
+    return torch.where(exponents == 255, math.nan, torch.exp2(exponents.double() - 127)).float()
 
 
 def same_cast(a: Float8Tensor, b: Float8Tensor) -> bool:

@@ -37,7 +37,10 @@ if installed:
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "auto_filter.md"
-RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "delayed"]
+RECIPES = [
+    *("tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "delayed"),
+    *("blockwise", "mxfp8"),
+]
 SIZES = [16, 24, 1000, 1024, 1040, 2048, 2064, 4096, 4104, 4112, 8192]
 
 
@@ -94,6 +97,7 @@ def test_every_recipe_has_thresholds_and_stands_on_the_page() -> None:
     assert list(TOO_SMALL) == RECIPES
     assert TOO_SMALL["delayed"] == TOO_SMALL["tensorwise"]
     assert TOO_SMALL["rowwise_with_gw_hp"] == TOO_SMALL["rowwise_folded"] == TOO_SMALL["rowwise"]
+    assert TOO_SMALL["blockwise"] == TOO_SMALL["mxfp8"] == TOO_SMALL["rowwise"]
     for recipe in TOO_SMALL:
         assert f"| `{recipe}` |" in PAGE.read_text()
         assert auto_filter(recipe).report.recipe == recipe
@@ -390,8 +394,8 @@ def test_arguments_are_checked() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-auto_filter: recipe='rowwize' is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed']
-auto_filter: recipe=['tensorwise'] is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed']
+auto_filter: recipe='rowwize' is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed', 'blockwise', 'mxfp8']
+auto_filter: recipe=['tensorwise'] is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed', 'blockwise', 'mxfp8']
 auto_filter: filter_fqns='output': pass a list of strings, such as ['output']
 auto_filter: filter_fqns=None: pass a list of strings, such as ['output']
 auto_filter: filter_fqns=['output', ['head']]: pass a list of strings, such as ['output']

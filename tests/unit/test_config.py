@@ -17,7 +17,7 @@ from fp8_dist import (
 )
 from fp8_dist.config import GEMM_OPERANDS, CastSpec
 
-AXISWISE = ScalingGranularity.AXISWISE
+AXISWISE, BLOCKWISE = ScalingGranularity.AXISWISE, ScalingGranularity.BLOCKWISE
 OFF = CastConfig(ScalingType.DISABLED)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -83,6 +83,8 @@ def test_recipes_by_name() -> None:
         "rowwise",
         "rowwise_with_gw_hp",
         "rowwise_folded",
+        "blockwise",
+        "mxfp8",
     ]
     assert_expected_inline(
         "\n".join(f"{recipe.value}\n{casts_of(config)}" for recipe, config in configs.items()),
@@ -106,6 +108,16 @@ rowwise_folded
   output: input e4m3fn per row; weight e4m3fn per row
   grad_input: grad_output e4m3fn per row; weight e4m3fn per row
   grad_weight: grad_output e4m3fn per row; input e4m3fn per row
+  travels in float8: input, weight, grad_output
+blockwise
+  output: input e4m3fn per block of 1 x 128; weight e4m3fn per block of 128 x 128
+  grad_input: grad_output e4m3fn per block of 1 x 128; weight e4m3fn per block of 128 x 128
+  grad_weight: grad_output e4m3fn per block of 1 x 128; input e4m3fn per block of 1 x 128
+  travels in float8: input, weight, grad_output
+mxfp8
+  output: input e4m3fn per block of 1 x 32 (MX); weight e4m3fn per block of 32 x 32 (MX)
+  grad_input: grad_output e4m3fn per block of 1 x 32 (MX); weight e4m3fn per block of 32 x 32 (MX)
+  grad_weight: grad_output e4m3fn per block of 1 x 32 (MX); input e4m3fn per block of 1 x 32 (MX)
   travels in float8: input, weight, grad_output
 delayed
   output: input e4m3fn per tensor, delayed; weight e4m3fn per tensor, delayed
@@ -132,7 +144,7 @@ def test_auto_gathers_in_float8_where_one_copy_serves_both_gemms() -> None:
         gathered |= {name.value} if config.fsdp_float8_all_gather else set()
         off = replace(config, enable_fsdp_float8_all_gather=False)
         assert off.fsdp_float8_all_gather is False
-    assert gathered == {"tensorwise", "rowwise_folded", "delayed"}
+    assert gathered == {"tensorwise", "rowwise_folded", "blockwise", "mxfp8", "delayed"}
     assert Float8LinearConfig(enable_fsdp_float8_all_gather=True).fsdp_float8_all_gather is True
     disabled = Float8LinearConfig(
         enable_fsdp_float8_all_gather="auto",
@@ -145,6 +157,10 @@ def test_auto_gathers_in_float8_where_one_copy_serves_both_gemms() -> None:
 
 def recipe(name: str, **changes: Any) -> Float8LinearConfig:
     return replace(Float8LinearConfig.from_recipe_name(name), **changes)
+
+
+def blocks(rows: int, columns: Any) -> CastConfig:
+    return CastConfig(scaling_granularity=BLOCKWISE, block_size=(rows, columns))
 
 
 REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
@@ -200,6 +216,53 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         ValueError,
         lambda: recipe("rowwise_folded", round_scales_to_power_of_2=False),
     ),
+    "blocks without a size": (ValueError, lambda: CastConfig(scaling_granularity=BLOCKWISE)),
+    "blocks of nothing": (ValueError, lambda: blocks(0, 128)),
+    "blocks of halves": (ValueError, lambda: blocks(1, 0.5)),
+    "blocks of 3 dims": (
+        ValueError,
+        lambda: CastConfig(scaling_granularity=BLOCKWISE, block_size=(1, 1, 128)),  # type: ignore[arg-type]
+    ),
+    "a size of tensors": (ValueError, lambda: CastConfig(block_size=(1, 128))),
+    "exponents of tensors": (ValueError, lambda: CastConfig(mx_exponents=True)),
+    "exponents of a number": (TypeError, lambda: replace(blocks(1, 128), mx_exponents=1)),
+    "delayed blocks": (
+        ValueError,
+        lambda: replace(blocks(1, 128), scaling_type=ScalingType.DELAYED),
+    ),
+    "blocks of a weight's rows": (
+        ValueError,
+        lambda: recipe("blockwise", cast_config_weight=blocks(1, 128)),
+    ),
+    "a weight's blocks that are no squares": (
+        ValueError,
+        lambda: recipe("blockwise", cast_config_weight=blocks(128, 64)),
+    ),
+    "blocks of an input's columns": (
+        ValueError,
+        lambda: recipe("blockwise", cast_config_input=blocks(128, 128)),
+    ),
+    "blocks of a gradient's columns": (
+        ValueError,
+        lambda: recipe("blockwise", cast_config_grad_output=blocks(128, 1)),
+    ),
+    "blocks by a tensor": (
+        ValueError,
+        lambda: recipe("blockwise", cast_config_weight=CastConfig()),
+    ),
+    "blocks by rows": (
+        ValueError,
+        lambda: recipe("rowwise", cast_config_input_for_grad_weight=blocks(1, 32)),
+    ),
+    "two casts in blocks": (
+        ValueError,
+        lambda: recipe("blockwise", cast_config_weight_for_grad_input=blocks(32, 32)),
+    ),
+    "blocks without powers of two": (
+        ValueError,
+        lambda: recipe("blockwise", round_scales_to_power_of_2=False),
+    ),
+    "fold of blocks": (ValueError, lambda: recipe("blockwise", fold_row_scales=True)),
     "recompute": (ValueError, lambda: Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True)),
 }
 
@@ -213,13 +276,13 @@ def test_refusals() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-unknown recipe: recipe_name='fast' is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed']
+unknown recipe: recipe_name='fast' is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'blockwise', 'mxfp8', 'delayed']
 dtype: CastConfig.target_dtype=torch.bfloat16 is not a float8 dtype; use one of torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, or None for the operand's default
 type: CastConfig.scaling_type must be a ScalingType, got 'dynamic'
 no cast: Float8LinearConfig.cast_config_input must be a CastConfig, got None
 no gemm: Float8LinearConfig.gemm_config_output must be a Float8GemmConfig, got True
 no bool: Float8LinearConfig.pad_inner_dim must be a bool, got 'no'
-delayed rows: CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor, rows come and go; use TENSORWISE, or ScalingType.DYNAMIC
+delayed rows: CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor; rows and blocks come and go; use TENSORWISE, or ScalingType.DYNAMIC
 one operand disabled: Float8LinearConfig: the GEMM of output multiplies input by weight, and weight is DISABLED while input is not; disable both or neither
 two dtypes: Float8LinearConfig: input is cast to ['torch.float8_e4m3fn', 'torch.float8_e5m2'] in its two GEMMs; both casts need the same target_dtype
 gather of a disabled weight: Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers the weight in float8 only, but the GEMM of grad_input has its weight cast DISABLED; leave it off, or enable that cast
@@ -236,5 +299,22 @@ fold of tensors: Float8LinearConfig: fold_row_scales=True needs one scale per ro
 fold of one tensor: Float8LinearConfig: fold_row_scales=True needs one scale per row, and grad_output has another cast; use ScalingGranularity.AXISWISE, ScalingType.DYNAMIC (or DISABLED) in all of its GEMMs
 fold of a second cast: Float8LinearConfig: fold_row_scales=True needs one scale per row, and weight has another cast; use ScalingGranularity.AXISWISE, ScalingType.DYNAMIC (or DISABLED) in all of its GEMMs
 fold of any scales: Float8LinearConfig: fold_row_scales=True casts a gradient again after its scales were folded in, which is exact for powers of two only; set round_scales_to_power_of_2=True
+blocks without a size: CastConfig.block_size=None: BLOCKWISE needs (rows, columns) of a block, two positive integers, such as (1, 128)
+blocks of nothing: CastConfig.block_size=(0, 128): BLOCKWISE needs (rows, columns) of a block, two positive integers, such as (1, 128)
+blocks of halves: CastConfig.block_size=(1, 0.5): BLOCKWISE needs (rows, columns) of a block, two positive integers, such as (1, 128)
+blocks of 3 dims: CastConfig.block_size=(1, 1, 128): BLOCKWISE needs (rows, columns) of a block, two positive integers, such as (1, 128)
+a size of tensors: CastConfig: block_size=(1, 128) and mx_exponents=False are for ScalingGranularity.BLOCKWISE; drop them, or set that
+exponents of tensors: CastConfig: block_size=None and mx_exponents=True are for ScalingGranularity.BLOCKWISE; drop them, or set that
+exponents of a number: CastConfig.mx_exponents must be a bool, got 1
+delayed blocks: CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor; rows and blocks come and go; use TENSORWISE, or ScalingType.DYNAMIC
+blocks of a weight's rows: Float8LinearConfig: weight has blocks of 1 x 128, but one copy must serve both of its GEMMs; its block_size must be a square
+a weight's blocks that are no squares: Float8LinearConfig: weight has blocks of 128 x 64, but one copy must serve both of its GEMMs; its block_size must be a square
+blocks of an input's columns: Float8LinearConfig: input has blocks of 128 x 128, but one copy must serve both of its GEMMs; its block_size must be one row
+blocks of a gradient's columns: Float8LinearConfig: grad_output has blocks of 128 x 1, but one copy must serve both of its GEMMs; its block_size must be one row
+blocks by a tensor: Float8LinearConfig: the GEMM of output multiplies input by weight, and only one of them has scales of blocks; set ScalingGranularity.BLOCKWISE for both or neither
+blocks by rows: Float8LinearConfig: input has one scale per row and one per block of 1 x 32 in its two GEMMs; one copy with scales of blocks must serve both, or leave one of them DISABLED
+two casts in blocks: Float8LinearConfig: weight has one scale per block of 128 x 128 and one per block of 32 x 32 in its two GEMMs; one copy with scales of blocks must serve both, or leave one of them DISABLED
+blocks without powers of two: Float8LinearConfig: the scales of BLOCKWISE casts are powers of two; set round_scales_to_power_of_2=True
+fold of blocks: Float8LinearConfig: fold_row_scales=True needs one scale per row, and input has another cast; use ScalingGranularity.AXISWISE, ScalingType.DYNAMIC (or DISABLED) in all of its GEMMs
 recompute: Float8LinearConfig.force_recompute_fp8_weight_in_bwd=True has no meaning here: the weight is kept as float8 and FSDP2 gathers it again by itself; drop the flag""",
     )

@@ -103,7 +103,7 @@ scale of another shape: ValueError: Float8Tensor: a scale of shape (3, 1) does n
 view: NotImplementedError: aten.view.default of a Float8Tensor of shape (4, 8) with a scale of shape (4, 1) to (8, 4): its rows would be others; if one row was sharded, redistribute the high-precision tensor and cast it then, else call .dequantize() first
 view of other dims: NotImplementedError: aten.view.default of a Float8Tensor of shape (2, 4, 8) with a scale of shape (2, 1, 8) (<one scale per slice of dims 1>): its result has no such scales; call .dequantize() first
 as_strided: NotImplementedError: aten.as_strided.default of a Float8Tensor of shape (4, 8) with a scale of shape (4, 1) (<one scale per row>): its result has no such scales; call .dequantize() first
-cat of two kinds: ValueError: torch.cat of float8 tensors whose scales cover different dims; .dequantize() them
+cat of two kinds: ValueError: torch.cat of float8 tensors with one scale per row and per column; .dequantize() them
 gather of columns: NotImplementedError: _c10d_functional.all_gather_into_tensor.default of a Float8Tensor of shape (4, 8) with <one scale per column>: only whole rows travel, each with its scale; redistribute the high-precision tensor and cast it then
 nothing to rewrap: ValueError: rewrap_float8_weights: the module has no Float8Linear; call convert_to_float8_training first
 nothing to update: ValueError: update_float8_scales: the module has no Float8Linear; call convert_to_float8_training first""",

@@ -198,11 +198,10 @@ def _checked(others: dict[str, Any], tensors: dict[str, Any]) -> CapturedCast:
             f"{list(high.shape)}"
         )
     shape = granularity.scale_shape(high.shape)
-    if scale.dtype != torch.float32 or list(scale.shape) != shape:
-        raise ValueError(
-            f"the scales are {scale.dtype} {list(scale.shape)}, not torch.float32 {shape}"
-        )
-    if (scale <= 0).any():
+    dtype = granularity.scale_dtype
+    if scale.dtype != dtype or list(scale.shape) != shape:
+        raise ValueError(f"the scales are {scale.dtype} {list(scale.shape)}, not {dtype} {shape}")
+    if dtype is torch.float32 and (scale <= 0).any():
         raise ValueError(f"a scale is {scale.min().item():g}; all of them must be positive")
     known = {name: others[name] for name in _VALUES} | {"gemms": tuple(others["gemms"])}
     return CapturedCast(**known, **tensors)

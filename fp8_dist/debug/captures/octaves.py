@@ -80,9 +80,10 @@ def histogram(cast: CapturedCast) -> Histogram:
     that of the format.
     """
     dtype, relative = cast.qdata.dtype, cast.scale.ndim > 0
-    scale = cast.low.granularity.gemm_scale(cast.scale).double()
     columns = cast.high.shape[-1] if cast.high.ndim else 1
-    high = cast.high.reshape(math.prod(cast.high.shape[:-1]), columns).double()
+    shape = math.prod(cast.high.shape[:-1]), columns
+    scale = cast.low.granularity.matrix_scale(cast.scale, shape).double()
+    high = cast.high.reshape(shape).double()
     units = high / scale
     counted = units.isfinite() & (units != 0)
     if not relative and not scale.isfinite():

@@ -77,7 +77,10 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
         operand = _Operand(part)
         for numbers, (qdata, scales, covered) in zip(found, casts, strict=True):
             numbers.append(_measure(operand, qdata[i], scales[i], covered))
-    return [_total(numbers, low.scale, rank) for numbers, low in zip(found, lows, strict=True)]
+    return [
+        _total(numbers, low.granularity.scale_values(low.scale), rank)
+        for numbers, low in zip(found, lows, strict=True)
+    ]
 
 
 def measure_product(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -175,7 +178,7 @@ class _Cast(NamedTuple):
     def of(cls, low: Quantized, rows: int, columns: int, size: int) -> "_Cast":
         """``low`` as a matrix, in parts of so many rows."""
         qdata = low.qdata.detach().reshape(rows, columns).split(size)
-        scale = low.granularity.gemm_scale(low.scale.detach())
+        scale = low.granularity.matrix_scale(low.scale.detach(), (rows, columns))
         reciprocal = scale.reciprocal()
         by_row = scale.ndim > 0 and scale.shape[0] == rows
         if by_row:

@@ -4,6 +4,6 @@ Importing this package registers implementations of the operators of :mod:`fp8_d
 of amax, scale and cast have the bits of the portable ones; the GEMM is more exact than that.
 """
 
-from fp8_dist.kernels.cpu import gemm, quantization, scale
+from fp8_dist.kernels.cpu import blocks, gemm, quantization, scale
 
-__all__ = ["gemm", "quantization", "scale"]
+__all__ = ["blocks", "gemm", "quantization", "scale"]

@@ -131,7 +131,7 @@ def test_names_of_no_module_are_refused(checkpoint: Path) -> None:
 
 def test_a_name_that_is_no_list_is_refused() -> None:
     refused = raised(TypeError, lambda: Fp8DistConfig(modules_to_not_convert="mlp"))
-    assert "got a string: write ['mlp']" in refused
+    assert "takes a list of names, got a string: write ['mlp']" in refused
 
 
 def test_unknown_recipes_are_refused() -> None:

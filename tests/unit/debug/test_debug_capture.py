@@ -66,7 +66,9 @@ def test_a_file_holds_the_tensor_its_copy_and_scale(tmp_path: Path, format: str)
     assert (found.delayed, found.granularity) == (False, "tensor")
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_folded", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", "rowwise_folded", "blockwise", "mxfp8", "delayed"]
+)
 def test_a_file_has_the_statistics_of_its_cast(tmp_path: Path, recipe: str) -> None:
     model = net(recipe)
     with float8_stats(model) as stats, capture(model, tmp_path) as recorded:

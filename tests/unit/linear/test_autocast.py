@@ -120,7 +120,10 @@ def test_large_fp16_values(recipe: str, overflow: bool) -> None:
         over, below = product.abs() > limit + signal / 3, product.abs() < limit - signal / 3
         assert torch.equal(a[over], b[over])
         noise = (product - b)[below].square().mean().sqrt()
-        assert 20 * torch.log10(signal / noise) > FLOAT8_SQNR
+        # The rule of OCP MX saturates the values that are at the limit here, a third of them, at
+        # 448 / 512 of their size.
+        least = 19 if recipe == "mxfp8" else FLOAT8_SQNR
+        assert 20 * torch.log10(signal / noise) > least
     infinite = [bool(t.isinf().any()) for t in found]
     assert infinite == [overflow, False, overflow]
 

@@ -121,9 +121,16 @@ def where(result: torch.Tensor) -> str:
     if not bad.any() or bad.all():
         return "all" if bad.any() else "-"
     if torch.equal(bad, rows[:, None].expand_as(bad)):
-        return f"row {rows.nonzero().flatten().tolist()}"
+        return f"row [{span(rows)}]"
     assert torch.equal(bad, columns.expand_as(bad))
-    return f"column {columns.nonzero().flatten().tolist()}"
+    return f"column [{span(columns)}]"
+
+
+def span(bad: torch.Tensor) -> str:
+    """The first and the last one, which all that are bad lie between."""
+    first, *_, last = bad.nonzero().flatten().tolist() * 2
+    assert bad[first : last + 1].all()
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def poisoned(which: int, value: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -163,6 +170,12 @@ rowwise_with_gw_hp, g[2, 3]: output -; grad_input row [2]; grad_weight row [3]
 rowwise_folded, x[2, 3]: output row [2]; grad_input -; grad_weight all
 rowwise_folded, w[2, 3]: output column [2]; grad_input all; grad_weight -
 rowwise_folded, g[2, 3]: output -; grad_input row [2]; grad_weight all
+blockwise, x[2, 3]: output row [2]; grad_input -; grad_weight all
+blockwise, w[2, 3]: output all; grad_input all; grad_weight -
+blockwise, g[2, 3]: output -; grad_input row [2]; grad_weight all
+mxfp8, x[2, 3]: output row [2]; grad_input -; grad_weight column [0-31]
+mxfp8, w[2, 3]: output column [0-31]; grad_input column [0-31]; grad_weight -
+mxfp8, g[2, 3]: output -; grad_input row [2]; grad_weight row [0-31]
 delayed, x[2, 3]: output all; grad_input -; grad_weight all
 delayed, w[2, 3]: output all; grad_input all; grad_weight -
 delayed, g[2, 3]: output -; grad_input all; grad_weight all""",

@@ -37,6 +37,8 @@ def test_the_same_bits(
     for mine, theirs in zip(turned, plain, strict=True):
         assert same_bits(mine.a.qdata, theirs.a.qdata)
         assert same_bits(mine.b.qdata, theirs.b.qdata)
+        if "block" in mine.a.granularity:
+            continue  # their GEMM is one in a wider type, which takes any layout
         # As cuBLASLt takes them: a row-major matrix by a column-major one.
         assert mine.a.qdata.is_contiguous()
         assert mine.b.qdata.t().is_contiguous()

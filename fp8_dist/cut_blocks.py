@@ -1,0 +1,125 @@
+"""Blocks that shards cut: their exponents are the largest that any of the ranks has found.
+
+A rank finds the exponents of what it has of each block. Exponents grow with the amax, so the
+largest is that of the whole block.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8_dist.granularity import Blocks, Granularity
+from fp8_dist.mesh import (
+    GroupNames,
+    Layout,
+    all_reduce_max,
+    global_offset,
+    local_sizes,
+    narrowed,
+    shard_starts,
+    sharded_dim,
+)
+from fp8_dist.torch_internals import cached_but_in_graphs
+
+
+def granularity_at(granularity: Granularity, layout: Layout | None) -> Granularity:
+    """That of a rank's part of a tensor, which may begin inside of blocks."""
+    if not isinstance(granularity, Blocks) or layout is None:
+        return granularity
+    if not granularity.amax_axes(layout.placements, len(layout.shape)):
+        return granularity
+    return granularity.at(global_offset(layout), _are_unequal(layout, granularity))
+
+
+@cached_but_in_graphs
+def _are_unequal(layout: Layout, granularity: Granularity) -> bool:
+    """Whether shards cut blocks, or are of different sizes; the same on all ranks."""
+    dims = (-1, -2) if isinstance(granularity, Blocks) and granularity.rows > 1 else (-1,)
+    unequal = any(len(local_sizes(layout, dim % len(layout.shape))) > 1 for dim in dims)
+    return unequal or are_cut(layout, granularity)
+
+
+@cached_but_in_graphs
+def cut_blocks(layout: Layout, granularity: Granularity, dim: int) -> tuple[int, ...]:
+    """The blocks along a dim (``-1``, ``-2``) that shards cut; the same on all ranks."""
+    assert isinstance(granularity, Blocks)
+    size = granularity.columns if dim == -1 else granularity.rows
+    starts = shard_starts(layout, dim % len(layout.shape))
+    return tuple(sorted({start // size for start in starts if start % size}))
+
+
+def are_cut(layout: Layout, granularity: Granularity) -> bool:
+    """Whether shards cut blocks of a tensor; the same on all ranks."""
+    return bool(cut_blocks(layout, granularity, -1) or cut_blocks(layout, granularity, -2))
+
+
+def scales_fit_into_gather(layout: Layout, granularity: Granularity) -> bool:
+    """Whether FSDP2's gather of a weight can carry the scales of blocks; the same on all ranks.
+
+    They are the rows of the matrix of scales then, as many on each rank.
+    """
+    # The axes of FSDP2 come before that of tensor parallelism.
+    dims = [sharded_dim(p, 2) for p in layout.placements]
+    by_columns = next((dim for dim in dims if dim is not None), 0) == 1
+    uneven = len(local_sizes(layout, 0)) > 1
+    return not (by_columns or uneven or are_cut(layout, granularity))
+
+
+def whole_exponents(
+    exponents: torch.Tensor, layout: Layout, granularity: Granularity, groups: GroupNames
+) -> torch.Tensor:
+    """The exponents of a matrix, of which each rank has found those of its part.
+
+    Args:
+        exponents: of the part: uint8, ``[r, c]``.
+        layout: of the matrix.
+        granularity: of the whole matrix.
+        groups: of the axes along which it is sharded.
+
+    Returns:
+        uint8, ``[R, C]``.
+
+    Collectives: for each of ``groups`` one all-reduce (MAX) of 1 byte per block.
+    """
+    every = exponents.new_zeros(granularity.scale_shape(layout.shape))
+    narrowed(every, granularity.offset(global_offset(layout)), exponents.shape).copy_(exponents)
+    return all_reduce_max(every, groups)
+
+
+def part_of_exponents(
+    every: torch.Tensor, part: Sequence[int], layout: Layout, granularity: Granularity
+) -> torch.Tensor:
+    """Of the exponents of a matrix those of this rank's ``part``, a shape."""
+    local = granularity_at(granularity, layout)
+    offset = granularity.offset(global_offset(layout))
+    return narrowed(every, offset, local.scale_shape(part)).contiguous()
+
+
+def reduced_exponents(
+    exponents: torch.Tensor, layout: Layout, granularity: Granularity, groups: GroupNames
+) -> torch.Tensor:
+    """The exponents of the whole blocks of one row that this rank has a part of.
+
+    Args:
+        exponents: of its part: uint8, ``[..., C]``.
+        layout: of the tensor.
+        granularity: of the whole tensor.
+        groups: of the axes along which its rows are sharded.
+
+    Collectives: none if no block is cut. Otherwise one all-reduce (MAX) for each of ``groups``, of
+    1 byte per row and cut block.
+    """
+    cut = cut_blocks(layout, granularity, -1)
+    if not (groups and cut):
+        return exponents
+    first = granularity.offset(global_offset(layout))[-1]
+    # Of each at an end of the part: its index among all that are cut, and in the part. (A list of
+    # indices would be copied to the device.)
+    ends = [(i, n - first) for i, n in enumerate(cut) if first <= n < first + exponents.shape[-1]]
+    parts = exponents.new_zeros((*exponents.shape[:-1], len(cut)))
+    for slot, column in ends:
+        parts[..., slot] = exponents[..., column]
+    found, whole = all_reduce_max(parts, groups), exponents.clone()
+    for slot, column in ends:
+        whole[..., column] = found[..., slot]
+    return whole

@@ -1,0 +1,245 @@
+"""The weights of a trained model for serving, as Hugging Face's FP8 block checkpoints have them.
+
+A converted layer has two entries there: ``NAME.weight``, float8_e4m3fn, and
+``NAME.weight_scale_inv``, fp32, one scale per block. Despite its name the scale is multiplied:
+``weight ~= qdata * scale``.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8_dist.cast import amax_groups, local_exponents, quantize_local
+from fp8_dist.config import CastSpec
+from fp8_dist.cut_blocks import part_of_exponents, whole_exponents
+from fp8_dist.debug.module_path import WRAPPER_SEGMENTS
+from fp8_dist.granularity import Blocks
+from fp8_dist.kernels import powers_of_2
+from fp8_dist.linear.layer_repr import config_text
+from fp8_dist.linear.module import Float8Linear, float8_layers, other_users
+from fp8_dist.mesh import Layout, local_tensor, with_local
+from fp8_dist.torch_internals import fsdp_parameter_uses
+
+
+class _Exported(NamedTuple):
+    """A weight as it is exported: DTensors, if the parameter is one."""
+
+    weight: torch.Tensor  # float8_e4m3fn, [N, K], where the parameter is
+    scale_inv: torch.Tensor  # fp32, [ceil(N / rows), ceil(K / columns)], whole on every rank
+
+
+def float8_state_dict(
+    model: nn.Module, *, full_state_dict: bool = False, cpu_offload: bool = False
+) -> dict[str, Any]:
+    """The state dict of a model whose converted weights are float8, as its GEMMs multiply them.
+
+    The names are those of ``get_model_state_dict``. For a converted layer, ``NAME.weight`` is
+    float8_e4m3fn, ``[N, K]``, and ``NAME.weight_scale_inv`` fp32, with one scale per block:
+    ``[ceil(N / 128), ceil(K / 128)]`` for the recipe ``blockwise``, blocks of 32 x 32 for
+    ``mxfp8``. Biases and whatever was not converted keep their dtypes.
+
+    Bytes and scales are those of the weights' present values, bit for bit what the next forward
+    multiplies on any mesh. (If FSDP2 gathers a weight in high precision as
+    ``MixedPrecisionPolicy(param_dtype=...)``, that rounding comes first here too.)
+
+    Args:
+        model: with layers converted by ``blockwise`` or ``mxfp8``; DDP's wrapper is left out of the
+            names.
+        full_state_dict: gather whole tensors. Otherwise the weight of a distributed parameter is a
+            DTensor of the same placements, and its scales are a replicated DTensor: shards may cut
+            blocks, so every rank has all of them.
+        cpu_offload: move tensors to the CPU. With ``full_state_dict``, rank 0 alone has them, and
+            other ranks get an empty dict, as with torch's ``StateDictOptions``.
+
+    Collectives: for each sharded weight one all-reduce (MAX) of 1 byte per block, for each group of
+    the axes that shard it. ``full_state_dict``: one all-gather per sharded dim of each tensor;
+    float8 weights move 1 byte per element. Call it on all ranks.
+
+    Raises:
+        ValueError: no layer is converted; the weights of one have no square blocks of
+            float8_e4m3fn, or other blocks than those of another layer; a module that is not
+            converted shares a weight; or a weight is on the meta device.
+        NotImplementedError: a weight is a plain local tensor (``declare_placements``).
+    """
+    model = _unwrapped(model)
+    layers = _checked_layers(model, "float8_state_dict")
+    gathered_as = {
+        use.module: use.param_dtype for use in fsdp_parameter_uses() if use.name == "weight"
+    }
+    made: dict[int, _Exported] = {}
+    found: dict[str, Any] = {}
+    # (FSDP2 reshards here what it has gathered.)
+    for name, value in get_model_state_dict(model).items():
+        layer = layers.get(name)
+        if layer is None:
+            found[name] = value
+            continue
+        key = id(layer.weight)
+        if key not in made:  # layers may share it
+            made[key] = _export(layer, gathered_as.get(layer))
+        found[name], found[f"{name}_scale_inv"] = made[key]
+    return _moved(found, full_state_dict, cpu_offload)
+
+
+def float8_quantization_config(model: nn.Module) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint of :func:`float8_state_dict`, for config.json.
+
+    Returns:
+        Plain data. ``modules_to_not_convert`` names the modules with matrices that were not
+        converted (but for embeddings). It is always there: loaders would otherwise guess that the
+        head is in high precision.
+
+    Collectives: none.
+
+    Raises: as :func:`float8_state_dict`.
+    """
+    model = _unwrapped(model)
+    layers = _checked_layers(model, "float8_quantization_config")
+    blocks = _blocks_of(next(iter(layers.values())))
+    assert blocks is not None
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [blocks.rows, blocks.columns],
+        "modules_to_not_convert": [
+            _key(name) for name, module in model.named_modules() if _is_left_out(module)
+        ],
+    }
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _key(name: str) -> str:
+    """The name of a module in the keys of a state dict."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
+    """The converted layers by the key of their weight; ValueError if one can't be exported."""
+    converted = float8_layers(model)
+    if not converted:
+        raise ValueError(
+            f"{caller}: {type(model).__name__} has no converted layers; call "
+            'convert_to_float8_training with the recipe "blockwise" first'
+        )
+    first, of_first = next(iter(converted.items()))
+    for name, layer in converted.items():
+        blocks = _blocks_of(layer)
+        if blocks is None:
+            raise ValueError(
+                f"{caller}: {name} was converted with {config_text(layer.config)}, but FP8 block "
+                "checkpoints hold float8_e4m3fn weights with one scale per square block; load the "
+                'state dict into a model that was converted with the recipe "blockwise", and '
+                "export that"
+            )
+        if blocks is not _blocks_of(of_first):
+            raise ValueError(
+                f"{caller}: {first} and {name} have weights in blocks of different sizes or rules, "
+                "but a checkpoint has one weight_block_size; convert all layers with one recipe"
+            )
+        if layer.weight.is_meta:
+            raise ValueError(
+                f"{caller}: the weight of {name} is on the meta device and has no values; load a "
+                "checkpoint first"
+            )
+        if layer.local_placements is not None:
+            raise NotImplementedError(
+                f"{caller}: the weight of {name} is a plain local tensor (declare_placements), and "
+                "where its other parameters belong is not known; load the state dict into a model "
+                "that is not parallelized, and export that"
+            )
+    shared = other_users(model, converted)
+    if shared:
+        raise ValueError(
+            f"{caller}: {'; '.join(shared)}, which would stay in high precision; leave the layer "
+            "unconverted (module_filter_fn), or untie the weights"
+        )
+    return {
+        f"{_key(name)}.weight".removeprefix("."): layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, Float8Linear)
+    }
+
+
+def _cast_of(layer: Float8Linear) -> CastSpec | None:
+    """The one cast of a layer's weight, if there is one."""
+    casts = layer.config.casts("weight")
+    return casts[0] if len(casts) == 1 else None
+
+
+def _blocks_of(layer: Float8Linear) -> Blocks | None:
+    """The blocks of a layer's weight, if they are those of an FP8 block checkpoint."""
+    cast = _cast_of(layer)
+    if cast is None or cast.dtype is not torch.float8_e4m3fn:
+        return None
+    blocks = cast.granularity
+    return blocks if isinstance(blocks, Blocks) and blocks.rows == blocks.columns else None
+
+
+def _is_left_out(module: nn.Module) -> bool:
+    """Whether a module has matrices of its own that were not converted."""
+    if isinstance(module, (Float8Linear, nn.Embedding)):
+        return False
+    matrices = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+    return matrices and not any(isinstance(part, Float8Linear) for part in module.modules())
+
+
+@torch.no_grad()
+def _export(layer: Float8Linear, gathered_as: torch.dtype | None) -> _Exported:
+    """A layer's weight in float8, by the functions that cast it for a forward.
+
+    ``gathered_as``: the dtype in which FSDP2 gathers the weight, if not in float8.
+    """
+    weight, parameter, cast = layer.float8_weight, layer.weight, _cast_of(layer)
+    assert cast is not None
+    shard, layout = weight.shard().detach(), Layout.of(parameter)
+    home = shard.device
+    if layout is not None:  # its groups reduce on the mesh's devices; FSDP2 may offload to the CPU
+        shard = shard.to(layout.mesh.device_type)
+    if gathered_as is not None and weight.shard() is local_tensor(parameter):
+        shard = shard.to(gathered_as)
+    every = exponents = local_exponents(shard, cast, layout)
+    if layout is not None:
+        groups = amax_groups(parameter, cast.granularity)
+        every = whole_exponents(exponents, layout, cast.granularity, groups)
+        exponents = part_of_exponents(every, shard.shape, layout, cast.granularity)
+    qdata = quantize_local(shard, (exponents, exponents), cast, layout=layout).qdata
+    scales = powers_of_2(every).to(home)
+    if layout is not None:
+        everywhere = (Replicate(),) * layout.mesh.ndim
+        scales = Layout(layout.mesh, everywhere, scales.shape).wrap(scales)
+    return _Exported(with_local(parameter, qdata.to(home)), scales)
+
+
+def _moved(state_dict: dict[str, Any], full_state_dict: bool, cpu_offload: bool) -> dict[str, Any]:
+    """The entries where they were asked for, one after the other."""
+    keeps = not (full_state_dict and cpu_offload and dist.is_initialized() and dist.get_rank() > 0)
+    moved = {}
+    for name, value in state_dict.items():
+        if full_state_dict and isinstance(value, DTensor):
+            value = _full(value)
+        if cpu_offload and isinstance(value, torch.Tensor):
+            value = value.cpu() if keeps else None
+        if keeps:
+            moved[name] = value
+    return moved
+
+
+def _full(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor, on the mesh's device. float8 moves as bytes, which every backend takes."""
+    local = local_tensor(tensor).detach().to(tensor.device_mesh.device_type)
+    if local.dtype is not torch.float8_e4m3fn:
+        whole = with_local(tensor, local)
+        assert isinstance(whole, DTensor)
+        return whole.full_tensor()
+    of_bytes = with_local(tensor, local.view(torch.uint8))
+    assert isinstance(of_bytes, DTensor)
+    return of_bytes.full_tensor().view(local.dtype)

@@ -1,0 +1,294 @@
+"""Scales of blocks: the exponents of powers of two, one byte each.
+
+The last two dims of a tensor are a matrix, cut into blocks of ``rows x columns`` values. A part of
+a larger matrix may begin inside of its first blocks, and ends inside of its last ones. So blocks
+are four numbers: ``(rows, columns, first_row, first_column)``, where the last two say where in its
+first block the part begins. Blocks of one row are blocks of tensors with any number of dims.
+
+An exponent is a byte as e8m0 has it (OCP Microscaling Formats v1.0): ``scale = 2 ** (byte - 127)``,
+255 is NaN. (It is uint8 here, because compilers know no e8m0.) Two rules give that of a block:
+
+* *ceil*: the power of two of :mod:`fp8_dist.kernels.scale`, by which no value saturates.
+* *floor*: ``floor(log2(amax)) - floor(log2(fp8_max))``, the rule of that standard (section 6.3).
+  Of a block whose amax is beyond ``fp8_max`` times that power of two, the largest values saturate.
+
+A block with a value that is not finite has the exponent NaN.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.scale import scaling_from_amax
+
+NAN_EXPONENT = 255
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+
+
+def blocks_along(size: int, block: int, first: int) -> int:
+    """The number of blocks along a dim of ``size`` values that begins at ``first`` of a block."""
+    return -(-(first + size) // block) if size else 0
+
+
+def exponents_shape(shape: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    """The shape of the exponents of a tensor: ``[..., R, C]``."""
+    rows, columns, first_row, first_column = blocks
+    *others, last = shape
+    if rows > 1:
+        others[-1] = blocks_along(others[-1], rows, first_row)
+    return [*others, blocks_along(last, columns, first_column)]
+
+
+def in_blocks(x: torch.Tensor, blocks: Sequence[int], like: int = 0) -> torch.Tensor:
+    """``[..., R, rows, C, columns]``: a tensor by its blocks, padded with ``like`` to whole ones.
+
+    A view, if the tensor is contiguous and blocks need no padding.
+    """
+    rows, columns, first_row, first_column = blocks
+    *others, last = x.shape
+    count = blocks_along(last, columns, first_column)
+    missing = [first_column, count * columns - first_column - last, 0, 0]
+    if rows > 1:
+        of_rows = blocks_along(others[-1], rows, first_row)
+        missing[2:] = first_row, of_rows * rows - first_row - others[-1]
+        others[-1:] = of_rows, rows
+    else:
+        others.append(1)
+    if any(missing):
+        x = torch.nn.functional.pad(x, missing if rows > 1 else missing[:2], value=like)
+    return x.reshape(*others, count, columns)
+
+
+def expanded(values: torch.Tensor, shape: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
+    """One value for each block as one for each element: ``shape``. A copy."""
+    rows, columns, first_row, first_column = blocks
+    wide = values.repeat_interleave(columns, dim=-1)
+    wide = wide.narrow(-1, first_column if shape[-1] else 0, shape[-1])
+    if rows > 1:
+        wide = wide.repeat_interleave(rows, dim=-2)
+        wide = wide.narrow(-2, first_row if shape[-2] else 0, shape[-2])
+    return wide
+
+
+def powers_of_2(exponents: torch.Tensor) -> torch.Tensor:
+    """The scales of exponents: fp32, NaN for the byte 255."""
+    return exponents.view(torch.float8_e8m0fnu).to(torch.float32)
+
+
+@custom_op("block_exponents(Tensor x, ScalarType dtype, int[] blocks, bool floor) -> Tensor")
+def block_exponents(
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], floor: bool
+) -> torch.Tensor:
+    """The exponents of the blocks of a local tensor.
+
+    Args:
+        x: ``[..., M, K]``, floating point.
+        dtype: a float8 dtype.
+        blocks: see :mod:`fp8_dist.kernels.blocks`.
+        floor: by the rule *floor*.
+
+    Returns:
+        uint8, :func:`exponents_shape`.
+    """
+    if not x.numel():
+        return x.new_zeros(exponents_shape(x.shape, blocks), dtype=torch.uint8)
+    integer = _INTEGERS[x.itemsize]
+    # Without their sign, the bits of floats are ordered like their values, NaN above all.
+    bits = in_blocks(x, blocks).view(integer).bitwise_and(torch.iinfo(integer).max)
+    # (A dim of one value costs as much as one of many.)
+    dims = [dim for dim in (-1, -3) if bits.shape[dim] > 1]
+    largest = bits.amax(dims) if dims else bits
+    largest = largest.view(exponents_shape(x.shape, blocks)).view(x.dtype)
+    return exponents_of(largest.to(torch.float32), dtype, floor)
+
+
+def exponents_of(amax: torch.Tensor, dtype: torch.dtype, floor: bool) -> torch.Tensor:
+    """The exponent for each amax (fp32, any shape): uint8."""
+    if not floor:
+        _, scale = scaling_from_amax(amax, dtype, True)
+        # (Of inf and NaN these bits are ones: the byte of NaN.)
+        return (scale.view(torch.int32) >> 23).to(torch.uint8)
+    found = amax.view(torch.int32) >> 23
+    largest = math.floor(math.log2(torch.finfo(dtype).max))
+    exponents = (found - largest).clamp_(min=0)
+    return exponents.masked_fill_(found == NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
+
+
+@custom_op(
+    "quantize_blocks(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks, "
+    "Tensor? after=None) -> Tensor"
+)
+def quantize_blocks(
+    x: torch.Tensor,
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``saturate(float32(x) / scale)`` as ``dtype``, with the scales of blocks.
+
+    Args:
+        x: ``[..., M, K]``, floating point.
+        exponents: of its blocks.
+        after: a graph does not compute this before that.
+
+    Returns:
+        contiguous tensor of x's shape.
+    """
+    # A reciprocal of a power of two is exact.
+    multiplier = powers_of_2(exponents).reciprocal_()
+    limit = torch.finfo(dtype).max
+    product = scaled_by(x.to(torch.float32), multiplier, blocks)
+    return product.clamp_(-limit, limit).to(dtype)
+
+
+def scaled_by(x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+    """``x * scales``, with a scale for each block: a new tensor of x's shape and dtype."""
+    rows, columns, first_row, first_column = blocks
+    in_parts = first_row or first_column or x.shape[-1] % columns
+    in_parts = in_parts or (rows > 1 and x.shape[-2] % rows)
+    if x.is_contiguous() and not in_parts:
+        wide = scales.unsqueeze(-1) if rows == 1 else scales[..., :, None, :, None]
+        shape = (*scales.shape, columns)
+        if rows > 1:
+            shape = (*scales.shape[:-1], rows, scales.shape[-1], columns)
+        return (x.view(shape) * wide.to(x.dtype)).view(x.shape)
+    return x * expanded(scales.to(x.dtype), x.shape, blocks)
+
+
+@custom_op("reblock(Tensor qdata, Tensor exponents, int[] blocks, int rows) -> (Tensor, Tensor)")
+def reblock(
+    qdata: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int], rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float8 data with scales of other blocks: ``rows`` values of a column, for its second GEMM.
+
+    Powers of two change exponents alone. So this rounds nothing but the values that fall below the
+    normal range of the new scale: 2 ** -14 of the largest value of their block.
+
+    Args:
+        qdata: float8, ``[M, K]``.
+        exponents: of its blocks.
+        rows: of the new blocks, whose first one begins with the first row.
+
+    Returns:
+        ``[M, K]`` of qdata's dtype, and the exponents of blocks ``(rows, 1, 0, 0)``. Their rule is
+        *ceil* in any case: *floor* would saturate values that are in float8 already.
+    """
+    values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
+    return cast_columns_of_blocks(values, qdata.dtype, rows)
+
+
+def cast_columns_of_blocks(
+    values: torch.Tensor, dtype: torch.dtype, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`reblock` returns, of dequantized values ``[M, K]``."""
+    columns = (rows, 1, 0, 0)
+    found = block_exponents.portable(values, dtype, columns, False)
+    return quantize_blocks.portable(values, found, dtype, columns), found
+
+
+@custom_op(
+    "exponents_of_groups(Tensor qdata, Tensor exponents, int[] blocks, Tensor group, int groups) "
+    "-> Tensor"
+)
+def exponents_of_groups(
+    qdata: torch.Tensor,
+    exponents: torch.Tensor,
+    blocks: Sequence[int],
+    group: torch.Tensor,
+    groups: int,
+) -> torch.Tensor:
+    """The first half of :func:`reblock`, where a block may have rows on several ranks.
+
+    Args:
+        qdata, exponents, blocks: as :func:`reblock` takes them.
+        group: int64, ``[M]``: the new block of each row.
+        groups: the number of new blocks.
+
+    Returns:
+        uint8, ``[groups, K]``; 0 where the group has no row here.
+    """
+    values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
+    bits = values.view(torch.int32).bitwise_and_(torch.iinfo(torch.int32).max)
+    largest = bits.new_zeros(groups, qdata.shape[1])
+    largest.scatter_reduce_(0, group.unsqueeze(1).expand_as(bits), bits, "amax")
+    found = exponents_of(largest.view(torch.float32), qdata.dtype, False)
+    return found.masked_fill_(
+        ~torch.isin(torch.arange(groups, device=group.device), group).unsqueeze(1), 0
+    )
+
+
+@custom_op(
+    "reblock_groups(Tensor qdata, Tensor exponents, int[] blocks, Tensor group, Tensor of_groups) "
+    "-> (Tensor, Tensor)"
+)
+def reblock_groups(
+    qdata: torch.Tensor,
+    exponents: torch.Tensor,
+    blocks: Sequence[int],
+    group: torch.Tensor,
+    of_groups: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`reblock` by the exponents of the groups that rows are in.
+
+    Returns:
+        ``[M, K]`` of qdata's dtype, and the exponent of each value: blocks ``(1, 1, 0, 0)``.
+    """
+    values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
+    each = of_groups.index_select(0, group)
+    return quantize_blocks.portable(values, each, qdata.dtype, (1, 1, 0, 0)), each
+
+
+@block_exponents.register_fake
+def _block_exponents_fake(
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], floor: bool
+) -> torch.Tensor:
+    return x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.uint8)
+
+
+@quantize_blocks.register_fake
+def _quantize_blocks_fake(
+    x: torch.Tensor,
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+@reblock.register_fake
+def _reblock_fake(
+    qdata: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int], rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = exponents_shape(qdata.shape, (rows, 1, 0, 0))
+    return torch.empty(qdata.shape, dtype=qdata.dtype, device=qdata.device), exponents.new_empty(
+        shape
+    )
+
+
+@exponents_of_groups.register_fake
+def _exponents_of_groups_fake(
+    qdata: torch.Tensor,
+    exponents: torch.Tensor,
+    blocks: Sequence[int],
+    group: torch.Tensor,
+    groups: int,
+) -> torch.Tensor:
+    return exponents.new_empty(groups, qdata.shape[1])
+
+
+@reblock_groups.register_fake
+def _reblock_groups_fake(
+    qdata: torch.Tensor,
+    exponents: torch.Tensor,
+    blocks: Sequence[int],
+    group: torch.Tensor,
+    of_groups: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(qdata, memory_format=torch.contiguous_format), exponents.new_empty(
+        qdata.shape
+    )

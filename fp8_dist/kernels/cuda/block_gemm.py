@@ -1,0 +1,153 @@
+"""The GEMM with scales of blocks on devices that have one.
+
+* Hopper multiplies blocks of 1 x 128 by blocks of 128 x 128 or of 1 x 128, with fp32 scales.
+* Blackwell multiplies blocks of 1 x 32 (MX), with e8m0 scales in tiles of 128 x 4.
+
+The layouts are those that torch documents in its checks of ``scaled_mm``.
+"""
+
+from collections.abc import Sequence
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8_dist.kernels.blocks import powers_of_2
+from fp8_dist.kernels.gemm import row_major
+from fp8_dist.kernels.transposing import transposed_copy
+from fp8_dist.torch_internals import block_gemm_of_torch
+
+_BLOCK = {"hopper": 128, "blackwell": 32}
+_ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors
+
+
+@cache
+def device_kind(device: torch.device) -> str | None:
+    """Which of the GEMMs of this module a device has."""
+    if block_gemm_of_torch is None or torch.version.cuda is None:
+        return None
+    release = tuple(map(int, torch.version.cuda.split(".")[:2]))
+    major, _ = torch.cuda.get_device_capability(device)
+    if major == 9 and release >= (12, 9):
+        return "hopper"
+    return "blackwell" if major == 10 and release >= (12, 8) else None
+
+
+def block_mm(
+    a: Tensor,
+    b: Tensor,
+    exponents_a: Tensor,
+    exponents_b: Tensor,
+    blocks_a: Sequence[int],
+    blocks_b: Sequence[int],
+    out_dtype: torch.dtype,
+) -> Tensor | None:
+    """:func:`fp8_dist.kernels.block_scaled_mm`; None: the device has no GEMM for such operands."""
+    kind = device_kind(a.device)
+    if kind is None or not _fits(_BLOCK[kind], a, b, blocks_a, blocks_b, out_dtype):
+        return None
+    rows, columns = a.shape[0], b.shape[1]
+    a = row_major(_in_whole_blocks(a, blocks_a), transposed_copy)
+    b = row_major(_in_whole_blocks(b, blocks_b).t(), transposed_copy).t()
+    operands = _hopper_scales if kind == "hopper" else _blackwell_scales
+    run = operands(a, b, exponents_a, exponents_b, blocks_b)
+    product = run(a, b, out_dtype)
+    first = blocks_b[3]
+    return product[:rows, first : first + columns].contiguous()
+
+
+def _fits(
+    block: int,
+    a: Tensor,
+    b: Tensor,
+    blocks_a: Sequence[int],
+    blocks_b: Sequence[int],
+    out_dtype: torch.dtype,
+) -> bool:
+    """Whether blocks are along the contraction, and begin alike in both operands."""
+    rows, columns, _, first = blocks_a
+    others_rows, others_columns, others_first, _ = blocks_b
+    return (
+        a.dtype is b.dtype is torch.float8_e4m3fn
+        and out_dtype in (torch.bfloat16, torch.float32)
+        and (rows, columns, others_rows) == (1, block, block)
+        and others_columns in (1, block)
+        and first == others_first
+        and min(*a.shape, *b.shape) > 0
+        and not (a.shape[0] % _ALIGNED or b.shape[1] % _ALIGNED)
+    )
+
+
+def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
+    """A matrix with zeros around it, so that it consists of whole blocks."""
+    rows, columns, first_row, first_column = blocks
+    missing = (
+        first_column,
+        -(first_column + x.shape[1]) % columns,
+        first_row,
+        -(first_row + x.shape[0]) % rows,
+    )
+    if not any(missing):
+        return x
+    return pad(x.view(torch.uint8), missing).view(x.dtype)  # there is no padding of float8 data
+
+
+class _Run:
+    """A call of torch's GEMM, but for its operands and the dtype of its result."""
+
+    def __init__(self, scale_a: Tensor, kind_a: str, scale_b: Tensor, kind_b: str, swizzle: bool):
+        assert block_gemm_of_torch is not None
+        mm, scaling, swizzles = block_gemm_of_torch
+        how = swizzles.SWIZZLE_32_4_4 if swizzle else swizzles.NO_SWIZZLE
+        self._mm = partial(
+            mm,
+            scale_a=scale_a,
+            scale_recipe_a=getattr(scaling, kind_a),
+            scale_b=scale_b,
+            scale_recipe_b=getattr(scaling, kind_b),
+            swizzle_a=how,
+            swizzle_b=how,
+        )
+
+    def __call__(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return self._mm(a, b, output_dtype=out_dtype)
+
+
+def _hopper_scales(
+    a: Tensor, b: Tensor, exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
+) -> _Run:
+    """Scales of rows ``[M, K / 128]``, and of columns likewise; those of squares ``[L, N / 128]``.
+
+    In memory the first dim is the inner one, and L is ``K / 128`` rounded up to a multiple of 4.
+    """
+    of_a = _column_major(powers_of_2(exponents_a))
+    of_b = powers_of_2(exponents_b)
+    if blocks_b[1] == 1:
+        return _Run(of_a, "BlockWise1x128", _column_major(of_b.t()), "BlockWise1x128", False)
+    of_b = pad(of_b, (0, 0, 0, -len(of_b) % 4))
+    return _Run(of_a, "BlockWise1x128", _column_major(of_b), "BlockWise128x128", False)
+
+
+def _column_major(x: Tensor) -> Tensor:
+    return x.t().contiguous().t()
+
+
+def _blackwell_scales(
+    a: Tensor, b: Tensor, exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
+) -> _Run:
+    """Exponents of rows and of columns, in tiles. Those of squares are repeated for each column."""
+    columns = exponents_b.t().repeat_interleave(blocks_b[1], dim=0)
+    tiles = (in_tiles(each).view(torch.float8_e8m0fnu) for each in (exponents_a, columns))
+    return _Run(next(tiles), "BlockWise1x32", next(tiles), "BlockWise1x32", True)
+
+
+def in_tiles(exponents: Tensor) -> Tensor:
+    """``[M, C]`` as Blackwell reads it: flat, in tiles of 128 x 4, padded with zeros.
+
+    A tile has 32 rows of 16 bytes: those of rows i, i + 32, i + 64 and i + 96, 4 bytes of each.
+    """
+    rows, columns = exponents.shape
+    whole = pad(exponents, (0, -columns % 4, 0, -rows % 128))
+    tiles = whole.view(-1, 4, 32, whole.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

@@ -1,0 +1,68 @@
+"""Operands of grad_weight, blocked again along tokens of which each rank has some.
+
+That is where a weight is replicated and its input sharded by batch or sequence. A block of tokens
+may have rows on several ranks then, and with a sharded sequence they are not even neighbours.
+"""
+
+import math
+
+import torch
+
+from fp8_dist.kernels import exponents_of_groups, reblock, reblock_groups
+from fp8_dist.mesh import (
+    Layout,
+    all_reduce_max,
+    global_offset,
+    groups_over,
+    narrowed,
+    sharded_dim,
+)
+from fp8_dist.tensor import Quantized
+
+# Data, exponents, and what they are those of.
+BlockMatrix = tuple[torch.Tensor, torch.Tensor, tuple[int, int, int, int]]
+
+
+def reblocked(operand: Quantized, layout: Layout | None) -> BlockMatrix:
+    """An operand with scales of blocks of a row, as a matrix blocked again along the tokens.
+
+    Args:
+        operand: ``[..., K]``, local.
+        layout: where the operand lives, as the GEMM takes it; None: here.
+
+    Collectives: for each group of the axes that shard its tokens an all-reduce (MAX) of 1 byte per
+    new block of the global operand.
+    """
+    matrix, exponents, blocks = as_block_matrix(operand)
+    size = blocks[1]
+    axes = () if layout is None else _axes_of_tokens(layout)
+    if layout is None or not axes:
+        return *reblock(matrix, exponents, blocks, size), (size, 1, 0, 0)
+    leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
+    tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
+    tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)
+    group = tokens.div(size, rounding_mode="floor")
+    count = -(-math.prod(leading) // size)
+    found = exponents_of_groups(matrix, exponents, blocks, group, count)
+    found = all_reduce_max(found, groups_over(layout.mesh, axes))
+    return *reblock_groups(matrix, exponents, blocks, group, found), (1, 1, 0, 0)
+
+
+def as_block_matrix(operand: Quantized) -> BlockMatrix:
+    """``[..., K]`` as a matrix."""
+    qdata, exponents, granularity = operand
+    assert granularity.blocks is not None
+    if qdata.ndim > 2:
+        qdata = qdata.reshape(math.prod(qdata.shape[:-1]), qdata.shape[-1])
+        exponents = exponents.reshape(len(qdata), exponents.shape[-1])
+    return qdata, exponents, granularity.blocks
+
+
+def _axes_of_tokens(layout: Layout) -> tuple[int, ...]:
+    ndim = len(layout.shape)
+    dims = [sharded_dim(p, ndim) for p in layout.placements]
+    return tuple(
+        axis
+        for axis, dim in enumerate(dims)
+        if dim is not None and dim != ndim - 1 and layout.mesh.size(axis) > 1
+    )

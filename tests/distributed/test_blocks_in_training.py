@@ -1,0 +1,279 @@
+"""Blocks that shards cut, from step to step: what is cast anew, what is kept, what a NaN reaches."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from ranks import RankPools
+from reference import float8_gemms, same_bits, sqnr
+from test_blocks_on_meshes import (
+    MESHES,
+    config_of,
+    data_of,
+    linear,
+    mine,
+    on_mesh,
+    parts_of,
+    stage_mesh,
+    step,
+    wrong_operands,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from fp8_dist import (
+    Float8Tensor,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.debug import comm_audit
+
+SHAPE = (300, 260)  # cut on each of these meshes
+CUT = ["FSDP2 x3", "TP x3, row", "TP x3, column", "FSDP2 2 x TP 2, row"]
+RECIPES = ["blockwise", "mxfp8"]
+
+
+def exponents_sent(audit: Any) -> int:
+    return audit.count("all_reduce", dtype=torch.uint8)
+
+
+def gradients(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """Output, input gradient and local gradients of the parameters."""
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    output = model(x)
+    output.backward(grad)
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return [output.detach(), x.grad, *(getattr(g, "_local_tensor", g) for g in found)]
+
+
+def stale(name: str) -> list[str]:
+    """Wrong operands where precompute was not repeated after the weights changed."""
+    mesh = MESHES[name]
+    return [
+        wrong
+        for recipe in RECIPES
+        for wrong in wrong_operands(mesh, recipe, SHAPE, precompute=(True, False))
+    ]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_exponents_of_other_values_are_not_used(ranks: RankPools, name: str) -> None:
+    size = MESHES[name].ranks
+    assert ranks(size).run(stale, name) == [[]] * size
+
+
+def micro_batches(name: str, recipe: str) -> list[int]:
+    """All-reduces of exponents of weights in two micro-batches, and in one of other weights."""
+    mesh = MESHES[name]
+    model = on_mesh(mesh, SHAPE, config_of(recipe))
+    part = parts_of(mesh, *data_of(mesh, SHAPE))
+    sent = []
+    for i in range(3):
+        if i == 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(3)
+        with comm_audit(stage_mesh(mesh.axes)) as audit:
+            step(model, *part)
+        sent.append(exponents_sent(audit))
+    return sent
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", CUT)
+def test_micro_batches_cast_a_weight_once(ranks: RankPools, name: str, recipe: str) -> None:
+    first, second, changed = ranks(MESHES[name].ranks).run_same(micro_batches, name, recipe)
+    assert (first - second, changed) == (1, first)
+
+
+def frozen(name: str, recipe: str) -> list[bool]:
+    mesh = MESHES[name]
+    part = parts_of(mesh, *data_of(mesh, SHAPE))
+    learns, is_frozen = (on_mesh(mesh, SHAPE, config_of(recipe)) for _ in range(2))
+    is_frozen.requires_grad_(False)
+    expected, found = gradients(learns, *part), gradients(is_frozen, *part)
+    assert len(found) == 2
+    return [same_bits(a, b) for a, b in zip(expected, found, strict=False)]
+
+
+def checkpointed(name: str, recipe: str) -> list[bool]:
+    mesh = MESHES[name]
+    part = parts_of(mesh, *data_of(mesh, SHAPE))
+
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    plain, again = (on_mesh(mesh, SHAPE, config_of(recipe)) for _ in range(2))
+    pairs = zip(gradients(plain, *part), gradients(Checkpointed(again), *part), strict=True)
+    return [same_bits(a, b) for a, b in pairs]
+
+
+def loaded(name: str, recipe: str) -> list[bool]:
+    """What state_dict gives is the weight in high precision; a model that loads it is the same."""
+    mesh = MESHES[name]
+    part = parts_of(mesh, *data_of(mesh, SHAPE))
+    model, other = (on_mesh(mesh, SHAPE, config_of(recipe)) for _ in range(2))
+    precompute_float8_dynamic_scale(other)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    whole = state["0.weight"].full_tensor()  # type: ignore[attr-defined]
+    assert torch.equal(whole, linear(SHAPE, config_of(recipe))[0].weight.detach() * 3)
+    other.load_state_dict(state)
+    pairs = zip(gradients(model, *part), gradients(other, *part), strict=True)
+    return [same_bits(a, b) for a, b in pairs]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["FSDP2 x3", "TP x3, row"])
+@pytest.mark.parametrize("check", [frozen, checkpointed, loaded])
+def test_the_same_bits(ranks: RankPools, check: Any, name: str, recipe: str) -> None:
+    for found in ranks(3).run(check, name, recipe):
+        assert all(found)
+
+
+def data_parallel(recipe: str) -> list[bool]:
+    model, twin = linear(SHAPE, config_of(recipe)), linear(SHAPE, config_of(recipe))
+    mesh = MESHES["FSDP2 x2"]
+    wrapped = DistributedDataParallel(model)
+    x, grad = data_of(mesh, SHAPE)
+    with comm_audit() as audit:
+        found = gradients(wrapped, x, grad)
+    assert exponents_sent(audit) == 0
+    expected = gradients(twin, x, grad)
+    mean = expected[2].clone()
+    torch.distributed.all_reduce(mean)
+    return [
+        *(same_bits(a, b) for a, b in zip(found[:2], expected[:2], strict=True)),
+        sqnr(mean / 2, found[2]) > 120,
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ddp_sends_no_exponents(ranks: RankPools, recipe: str) -> None:
+    assert ranks(2).run(data_parallel, recipe) == [[True] * 3] * 2
+
+
+def rank_scope(name: str, recipe: str) -> list[float]:
+    mesh, config = MESHES[name], config_of(recipe, amax_scope="rank")
+    model, twin = on_mesh(mesh, SHAPE, config), linear(SHAPE, config_of(recipe))
+    x, grad = data_of(mesh, SHAPE)
+    precompute_float8_dynamic_scale(model)
+    with comm_audit(stage_mesh(mesh.axes)) as audit:
+        output, grad_input, *_ = gradients(model, *parts_of(mesh, x, grad))
+    whole, grad_whole, *_ = gradients(twin, x, grad)
+    outside, inside = (1, 2) if mesh.style == "column" else (2, 1)
+    return [
+        exponents_sent(audit),
+        sqnr(mine(whole, inside, mesh), output),
+        sqnr(mine(grad_whole, outside, mesh), grad_input),
+    ]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["TP x3, row", "TP x3, column"])
+def test_amax_scope_rank(ranks: RankPools, name: str, recipe: str) -> None:
+    """What never leaves its rank has blocks of its own; the rest is as accurate as before."""
+    for sent, *distances in ranks(3).run(rank_scope, name, recipe):
+        assert sent == 0
+        assert min(distances) > 25
+
+
+def nan_of_an_activation(name: str) -> list[list[int]]:
+    """The columns of the operand's row with a NaN, on this rank: of the input or the gradient."""
+    mesh = MESHES[name]
+    x, grad = data_of(mesh, SHAPE)
+    by_row = mesh.style == "row"
+    (x if by_row else grad)[1, 3, 130] = math.nan
+    found = step(on_mesh(mesh, SHAPE, config_of("blockwise")), *parts_of(mesh, x, grad))
+    bad = found[0 if by_row else 1][0].dequantize().isnan()
+    row = x.shape[1] + 3
+    assert bad.any(1).nonzero().flatten().tolist() == ([row] if bad.any() else [])
+    size = -(-SHAPE[1 if by_row else 0] // 3)
+    start = size * (torch.distributed.get_rank() % 3)
+    columns = (start + bad[row].nonzero().flatten()).tolist()
+    return [columns[:1], columns[-1:]]
+
+
+def test_nan_in_one_ranks_part_of_an_activations_block(ranks: RankPools) -> None:
+    # 260 and 300 columns in parts of 87 and 100: block 128 to 255 is on ranks 1 and 2.
+    assert ranks(3).run(nan_of_an_activation, "TP x3, row") == [
+        [[], []],
+        [[128], [173]],
+        [[174], [255]],
+    ]
+    assert ranks(3).run(nan_of_an_activation, "TP x3, column") == [
+        [[], []],
+        [[128], [199]],
+        [[200], [255]],
+    ]
+
+
+def nan_of_a_weight(name: str, precompute: bool) -> list[Any]:
+    """The rows and columns that are NaN of the weight that a rank multiplies."""
+    mesh = MESHES[name]
+    model = on_mesh(mesh, SHAPE, config_of("blockwise"))
+    if torch.distributed.get_rank() == 1:
+        with torch.no_grad():
+            model[0].weight._local_tensor[10, 5] = math.nan  # type: ignore[union-attr]
+    model[0].float8_weight.cache.drop()  # type: ignore[operator, union-attr]
+    if precompute:
+        precompute_float8_dynamic_scale(model)
+    found = step(model, *parts_of(mesh, *data_of(mesh, SHAPE)))
+    weight = found[0][1].t()
+    assert isinstance(weight, Float8Tensor)
+    bad = weight.dequantize().isnan()
+    rows, columns = bad.any(1).nonzero().flatten(), bad.any(0).nonzero().flatten()
+    assert torch.equal(bad[rows][:, columns], torch.ones(len(rows), len(columns), dtype=torch.bool))
+    return [(t[0].item(), t[-1].item()) if len(t) else None for t in (rows, columns)]
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_nan_in_one_ranks_part_of_a_weights_block(ranks: RankPools, precompute: bool) -> None:
+    # Row 110 of 300 in parts of 100; column 92 of 260 in parts of 87; row 110 in parts of 100.
+    assert ranks(3).run(nan_of_a_weight, "FSDP2 x3", precompute) == [[(0, 127), (0, 127)]] * 3
+    by_rows = ranks(3).run(nan_of_a_weight, "TP x3, column", precompute)
+    assert by_rows == [[(0, 99), (0, 127)], [(0, 27), (0, 127)], [None, None]]
+    by_columns = ranks(3).run(nan_of_a_weight, "TP x3, row", precompute)
+    assert by_columns == [[(0, 127), (0, 86)], [(0, 127), (0, 40)], [None, None]]
+
+
+def mixed(gather: bool) -> list[Any]:
+    """Layers with scales of blocks, and others with one scale, in one model."""
+    mesh = stage_mesh((1, 1, 3, 1))
+    results = []
+    for distributed in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(260, 260, bias=False) for _ in range(4)))
+        for index, recipe in enumerate(("blockwise", "tensorwise", "mxfp8", "rowwise_folded")):
+            config = config_of(recipe, enable_fsdp_float8_all_gather=distributed and gather)
+            convert_to_float8_training(
+                model, config=config, module_filter_fn=lambda _, name, i=index: name == str(i)
+            )
+        if distributed:
+            fully_shard(model, mesh=mesh["shard"])
+        with comm_audit(mesh) as precompute:
+            precompute_float8_dynamic_scale(model)
+        with comm_audit(mesh) as audit, float8_gemms() as calls:
+            torch.manual_seed(1)
+            model(torch.randn(45, 260)).sum().backward()
+        weights = [calls[i][1] for i in range(4)]
+        results.append((weights, precompute.count("all_reduce"), audit.count("all_reduce")))
+    (found, sent, in_step), (expected, *_) = results
+    same = [same_bits(a.dequantize(), b.dequantize()) for a, b in zip(found, expected, strict=True)]
+    return [all(same), sent, in_step]
+
+
+def test_a_model_that_mixes_granularities(ranks: RankPools) -> None:
+    """One all-reduce for all of its exponents and amaxes, and none in the step."""
+    assert ranks(3).run(mixed, True) == [[True, 1, 0]] * 3

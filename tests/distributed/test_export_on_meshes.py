@@ -1,0 +1,228 @@
+"""A sharded model's state dict in the layout of FP8 block checkpoints is that of one device."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from nets import Net, full, net_plan
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits, weights_used
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint import (
+    HuggingFaceStorageWriter,
+    QuantizedHuggingFaceStorageReader,
+)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_layers,
+    float8_quantization_config,
+    float8_state_dict,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements
+
+# FSDP2 and tensor parallelism cut blocks of 128 and of 32.
+CUT: dict[str, int] = {"dim": 192, "hidden": 320}
+WHOLE = {"dim": 512, "hidden": 512, "layers": 1}
+UNEVEN = {"dim": 70, "hidden": 66, "layers": 1}
+
+
+def converted(recipe: str, gather: Any = "auto", spread: float = 8, **sizes: int) -> Net:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, enable_fsdp_float8_all_gather=gather, pad_inner_dim=True)
+    net = Net(**sizes)
+    for weight in net.parameters():
+        weight.data *= torch.linspace(-spread, spread, weight.shape[-1]).exp()
+    convert_to_float8_training(net, config=config)
+    return net
+
+
+def sharded(net: Net, dp: int, tp: int, **options: Any) -> Net:
+    mesh = device_mesh(dp=dp, tp=tp)
+    if tp > 1:
+        apply_tp_plan(net, mesh["tp"], net_plan(net, False))
+    if dp > 1:
+        for module in (*net.layers, net):
+            fully_shard(module, mesh=mesh["dp"], **options)
+    return net
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    assert list(found) == list(expected)
+    return [name for name in expected if not same_bits(full(found[name]), full(expected[name]))]
+
+
+def exported(dp: int, tp: int, recipe: str, gather: Any, sizes: dict[str, int]) -> list[str]:
+    """Runs on each rank: what is wrong with the export of a sharded model."""
+    one_device = float8_state_dict(converted(recipe, **sizes))
+    net = sharded(converted(recipe, gather, **sizes), dp, tp)
+    plain = get_model_state_dict(net)
+    with comm_audit() as audit:
+        parts = float8_state_dict(net)
+    weights = [f"{name}.weight" for name in float8_layers(net)]
+    assert audit.count() == audit.count("all_reduce")
+    wrong = []
+    for name in weights:
+        weight, scales = parts[name], parts[f"{name}_scale_inv"]
+        assert isinstance(weight, DTensor)
+        assert isinstance(scales, DTensor)
+        same = weight.placements == plain[name].placements and weight.shape == plain[name].shape
+        same &= weight.to_local().shape == plain[name].to_local().shape
+        same &= weight.dtype is torch.float8_e4m3fn
+        if not same or {*scales.placements} != {Replicate()}:
+            wrong.append(f"{name}: {weight.placements} and {scales.placements}")
+        if not same_bits(scales.to_local(), one_device[f"{name}_scale_inv"]):
+            wrong.append(f"{name}: other scales")
+    wrong += differences(float8_state_dict(net, full_state_dict=True), one_device)
+    on_first = float8_state_dict(net, full_state_dict=True, cpu_offload=True)
+    wrong += differences(on_first, one_device if dist.get_rank() == 0 else {})
+    offloaded = float8_state_dict(net, cpu_offload=True)
+    return wrong + [k for k in parts if not same_bits(local(offloaded[k]), local(parts[k]))]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("gather", [False, "auto"])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_the_whole_is_that_of_one_device(
+    ranks: RankPools, dp: int, tp: int, gather: Any, recipe: str
+) -> None:
+    for sizes in (CUT, WHOLE):
+        assert ranks(dp * tp).run_same(exported, dp, tp, recipe, gather, sizes) == []
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(4, 1), (1, 4)])
+def test_uneven_shards(ranks: RankPools, dp: int, tp: int) -> None:
+    for recipe in ("blockwise", "mxfp8"):
+        assert ranks(4).run_same(exported, dp, tp, recipe, "auto", UNEVEN) == []
+
+
+def collectives() -> list[tuple[str, str, int, int]]:
+    net = sharded(converted("blockwise", **CUT), 2, 2)
+    with comm_audit() as audit:
+        float8_state_dict(net)
+    return [(row.op, str(row.dtype), row.count, row.bytes) for row in audit.rows]
+
+
+def test_collectives(ranks: RankPools) -> None:
+    """For each of 6 weights a table of 3 x 2 or 2 x 3 blocks."""
+    assert ranks(4).run_same(collectives) == [("all_reduce", "torch.uint8", 6, 36)]
+
+
+def trained(gather: Any, options: dict[str, Any]) -> list[str]:
+    """Runs on each rank: weights that differ from those that a forward multiplied."""
+    net = sharded(converted("blockwise", gather, spread=1, **CUT), 2, 2, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(2, 4, CUT["dim"])
+    for _ in range(2):
+        net(x).square().mean().backward()
+        optimizer.step()
+    with weights_used(net) as used, torch.no_grad():
+        net(x)
+    state, wrong = float8_state_dict(net, full_state_dict=True), []
+    for name, weight in used.items():
+        dim = 1 if name.endswith("w2") else 0
+        part = state[f"{name}.weight"].chunk(2, dim)[device_mesh(dp=2, tp=2).get_local_rank("tp")]
+        assert part.to(torch.float32).isfinite().all()
+        if not same_bits(part.contiguous(), weight.qdata.contiguous()):
+            wrong.append(name)
+    assert len(used) == 6
+    return wrong
+
+
+@pytest.mark.parametrize("gather", [False, "auto"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_bits_are_those_that_a_forward_multiplies(
+    ranks: RankPools, gather: Any, dtype: torch.dtype | None
+) -> None:
+    """FSDP2's mixed precision rounds a weight before its cast, if it is not gathered in float8."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    assert ranks(4).run_same(trained, gather, {"mp_policy": policy}) == []
+
+
+def offloaded_by_fsdp() -> list[str]:
+    net = sharded(
+        converted("blockwise", **CUT), 2, 1, offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
+    one_device = float8_state_dict(converted("blockwise", **CUT))
+    return differences(float8_state_dict(net, full_state_dict=True), one_device)
+
+
+def test_cpu_offload_of_fsdp2(ranks: RankPools) -> None:
+    assert ranks(2).run_same(offloaded_by_fsdp) == []
+
+
+def of_ddp() -> tuple[list[str], dict[str, Any]]:
+    net = converted("blockwise", **CUT)
+    wrapped = DistributedDataParallel(net)
+    wrong = differences(float8_state_dict(wrapped), float8_state_dict(net))
+    return wrong, float8_quantization_config(wrapped)
+
+
+def test_ddp_is_left_out_of_the_names(ranks: RankPools) -> None:
+    wrong, config = ranks(2).run_same(of_ddp)
+    assert wrong == []
+    assert config["modules_to_not_convert"] == []
+
+
+def saved(folder: str, by_hugging_face: bool) -> None:
+    net = sharded(converted("blockwise", **CUT), 2, 2)
+    if by_hugging_face:
+        writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
+        dcp.save(float8_state_dict(net), storage_writer=writer)
+    else:
+        dcp.save(float8_state_dict(net), checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("by_hugging_face", [False, True])
+def test_distributed_checkpoints(ranks: RankPools, tmp_path: Path, by_hugging_face: bool) -> None:
+    """Saved by four ranks, none of which has the whole; loaded by one process."""
+    ranks(4).run(saved, str(tmp_path), by_hugging_face)
+    expected = float8_state_dict(converted("blockwise", **CUT))
+    if by_hugging_face:
+        loaded = load_file(tmp_path / "model-00001-of-00001.safetensors")
+        loaded = {name: loaded.pop(name) for name in expected} | loaded
+    else:
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert differences(loaded, expected) == []
+
+
+def test_torchs_reader_of_quantized_checkpoints(ranks: RankPools, tmp_path: Path) -> None:
+    """It dequantizes what four ranks have written, also where 128 does not divide sizes."""
+    ranks(4).run(saved, str(tmp_path), True)
+    net = converted("blockwise", **CUT)
+    with weights_used(net) as used, torch.no_grad():
+        net(torch.randn(2, CUT["dim"]))
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in net.state_dict().items()}
+    reader = QuantizedHuggingFaceStorageReader(str(tmp_path))
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    expected = net.state_dict() | {f"{k}.weight": w.dequantize() for k, w in used.items()}
+    assert differences(loaded, expected) == []
+
+
+def local_layer() -> str:
+    mesh = device_mesh(tp=2)
+    net = nn.Sequential(nn.Linear(128, 128))
+    convert_to_float8_training(net, config=Float8LinearConfig.from_recipe_name("blockwise"))
+    declare_placements(net[0], mesh, weight=Shard(0), input=Replicate(), output=Shard(-1))
+    return raised(NotImplementedError, lambda: float8_state_dict(net))
+
+
+def test_plain_local_tensors_are_refused(ranks: RankPools) -> None:
+    message = ranks(2).run_same(local_layer)
+    assert "the weight of 0 is a plain local tensor (declare_placements), and where" in message

@@ -1,0 +1,188 @@
+"""Casts with scales of blocks beside torchao's. docs/numerics.md explains each difference."""
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+from reference import same_bits
+
+from fp8_dist import Float8LinearConfig
+from fp8_dist.cast import quantize_over
+from fp8_dist.config import CastSpec
+from fp8_dist.granularity import Blocks
+from fp8_dist.kernels import powers_of_2
+
+logging.getLogger("torchao").setLevel(logging.ERROR)
+installed = importlib.util.find_spec("torchao") is not None
+has_triton = importlib.util.find_spec("triton") is not None
+pytestmark = pytest.mark.skipif(not installed, reason="torchao is not installed")
+if installed:
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+if installed and has_triton:
+    from torchao.prototype.blockwise_fp8_training.kernels import (
+        torch_blockwise_scale_act_quant_lhs,
+        torch_blockwise_scale_act_quant_rhs,
+        torch_blockwise_scale_weight_quant,
+    )
+
+E4M3 = torch.float8_e4m3fn
+CEIL = CastSpec(E4M3, Blocks.of(1, 32))
+MX = Float8LinearConfig.from_recipe_name("mxfp8").cast("input", "output")
+EPS = 1e-12
+
+Cast = tuple[torch.Tensor, torch.Tensor]  # qdata, the bytes of the scales
+
+
+def ours(x: torch.Tensor, cast: CastSpec | None) -> Cast:
+    assert cast is not None
+    made = quantize_over(x, cast, False)
+    return made.qdata, made.scale
+
+
+def theirs(x: torch.Tensor, mode: str) -> Cast:
+    scale, qdata = to_mx(x, E4M3, 32, ScaleCalculationMode[mode])
+    return qdata, scale.view(torch.uint8)
+
+
+def differing(first: Cast, second: Cast) -> torch.Tensor:
+    """Of casts of one block per row the rows with another scale or data."""
+    data = first[0].view(torch.uint8) != second[0].view(torch.uint8)
+    return data.any(-1) | (first[1] != second[1]).any(-1)
+
+
+def values(cast: Cast) -> torch.Tensor:
+    return cast[0].to(torch.float32) * powers_of_2(cast[1])
+
+
+def of_amaxes(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A block of 32 per row, with the given largest values, and smaller ones of both signs."""
+    others = torch.rand(len(amax), 31) * 2 - 1
+    x = torch.cat([torch.ones(len(amax), 1), others], 1) * amax[:, None].to(torch.float32)
+    x[~amax.isfinite(), 1:] = others[~amax.isfinite()]
+    return x.to(dtype)
+
+
+def every_bfloat16() -> torch.Tensor:
+    """Every value without a sign: zero, subnormal, normal, inf, NaN."""
+    return torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def ones_of(*patterns: float) -> torch.Tensor:
+    return torch.tensor(patterns)[:, None].expand(-1, 32).contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mxfp8_is_to_mx_by_floor(dtype: torch.dtype) -> None:
+    """Of normal scales all bits."""
+    amax = every_bfloat16()
+    x = of_amaxes(amax, dtype)
+    mine, its = ours(x, MX), theirs(x, "FLOOR")
+    tiny = (amax > 0) & (amax < 2.0**-118)  # the byte 0, which is 2 ** -127
+    differs = differing(mine, its)
+    assert not differs[amax.isfinite() & ~tiny].any()
+    assert (~tiny).sum() > 31_000
+    # The same scales, but theirs divides by 2 ** -126, the smallest normal float, instead.
+    assert same_bits(mine[1][tiny], its[1][tiny])
+    assert not mine[1][tiny].any()
+    assert same_bits(mine[0][tiny], (x[tiny].float() * 2.0**127).to(E4M3))
+    assert same_bits(its[0][tiny], (x[tiny].float() * 2.0**126).to(E4M3))
+    # inf: a block of NaN; theirs saturates it. NaN: the same scale, by which all is NaN.
+    infinite, nan = amax.isinf(), amax.isnan()
+    assert mine[1][infinite].item() == 255
+    assert its[1][infinite].item() == 247
+    assert values(mine)[infinite].isnan().all()
+    assert values(its)[infinite][0, 0] == 448 * 2.0**120
+    assert same_bits(mine[1][nan], its[1][nan])
+    assert values(mine)[nan].isnan().all()
+    assert values(its)[nan].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_random_tensors_in_mxfp8(dtype: torch.dtype) -> None:
+    for shape in [(64, 96), (3, 5, 64), (1, 32), (2, 3, 4, 320)]:
+        x = (torch.randn(shape) * torch.logspace(-20, 20, shape[-1])).to(dtype)
+        assert all(map(same_bits, ours(x, MX), theirs(x, "FLOOR")))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ceil_is_to_mx_by_rceil(dtype: torch.dtype) -> None:
+    """All bits, unless ours is bound by the epsilon, or a value is not finite."""
+    amax = every_bfloat16()
+    x = of_amaxes(amax, dtype)
+    mine, its = ours(x, CEIL), theirs(x, "RCEIL")
+    differs = differing(mine, its)
+    assert not differs[amax.isfinite() & (amax >= EPS)].any()
+    # Ours stays at the scale of the epsilon: 2 ** -48. Theirs goes on to 2 ** -127, or 1 for 0.
+    small = amax < EPS
+    assert mine[1][small].eq(127 - 48).all()
+    assert its[1][small].lt(127 - 48).any()
+    zero = amax == 0
+    assert not values(mine)[zero].any()
+    assert not values(its)[zero].any()
+    infinite, nan = amax.isinf(), amax.isnan()
+    assert mine[1][infinite].item() == 255
+    assert its[1][infinite].item() == 254
+    assert mine[1][nan].eq(255).all()
+    assert its[1][nan].eq(255).all()
+    assert values(mine)[nan].isnan().all()
+    assert values(its)[nan].isnan().all()
+
+
+def test_logarithms_round_at_the_largest_value() -> None:
+    """One step above 448 times a power of two, either's fp32 logarithm may round to the power."""
+    powers = 448 * torch.arange(-30.0, 110).exp2()
+    seen = []
+    for step in (-2, -1, 0, 1, 2):
+        amax = (powers.view(torch.int32) + step).view(torch.float32)
+        x = of_amaxes(amax, torch.float32)
+        mine, its = ours(x, CEIL), theirs(x, "RCEIL")
+        differs = differing(mine, its)
+        if differs.any():
+            seen.append(step)
+            assert differs.sum() < 10
+            # What saturates there is 448 and a step.
+            rows = mine[1][differs] + 1 == its[1][differs]
+            assert rows.all()
+            assert torch.allclose(values(mine)[differs][:, 0], amax[differs], rtol=2.0**-22)
+    assert seen == [1]
+
+
+def test_recipes_of_torchao_that_are_neither() -> None:
+    """CEIL rounds the amax up to a power of two; EVEN rounds it as e4m3 would. (448 = 2 ** 8.8.)"""
+    x = ones_of(448.0, 300.0, 256.0, 500.0)
+    assert ours(x, MX)[1].flatten().tolist() == [127, 127, 127, 127]  # 500 saturates
+    assert ours(x, CEIL)[1].flatten().tolist() == [127, 127, 127, 128]
+    assert theirs(x, "CEIL")[1].flatten().tolist() == [128, 128, 127, 128]
+    assert theirs(x, "EVEN")[1].flatten().tolist() == [127, 127, 127, 128]
+
+
+@pytest.mark.skipif(not has_triton, reason="torchao's blockwise module imports Triton")
+@pytest.mark.parametrize(
+    ("blocks", "name"), [((1, 128), "act_lhs"), ((128, 1), "act_rhs"), ((128, 128), "weight")]
+)
+def test_blockwise_scales_are_torchaos_rounded_up_to_powers_of_two(
+    blocks: tuple[int, int], name: str
+) -> None:
+    cast = {
+        "act_lhs": lambda x: torch_blockwise_scale_act_quant_lhs(x),
+        "act_rhs": lambda x: torch_blockwise_scale_act_quant_rhs(x),
+        "weight": lambda x: torch_blockwise_scale_weight_quant(x),
+    }[name]
+    x = torch.randn(256, 384) * torch.logspace(-6, 6, 384)
+    x[:128, :128] = 0
+    spec = CastSpec(E4M3, Blocks.of(*blocks))
+    (qdata, scale), (its_qdata, its_scale) = ours(x, spec), cast(x)
+    ratio = powers_of_2(scale) / its_scale
+    assert scale.shape == its_scale.shape
+    assert ratio.min() >= 1
+    assert ratio.max() < 2
+    assert not same_bits(qdata, its_qdata.contiguous())
+    # Where torchao's scale is a power of two, there is nothing to round: all bits are the same.
+    rows, columns = blocks
+    wide = its_scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    x = (x / wide).clamp(-448, 448) * 2.0**-3
+    x[::rows, ::columns] = 448 * 2.0**-3
+    (qdata, scale), (its_qdata, its_scale) = ours(x, spec), cast(x)
+    assert same_bits(powers_of_2(scale), its_scale.contiguous())
+    assert same_bits(qdata, its_qdata.contiguous())

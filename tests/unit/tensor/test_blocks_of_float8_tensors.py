@@ -1,0 +1,305 @@
+"""Float8Tensor with scales of blocks: parts of it, what is put together again, what is refused."""
+
+import copy
+import io
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from reference import raised, same_bits, same_cast, scale_of_elements, sqnr
+
+from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float8
+
+E4M3 = torch.float8_e4m3fn
+
+
+def cast(x: torch.Tensor, rows: int, columns: int, mx: bool = False) -> Float8Tensor:
+    config = CastConfig(
+        scaling_granularity=ScalingGranularity.BLOCKWISE,
+        block_size=(rows, columns),
+        mx_exponents=mx,
+    )
+    found = cast_to_float8(x, config)
+    assert isinstance(found, Float8Tensor)
+    return found
+
+
+def values(*shape: int) -> torch.Tensor:
+    """Of many magnitudes, so that no two blocks have the same scale by chance alone."""
+    return torch.randn(shape) * (3 * torch.randn(shape)).exp()
+
+
+def of_rows() -> Float8Tensor:
+    return cast(values(10, 14), 1, 4)
+
+
+def of_squares() -> Float8Tensor:
+    return cast(values(10, 14), 4, 4)
+
+
+def of_3_dims() -> Float8Tensor:
+    return cast(values(2, 3, 14), 1, 4)
+
+
+KINDS = {"rows": of_rows, "squares": of_squares, "3 dims": of_3_dims}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def check(found: Float8Tensor, expected: torch.Tensor) -> None:
+    """It has these values, by scales as the reference reads them."""
+    assert same_bits(found.dequantize(), expected.contiguous())
+    by_scales = found.qdata.double() * scale_of_elements(found)
+    assert same_bits(found.dequantize(), by_scales.to(found.dtype))
+
+
+@pytest.mark.parametrize("mx", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(9,), (5, 9), (2, 3, 9), (2, 2, 3, 8), (0, 9), (5, 0)])
+def test_casts_of_any_number_of_dims(shape: tuple[int, ...], dtype: torch.dtype, mx: bool) -> None:
+    x = torch.randn(shape).to(dtype)
+    found = cast(x, 1, 4, mx)
+    assert (found.shape, found.dtype, found.scale.dtype) == (shape, dtype, torch.uint8)
+    by_scales = found.qdata.double() * scale_of_elements(found)
+    assert same_bits(found.dequantize(), by_scales.to(dtype))
+    rows = x.reshape(x[..., :1].numel(), shape[-1]) if shape[-1] else x
+    for row, mine in zip(rows, found.dequantize().view(rows.shape), strict=True):
+        assert same_bits(cast(row[None], 1, 4, mx).dequantize()[0], mine)
+    assert not x.numel() or sqnr(x, found.dequantize()) > (20 if mx else 26)
+
+
+def test_a_matrix_is_cast_in_squares() -> None:
+    x = values(10, 14)
+    found = cast(x, 4, 4)
+    assert found.scale.shape == (3, 4)
+    for i, j in product(range(0, 10, 4), range(0, 14, 4)):
+        block = x[i : i + 4, j : j + 4]
+        assert same_bits(cast(block, 4, 4).dequantize(), found.dequantize()[i : i + 4, j : j + 4])
+
+
+def test_the_gradient_of_a_cast_passes_unchanged() -> None:
+    x = values(10, 14).requires_grad_()
+    (cast(x, 1, 4).dequantize() * 3).sum().backward()
+    assert torch.equal(x.grad, torch.full((10, 14), 3.0))
+
+
+def test_nan_and_zeros() -> None:
+    x = values(10, 14)
+    x[5, 6], x[0] = torch.nan, 0
+    for rows, which in ((1, slice(5, 6)), (4, slice(4, 8))):
+        found = cast(x, rows, 4).dequantize()
+        expected = torch.zeros(10, 14, dtype=torch.bool)
+        expected[which, 4:8] = True
+        assert torch.equal(found.isnan(), expected)
+        assert torch.equal(found[0], torch.zeros(14))
+
+
+@pytest.mark.parametrize("kind", ["rows", "squares"])
+def test_a_transposed_matrix(kind: str) -> None:
+    x = KINDS[kind]()
+    for turned in (x.t(), x.mT, x.transpose(0, 1), x.permute(1, 0)):
+        check(turned, x.dequantize().t())  # type: ignore[arg-type]
+        assert turned.qdata.data_ptr() == x.qdata.data_ptr()
+        assert same_cast(turned.t(), x)
+        assert turned.t().granularity == x.granularity
+    assert x.t().granularity == {"rows": "block of 4 x 1", "squares": "block of 4 x 4"}[kind]
+
+
+PARTS: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "halves": lambda x, dim: x.chunk(2, dim),
+    "chunks": lambda x, dim: x.chunk(3, dim),
+    "split": lambda x, dim: x.split(3, dim),
+    "split by size": lambda x, dim: x.split([1, x.shape[dim] - 1], dim),
+    "slices": lambda x, dim: [x.narrow(dim, i, 1) for i in range(x.shape[dim])],
+    "all": lambda x, dim: x.narrow(dim, 0, x.shape[dim]),
+    "nothing": lambda x, dim: x.narrow(dim, 1, 0),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@kinds
+def test_parts(kind: str, part: str) -> None:
+    """Also such as begin inside of blocks, parts of these, and parts of what is transposed."""
+    x = KINDS[kind]()
+    wholes = [x, x[..., 3:], x[1:]] + ([x.t(), x[1:, 3:].t()] if x.ndim == 2 else [])
+    for whole, dim in product(wholes, range(-x.ndim, x.ndim)):
+        found = PARTS[part](whole, dim)
+        expected = PARTS[part](whole.dequantize(), dim)
+        alone = isinstance(found, torch.Tensor)
+        pairs = [(found, expected)] if alone else zip(found, expected, strict=True)
+        for mine, theirs in pairs:
+            check(mine, theirs)
+
+
+def test_a_part_says_where_in_its_first_block_it_begins() -> None:
+    x, squares = of_rows(), of_squares()
+    parts = [x[:, 4:], x[:, 5:9], x[5:, 5:9], squares[5:, 8:], squares[5:, 6:][2:, 1:]]
+    parts += [squares[5:, 6:].t(), x[:, 5:].t()]
+    assert_expected_inline(
+        "\n".join(f"{tuple(p.shape)}, {tuple(p.scale.shape)}: {p.granularity}" for p in parts),
+        """\
+(10, 10), (10, 3): block of 1 x 4
+(10, 4), (10, 2): block of 1 x 4 from 0, 1
+(5, 4), (5, 2): block of 1 x 4 from 0, 1
+(5, 6), (2, 2): block of 4 x 4 from 1, 0
+(3, 7), (2, 3): block of 4 x 4 from 3, 3
+(8, 5), (3, 2): block of 4 x 4 from 2, 1
+(9, 10), (3, 10): block of 4 x 1 from 1, 0""",
+    )
+
+
+@kinds
+def test_parts_are_put_together_along_the_edges_of_blocks(kind: str) -> None:
+    x = KINDS[kind]()
+    for dim in range(x.ndim):
+        whole = torch.cat(x.split(4, dim), dim)
+        assert same_cast(whole, x)  # type: ignore[arg-type]
+        assert whole.granularity == x.granularity
+    if kind == "rows":
+        assert same_cast(torch.cat([x[:3], x[3:]]), x)  # rows move whole
+        assert same_cast(torch.cat([x[:3, 2:], x[3:, 2:]]), x[:, 2:])
+
+
+def test_cat_inside_of_blocks_is_refused() -> None:
+    x, squares = of_rows(), of_squares()
+    calls: list[Callable[[], object]] = [
+        lambda: torch.cat([x[:, :3], x[:, 4:]], -1),  # ends inside
+        lambda: torch.cat([x[:, 2:4], x[:, 6:14]], -1),  # begins inside
+        lambda: torch.cat([squares[:3], squares[4:]]),
+        lambda: torch.cat([squares[2:4], squares[6:]]),
+        lambda: torch.cat([squares[:, :2], squares[:, 8:]], 1),
+    ]
+    for call in calls:
+        text = raised(NotImplementedError, call)
+        assert "aten.cat.default of a Float8Tensor of shape" in text
+        assert "its result has no such scales; call .dequantize() first" in text
+    for others in ([x, squares], [x[:, 3:8], x[:, 8:]]):  # other blocks, another start
+        text = raised(ValueError, lambda others=others: torch.cat(others, -1))
+        assert "torch.cat of float8 tensors with one scale per block of" in text
+
+
+def test_rows_move_whole() -> None:
+    x, deep = of_rows(), of_3_dims()
+    wide = deep.dequantize()
+    moved: list[tuple[torch.Tensor, torch.Tensor]] = [
+        (x.view(2, 5, 14), x.dequantize().view(2, 5, 14)),
+        (x.unsqueeze(0), x.dequantize().unsqueeze(0)),
+        (x[3], x.dequantize()[3]),
+        (deep.view(6, 14), wide.view(6, 14)),
+        (deep.transpose(0, 1), wide.transpose(0, 1)),
+        (deep[1], wide[1]),
+        (deep.unbind(1)[2], wide.unbind(1)[2]),
+        (F.pad(x, (0, 0, 1, 2)), F.pad(x.dequantize(), (0, 0, 1, 2))),
+    ]
+    for found, expected in moved:
+        assert isinstance(found, Float8Tensor)
+        check(found, expected)
+
+
+def test_zeros_are_added_behind_where_the_last_block_has_room() -> None:
+    for x in (of_rows(), of_squares()):
+        check(F.pad(x, (0, 2)), F.pad(x.dequantize(), (0, 2)))  # type: ignore[arg-type]
+    x = of_squares()
+    check(F.pad(x, (0, 0, 0, 2)), F.pad(x.dequantize(), (0, 0, 0, 2)))  # type: ignore[arg-type]
+
+
+def test_what_no_scales_of_blocks_fit_is_refused() -> None:
+    x, squares, deep = of_rows(), of_squares(), of_3_dims()
+    calls: list[Callable[[], object]] = [
+        lambda: x[:, ::2],
+        lambda: x[:, 0],
+        lambda: squares[0],
+        lambda: squares.unbind(),
+        lambda: squares.unsqueeze(0),
+        lambda: squares.view(2, 5, 14),
+        lambda: deep.mT,
+        lambda: x.expand(2, 10, 14),
+        lambda: F.pad(x, (1, 0)),
+        lambda: F.pad(x, (0, 3)),
+        lambda: F.pad(squares, (0, 0, 1, 0)),
+        lambda: squares.as_strided((5, 14), (28, 1)),
+        lambda: x.new_zeros(3),
+    ]
+    for call in calls:
+        text = raised(NotImplementedError, call)
+        assert "its result has no such scales; call .dequantize() first" in text
+        assert "<one scale per block of " in text
+    text = raised(NotImplementedError, lambda: x.flatten())
+    assert "its rows would be others" in text
+
+
+@kinds
+def test_copies(kind: str) -> None:
+    x, y = KINDS[kind](), KINDS[kind]()
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    copies = [copy.deepcopy(x), loaded, x.clone(), x.detach()]
+    for each in (*copies, y.copy_(x), torch.nn.Parameter(x).detach()):
+        assert type(each) is Float8Tensor
+        assert same_cast(each, x)
+        assert each.granularity == x.granularity
+    part = x[..., 3:9]
+    assert part.clone().granularity == part.granularity
+    assert same_cast(part.clone(), part)
+    converted = x.to(torch.bfloat16)
+    assert converted.dtype is torch.bfloat16
+    assert same_cast(converted, x)  # type: ignore[arg-type]
+    assert torch.equal(x.new_zeros(*x.shape[:-1], 9).dequantize(), torch.zeros(*x.shape[:-1], 9))
+    assert type(torch.zeros_like(x)) is torch.Tensor
+    assert x.to("meta").dequantize().shape == x.shape
+
+
+def test_repr() -> None:
+    shown = [of_rows(), of_squares(), of_squares()[3:, 5:], of_3_dims().to("meta")]
+    assert_expected_inline(
+        "\n".join(map(repr, shown)),
+        """\
+Float8Tensor(shape=(10, 14), qdata=e4m3fn, scale=e8m0[10, 4], orig_dtype=float32, device=cpu)
+Float8Tensor(shape=(10, 14), qdata=e4m3fn, scale=e8m0[3, 4], orig_dtype=float32, device=cpu)
+Float8Tensor(shape=(7, 9), qdata=e4m3fn, scale=e8m0[3, 3], orig_dtype=float32, device=cpu)
+Float8Tensor(shape=(2, 3, 14), qdata=e4m3fn, scale=e8m0[2, 3, 4], orig_dtype=float32, device=meta)""",
+    )
+
+
+def test_products_of_matrices() -> None:
+    x, w = of_rows(), cast(values(6, 14), 4, 4)
+    expected = x.dequantize().double() @ w.dequantize().double().t()
+    assert sqnr(expected, x @ w.t()) > 120
+    assert sqnr(expected, torch.mm(x, w.t())) > 120
+    assert sqnr(expected + 1, torch.addmm(torch.ones(6), x, w.t())) > 120
+    part = x[:, 3:9].dequantize().double() @ w[:, 3:9].dequantize().double().t()
+    assert sqnr(part, x[:, 3:9] @ w[:, 3:9].t()) > 120
+
+
+def test_errors() -> None:
+    x, one = of_rows(), cast_to_float8(torch.randn(14, 6), CastConfig())
+    blocks, data = "block of 1 x 4", torch.zeros(2, 8).to(E4M3)
+    exponents = torch.zeros(2, 2, dtype=torch.uint8)
+    config = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(4, 4))
+    texts = [
+        raised(ValueError, lambda: x @ one),
+        raised(ValueError, lambda: one.t() @ x.t()),
+        raised(TypeError, lambda: Float8Tensor(data, exponents.float(), torch.float32, blocks)),
+        raised(TypeError, lambda: Float8Tensor(data, exponents, torch.float32)),
+        raised(ValueError, lambda: Float8Tensor(data, exponents[:1], torch.float32, blocks)),
+        raised(ValueError, lambda: Float8Tensor(data, exponents[0, 0], torch.float32, blocks)),
+        raised(ValueError, lambda: cast_to_float8(torch.randn(4, 4), config, dim=-1)),
+        raised(ValueError, lambda: cast_to_float8(torch.randn(4), config)),
+    ]
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+float8 GEMM of (10, 14) by (14, 6): only one of them has scales of blocks; cast both of them so, or neither
+float8 GEMM of (6, 14) by (14, 10): only one of them has scales of blocks; cast both of them so, or neither
+Float8Tensor: scale must be uint8, the exponents of blocks, and orig_dtype floating point, got torch.float32 and torch.float32
+Float8Tensor: scale must be fp32 and orig_dtype floating point, got torch.uint8 and torch.float32
+Float8Tensor: a scale of shape (1, 2) does not cover qdata of shape (2, 8); it must be 0-dim, or of size 1 along what it covers
+Float8Tensor: a scale of shape () does not cover qdata of shape (2, 8); it must be 0-dim, or of size 1 along what it covers
+cast_to_float8: dim=-1 is the reduced dim of an axiswise cast, but the granularity is BLOCKWISE; drop dim
+cast_to_float8: blocks of (4, 4) need a tensor of 2 dims or more, got 1""",
+    )

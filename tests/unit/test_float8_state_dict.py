@@ -1,0 +1,215 @@
+"""A model's state dict in the layout of FP8 block checkpoints, on one device."""
+
+import json
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from nets import Net
+from reference import raised, same_bits, weights_used
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingGranularity,
+    convert_to_float8_training,
+    float8_layers,
+    float8_quantization_config,
+    float8_state_dict,
+)
+
+BLOCKWISE = Float8LinearConfig.from_recipe_name("blockwise")
+MXFP8 = Float8LinearConfig.from_recipe_name("mxfp8")
+SIZES = {"dim": 192, "hidden": 320}  # 128 divides neither
+
+
+def converted(config: Float8LinearConfig = BLOCKWISE, **sizes: Any) -> Net:
+    net = Net(**SIZES | sizes)
+    for weight in net.parameters():  # blocks of different magnitudes
+        weight.data *= torch.linspace(-8, 8, weight.shape[-1]).exp()
+    convert_to_float8_training(net, config=config)
+    return net
+
+
+def dequantized(weight: torch.Tensor, scale_inv: torch.Tensor, block: int) -> torch.Tensor:
+    """By the layout's definition, an element's scale is that of its block."""
+    wide = scale_inv.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    return weight.to(torch.float32) * wide[: weight.shape[0], : weight.shape[1]]
+
+
+@pytest.mark.parametrize(("config", "block"), [(BLOCKWISE, 128), (MXFP8, 32)])
+@pytest.mark.parametrize("gather", [False, "auto"])
+def test_bits_are_those_that_a_forward_multiplies(
+    config: Float8LinearConfig, block: int, gather: Any
+) -> None:
+    net = converted(replace(config, enable_fsdp_float8_all_gather=gather))
+    with weights_used(net) as used:
+        net(torch.randn(2, 4, SIZES["dim"]))
+    state = float8_state_dict(net)
+    assert len(used) == len(float8_layers(net)) == 6
+    for name, weight in used.items():
+        qdata, scale = state[f"{name}.weight"], state[f"{name}.weight_scale_inv"]
+        assert same_bits(qdata, weight.qdata)
+        assert scale.dtype is torch.float32
+        assert scale.shape == tuple(-(-n // block) for n in qdata.shape)
+        assert same_bits(dequantized(qdata, scale, block), weight.dequantize())
+
+
+def test_scales_of_each_block() -> None:
+    """Beside a formula written out: the smallest power of two by which no value saturates."""
+    net = converted()
+    state, found = float8_state_dict(net), 0
+    for name, layer in float8_layers(net).items():
+        scales = state[f"{name}.weight_scale_inv"]
+        for row, column in product(range(scales.shape[0]), range(scales.shape[1])):
+            rows, columns = (slice(128 * i, 128 * (i + 1)) for i in (row, column))
+            largest, scale = layer.weight[rows, columns].abs().max(), scales[row, column]
+            assert scale * 448 >= largest > scale * 224
+            assert torch.frexp(scale).mantissa == 0.5
+            found += 1
+    assert found == 6 * 6  # 320 x 192 and 192 x 320
+
+
+def test_everything_else_is_as_in_the_state_dict() -> None:
+    net = nn.Sequential(nn.Embedding(8, 128), converted(dim=128), nn.BatchNorm1d(4).bfloat16())
+    state, plain = float8_state_dict(net), get_model_state_dict(net)
+    layers = {f"{name}.weight" for name in float8_layers(net)}
+    assert state.keys() - plain.keys() == {f"{name}_scale_inv" for name in layers}
+    others = plain.keys() - layers
+    assert others <= state.keys()
+    assert {"0.weight", "1.layers.0.w3.bias", "2.running_mean", "2.num_batches_tracked"} <= others
+    assert all(same_bits(state[name], plain[name]) for name in others)
+    assert state["2.weight"].dtype is torch.bfloat16
+    # Beside each other, as in the files of other exporters.
+    names = list(state)
+    assert names[names.index("1.layers.0.w1.weight") + 1] == "1.layers.0.w1.weight_scale_inv"
+
+
+def test_values_that_changed_are_cast_anew() -> None:
+    net = converted()
+    first = float8_state_dict(net)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.mul_(3)
+    second, name = float8_state_dict(net), "layers.0.w1.weight"
+    assert not same_bits(first[name], second[name])
+    assert same_bits(second[name], float8_state_dict(net)[name])
+
+
+def test_what_is_known_of_the_weights_stays_as_it_is() -> None:
+    net = converted()
+    net(torch.randn(4, SIZES["dim"])).sum().backward()
+    before = repr(net)
+    float8_state_dict(net)
+    assert "scale=fresh" in before
+    assert repr(net) == before
+
+
+def test_zeros_and_nan() -> None:
+    net = converted()
+    with torch.no_grad():
+        net.layers[0].w1.weight.zero_()  # type: ignore[union-attr]
+        net.layers[1].w1.weight[0, 0] = torch.nan  # type: ignore[union-attr,index]
+    state = float8_state_dict(net)
+    assert not state["layers.0.w1.weight"].to(torch.float32).any()
+    assert state["layers.0.w1.weight_scale_inv"].gt(0).all()
+    broken = state["layers.1.w1.weight_scale_inv"].isnan()
+    assert broken[0, 0]
+    assert broken.sum() == 1
+
+
+def test_layers_that_share_a_weight_share_its_cast() -> None:
+    first, second = nn.Linear(128, 128), nn.Linear(128, 128)
+    second.weight = first.weight
+    net = nn.Sequential(first, second, first)
+    convert_to_float8_training(net, config=BLOCKWISE)
+    state = float8_state_dict(net)
+    assert state["0.weight"] is state["1.weight"] is state["2.weight"]
+    assert state["0.weight_scale_inv"] is state["2.weight_scale_inv"]
+
+
+def test_a_layer_alone() -> None:
+    layer = convert_to_float8_training(nn.Linear(128, 128), config=BLOCKWISE)
+    assert list(float8_state_dict(layer)) == ["weight", "weight_scale_inv", "bias"]
+    assert float8_quantization_config(layer)["modules_to_not_convert"] == []
+
+
+@pytest.mark.parametrize("options", [{}, {"full_state_dict": True, "cpu_offload": True}])
+def test_options_on_one_device(options: dict[str, bool]) -> None:
+    net = converted()
+    state, plain = float8_state_dict(net, **options), float8_state_dict(net)
+    assert state.keys() == plain.keys()
+    assert all(same_bits(state[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(("config", "block"), [(BLOCKWISE, 128), (MXFP8, 32)])
+def test_quantization_config(config: Float8LinearConfig, block: int) -> None:
+    net = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(8, 64),
+            "norm": nn.LayerNorm(64),
+            "net": Net(),
+            "head": nn.Linear(64, 8),
+        }
+    )
+    convert_to_float8_training(net["net"], config=config)
+    found = float8_quantization_config(net)
+    assert found == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [block, block],
+        "modules_to_not_convert": ["head"],
+    }
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise_folded", "rowwise"])
+@pytest.mark.parametrize("call", [float8_state_dict, float8_quantization_config])
+def test_other_recipes_are_refused(recipe: str, call: Any) -> None:
+    net = converted(Float8LinearConfig.from_recipe_name(recipe))
+    message = raised(ValueError, lambda: call(net))
+    assert message.startswith(f"{call.__name__}: layers.0.w1 was converted with recipe={recipe},")
+    assert "hold float8_e4m3fn weights with one scale per square block; load the" in message
+
+
+def test_a_model_without_converted_layers_is_refused() -> None:
+    message = raised(ValueError, lambda: float8_state_dict(Net()))
+    assert message.startswith("float8_state_dict: Net has no converted layers; call ")
+
+
+def test_blocks_of_two_sizes_are_refused() -> None:
+    net = nn.Sequential(converted(BLOCKWISE), converted(MXFP8))
+    message = raised(ValueError, lambda: float8_state_dict(net))
+    assert "0.layers.0.w1 and 1.layers.0.w1 have weights in blocks of different sizes" in message
+
+
+def test_weights_tied_to_other_modules_are_refused() -> None:
+    net = nn.ModuleDict({"embed": nn.Embedding(128, 128), "head": nn.Linear(128, 128)})
+    net["head"].weight = net["embed"].weight
+    convert_to_float8_training(net, config=BLOCKWISE)
+    message = raised(ValueError, lambda: float8_state_dict(net))
+    assert "head.weight is also embed.weight, which would stay in high precision; leave" in message
+
+
+def test_meta_weights_are_refused() -> None:
+    with torch.device("meta"):
+        net = Net()
+    convert_to_float8_training(net, config=BLOCKWISE)
+    message = raised(ValueError, lambda: float8_state_dict(net))
+    assert "the weight of layers.0.w1 is on the meta device and has no values; load a" in message
+
+
+def test_e5m2_is_refused() -> None:
+    cast = CastConfig(
+        scaling_granularity=ScalingGranularity.BLOCKWISE,
+        block_size=(128, 128),
+        target_dtype=torch.float8_e5m2,
+    )
+    config = replace(BLOCKWISE, cast_config_weight=cast, cast_config_weight_for_grad_input=cast)
+    net = converted(config)
+    assert "hold float8_e4m3fn weights" in raised(ValueError, lambda: float8_state_dict(net))
