@@ -217,26 +217,36 @@ def _measure(
         numbers = _measure_any(operand, qdata, scales, covered, limit)
         return torch.stack([number.to(torch.float64) for number in numbers])
     if _is_normal(operand, scales, covered, limit):
-        return _measure_normal(operand, qdata, scales.scale)
+        return _measure_normal(operand, qdata, scales, 0 if covered else limit)
     return tuple(n.item() for n in _measure_any(operand, qdata, scales, covered, limit))
 
 
 def _is_normal(operand: _Operand, scales: _Scale, covered: tuple[int, ...], limit: float) -> bool:
-    """Whether values are of usual magnitude, and none saturates."""
+    """Whether values are of usual magnitude, and none saturates unless scales are those of blocks.
+
+    (By the rule of OCP MX many do, in most parts, by little.)
+    """
     amax = operand.amax_on_host
     if not (amax == 0 or _SMALLEST <= amax <= _LARGEST):
         return False
     scale, reciprocal = scales
     if scale.ndim == 0:
         return amax <= limit * scale.item()
-    amaxes = operand.amaxes(covered) if covered else operand.x.abs()
-    return amaxes.mul_(reciprocal).max().item() <= limit
+    return not covered or operand.amaxes(covered).mul_(reciprocal).max().item() <= limit
 
 
 def _measure_normal(
-    operand: _Operand, qdata: torch.Tensor, scale: torch.Tensor
+    operand: _Operand, qdata: torch.Tensor, scales: _Scale, limit: float
 ) -> tuple[float, ...]:
-    """What is measured of a part on a CPU whose values :func:`_is_normal`."""
+    """What is measured of a part on a CPU whose values :func:`_is_normal`.
+
+    ``limit``: beyond which values saturate, 0 where none does.
+    """
+    scale, saturated = scales.scale, 0
+    if limit and operand.x.numel():
+        units = operand.x.abs().mul_(scales.reciprocal)
+        if units.max().item() > limit:
+            saturated = int(torch.count_nonzero(units > limit).item())
     codes = _magnitude_bits(qdata)
     values = left = qdata.numel()
     if not codes.all():
@@ -245,7 +255,7 @@ def _measure_normal(
     noise = half.to(operand.x.dtype)
     torch.addcmul(operand.x, noise, scale, value=-factor, out=noise)
     squares = operand.signal_on_host, _square_sum(noise).item()
-    return operand.amax_on_host, values, values - left, 0, 0, *squares
+    return operand.amax_on_host, values, values - left, saturated, 0, *squares
 
 
 def _measure_any(
