@@ -8,7 +8,16 @@ from property_cases import LayerCase
 from property_casts import TARGETS
 from property_values import DTYPES, laid_out, values
 from property_verdicts import WrongResult
-from recipe_algebra import E4M3, E5M2, folded, layer_of, magnitude, rounded, step
+from recipe_algebra import (
+    E4M3,
+    E5M2,
+    folded,
+    layer_of,
+    magnitude,
+    of_blocks,
+    rounded,
+    step,
+)
 
 from fp8_dist import CastConfig, Float8LinearConfig, ScalingGranularity, ScalingType
 
@@ -101,6 +110,11 @@ def dequantized(
         return x.double()
     by_row = cast.scaling_granularity is ScalingGranularity.AXISWISE
     dtype = cast.target_dtype or (E5M2 if operand == "grad_output" else E4M3)
+    if cast.block_size is not None:
+        rows, columns = cast.block_size
+        first = of_blocks(x, dtype, rows, columns, cast.mx_exponents)
+        blocked_again = rows == 1 and summed == 0  # the tokens
+        return of_blocks(first, dtype, columns, 1) if blocked_again else first
     amax = magnitude(x, summed if by_row else "tensor")
     return rounded(x, dtype, amax, config.round_scales_to_power_of_2)
 
