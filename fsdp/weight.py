@@ -341,9 +341,8 @@ def _gathered_scales(
     layout, cache = module.float8_weight.layout(), module.float8_weight.cache
     granularity, scale = cast.granularity.whole, cast.scale
     assert layout is not None
-    captured = is_captured(
-        scale
-    )  # a CUDA graph takes nothing that was found before, and keeps none
+    # A CUDA graph takes nothing that was found before it, and leaves nothing.
+    captured = is_captured(scale)
     every = None if captured else cache.all_scales
     if every is None:
         every = scale.new_zeros(granularity.scale_shape(layout.shape))

@@ -216,9 +216,9 @@ def exponents_of_groups(
     largest = bits.new_zeros(groups, qdata.shape[1])
     largest.scatter_reduce_(0, group.unsqueeze(1).expand_as(bits), bits, "amax")
     found = exponents_of(largest.view(torch.float32), qdata.dtype, False)
-    return found.masked_fill_(
-        ~torch.isin(torch.arange(groups, device=group.device), group).unsqueeze(1), 0
-    )
+    # (torch.isin would make the host wait for the device.)
+    is_elsewhere = torch.ones(groups, 1, dtype=torch.bool, device=group.device)
+    return found.masked_fill_(is_elsewhere.index_fill_(0, group, False), 0)
 
 
 @custom_op(

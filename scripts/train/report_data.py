@@ -130,7 +130,7 @@ def _whole(path: Path, kind: type, notes: list[str]) -> Any:
 
 
 def _rows(path: Path, parse: Callable[[Any], T], notes: list[str]) -> Iterator[T]:
-    """The lines of a JSONL file that have the form of its rows."""
+    """The lines of a JSONL file that have the form of its rows; none where there is no file."""
     try:
         with path.open("rb") as lines:
             yield from _checked(path.name, lines, lambda line: parse(json.loads(line)), notes)

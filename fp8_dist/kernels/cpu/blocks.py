@@ -42,7 +42,7 @@ def _reblock(
     if qdata.numel() <= _PART or blocks[0] > 1:
         return reblock.portable(qdata, exponents, blocks, rows)
     result, found = torch.empty_like(qdata), []
-    for part, _ in _parts(qdata, rows):
+    for part, _ in _parts(qdata, rows):  # (a row of exponents for each row of data)
         values = dequantized(qdata[part], exponents[part], blocks, torch.float32, upcast)
         result[part], numbers = cast_columns_of_blocks(values, qdata.dtype, rows)
         found.append(numbers)
