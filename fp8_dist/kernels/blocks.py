@@ -42,8 +42,8 @@ def exponents_shape(shape: Sequence[int], blocks: Sequence[int]) -> list[int]:
     return [*others, blocks_along(last, columns, first_column)]
 
 
-def in_blocks(x: torch.Tensor, blocks: Sequence[int], like: int = 0) -> torch.Tensor:
-    """``[..., R, rows, C, columns]``: a tensor by its blocks, padded with ``like`` to whole ones.
+def in_blocks(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+    """``[..., R, rows, C, columns]``: a tensor by its blocks, padded with zeros to whole ones.
 
     A view, if the tensor is contiguous and blocks need no padding.
     """
@@ -58,7 +58,7 @@ def in_blocks(x: torch.Tensor, blocks: Sequence[int], like: int = 0) -> torch.Te
     else:
         others.append(1)
     if any(missing):
-        x = torch.nn.functional.pad(x, missing if rows > 1 else missing[:2], value=like)
+        x = torch.nn.functional.pad(x, missing if rows > 1 else missing[:2])
     return x.reshape(*others, count, columns)
 
 
