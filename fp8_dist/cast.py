@@ -22,10 +22,13 @@ from fp8_dist.kernels import (
     amax,
     amaxes,
     block_exponents,
+    cast_blocks,
     cast_copies,
     cast_rows,
+    fuses_blocks,
     fuses_rows,
     quantize,
+    quantize_block_copies,
     quantize_blocks,
     quantize_copies,
     scaling_from_amax,
@@ -309,8 +312,13 @@ def copies_over(
         return scalings, made
     first = casts[0]
     if not in_one_pass:
-        scaling = scaling_over(tensor, first, round_scales_to_power_of_2, axes, local=x)
         layout = Layout.of(tensor)
+        part = granularity_at(first.granularity, layout)
+        if isinstance(part, Blocks) and fuses_blocks(x) and not _is_cut(layout, first):
+            flat = cast_blocks(x, first.dtype, part.blocks, part.floor, transposed)
+            made = _as_copies(x, copies, plan, flat[1:], flat[:1], layout)
+            return {first: (flat[0], flat[0])}, made
+        scaling = scaling_over(tensor, first, round_scales_to_power_of_2, axes, local=x)
         return {first: scaling}, copies_by(x, copies, {first: scaling}, fits=True, layout=layout)
     if len(casts) == 1 and first.granularity is ROW and not reduces and fuses_rows(x):
         flat = cast_rows(x, first.dtype, round_scales_to_power_of_2, transposed)
@@ -329,6 +337,11 @@ def copies_over(
     return scalings, _as_copies(x, copies, plan, flat[n:], flat[1:n:2])
 
 
+def _is_cut(layout: Layout | None, cast: CastSpec) -> bool:
+    """Whether ranks have parts of one block, so that its exponent is to be reduced."""
+    return layout is not None and are_cut(layout, cast.granularity)
+
+
 def copies_by(
     x: torch.Tensor,
     copies: Sequence[CopySpec],
@@ -344,9 +357,14 @@ def copies_by(
         layout: of the tensor that it is part of.
     """
     casts, in_one_pass, of, transposed = plan = _planned(copies)
-    if in_one_pass and (len(copies) > 1 or transposed[0]):
+    dtype, several = casts[0].dtype, len(copies) > 1 or transposed[0]
+    if in_one_pass and several:
         multipliers = [scalings[cast][0] for cast in casts]
-        data = quantize_copies(x, multipliers, casts[0].dtype, of, transposed, fits=fits)
+        data = quantize_copies(x, multipliers, dtype, of, transposed, fits=fits)
+    elif len(casts) == 1 and casts[0].granularity.blocks is not None and several:
+        blocks = granularity_at(casts[0].granularity, layout).blocks
+        assert blocks is not None
+        data = quantize_block_copies(x, scalings[casts[0]][1], dtype, blocks, transposed)
     else:
         data = []
         for cast, transposed_ in copies:

@@ -307,12 +307,12 @@ class Float8LinearConfig:
         return tuple(
             {
                 operand: {
-                    # (Data with scales of blocks is transposed when it is blocked again.)
+                    # (Input and grad_output in blocks are transposed when they are blocked again.)
                     gemm: CopySpec(
                         cast,
                         transposes
                         and _is_second(operand, gemm)
-                        and cast.granularity.blocks is None,
+                        and (cast.granularity.blocks is None or operand == "weight"),
                     )
                     for gemm, cast in uses.items()
                     if cast

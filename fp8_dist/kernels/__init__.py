@@ -10,6 +10,7 @@ import torch
 
 # The import of cpu registers its implementations.
 from fp8_dist.kernels import cpu
+from fp8_dist.kernels.block_casts import cast_blocks, fuses_blocks, quantize_block_copies
 from fp8_dist.kernels.block_gemm import block_scaled_mm
 from fp8_dist.kernels.blocks import (
     block_exponents,
@@ -61,6 +62,7 @@ __all__ = [
     "block_scaled_mm",
     "blocks_along",
     "cast_and_record",
+    "cast_blocks",
     "cast_copies",
     "cast_rows",
     "covered_dims",
@@ -70,12 +72,14 @@ __all__ = [
     "expanded",
     "exponents_of_groups",
     "exponents_shape",
+    "fuses_blocks",
     "fuses_many",
     "fuses_rows",
     "needs_alignment",
     "powers_of_2",
     "quantize",
     "quantize_after",
+    "quantize_block_copies",
     "quantize_blocks",
     "quantize_copies",
     "quantize_each",

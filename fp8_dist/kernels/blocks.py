@@ -159,9 +159,16 @@ def scaled_by(x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> t
     return x * expanded(scales.to(x.dtype), x.shape, blocks)
 
 
-@custom_op("reblock(Tensor qdata, Tensor exponents, int[] blocks, int rows) -> (Tensor, Tensor)")
+@custom_op(
+    "reblock(Tensor qdata, Tensor exponents, int[] blocks, int rows, bool transposed=False) "
+    "-> (Tensor, Tensor)"
+)
 def reblock(
-    qdata: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int], rows: int
+    qdata: torch.Tensor,
+    exponents: torch.Tensor,
+    blocks: Sequence[int],
+    rows: int,
+    transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float8 data with scales of other blocks: ``rows`` values of a column, for its second GEMM.
 
@@ -172,19 +179,21 @@ def reblock(
         qdata: float8, ``[M, K]``.
         exponents: of its blocks.
         rows: of the new blocks, whose first one begins with the first row.
+        transposed: return the data as ``[K, M]``, for a GEMM that reads it so.
 
     Returns:
         ``[M, K]`` of qdata's dtype, and the exponents of blocks ``(rows, 1, 0, 0)``. Their rule is
         *ceil* in any case: *floor* would saturate values that are in float8 already.
     """
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
-    return cast_columns_of_blocks(values, qdata.dtype, rows)
+    result, found = cast_columns_of_blocks(values, qdata.dtype, rows)
+    return result.t().contiguous() if transposed else result, found
 
 
 def cast_columns_of_blocks(
     values: torch.Tensor, dtype: torch.dtype, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`reblock` returns, of dequantized values ``[M, K]``."""
+    """Dequantized values ``[M, K]`` as :func:`reblock` returns them."""
     columns = (rows, 1, 0, 0)
     found = block_exponents.portable(values, dtype, columns, False)
     return quantize_blocks.portable(values, found, dtype, columns), found
@@ -262,12 +271,15 @@ def _quantize_blocks_fake(
 
 @reblock.register_fake
 def _reblock_fake(
-    qdata: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int], rows: int
+    qdata: torch.Tensor,
+    exponents: torch.Tensor,
+    blocks: Sequence[int],
+    rows: int,
+    transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = exponents_shape(qdata.shape, (rows, 1, 0, 0))
-    return torch.empty(qdata.shape, dtype=qdata.dtype, device=qdata.device), exponents.new_empty(
-        shape
-    )
+    shape = qdata.shape[::-1] if transposed else qdata.shape
+    found = exponents_shape(qdata.shape, (rows, 1, 0, 0))
+    return torch.empty(shape, dtype=qdata.dtype, device=qdata.device), exponents.new_empty(found)
 
 
 @exponents_of_groups.register_fake

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from fp8_dist.kernels import exponents_of_groups, reblock, reblock_groups
+from fp8_dist.kernels import exponents_of_groups, reblock, reblock_groups, takes_transposed
 from fp8_dist.mesh import (
     Layout,
     all_reduce_max,
@@ -37,7 +37,9 @@ def reblocked(operand: Quantized, layout: Layout | None) -> BlockMatrix:
     size = blocks[1]
     axes = () if layout is None else _axes_of_tokens(layout)
     if layout is None or not axes:
-        return *reblock(matrix, exponents, blocks, size), (size, 1, 0, 0)
+        transposed = takes_transposed(matrix.device)
+        data, exponents = reblock(matrix, exponents, blocks, size, transposed)
+        return data.t() if transposed else data, exponents, (size, 1, 0, 0)
     leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
     tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
     tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)

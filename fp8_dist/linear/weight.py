@@ -43,7 +43,7 @@ from fp8_dist.cast import (
     scaling_over,
 )
 from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig
-from fp8_dist.cut_blocks import granularity_at
+from fp8_dist.cut_blocks import are_cut, granularity_at
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
@@ -308,9 +308,9 @@ class Float8Weight:
             tensor, history = self._distributed(parameter, shard), self._histories["weight"]
             scaling, float8 = history.scaled_copies_of(tensor, copies, record)
             return {cast: scaling}, float8, None
-        if cast.granularity.blocks is not None:
+        layout = self.layout(parameter)
+        if layout is not None and cast.granularity.blocks and are_cut(layout, cast.granularity):
             scaling, whole = self._scaling_of(parameter, shard, cast)
-            layout = self.layout(parameter)
             return {cast: scaling}, copies_by(shard, copies, {cast: scaling}, layout=layout), whole
         power_of_2 = self.config.round_scales_to_power_of_2
         tensor = self._distributed(parameter, shard)

@@ -91,6 +91,11 @@ def call_all() -> None:
     kernels.cast_rows_and_columns(x, rows, columns, e4m3, True)
     kernels.fold_rows(x, columns.view(-1), rows.view(-1), e4m3)
     kernels.fold_columns(x, rows, rows.view(-1), columns, e4m3)
+    numbers = kernels.cast_blocks(x, e4m3, (1, 128, 0, 0), False).exponents
+    kernels.cast_blocks(x, e4m3, (128, 128, 0, 0), True, column_major=True)
+    kernels.quantize_blocks(x, numbers, e4m3, (1, 128, 0, 0))
+    kernels.block_exponents(x, e4m3, (32, 32, 0, 0), True)
+    kernels.reblock(x.view(torch.uint8).view(e4m3), numbers, (1, 128, 0, 0), 128, True)
     kernels.transpose(x.view(torch.uint8))
     kernels.transpose_many([x.view(torch.uint8)] * 7)
 

@@ -37,10 +37,10 @@ def _quantize_blocks(
 
 
 def _reblock(
-    qdata: Tensor, exponents: Tensor, blocks: Sequence[int], rows: int
+    qdata: Tensor, exponents: Tensor, blocks: Sequence[int], rows: int, transposed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    if qdata.numel() <= _PART or blocks[0] > 1:
-        return reblock.portable(qdata, exponents, blocks, rows)
+    if qdata.numel() <= _PART or blocks[0] > 1 or transposed:
+        return reblock.portable(qdata, exponents, blocks, rows, transposed)
     result, found = torch.empty_like(qdata), []
     for part, _ in _parts(qdata, rows):  # (a row of exponents for each row of data)
         values = dequantized(qdata[part], exponents[part], blocks, torch.float32, upcast)

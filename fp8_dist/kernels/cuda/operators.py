@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8_dist.kernels.cuda.results import Cast, FoldedRows, Layouts, RecordedCast
+from fp8_dist.kernels import blocks as portable_blocks
+from fp8_dist.kernels.cuda.results import BlockCast, Cast, FoldedRows, Layouts, RecordedCast
 from fp8_dist.kernels.folding import UNIT
 from fp8_dist.kernels.quantization import quantize_each
 from fp8_dist.kernels.scale import amax as portable_amax
@@ -202,3 +203,53 @@ def transpose(x: torch.Tensor) -> torch.Tensor:
 def transpose_many(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """:func:`transpose` of some matrices."""
     return [transpose(x) for x in matrices]
+
+
+def cast_blocks(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    floor: bool,
+    *,
+    row_major: bool = True,
+    column_major: bool = False,
+) -> BlockCast:
+    """A matrix in float8 with scales of blocks: their exponents and the cast."""
+    exponents = block_exponents(x, dtype, blocks, floor)
+    layouts = {"row_major": row_major, "column_major": column_major}
+    return BlockCast(*quantize_blocks(x, exponents, dtype, blocks, **layouts), exponents)
+
+
+def block_exponents(
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], floor: bool
+) -> torch.Tensor:
+    """:func:`fp8_dist.kernels.block_exponents` of a matrix."""
+    note_no_triton(x)
+    return portable_blocks.block_exponents.portable(x, dtype, blocks, floor)
+
+
+def quantize_blocks(
+    x: torch.Tensor,
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    *,
+    row_major: bool = True,
+    column_major: bool = False,
+) -> Layouts:
+    """:func:`fp8_dist.kernels.quantize_blocks` of a matrix, in one layout or both."""
+    note_no_triton(x)
+    qdata = portable_blocks.quantize_blocks.portable(x, exponents, dtype, blocks)
+    return Layouts(qdata if row_major else None, qdata.t().contiguous() if column_major else None)
+
+
+def reblock(
+    qdata: torch.Tensor,
+    exponents: torch.Tensor,
+    blocks: Sequence[int],
+    rows: int,
+    transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`fp8_dist.kernels.reblock`."""
+    note_no_triton(qdata)
+    return portable_blocks.reblock.portable(qdata, exponents, blocks, rows, transposed)

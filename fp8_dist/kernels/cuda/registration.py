@@ -10,7 +10,6 @@ from functools import cache, partial
 import torch
 
 from fp8_dist.kernels import cuda
-from fp8_dist.kernels.block_gemm import block_scaled_mm
 from fp8_dist.kernels.copies import (
     Tensors,
     amaxes,
@@ -20,7 +19,7 @@ from fp8_dist.kernels.copies import (
     covered_dims,
     quantize_copies,
 )
-from fp8_dist.kernels.cuda.block_gemm import block_mm
+from fp8_dist.kernels.cuda.block_registration import register_block_kernels
 from fp8_dist.kernels.cuda.zeros import pooled
 from fp8_dist.kernels.folding import fold_gradient
 from fp8_dist.kernels.gemm import emulated_mm, scaled_mm, scaled_mm_with
@@ -257,21 +256,6 @@ def _shaped(data: torch.Tensor | None, like: torch.Tensor, transposed: bool) -> 
     return data if transposed or like.ndim == 2 else data.view(like.shape)
 
 
-def _block_scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    exponents_a: torch.Tensor,
-    exponents_b: torch.Tensor,
-    blocks_a: Sequence[int],
-    blocks_b: Sequence[int],
-    out_dtype: torch.dtype,
-    emulate: bool,
-) -> torch.Tensor:
-    operands = (a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype)
-    product = None if emulate else block_mm(*operands)
-    return block_scaled_mm.portable(*operands, emulate) if product is None else product
-
-
 @cache
 def register_kernels() -> None:
     """Register them, once."""
@@ -291,4 +275,4 @@ def register_kernels() -> None:
     transposed_copies.register("cuda", _transposed_copies)
     eager = partial(scaled_mm_with, emulated_mm, transpose=transposed)
     scaled_mm.register("cuda", scaled_mm.portable, direct=eager)
-    block_scaled_mm.register("cuda", _block_scaled_mm)
+    register_block_kernels()

@@ -29,6 +29,14 @@ class Cast(NamedTuple):
     scale: torch.Tensor
 
 
+class BlockCast(NamedTuple):
+    """:class:`Layouts`, with the exponents of blocks: uint8."""
+
+    qdata: torch.Tensor | None
+    qdata_t: torch.Tensor | None
+    exponents: torch.Tensor
+
+
 class RecordedCast(NamedTuple):
     """:class:`Layouts`, with the amax of the matrix, and what follows from it (fp32, 0-dim).
 

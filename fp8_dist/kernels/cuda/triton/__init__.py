@@ -4,10 +4,16 @@ In Triton's interpreter they run on CPU tensors, with the same bits. Import this
 there is Triton: :mod:`fp8_dist.kernels.cuda` decides.
 """
 
+from fp8_dist.kernels.cuda.triton.blocks import (
+    block_exponents,
+    cast_blocks,
+    quantize_blocks,
+)
 from fp8_dist.kernels.cuda.triton.casts import cast, cast_rows, quantize
 from fp8_dist.kernels.cuda.triton.copies import transpose, transpose_many
 from fp8_dist.kernels.cuda.triton.folded import fold_columns, fold_rows
 from fp8_dist.kernels.cuda.triton.many import amaxes, quantize_many, row_amaxes
+from fp8_dist.kernels.cuda.triton.reblocking import reblock
 from fp8_dist.kernels.cuda.triton.recorded import cast_and_record
 from fp8_dist.kernels.cuda.triton.reductions import amax
 from fp8_dist.kernels.cuda.triton.rows_and_columns import (
@@ -20,14 +26,18 @@ __all__ = [
     "amax",
     "amax_of_rows_and_columns",
     "amaxes",
+    "block_exponents",
     "cast",
     "cast_and_record",
+    "cast_blocks",
     "cast_rows",
     "cast_rows_and_columns",
     "fold_columns",
     "fold_rows",
     "quantize",
+    "quantize_blocks",
     "quantize_many",
+    "reblock",
     "row_amaxes",
     "scaling",
     "transpose",

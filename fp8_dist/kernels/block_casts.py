@@ -1,0 +1,84 @@
+"""Casts in blocks from one pass over a tensor, in several memory layouts, or of many tensors.
+
+Exponents and blocks are those of :mod:`fp8_dist.kernels.blocks`, *transposed* copies those of
+:mod:`fp8_dist.kernels.copies`.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fp8_dist.kernels.blocks import block_exponents, exponents_shape, quantize_blocks
+from fp8_dist.kernels.copies import Tensors, empty_copies
+from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.transposing import transposed_copy
+
+
+@custom_op(
+    "cast_blocks(Tensor x, ScalarType dtype, int[] blocks, bool floor, bool[] transposed) "
+    "-> Tensor[]"
+)
+def cast_blocks(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    floor: bool,
+    transposed: Sequence[bool],
+) -> Tensors:
+    """The exponents of the blocks of a local tensor, and its copies by them.
+
+    Args:
+        x, dtype, blocks, floor: as :func:`fp8_dist.kernels.block_exponents` takes them.
+        transposed: for each copy its layout.
+
+    Returns:
+        The exponents, and then the copies.
+    """
+    exponents = block_exponents(x, dtype, blocks, floor)
+    return [exponents, *quantize_block_copies(x, exponents, dtype, blocks, transposed)]
+
+
+@custom_op(
+    "quantize_block_copies(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks, "
+    "bool[] transposed) -> Tensor[]"
+)
+def quantize_block_copies(
+    x: torch.Tensor,
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    transposed: Sequence[bool],
+) -> Tensors:
+    """:func:`fp8_dist.kernels.quantize_blocks` for several copies, each of another layout."""
+    qdata = quantize_blocks(x, exponents, dtype, blocks)
+    matrix = qdata if x.ndim == 2 else qdata.view(math.prod(x.shape[:-1]), x.shape[-1])
+    return [transposed_copy(matrix) if turned else qdata for turned in transposed]
+
+
+@cast_blocks.register_fake
+def _cast_blocks_fake(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    floor: bool,
+    transposed: Sequence[bool],
+) -> Tensors:
+    exponents = x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.uint8)
+    return [exponents, *empty_copies(x, dtype, transposed)]
+
+
+@quantize_block_copies.register_fake
+def _quantize_block_copies_fake(
+    x: torch.Tensor,
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    transposed: Sequence[bool],
+) -> Tensors:
+    return empty_copies(x, dtype, transposed)
+
+
+def fuses_blocks(x: torch.Tensor) -> bool:
+    """Whether :func:`cast_blocks` reads the tensor once on this device."""
+    return x.is_cuda

@@ -1,0 +1,135 @@
+"""The implementations on CUDA devices of the operators of blocks, by the kernels of this folder.
+
+What the kernels do not take goes the portable way: other dtypes than bf16, fp16 and fp32, blocks
+of several rows in more than two dims, sizes of blocks that are large or no powers of two.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8_dist.kernels import cuda
+from fp8_dist.kernels.block_casts import cast_blocks, quantize_block_copies
+from fp8_dist.kernels.block_gemm import block_scaled_mm
+from fp8_dist.kernels.blocks import block_exponents, exponents_shape, quantize_blocks, reblock
+from fp8_dist.kernels.copies import Tensors
+from fp8_dist.kernels.cuda.block_gemm import block_mm
+
+# A tile of whole blocks must fit into registers.
+_LONGEST, _LARGEST = 256, 128 * 128
+
+
+def _block_exponents(
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], floor: bool
+) -> torch.Tensor:
+    if not _takes(x, blocks):
+        return block_exponents.portable(x, dtype, blocks, floor)
+    exponents = cuda.block_exponents(_matrix(x), dtype, blocks, floor)
+    return exponents.view(exponents_shape(x.shape, blocks))
+
+
+def _quantize_blocks(
+    x: torch.Tensor,
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if not _takes(x, blocks):
+        return quantize_blocks.portable(x, exponents, dtype, blocks)
+    qdata = cuda.quantize_blocks(_matrix(x), exponents, dtype, blocks).qdata
+    assert qdata is not None
+    return qdata.view(x.shape)
+
+
+def _cast_blocks(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    floor: bool,
+    transposed: Sequence[bool],
+) -> Tensors:
+    if not _takes(x, blocks):
+        return cast_blocks.portable(x, dtype, blocks, floor, transposed)
+    layouts = {"row_major": False in transposed, "column_major": True in transposed}
+    made = cuda.cast_blocks(_matrix(x), dtype, blocks, floor, **layouts)
+    exponents = made.exponents.view(exponents_shape(x.shape, blocks))
+    return [exponents, *_copies(x, made.qdata, made.qdata_t, transposed)]
+
+
+def _quantize_block_copies(
+    x: torch.Tensor,
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    transposed: Sequence[bool],
+) -> Tensors:
+    if not _takes(x, blocks):
+        return quantize_block_copies.portable(x, exponents, dtype, blocks, transposed)
+    layouts = {"row_major": False in transposed, "column_major": True in transposed}
+    made = cuda.quantize_blocks(_matrix(x), exponents, dtype, blocks, **layouts)
+    return _copies(x, made.qdata, made.qdata_t, transposed)
+
+
+def _copies(
+    x: torch.Tensor,
+    qdata: torch.Tensor | None,
+    qdata_t: torch.Tensor | None,
+    transposed: Sequence[bool],
+) -> Tensors:
+    made = {False: None if qdata is None else qdata.view(x.shape), True: qdata_t}
+    copies = [made[turned] for turned in transposed]
+    return [each for each in copies if each is not None]
+
+
+def _reblock(
+    qdata: torch.Tensor,
+    exponents: torch.Tensor,
+    blocks: Sequence[int],
+    rows: int,
+    transposed: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not (_fits(*blocks[:2]) and _fits(rows, blocks[1])):
+        return reblock.portable(qdata, exponents, blocks, rows, transposed)
+    return cuda.reblock(qdata, exponents, blocks, rows, transposed)
+
+
+def _takes(x: torch.Tensor, blocks: Sequence[int]) -> bool:
+    of_matrix = x.ndim == 2 or blocks[0] == 1
+    return x.dtype in cuda.DTYPES and of_matrix and _fits(*blocks[:2])
+
+
+def _fits(rows: int, columns: int) -> bool:
+    are_powers = not (rows & (rows - 1) or columns & (columns - 1))
+    return are_powers and max(rows, columns) <= _LONGEST and rows * columns <= _LARGEST
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    if x.ndim == 2:
+        return x
+    return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
+
+
+def _block_scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    exponents_a: torch.Tensor,
+    exponents_b: torch.Tensor,
+    blocks_a: Sequence[int],
+    blocks_b: Sequence[int],
+    out_dtype: torch.dtype,
+    emulate: bool,
+) -> torch.Tensor:
+    operands = (a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype)
+    product = None if emulate else block_mm(*operands)
+    return block_scaled_mm.portable(*operands, emulate) if product is None else product
+
+
+def register_block_kernels() -> None:
+    """Register them."""
+    block_exponents.register("cuda", _block_exponents)
+    quantize_blocks.register("cuda", _quantize_blocks)
+    cast_blocks.register("cuda", _cast_blocks)
+    quantize_block_copies.register("cuda", _quantize_block_copies)
+    reblock.register("cuda", _reblock)
+    block_scaled_mm.register("cuda", _block_scaled_mm)

@@ -1,0 +1,252 @@
+"""The kernels for GPUs that cast in blocks, against the portable implementations.
+
+In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is compared.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import same_values
+
+from fp8_dist import kernels
+from fp8_dist.dtypes import FLOAT8_DTYPES
+from fp8_dist.kernels import (
+    CustomOp,
+    block_exponents,
+    cast_blocks,
+    quantize_block_copies,
+    quantize_blocks,
+    reblock,
+)
+from fp8_dist.kernels.blocks import exponents_shape
+from fp8_dist.kernels.cuda import DTYPES, block_registration, operators, triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Blocks = tuple[int, int, int, int]
+
+# Whole blocks, such as sizes do not divide, parts that begin inside of a block or are one's inside.
+CASES: list[tuple[tuple[int, int], Blocks]] = [
+    ((5, 256), (1, 128, 0, 0)),
+    ((70, 200), (1, 128, 0, 0)),
+    ((3, 130), (1, 32, 0, 5)),
+    ((140, 260), (128, 128, 0, 0)),
+    ((70, 200), (32, 32, 7, 31)),
+    ((3, 2), (128, 128, 2, 100)),
+    ((1, 1), (32, 32, 31, 31)),
+    ((9, 3), (4, 1, 2, 0)),
+    ((9, 10), (1, 1, 0, 0)),
+    ((2, 300), (1, 256, 0, 0)),
+]
+FLOOR = pytest.mark.parametrize("floor", [False, True], ids=["ceil", "floor"])
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
+
+
+def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Values over the whole range of a format beside its largest."""
+    return (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(DEVICE, dtype)
+
+
+def check_layouts(
+    found: tuple[torch.Tensor | None, torch.Tensor | None], expected: torch.Tensor
+) -> None:
+    qdata, qdata_t = found
+    for layout, values in ((qdata, expected), (qdata_t, expected.t())):
+        assert layout is not None
+        assert layout.is_contiguous()
+        assert same_values(layout, values)
+
+
+def check(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, floor: bool) -> torch.Tensor:
+    """All that casts a matrix in blocks; the cast."""
+    exponents = block_exponents.portable(x, dtype, blocks, floor)
+    expected = quantize_blocks.portable(x, exponents, dtype, blocks)
+    found = triton.cast_blocks(x, dtype, blocks, floor, column_major=True)
+    assert torch.equal(found.exponents, exponents)
+    check_layouts(found[:2], expected)
+    assert torch.equal(triton.block_exponents(x, dtype, blocks, floor), exponents)
+    check_layouts(triton.quantize_blocks(x, exponents, dtype, blocks, column_major=True), expected)
+    return expected
+
+
+def check_reblock(
+    qdata: torch.Tensor, exponents: torch.Tensor, blocks: Blocks, rows: int = 32
+) -> None:
+    expected, numbers = reblock.portable(qdata, exponents, blocks, rows)
+    for transposed in (False, True):
+        data, found = triton.reblock(qdata, exponents, blocks, rows, transposed)
+        assert torch.equal(found, numbers)
+        assert data.is_contiguous()
+        assert same_values(data, expected.t() if transposed else expected)
+
+
+@FLOOR
+@pytest.mark.parametrize(("shape", "blocks"), CASES)
+def test_casts_of_any_shape(shape: tuple[int, int], blocks: Blocks, floor: bool) -> None:
+    check(matrix(shape, torch.bfloat16), E4M3, blocks, floor)
+
+
+@FLOOR
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("of", DTYPES)
+def test_casts_of_special_values(of: torch.dtype, dtype: torch.dtype, floor: bool) -> None:
+    info = torch.finfo(of)
+    # A row of each alone, and squares of all of them.
+    special = [math.nan, -math.nan, math.inf, -math.inf, -0.0, info.max, info.smallest_normal]
+    x = matrix((len(special) + 2, 9), of)
+    for row, value in enumerate(special):
+        x[row, row] = value
+    x[4] = -0.0
+    x[6] = info.smallest_normal / torch.arange(4, 13, device=DEVICE)  # subnormal
+    x[7] = info.smallest_normal * info.eps
+    for blocks in ((1, 4, 0, 0), (4, 4, 0, 0), (4, 4, 3, 1)):
+        qdata = check(x, dtype, blocks, floor)
+        exponents = block_exponents.portable(x, dtype, blocks, floor)
+        check_reblock(qdata, exponents, blocks, 4)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_every_exponent(dtype: torch.dtype) -> None:
+    """Given ones, for all codes: products that saturate, that are subnormal, of NaN."""
+    exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
+    x = matrix((16, 512), torch.float32)
+    x[:, :4] = torch.tensor([math.inf, -math.inf, math.nan, 2.0**127])
+    blocks = (1, 32, 0, 0)
+    expected = quantize_blocks.portable(x, exponents, dtype, blocks)
+    check_layouts(triton.quantize_blocks(x, exponents, dtype, blocks, column_major=True), expected)
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
+    one_each = exponents.view(256, 1)
+    check_reblock(codes.expand(256, 256), one_each, (1, 256, 0, 0), 1)
+    check_reblock(codes.expand(256, 256), one_each, (1, 256, 0, 0), 32)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.floats(width=32), min_size=12, max_size=12),
+    st.sampled_from(FLOAT8_DTYPES),
+    st.sampled_from([(1, 2), (2, 2), (4, 4)]),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    st.booleans(),
+)
+def test_casts_of_any_floats(
+    values: list[float],
+    dtype: torch.dtype,
+    size: tuple[int, int],
+    start: tuple[int, int],
+    floor: bool,
+) -> None:
+    x = torch.tensor(values, dtype=torch.float32, device=DEVICE).view(3, 4)
+    blocks = (*size, start[0] % size[0], start[1] % size[1])
+    qdata = check(x, dtype, blocks, floor)
+    check_reblock(qdata, block_exponents.portable(x, dtype, blocks, floor), blocks, 2)
+
+
+def test_casts_of_any_strides() -> None:
+    x = matrix((40, 72), torch.bfloat16)
+    for view in (x.t(), x[:, 1::2], x[1:, 3:-1], x[:, :1].expand(40, 72)):
+        for blocks in ((1, 32, 0, 0), (32, 32, 3, 5)):
+            qdata = check(view, E4M3, blocks, False)
+            exponents = block_exponents.portable(view, E4M3, blocks, False)
+            check_reblock(qdata.t().contiguous().t(), exponents.t().contiguous().t(), blocks)
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "rows"),
+    [
+        ((300, 200), (1, 128, 0, 0), 128),
+        ((300, 200), (1, 32, 0, 9), 32),
+        ((33, 70), (32, 32, 5, 7), 32),
+        ((5, 3), (1, 128, 0, 126), 128),
+        ((1, 1), (1, 1, 0, 0), 1),
+    ],
+)
+def test_reblocked(shape: tuple[int, int], blocks: Blocks, rows: int) -> None:
+    x = matrix(shape, torch.bfloat16)
+    x[0, 0] = math.nan
+    for dtype, floor in ((E4M3, True), (E5M2, False)):
+        exponents = block_exponents.portable(x, dtype, blocks, floor)
+        check_reblock(
+            quantize_blocks.portable(x, exponents, dtype, blocks), exponents, blocks, rows
+        )
+
+
+# As operators
+
+
+def check_op(op: CustomOp[..., Any], *args: Any) -> None:
+    """What is registered for CUDA devices, and the portable one: the same bits and shapes."""
+    implementation = getattr(block_registration, f"_{op.overload._schema.name.partition('::')[2]}")
+    found, expected = implementation(*args), op.portable(*args)
+    if isinstance(found, torch.Tensor):
+        found, expected = [found], [expected]
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.is_contiguous()
+        assert same_values(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [
+        ((6, 32), (1, 16, 0, 0)),
+        ((6, 33), (4, 8, 3, 1)),
+        ((2, 3, 33), (1, 16, 0, 3)),
+        ((2, 3, 33), (4, 8, 0, 0)),  # of each matrix
+        ((33,), (1, 16, 0, 3)),
+        ((6, 32), (1, 12, 0, 5)),  # no power of two
+        ((3, 1100), (1, 1024, 0, 0)),  # larger than a tile
+        ((0, 32), (1, 16, 0, 3)),
+        ((0, 32), (16, 16, 3, 3)),
+        ((6, 0), (1, 16, 0, 3)),
+        ((0,), (1, 16, 0, 0)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_operators(dtype: torch.dtype, shape: tuple[int, ...], blocks: Blocks) -> None:
+    x = torch.randn(shape, device=DEVICE).mul_(100).to(dtype)
+    check_op(block_exponents, x, E4M3, blocks, True)
+    exponents = block_exponents.portable(x, E4M3, blocks, False)
+    check_op(quantize_blocks, x, exponents, E4M3, blocks)
+    for transposed in ([False], [True], [False, True], [True, False]):
+        check_op(cast_blocks, x, E4M3, blocks, False, transposed)
+        check_op(quantize_block_copies, x, exponents, E4M3, blocks, transposed)
+    qdata = quantize_blocks.portable(x, exponents, E4M3, blocks)
+    if x.ndim == 2:
+        for rows, transposed in ((16, False), (16, True), (12, True)):
+            check_op(reblock, qdata, exponents, blocks, rows, transposed)
+
+
+@pytest.mark.parametrize("transposed", [[False], [True], [False, True]])
+def test_operators_describe_their_results(transposed: list[bool]) -> None:
+    """For tensors without data, as compilers trace them; on CPUs, which cast in two steps."""
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    for shape, blocks in (((6, 10), (4, 4, 1, 3)), ((2, 3, 10), (1, 4, 0, 3))):
+        x = torch.randn(shape)
+        exponents = block_exponents(x, E4M3, blocks, True)
+        assert [*exponents.shape] == exponents_shape(shape, blocks)
+        calls.append((cast_blocks.overload, (x, E4M3, blocks, True, transposed)))
+        given = (x, exponents, E4M3, blocks, transposed)
+        calls.append((quantize_block_copies.overload, given))
+    qdata, exponents = cast_blocks(torch.randn(6, 10), E4M3, (1, 4, 0, 0), False, [False])[::-1]
+    calls.append((reblock.overload, (qdata, exponents, (1, 4, 0, 0), 4, transposed[-1])))
+    for op, arguments in calls:
+        torch.library.opcheck(op, arguments, test_utils="test_faketensor")
+
+
+def test_the_route_without_triton_has_the_same_layouts() -> None:
+    x, blocks = matrix((6, 33), torch.bfloat16), (1, 16, 0, 3)
+    expected = kernels.quantize_blocks(x, block_exponents(x, E4M3, blocks, True), E4M3, blocks)
+    found = operators.cast_blocks(x, E4M3, blocks, True, column_major=True)
+    check_layouts(found[:2], expected)
+    assert operators.cast_blocks(x, E4M3, blocks, True).qdata_t is None
+    assert operators.quantize_blocks(x, found.exponents, E4M3, blocks, row_major=False)[0] is None
+    data, numbers = operators.reblock(expected, found.exponents, blocks, 4, True)
+    assert same_values(data.t(), triton.reblock(expected, found.exponents, blocks, 4, False)[0])
+    assert numbers.shape == (2, 33)
