@@ -39,10 +39,10 @@ rowwise_with_gw_hp            10 kernels 3 GEMMs 0 transposing copies   0.92 GB
 rowwise_with_gw_hp, weight cached   6 kernels 3 GEMMs 0 transposing copies   0.45 GB
 rowwise_folded                 9 kernels 3 GEMMs 0 transposing copies   1.07 GB
 rowwise_folded, weight cached   8 kernels 3 GEMMs 0 transposing copies   0.84 GB
-blockwise                     89 kernels 3 GEMMs 0 transposing copies  16.96 GB
-blockwise, weight cached      77 kernels 3 GEMMs 0 transposing copies  15.02 GB
-mxfp8                         98 kernels 3 GEMMs 0 transposing copies  17.51 GB
-mxfp8, weight cached          83 kernels 3 GEMMs 0 transposing copies  15.57 GB
+blockwise                     14 kernels 3 GEMMs 0 transposing copies   1.01 GB
+blockwise, weight cached      13 kernels 3 GEMMs 0 transposing copies   0.77 GB
+mxfp8                         32 kernels 3 GEMMs 0 transposing copies   4.06 GB
+mxfp8, weight cached          31 kernels 3 GEMMs 0 transposing copies   3.83 GB
 delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
 delayed, weight cached         7 kernels 3 GEMMs 0 transposing copies   0.60 GB""",
     )
@@ -62,8 +62,8 @@ tensorwise                     9 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise                       12 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise_with_gw_hp            10 kernels 3 GEMMs 0 transposing copies   0.92 GB
 rowwise_folded                 9 kernels 3 GEMMs 0 transposing copies   1.07 GB
-blockwise                     90 kernels 3 GEMMs 0 transposing copies  16.96 GB
-mxfp8                         99 kernels 3 GEMMs 0 transposing copies  17.51 GB
+blockwise                     15 kernels 3 GEMMs 0 transposing copies   1.01 GB
+mxfp8                         33 kernels 3 GEMMs 0 transposing copies   4.06 GB
 delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
 torchao tensorwise            13 kernels 3 GEMMs 0 transposing copies   1.38 GB
 torchao rowwise               15 kernels 3 GEMMs 0 transposing copies   1.75 GB

@@ -6,14 +6,14 @@
 The layouts are those that torch documents in its checks of ``scaled_mm``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8_dist.kernels.blocks import powers_of_2
+from fp8_dist.kernels import cuda
 from fp8_dist.kernels.gemm import row_major
 from fp8_dist.kernels.transposing import transposed_copy
 from fp8_dist.torch_internals import block_gemm_of_torch
@@ -42,14 +42,18 @@ def block_mm(
     blocks_a: Sequence[int],
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
+    transpose: Callable[[Tensor], Tensor] = transposed_copy,
 ) -> Tensor | None:
-    """:func:`fp8_dist.kernels.block_scaled_mm`; None: the device has no GEMM for such operands."""
+    """:func:`fp8_dist.kernels.block_scaled_mm`; None: the device has no GEMM for such operands.
+
+    ``transpose``: makes the transposed copies that the GEMM needs.
+    """
     kind = device_kind(a.device)
     if kind is None or not _fits(_BLOCK[kind], a, b, blocks_a, blocks_b, out_dtype):
         return None
     rows, columns = a.shape[0], b.shape[1]
-    a = row_major(_in_whole_blocks(a, blocks_a), transposed_copy)
-    b = row_major(_in_whole_blocks(b, blocks_b).t(), transposed_copy).t()
+    a = row_major(_in_whole_blocks(a, blocks_a), transpose)
+    b = row_major(_in_whole_blocks(b, blocks_b).t(), transpose).t()
     operands = _hopper_scales if kind == "hopper" else _blackwell_scales
     run = operands(a, b, exponents_a, exponents_b, blocks_b)
     product = run(a, b, out_dtype)
@@ -121,33 +125,18 @@ def _hopper_scales(
 
     In memory the first dim is the inner one, and L is ``K / 128`` rounded up to a multiple of 4.
     """
-    of_a = _column_major(powers_of_2(exponents_a))
-    of_b = powers_of_2(exponents_b)
+    of_a = cuda.gemm_scales(exponents_a)
     if blocks_b[1] == 1:
-        return _Run(of_a, "BlockWise1x128", _column_major(of_b.t()), "BlockWise1x128", False)
-    of_b = pad(of_b, (0, 0, 0, -len(of_b) % 4))
-    return _Run(of_a, "BlockWise1x128", _column_major(of_b), "BlockWise128x128", False)
-
-
-def _column_major(x: Tensor) -> Tensor:
-    return x.t().contiguous().t()
+        of_b = cuda.gemm_scales(exponents_b.t())
+        return _Run(of_a, "BlockWise1x128", of_b, "BlockWise1x128", False)
+    of_b = cuda.gemm_scales(exponents_b, 4)
+    return _Run(of_a, "BlockWise1x128", of_b, "BlockWise128x128", False)
 
 
 def _blackwell_scales(
     a: Tensor, b: Tensor, exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
 ) -> _Run:
     """Exponents of rows and of columns, in tiles. Those of squares are repeated for each column."""
-    columns = exponents_b.t().repeat_interleave(blocks_b[1], dim=0)
-    tiles = (in_tiles(each).view(torch.float8_e8m0fnu) for each in (exponents_a, columns))
-    return _Run(next(tiles), "BlockWise1x32", next(tiles), "BlockWise1x32", True)
-
-
-def in_tiles(exponents: Tensor) -> Tensor:
-    """``[M, C]`` as Blackwell reads it: flat, in tiles of 128 x 4, padded with zeros.
-
-    A tile has 32 rows of 16 bytes: those of rows i, i + 32, i + 64 and i + 96, 4 bytes of each.
-    """
-    rows, columns = exponents.shape
-    whole = pad(exponents, (0, -columns % 4, 0, -rows % 128))
-    tiles = whole.view(-1, 4, 32, whole.shape[1] // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+    of_a = cuda.tiled_exponents(exponents_a).view(torch.float8_e8m0fnu)
+    of_b = cuda.tiled_exponents(exponents_b.t(), blocks_b[1]).view(torch.float8_e8m0fnu)
+    return _Run(of_a, "BlockWise1x32", of_b, "BlockWise1x32", True)

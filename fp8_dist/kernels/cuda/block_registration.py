@@ -4,7 +4,8 @@ What the kernels do not take goes the portable way: other dtypes than bf16, fp16
 of several rows in more than two dims, sizes of blocks that are large or no powers of two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from fp8_dist.kernels.block_gemm import block_scaled_mm
 from fp8_dist.kernels.blocks import block_exponents, exponents_shape, quantize_blocks, reblock
 from fp8_dist.kernels.copies import Tensors
 from fp8_dist.kernels.cuda.block_gemm import block_mm
+from fp8_dist.kernels.transposing import transposed, transposed_copy
 
 # A tile of whole blocks must fit into registers.
 _LONGEST, _LARGEST = 256, 128 * 128
@@ -119,9 +121,11 @@ def _block_scaled_mm(
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
     emulate: bool,
+    *,
+    transpose: Callable[[torch.Tensor], torch.Tensor] = transposed_copy,
 ) -> torch.Tensor:
     operands = (a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype)
-    product = None if emulate else block_mm(*operands)
+    product = None if emulate else block_mm(*operands, transpose)
     return block_scaled_mm.portable(*operands, emulate) if product is None else product
 
 
@@ -132,4 +136,5 @@ def register_block_kernels() -> None:
     cast_blocks.register("cuda", _cast_blocks)
     quantize_block_copies.register("cuda", _quantize_block_copies)
     reblock.register("cuda", _reblock)
-    block_scaled_mm.register("cuda", _block_scaled_mm)
+    eager = partial(_block_scaled_mm, transpose=transposed)
+    block_scaled_mm.register("cuda", _block_scaled_mm, direct=eager)

@@ -6,6 +6,7 @@ Launches and bytes are torch's. A transpose is an ordinary copy, which reads or 
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 
 from fp8_dist.kernels import blocks as portable_blocks
 from fp8_dist.kernels.cuda.results import BlockCast, Cast, FoldedRows, Layouts, RecordedCast
@@ -253,3 +254,23 @@ def reblock(
     """:func:`fp8_dist.kernels.reblock`."""
     note_no_triton(qdata)
     return portable_blocks.reblock.portable(qdata, exponents, blocks, rows, transposed)
+
+
+def gemm_scales(exponents: torch.Tensor, multiple: int = 1) -> torch.Tensor:
+    """The scales of exponents ``[R, C]`` with one column after the other in memory, fp32.
+
+    R is rounded up to a multiple, by zeros.
+    """
+    scales = portable_blocks.powers_of_2(exponents)
+    return pad(scales, (0, 0, 0, -len(scales) % multiple)).t().contiguous().t()
+
+
+def tiled_exponents(exponents: torch.Tensor, repeats: int = 1) -> torch.Tensor:
+    """``[M, C]`` as Blackwell reads it: flat, in tiles of 128 x 4, padded with zeros.
+
+    ``exponents``: ``[M / repeats, C]``; each row is repeated.
+    """
+    rows = exponents.repeat_interleave(repeats, dim=0)
+    whole = pad(rows, (0, -rows.shape[1] % 4, 0, -len(rows) % 128))
+    tiles = whole.view(-1, 4, 32, whole.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

@@ -19,10 +19,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scripts.common.fake_cuda.layouts import scaled_mm_problems
+from scripts.common.fake_cuda.layouts import block_mm_problems, scaled_mm_problems
 from scripts.common.saved_bytes import rewrites_ops
 
-GEMMS = ("_scaled_mm", "mm", "addmm", "bmm")
+GEMMS = ("_scaled_mm", "_scaled_mm_v2", "mm", "addmm", "bmm")
 REDUCTIONS = ("amax", "amin", "aminmax", "linalg_vector_norm", "max", "sum", "_foreach_norm")
 COPIES = ("clone", "contiguous", "copy_", "reshape", "to", "_to_copy")
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -142,8 +142,9 @@ class KernelCounter(TorchDispatchMode):
             return
         if not any(t.numel() for t in writes):
             return
-        if name == "_scaled_mm":
-            self.counts.problems += scaled_mm_problems(_arguments(func, args, kwargs))
+        if name.startswith("_scaled_mm"):
+            check = scaled_mm_problems if name == "_scaled_mm" else block_mm_problems
+            self.counts.problems += check(_arguments(func, args, kwargs))
         reads = [*reads, *updates]
         read, written = sum(map(_bytes, reads)), sum(map(_bytes, writes))
         kind = _kind(name, reads, writes, read + written)
@@ -152,7 +153,7 @@ class KernelCounter(TorchDispatchMode):
             left = reads[1 if name == "addmm" else 0]
             flops = 2 * math.prod(writes[0].shape) * left.shape[-1]
             precision = "bf16"
-            if name == "_scaled_mm":
+            if name.startswith("_scaled_mm"):
                 fast = _arguments(func, args, kwargs).get("use_fast_accum")
                 precision = "float8 fast" if fast else "float8"
             kernel = kernel._replace(flops=flops, precision=precision)

@@ -12,7 +12,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_dist import torch_internals
-from fp8_dist.kernels.cuda import zeros
+from fp8_dist.kernels.cuda import block_gemm, zeros
 from scripts.common.fake_cuda import streams
 from scripts.common.fake_cuda.triton_kernels import intercept_launches
 from scripts.plan.world import HostValues
@@ -76,6 +76,7 @@ def pretend() -> None:
             setattr(
                 CudaInterface, name, answer if isinstance(answer, type) else staticmethod(answer)
             )
+    block_gemm.device_kind = lambda device: "hopper"  # (A build for CPUs has no version of CUDA.)
     # (Another function: dynamo has a table of the two.)
     torch.accelerator.current_stream = lambda device=None: streams.current_stream()
     for name in _WITH_KERNELS:

@@ -32,6 +32,11 @@ def scaled_mm_problems(given: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def block_mm_problems(given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the data of ``aten::_scaled_mm_v2``. (Torch itself checks the scales.)"""
+    return _matrix_problems("a", given["self"]) + _matrix_problems("b", given["mat2"].t())
+
+
 def _matrix_problems(name: str, matrix: torch.Tensor) -> list[str]:
     rows, columns = matrix.shape
     problems = []

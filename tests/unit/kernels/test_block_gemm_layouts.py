@@ -1,10 +1,13 @@
 """What GPUs' GEMMs with scales of blocks are given, by torch's own checks of operands without data."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from fp8_dist.kernels import cuda
 from fp8_dist.kernels.blocks import exponents_shape
-from fp8_dist.kernels.cuda import block_gemm
+from fp8_dist.kernels.cuda import block_gemm, operators
 
 # Sizes M, K, N, and where K begins in its first block.
 SIZES = {
@@ -15,7 +18,7 @@ SIZES = {
 }
 
 
-def operands(kind: str, gemm: str, sizes: tuple[int, int, int, int]) -> tuple[object, ...]:
+def operands(kind: str, gemm: str, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
     """As a layer gives them: the output, grad_input and grad_weight."""
     m, k, n, first = sizes
     block = 128 if kind == "hopper" else 32
@@ -53,8 +56,10 @@ def test_torch_takes_the_operands(
 
     monkeypatch.setattr(block_gemm, "block_gemm_of_torch", (counted, *options))
     monkeypatch.setattr(block_gemm, "device_kind", lambda device: kind)
-    monkeypatch.setattr(block_gemm, "transposed_copy", lambda x: x.t().contiguous())
-    product = block_gemm.block_mm(*operands(kind, gemm, SIZES[sizes]), dtype)
+    for name in ("gemm_scales", "tiled_exponents"):  # (Kernels run on no tensors without data.)
+        monkeypatch.setattr(cuda, name, getattr(operators, name))
+    given = operands(kind, gemm, SIZES[sizes])
+    product = block_gemm.block_mm(*given, dtype, lambda x: x.t().contiguous())
     assert product is not None
     m, _, n, _ = SIZES[sizes]
     assert (product.shape, product.dtype, len(calls)) == ((m, n), dtype, 1)
@@ -74,18 +79,3 @@ def test_what_the_devices_do_not_multiply(kind: str, monkeypatch: pytest.MonkeyP
         (a.view(torch.float8_e5m2), b, blocks_a, torch.bfloat16),
     ):
         assert block_gemm.block_mm(left, right, of_a, of_b, blocks, blocks_b, dtype) is None
-
-
-def test_tiles() -> None:
-    """Byte by byte, from the description of the layout by NVIDIA's cuBLAS documentation."""
-    rows, columns = 300, 10
-    exponents = torch.randint(1, 255, (rows, columns), dtype=torch.uint8)
-    found = block_gemm.in_tiles(exponents)
-    assert found.shape == (384 * 12,)
-    expected = torch.zeros_like(found)
-    for row in range(rows):
-        for column in range(columns):
-            tile = row // 128 * 3 + column // 4
-            inside = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
-            expected[tile * 512 + inside] = exponents[row, column]
-    assert torch.equal(found, expected)

@@ -5,6 +5,7 @@ In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is com
 
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -174,6 +175,37 @@ def test_reblocked(shape: tuple[int, int], blocks: Blocks, rows: int) -> None:
         check_reblock(
             quantize_blocks.portable(x, exponents, dtype, blocks), exponents, blocks, rows
         )
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("route", [triton, operators], ids=["triton", "operators"])
+def test_scales_of_gemms(route: ModuleType, multiple: int) -> None:
+    every = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(64, 4)
+    for exponents in (every, every.t(), every[:33, 1:], every[:1]):
+        found = route.gemm_scales(exponents, multiple)
+        rows, columns = exponents.shape
+        expected = torch.zeros(rows + -rows % multiple, columns, device=DEVICE)
+        expected[:rows] = 2.0 ** (exponents.double() - 127)
+        expected[:rows].masked_fill_(exponents == 255, math.nan)
+        assert found.t().is_contiguous()
+        assert same_values(found, expected)
+
+
+@pytest.mark.parametrize("repeats", [1, 32])
+@pytest.mark.parametrize("route", [triton, operators], ids=["triton", "operators"])
+def test_tiles_of_exponents(route: ModuleType, repeats: int) -> None:
+    """Byte by byte, from the description of the layout by NVIDIA's cuBLAS documentation."""
+    rows, columns = 320, 10
+    exponents = torch.randint(1, 255, (rows // repeats, columns), dtype=torch.uint8)
+    expected = torch.zeros(384 * 12, dtype=torch.uint8)
+    for row in range(rows):
+        for column in range(columns):
+            tile = row // 128 * 3 + column // 4
+            inside = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+            expected[tile * 512 + inside] = exponents[row // repeats, column]
+    exponents = exponents.to(DEVICE)
+    for view in (exponents, exponents.t().contiguous().t()):
+        assert torch.equal(route.tiled_exponents(view, repeats).cpu(), expected)
 
 
 # As operators

@@ -32,6 +32,8 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         # What would change bits: flushed subnormals, fused or approximate operations.
         for absent in (".ftz", "fma.", ".approx", "div.full", "ex2", "lg2"):
             assert absent not in ptx, name
+        if name in ("_gemm_scales", "_tiled_exponents"):
+            continue  # they move a byte per block
         # Contiguous matrices are read, and written, 16 bytes at a time.
         casts = name.startswith(("_cast", "_fold", "_reblock"))
         assert "ld.global.v4.b32" in ptx, name
@@ -51,7 +53,7 @@ from fp8_dist.kernels import cuda
 from fp8_dist.kernels.cuda import operators
 assert not cuda.HAS_TRITON
 functions = [name for name in cuda.__all__ if name.islower()]
-assert len(functions) == 19
+assert len(functions) == 21
 assert all(getattr(cuda, name) is getattr(operators, name) for name in functions)
 """
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -12,6 +12,7 @@ from fp8_dist.kernels.cuda.triton.blocks import (
 from fp8_dist.kernels.cuda.triton.casts import cast, cast_rows, quantize
 from fp8_dist.kernels.cuda.triton.copies import transpose, transpose_many
 from fp8_dist.kernels.cuda.triton.folded import fold_columns, fold_rows
+from fp8_dist.kernels.cuda.triton.gemm_scales import gemm_scales, tiled_exponents
 from fp8_dist.kernels.cuda.triton.many import amaxes, quantize_many, row_amaxes
 from fp8_dist.kernels.cuda.triton.reblocking import reblock
 from fp8_dist.kernels.cuda.triton.recorded import cast_and_record
@@ -34,12 +35,14 @@ __all__ = [
     "cast_rows_and_columns",
     "fold_columns",
     "fold_rows",
+    "gemm_scales",
     "quantize",
     "quantize_blocks",
     "quantize_many",
     "reblock",
     "row_amaxes",
     "scaling",
+    "tiled_exponents",
     "transpose",
     "transpose_many",
 ]
