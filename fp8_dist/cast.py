@@ -22,6 +22,7 @@ from fp8_dist.kernels import (
     amax,
     amaxes,
     block_exponents,
+    block_exponents_of_each,
     cast_blocks,
     cast_copies,
     cast_rows,
@@ -205,6 +206,24 @@ def local_exponents(x: torch.Tensor, cast: CastSpec, layout: Layout | None) -> t
     granularity = granularity_at(cast.granularity, layout)
     assert isinstance(granularity, Blocks)
     return block_exponents(x, cast.dtype, granularity.blocks, granularity.floor)
+
+
+def exponents_of_each(
+    tensors: Sequence[torch.Tensor], cast: CastSpec, parts: Sequence[Granularity]
+) -> torch.Tensor:
+    """:func:`local_exponents` of each of many matrices of one device: flat, one after the other.
+
+    ``parts``: the granularity of each, of blocks.
+    """
+    assert isinstance(cast.granularity, Blocks)
+    blocks = flat_blocks(parts)
+    first, *others = tensors
+    return block_exponents_of_each(first, others, cast.dtype, blocks, cast.granularity.floor)
+
+
+def flat_blocks(parts: Sequence[Granularity]) -> list[int]:
+    """Of each of these granularities, all of blocks, the four numbers that describe them."""
+    return [number for part in parts for number in part.blocks or ()]
 
 
 def local_amax(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from fp8_dist.cast import local_amax, local_exponents
-from fp8_dist.cut_blocks import are_cut, scales_fit_into_gather
+from fp8_dist.cast import exponents_of_each, local_amax
+from fp8_dist.cut_blocks import are_cut, granularity_at, scales_fit_into_gather
 from fp8_dist.fsdp.streams import device_of
 from fp8_dist.granularity import ROW, TENSOR, Granularity
 from fp8_dist.kernels import amax_of_each
@@ -63,13 +63,14 @@ def local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity]
     shards = {key: layer.float8_weight.shard() for key, layer in wanted.items()}
     alike: dict[tuple[Any, ...], list[tuple[int, Granularity]]] = {}
     for key, layer in wanted.items():
-        alike.setdefault((key[1], shards[key].device, device_of(layer)), []).append(key)
+        dtype = layer.config.casts("weight")[0].dtype if key[1].blocks else None
+        alike.setdefault((key[1], shards[key].device, device_of(layer), dtype), []).append(key)
     found = {}
-    for (granularity, _, device), same in alike.items():
+    for (granularity, _, device, _), same in alike.items():
         if granularity.blocks is None:
             values = _amaxes_of_each([shards[key] for key in same], granularity, device)
         else:
-            values = [_exponents(wanted[key], shards[key]).to(device) for key in same]
+            values = _exponents_of_each([wanted[key] for key in same], device)
         for key, value in zip(same, values, strict=True):
             found[key] = _with_position(wanted[key], value, granularity)
     return {key: found[key] for key in wanted}
@@ -87,9 +88,16 @@ def _amaxes_of_each(
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _exponents(layer: Float8Linear, shard: torch.Tensor) -> torch.Tensor:
-    (cast,) = layer.config.casts("weight")
-    return local_exponents(shard, cast, layer.float8_weight.layout())
+def _exponents_of_each(layers: list[Float8Linear], device: torch.device) -> list[torch.Tensor]:
+    """The exponents of the shard of each, on ``device``; their weights have one cast."""
+    (cast,) = layers[0].config.casts("weight")
+    weights = [layer.float8_weight for layer in layers]
+    shards = [weight.shard() for weight in weights]
+    parts = [granularity_at(cast.granularity, weight.layout()) for weight in weights]
+    shapes = [of.scale_shape(shard.shape) for of, shard in zip(parts, shards, strict=True)]
+    flat = exponents_of_each(shards, cast, parts).to(device)
+    values = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(values, shapes, strict=True)]
 
 
 def _with_position(layer: Float8Linear, local: torch.Tensor, granularity: Granularity) -> Amaxes:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from fp8_dist.cast import as_copies
+from fp8_dist.cast import as_copies, flat_blocks
 from fp8_dist.config import CopySpec
+from fp8_dist.cut_blocks import granularity_at
 from fp8_dist.fsdp.joining import joined
 from fp8_dist.fsdp.resharding import group_of
 from fp8_dist.fsdp.streams import note_made
 from fp8_dist.granularity import ROW, TENSOR
-from fp8_dist.kernels import fuses_many, quantize_each
+from fp8_dist.kernels import fuses_many, quantize_blocks_of_each, quantize_each
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.streams import keep_for_current_stream
 from fp8_dist.linear.weight_cache import ScaleState
@@ -81,7 +82,7 @@ def _lacks_cast(layer: Float8Linear) -> bool:
         cache.float8 is not None
         or cache.state is not ScaleState.PRECOMPUTED
         or not layer.config.cache_float8_shards
-        or not all(cast.granularity in (TENSOR, ROW) for cast in casts)
+        or not all(cast.granularity in (TENSOR, ROW) or cast.granularity.blocks for cast in casts)
     ):
         return False
     shard = weight.shard()
@@ -114,8 +115,18 @@ def _cast_alike(layers: Sequence[Float8Linear]) -> None:
         weight.wait_until_made()
     keep_for_current_stream([number for scaling in scalings for number in scaling])
     multipliers = joined([multiplier.reshape(-1) for multiplier, _ in scalings])
-    flat = quantize_each(shards[0], shards[1:], multipliers, cast.dtype, cast.granularity is ROW)
+    layouts = [weight.layout() for weight in weights]
+    first, others = shards[0], shards[1:]
+    if cast.granularity.blocks is None:
+        flat = quantize_each(first, others, multipliers, cast.dtype, cast.granularity is ROW)
+    else:
+        blocks = flat_blocks([granularity_at(cast.granularity, layout) for layout in layouts])
+        flat = quantize_blocks_of_each(first, others, multipliers, cast.dtype, blocks)
     data = flat.split([shard.numel() for shard in shards])
-    for weight, shard, qdata, (_, scale) in zip(weights, shards, data, scalings, strict=True):
-        weight.cache.float8 = as_copies(shard, [CopySpec(cast)], [qdata.view(shard.shape)], [scale])
+    copies = [CopySpec(cast)]
+    for weight, shard, qdata, (_, scale), layout in zip(
+        weights, shards, data, scalings, layouts, strict=True
+    ):
+        made = as_copies(shard, copies, [qdata.view(shard.shape)], [scale], layout)
+        weight.cache.float8 = made
     note_made(layers)

@@ -10,7 +10,13 @@ import torch
 
 # The import of cpu registers its implementations.
 from fp8_dist.kernels import cpu
-from fp8_dist.kernels.block_casts import cast_blocks, fuses_blocks, quantize_block_copies
+from fp8_dist.kernels.block_casts import (
+    block_exponents_of_each,
+    cast_blocks,
+    fuses_blocks,
+    quantize_block_copies,
+    quantize_blocks_of_each,
+)
 from fp8_dist.kernels.block_gemm import block_scaled_mm
 from fp8_dist.kernels.blocks import (
     block_exponents,
@@ -59,6 +65,7 @@ __all__ = [
     "amax_of_each",
     "amaxes",
     "block_exponents",
+    "block_exponents_of_each",
     "block_scaled_mm",
     "blocks_along",
     "cast_and_record",
@@ -81,6 +88,7 @@ __all__ = [
     "quantize_after",
     "quantize_block_copies",
     "quantize_blocks",
+    "quantize_blocks_of_each",
     "quantize_copies",
     "quantize_each",
     "reblock",

@@ -56,6 +56,63 @@ def quantize_block_copies(
     return [transposed_copy(matrix) if turned else qdata for turned in transposed]
 
 
+@custom_op(
+    "block_exponents_of_each(Tensor first, Tensor[] others, ScalarType dtype, int[] blocks, "
+    "bool floor) -> Tensor"
+)
+def block_exponents_of_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    floor: bool,
+) -> torch.Tensor:
+    """:func:`fp8_dist.kernels.block_exponents` of each of many local matrices of one device.
+
+    Args:
+        blocks: four numbers for each matrix.
+
+    Returns:
+        uint8, flat: those of one matrix follow those of the matrix before.
+    """
+    each = zip((first, *others), of_each(blocks), strict=True)
+    return torch.cat([block_exponents(x, dtype, of, floor).view(-1) for x, of in each])
+
+
+@custom_op(
+    "quantize_blocks_of_each(Tensor first, Tensor[] others, Tensor exponents, ScalarType dtype, "
+    "int[] blocks) -> Tensor"
+)
+def quantize_blocks_of_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+) -> torch.Tensor:
+    """:func:`fp8_dist.kernels.quantize_blocks` of each of many local matrices of one device.
+
+    Args:
+        exponents, blocks: as :func:`block_exponents_of_each` returns and takes them.
+
+    Returns:
+        the data of all, flat, one after the other.
+    """
+    tensors, each = (first, *others), of_each(blocks)
+    shapes = [exponents_shape(x.shape, of) for x, of in zip(tensors, each, strict=True)]
+    parts = exponents.split([math.prod(shape) for shape in shapes])
+    data = [
+        quantize_blocks(x, part.view(shape), dtype, of).view(torch.uint8).view(-1)
+        for x, part, shape, of in zip(tensors, parts, shapes, each, strict=True)
+    ]
+    return torch.cat(data).view(dtype)
+
+
+def of_each(blocks: Sequence[int]) -> list[Sequence[int]]:
+    """Flat numbers as the blocks of each matrix."""
+    return [blocks[n : n + 4] for n in range(0, len(blocks), 4)]
+
+
 @cast_blocks.register_fake
 def _cast_blocks_fake(
     x: torch.Tensor,
@@ -77,6 +134,30 @@ def _quantize_block_copies_fake(
     transposed: Sequence[bool],
 ) -> Tensors:
     return empty_copies(x, dtype, transposed)
+
+
+@block_exponents_of_each.register_fake
+def _block_exponents_of_each_fake(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    floor: bool,
+) -> torch.Tensor:
+    each = zip((first, *others), of_each(blocks), strict=True)
+    count = sum(math.prod(exponents_shape(x.shape, of)) for x, of in each)
+    return first.new_empty(count, dtype=torch.uint8)
+
+
+@quantize_blocks_of_each.register_fake
+def _quantize_blocks_of_each_fake(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+) -> torch.Tensor:
+    return first.new_empty(sum(x.numel() for x in (first, *others)), dtype=dtype)
 
 
 def fuses_blocks(x: torch.Tensor) -> bool:

@@ -142,7 +142,7 @@ def quantize_blocks(
     multiplier = powers_of_2(exponents).reciprocal_()
     limit = torch.finfo(dtype).max
     product = scaled_by(x.to(torch.float32), multiplier, blocks)
-    return product.clamp_(-limit, limit).to(dtype)
+    return product.clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
 
 
 def scaled_by(x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:

@@ -73,7 +73,7 @@ torchao rowwise_with_gw_hp    11 kernels 3 GEMMs 0 transposing copies   1.06 GB"
 
 def test_blocks_under_fsdp(fake_cuda: FakeCudaProcess) -> None:
     rows, launches = [], {}
-    for name in (BF16, "tensorwise", "rowwise_folded", "delayed"):
+    for name in (BF16, "tensorwise", "rowwise_folded", "blockwise", "mxfp8", "delayed"):
         counts = fake_cuda.run(count_blocks, name, 2, 8192)
         launches[name] = counts.launches
         rows.append(f"{name:28} {counts.launches:4} kernels")
@@ -85,13 +85,15 @@ def test_blocks_under_fsdp(fake_cuda: FakeCudaProcess) -> None:
 bf16                          153 kernels
 tensorwise                    196 kernels
 rowwise_folded                216 kernels
+blockwise                     286 kernels
+mxfp8                         536 kernels
 delayed                       249 kernels""",
     )
 
 
 def test_updates_of_many_weights(fake_cuda: FakeCudaProcess) -> None:
     rows = []
-    for name in ("tensorwise", "rowwise_folded", "delayed"):
+    for name in ("tensorwise", "rowwise_folded", "blockwise", "mxfp8", "delayed"):
         for blocks in (2, 32):
             counts, weights = fake_cuda.run(count_update, name, blocks), 7 * blocks
             rows.append(f"{name:15} {weights:3} weights {counts.launches:2} kernels")
@@ -104,6 +106,10 @@ tensorwise       14 weights  4 kernels
 tensorwise      224 weights  4 kernels
 rowwise_folded   14 weights  3 kernels
 rowwise_folded  224 weights  3 kernels
+blockwise        14 weights  2 kernels
+blockwise       224 weights  2 kernels
+mxfp8            14 weights  2 kernels
+mxfp8           224 weights  2 kernels
 delayed          14 weights 12 kernels
 delayed         224 weights 22 kernels""",
     )

@@ -96,6 +96,9 @@ def call_all() -> None:
     kernels.quantize_blocks(x, numbers, e4m3, (1, 128, 0, 0))
     kernels.block_exponents(x, e4m3, (32, 32, 0, 0), True)
     kernels.reblock(x.view(torch.uint8).view(e4m3), numbers, (1, 128, 0, 0), 128, True)
+    parts = [(128, 128, 0, 0)] * 2
+    every = kernels.exponents_of_many([x, x], e4m3, parts, False)
+    kernels.quantize_many_blocks([x, x], every, e4m3, parts)
     kernels.gemm_scales(numbers, 4)
     kernels.tiled_exponents(numbers)
     kernels.transpose(x.view(torch.uint8))

@@ -10,7 +10,13 @@ from functools import partial
 import torch
 
 from fp8_dist.kernels import cuda
-from fp8_dist.kernels.block_casts import cast_blocks, quantize_block_copies
+from fp8_dist.kernels.block_casts import (
+    block_exponents_of_each,
+    cast_blocks,
+    of_each,
+    quantize_block_copies,
+    quantize_blocks_of_each,
+)
 from fp8_dist.kernels.block_gemm import block_scaled_mm
 from fp8_dist.kernels.blocks import block_exponents, exponents_shape, quantize_blocks, reblock
 from fp8_dist.kernels.copies import Tensors
@@ -96,6 +102,41 @@ def _reblock(
     return cuda.reblock(qdata, exponents, blocks, rows, transposed)
 
 
+def _block_exponents_of_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    floor: bool,
+) -> torch.Tensor:
+    tensors, each = [first, *others], of_each(blocks)
+    if not _are_alike(tensors, each):
+        return block_exponents_of_each.portable(first, others, dtype, blocks, floor)
+    return cuda.exponents_of_many(tensors, dtype, each, floor)
+
+
+def _quantize_blocks_of_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+) -> torch.Tensor:
+    tensors, each = [first, *others], of_each(blocks)
+    if not _are_alike(tensors, each):
+        return quantize_blocks_of_each.portable(first, others, exponents, dtype, blocks)
+    return cuda.quantize_many_blocks(tensors, exponents.contiguous(), dtype, each)
+
+
+def _are_alike(tensors: Sequence[torch.Tensor], blocks: Sequence[Sequence[int]]) -> bool:
+    """Whether one launch takes them."""
+    dtype, size = tensors[0].dtype, blocks[0][:2]
+    return all(
+        x.ndim == 2 and x.dtype is dtype and x.is_contiguous() and _takes(x, of) and of[:2] == size
+        for x, of in zip(tensors, blocks, strict=True)
+    )
+
+
 def _takes(x: torch.Tensor, blocks: Sequence[int]) -> bool:
     of_matrix = x.ndim == 2 or blocks[0] == 1
     return x.dtype in cuda.DTYPES and of_matrix and _fits(*blocks[:2])
@@ -135,6 +176,8 @@ def register_block_kernels() -> None:
     quantize_blocks.register("cuda", _quantize_blocks)
     cast_blocks.register("cuda", _cast_blocks)
     quantize_block_copies.register("cuda", _quantize_block_copies)
+    block_exponents_of_each.register("cuda", _block_exponents_of_each)
+    quantize_blocks_of_each.register("cuda", _quantize_blocks_of_each)
     reblock.register("cuda", _reblock)
     eager = partial(_block_scaled_mm, transpose=transposed)
     block_scaled_mm.register("cuda", _block_scaled_mm, direct=eager)

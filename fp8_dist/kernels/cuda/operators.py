@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from fp8_dist.kernels import blocks as portable_blocks
+from fp8_dist.kernels.block_casts import quantize_blocks_of_each
 from fp8_dist.kernels.cuda.results import BlockCast, Cast, FoldedRows, Layouts, RecordedCast
 from fp8_dist.kernels.folding import UNIT
 from fp8_dist.kernels.quantization import quantize_each
@@ -242,6 +243,29 @@ def quantize_blocks(
     note_no_triton(x)
     qdata = portable_blocks.quantize_blocks.portable(x, exponents, dtype, blocks)
     return Layouts(qdata if row_major else None, qdata.t().contiguous() if column_major else None)
+
+
+def exponents_of_many(
+    matrices: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    blocks: Sequence[Sequence[int]],
+    floor: bool,
+) -> torch.Tensor:
+    """The exponents of the blocks of many matrices: flat, one after the other."""
+    each = zip(matrices, blocks, strict=True)
+    return torch.cat([block_exponents(x, dtype, of, floor).view(-1) for x, of in each])
+
+
+def quantize_many_blocks(
+    matrices: Sequence[torch.Tensor],
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """Many matrices in float8 with scales of blocks: flat, one after the other."""
+    note_no_triton(matrices[0])
+    flat = [number for of in blocks for number in of]
+    return quantize_blocks_of_each.portable(matrices[0], matrices[1:], exponents, dtype, flat)
 
 
 def reblock(

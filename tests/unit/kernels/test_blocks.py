@@ -70,6 +70,7 @@ def check_cast(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, floor: bool)
     for run in implementations(quantize_blocks):
         qdata = run(x, expected, dtype, blocks)
         assert (qdata.dtype, qdata.shape) == (dtype, x.shape)
+        assert qdata.is_contiguous()
         assert torch.equal(qdata.double().nan_to_num(1e9), values.view(x.shape).nan_to_num(1e9))
     return expected
 

@@ -19,9 +19,11 @@ from fp8_dist.dtypes import FLOAT8_DTYPES
 from fp8_dist.kernels import (
     CustomOp,
     block_exponents,
+    block_exponents_of_each,
     cast_blocks,
     quantize_block_copies,
     quantize_blocks,
+    quantize_blocks_of_each,
     reblock,
 )
 from fp8_dist.kernels.blocks import exponents_shape
@@ -177,6 +179,40 @@ def test_reblocked(shape: tuple[int, int], blocks: Blocks, rows: int) -> None:
         )
 
 
+MANY: list[tuple[tuple[int, int], tuple[int, int]]] = [
+    ((40, 300), (0, 0)),
+    ((16, 32), (3, 31)),
+    ((0, 32), (5, 0)),
+    ((3, 0), (5, 7)),
+    ((1, 1), (31, 0)),
+    ((33, 64), (16, 16)),
+]
+
+
+@FLOOR
+@pytest.mark.parametrize("of", DTYPES)
+@pytest.mark.parametrize("route", [triton, operators], ids=["triton", "operators"])
+@pytest.mark.parametrize("size", [(32, 32), (1, 32)])
+def test_many_matrices(
+    size: tuple[int, int], route: ModuleType, of: torch.dtype, floor: bool
+) -> None:
+    tensors = [matrix(shape, of) for shape, _ in MANY]
+    tensors[0][5, 7], tensors[1][3] = math.nan, -math.inf
+    blocks = [(*size, start[0] % size[0], start[1]) for _, start in MANY]
+    for chosen in (slice(None), slice(1), slice(2, 3), slice(0, None, 5)):
+        given, parts = tensors[chosen], blocks[chosen]
+        each = list(zip(given, parts, strict=True))
+        found = [block_exponents.portable(x, E4M3, b, floor) for x, b in each]
+        exponents = torch.cat([one.view(-1) for one in found])
+        assert torch.equal(route.exponents_of_many(given, E4M3, parts, floor), exponents)
+        data = [
+            quantize_blocks.portable(x, one, E4M3, b).view(torch.uint8).view(-1)
+            for (x, b), one in zip(each, found, strict=True)
+        ]
+        qdata = route.quantize_many_blocks(given, exponents, E4M3, parts)
+        assert same_values(qdata, torch.cat(data).view(E4M3))
+
+
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("route", [triton, operators], ids=["triton", "operators"])
 def test_scales_of_gemms(route: ModuleType, multiple: int) -> None:
@@ -255,6 +291,26 @@ def test_operators(dtype: torch.dtype, shape: tuple[int, ...], blocks: Blocks) -
             check_op(reblock, qdata, exponents, blocks, rows, transposed)
 
 
+def test_operators_of_many() -> None:
+    shapes = [(6, 32), (0, 32), (5, 7)]
+    sizes: list[list[Blocks]] = [
+        [(4, 8, 0, 0), (4, 8, 3, 1), (4, 8, 0, 7)],
+        [(4, 8, 0, 0), (1, 8, 0, 1), (4, 4, 0, 0)],  # not alike
+        [(3, 8, 0, 0), (3, 8, 0, 1), (3, 8, 0, 7)],
+    ]
+    for parts in sizes:
+        tensors = [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
+        blocks = [number for part in parts for number in part]
+        for first in (tensors[0], tensors[0].float(), tensors[0].t().contiguous().t()):
+            check_op(block_exponents_of_each, first, tensors[1:], E4M3, blocks, True)
+            exponents = block_exponents_of_each(first, tensors[1:], E4M3, blocks, True)
+            expected = [
+                block_exponents(x, E4M3, b, True) for x, b in zip(tensors, parts, strict=True)
+            ]
+            assert torch.equal(exponents, torch.cat([each.view(-1) for each in expected]))
+            check_op(quantize_blocks_of_each, first, tensors[1:], exponents, E4M3, blocks)
+
+
 @pytest.mark.parametrize("transposed", [[False], [True], [False, True]])
 def test_operators_describe_their_results(transposed: list[bool]) -> None:
     """For tensors without data, as compilers trace them; on CPUs, which cast in two steps."""
@@ -268,6 +324,11 @@ def test_operators_describe_their_results(transposed: list[bool]) -> None:
         calls.append((quantize_block_copies.overload, given))
     qdata, exponents = cast_blocks(torch.randn(6, 10), E4M3, (1, 4, 0, 0), False, [False])[::-1]
     calls.append((reblock.overload, (qdata, exponents, (1, 4, 0, 0), 4, transposed[-1])))
+    matrices, parts = [torch.randn(6, 10), torch.randn(3, 4)], [4, 4, 1, 3, 4, 4, 0, 0]
+    first, *others = matrices
+    of_many = block_exponents_of_each(first, others, E4M3, parts, False)
+    calls.append((block_exponents_of_each.overload, (first, others, E4M3, parts, False)))
+    calls.append((quantize_blocks_of_each.overload, (first, others, of_many, E4M3, parts)))
     for op, arguments in calls:
         torch.library.opcheck(op, arguments, test_utils="test_faketensor")
 

@@ -14,6 +14,7 @@ from fp8_dist.kernels.cuda.triton.copies import transpose, transpose_many
 from fp8_dist.kernels.cuda.triton.folded import fold_columns, fold_rows
 from fp8_dist.kernels.cuda.triton.gemm_scales import gemm_scales, tiled_exponents
 from fp8_dist.kernels.cuda.triton.many import amaxes, quantize_many, row_amaxes
+from fp8_dist.kernels.cuda.triton.many_blocks import exponents_of_many, quantize_many_blocks
 from fp8_dist.kernels.cuda.triton.reblocking import reblock
 from fp8_dist.kernels.cuda.triton.recorded import cast_and_record
 from fp8_dist.kernels.cuda.triton.reductions import amax
@@ -33,12 +34,14 @@ __all__ = [
     "cast_blocks",
     "cast_rows",
     "cast_rows_and_columns",
+    "exponents_of_many",
     "fold_columns",
     "fold_rows",
     "gemm_scales",
     "quantize",
     "quantize_blocks",
     "quantize_many",
+    "quantize_many_blocks",
     "reblock",
     "row_amaxes",
     "scaling",

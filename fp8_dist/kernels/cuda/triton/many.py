@@ -31,7 +31,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     to_float8,
 )
 
-_TRITON = {
+TRITON = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.float32: tl.float32,
@@ -144,18 +144,18 @@ def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     CUDA graph is captured, which would outlive the addresses.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
-    if _is_capturing(device):
+    if is_capturing(device):
         return torch.stack([amax(t) for t in tensors])
-    addresses, sizes = _addresses(tensors), [t.numel() for t in tensors]
+    addresses, sizes = addresses_of(tensors), [t.numel() for t in tensors]
     out = torch.zeros(len(tensors), dtype=torch.float32, device=device)
     splits = min(256, programs(max(sizes), 2**15))
     _many(
         lambda chosen: (len(tensors), splits),
         (dtype, size_class(len(tensors), max(sizes))),
         device,
-        *(_table(device, addresses, sizes), out.view(torch.int32)),
-        DTYPE=_TRITON[dtype],
-        ALIGNED=_are_aligned(addresses, sizes),
+        *(table_on(device, addresses, sizes), out.view(torch.int32)),
+        DTYPE=TRITON[dtype],
+        ALIGNED=are_aligned(addresses, sizes),
         SPLITS=splits,
     )
     return out
@@ -169,19 +169,19 @@ def row_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     matrices = [as_matrix(t) for t in tensors]
     device, dtype = tensors[0].device, tensors[0].dtype
-    if _is_capturing(device):
+    if is_capturing(device):
         return torch.cat([amax(t, [1]).view(-1) for t in matrices])
-    addresses, rows, columns = _addresses(matrices), *_sizes(matrices)
+    addresses, rows, columns = addresses_of(matrices), *_sizes(matrices)
     out = torch.empty(sum(rows), dtype=torch.float32, device=device)
     splits = min(256, programs(max(rows), 32))
     _rows_of_many(
         lambda chosen: (len(matrices), splits),
         (dtype, size_class(len(matrices), max(rows), max(columns))),
         device,
-        _table(device, addresses, rows, columns, _starts(rows)),
+        table_on(device, addresses, rows, columns, starts_of(rows)),
         out.view(torch.int32),
-        DTYPE=_TRITON[dtype],
-        ALIGNED=_are_aligned(addresses, columns),
+        DTYPE=TRITON[dtype],
+        ALIGNED=are_aligned(addresses, columns),
         SPLITS=splits,
     )
     return out
@@ -202,11 +202,11 @@ def quantize_many(
     while a CUDA graph is captured.
     """
     matrices, device = [as_matrix(t) for t in tensors], tensors[0].device
-    addresses, rows, columns = _addresses(matrices), *_sizes(matrices)
+    addresses, rows, columns = addresses_of(matrices), *_sizes(matrices)
     out = torch.empty(sum(t.numel() for t in matrices), dtype=dtype, device=device)
-    firsts = _starts(rows) if of_rows else list(range(len(rows)))
-    starts = _starts([t.numel() for t in matrices])
-    if _is_capturing(device):
+    firsts = starts_of(rows) if of_rows else list(range(len(rows)))
+    starts = starts_of([t.numel() for t in matrices])
+    if is_capturing(device):
         for matrix, first, start in zip(matrices, firsts, starts, strict=True):
             mine = multipliers[first : first + len(matrix) if of_rows else first + 1].view(-1, 1)
             qdata = quantize(matrix, mine if of_rows else mine.view(()), dtype).qdata
@@ -218,10 +218,10 @@ def quantize_many(
         lambda chosen: (len(matrices), splits),
         (matrices[0].dtype, size_class(len(matrices), max(rows), max(columns)), of_rows),
         device,
-        _table(device, addresses, rows, columns, firsts, starts),
+        table_on(device, addresses, rows, columns, firsts, starts),
         *(multipliers, out.view(torch.uint8)),
-        DTYPE=_TRITON[matrices[0].dtype],
-        ALIGNED=_are_aligned(addresses, columns, starts),
+        DTYPE=TRITON[matrices[0].dtype],
+        ALIGNED=are_aligned(addresses, columns, starts),
         OF_ROWS=int(of_rows),
         SPLITS=splits,
         **float8_constants(dtype, device),
@@ -229,7 +229,8 @@ def quantize_many(
     return out
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Those of contiguous tensors of one dtype and device."""
     first = tensors[0]
     for t in tensors:
         assert t.is_contiguous()
@@ -237,11 +238,13 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [t.data_ptr() for t in tensors]
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured, which would outlive the addresses in a table."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _are_aligned(*numbers: list[int]) -> bool:
+def are_aligned(*numbers: list[int]) -> bool:
+    """Whether all are multiples of 16."""
     return all(n % 16 == 0 for each in numbers for n in each)
 
 
@@ -249,12 +252,13 @@ def _sizes(matrices: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     return [t.shape[0] for t in matrices], [t.shape[1] for t in matrices]
 
 
-def _starts(sizes: list[int]) -> list[int]:
+def starts_of(sizes: list[int]) -> list[int]:
     """Where each begins that follows those before it."""
     return list(accumulate(sizes, initial=0))[:-1]
 
 
-def _table(device: torch.device, *columns: list[int]) -> torch.Tensor:
+def table_on(device: torch.device, *columns: list[int]) -> torch.Tensor:
+    """A table of int64 on the device, by its columns."""
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     return _table_of(tuple(zip(*columns, strict=True)), device, stream)
 
