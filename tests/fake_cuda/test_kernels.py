@@ -41,10 +41,28 @@ rowwise_folded                 9 kernels 3 GEMMs 0 transposing copies   1.07 GB
 rowwise_folded, weight cached   8 kernels 3 GEMMs 0 transposing copies   0.84 GB
 blockwise                     14 kernels 3 GEMMs 0 transposing copies   1.01 GB
 blockwise, weight cached      13 kernels 3 GEMMs 0 transposing copies   0.77 GB
-mxfp8                         32 kernels 3 GEMMs 0 transposing copies   4.06 GB
-mxfp8, weight cached          31 kernels 3 GEMMs 0 transposing copies   3.83 GB
+mxfp8                         14 kernels 3 GEMMs 0 transposing copies   2.27 GB
+mxfp8, weight cached          13 kernels 3 GEMMs 0 transposing copies   2.04 GB
 delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
 delayed, weight cached         7 kernels 3 GEMMs 0 transposing copies   0.60 GB""",
+    )
+
+
+def test_a_step_of_blocks_on_blackwell(fake_cuda: FakeCudaProcess) -> None:
+    """It multiplies blocks of 32 alone; Hopper, as above, those of 128."""
+    rows = []
+    for name in ("blockwise", "mxfp8"):
+        for changed in (True, False):
+            counts = fake_cuda.run(count_layer, name, SHAPE, changed, "blackwell")
+            rows.append(_row(name + ("" if changed else ", weight cached"), counts))
+            assert counts.syncs == counts.problems == []
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+blockwise                     14 kernels 3 GEMMs 0 transposing copies   2.25 GB
+blockwise, weight cached      13 kernels 3 GEMMs 0 transposing copies   2.02 GB
+mxfp8                         14 kernels 3 GEMMs 0 transposing copies   1.03 GB
+mxfp8, weight cached          13 kernels 3 GEMMs 0 transposing copies   0.79 GB""",
     )
 
 
@@ -63,7 +81,7 @@ rowwise                       12 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise_with_gw_hp            10 kernels 3 GEMMs 0 transposing copies   0.92 GB
 rowwise_folded                 9 kernels 3 GEMMs 0 transposing copies   1.07 GB
 blockwise                     15 kernels 3 GEMMs 0 transposing copies   1.01 GB
-mxfp8                         33 kernels 3 GEMMs 0 transposing copies   4.06 GB
+mxfp8                         15 kernels 3 GEMMs 0 transposing copies   2.27 GB
 delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
 torchao tensorwise            13 kernels 3 GEMMs 0 transposing copies   1.38 GB
 torchao rowwise               15 kernels 3 GEMMs 0 transposing copies   1.75 GB
@@ -86,7 +104,7 @@ bf16                          153 kernels
 tensorwise                    196 kernels
 rowwise_folded                216 kernels
 blockwise                     286 kernels
-mxfp8                         536 kernels
+mxfp8                         284 kernels
 delayed                       249 kernels""",
     )
 

@@ -21,6 +21,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -95,7 +96,9 @@ def call_all() -> None:
     kernels.cast_blocks(x, e4m3, (128, 128, 0, 0), True, column_major=True)
     kernels.quantize_blocks(x, numbers, e4m3, (1, 128, 0, 0))
     kernels.block_exponents(x, e4m3, (32, 32, 0, 0), True)
-    kernels.reblock(x.view(torch.uint8).view(e4m3), numbers, (1, 128, 0, 0), 128, True)
+    data = torch.zeros(256, 512, dtype=torch.uint8).view(e4m3)
+    kernels.reblock(data, numbers, (1, 128, 0, 0), 128, True)
+    kernels.dequantize(data, numbers, (1, 128, 0, 0), torch.bfloat16)
     parts = [(128, 128, 0, 0)] * 2
     every = kernels.exponents_of_many([x, x], e4m3, parts, False)
     kernels.quantize_many_blocks([x, x], every, e4m3, parts)

@@ -167,7 +167,15 @@ def _block_scaled_mm(
 ) -> torch.Tensor:
     operands = (a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype)
     product = None if emulate else block_mm(*operands, transpose)
-    return block_scaled_mm.portable(*operands, emulate) if product is None else product
+    if product is not None:
+        return product
+    if not (_fits(*blocks_a[:2]) and _fits(*blocks_b[:2])):
+        return block_scaled_mm.portable(*operands, emulate)
+    wide = torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float32
+    left = cuda.dequantize(a, exponents_a, blocks_a, wide)
+    right = cuda.dequantize(b, exponents_b, blocks_b, wide)
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.mm(left, right).to(out_dtype)
 
 
 def register_block_kernels() -> None:

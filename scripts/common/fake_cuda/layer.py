@@ -1,11 +1,13 @@
 """One linear layer on the fake CUDA device; called in its process."""
 
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from fp8_dist import Float8Linear
+from fp8_dist.kernels.cuda import block_gemm
 from scripts.bench.layers import Layer
 from scripts.common.candidates import linear_of
 from scripts.common.fake_cuda.counter import Counts, KernelCounter
@@ -37,16 +39,19 @@ def layer_on_fake_cuda(name: str, shape: LayerShape, mode: FakeCudaMode) -> Laye
     return Layer(module, x, grad)
 
 
-def count_layer(name: str, shape: LayerShape, weight_changed: bool) -> Counts:
+def count_layer(
+    name: str, shape: LayerShape, weight_changed: bool, gemm_of: str = "hopper"
+) -> Counts:
     """Forward and backward of a candidate's layer that has run before.
 
     Args:
         weight_changed: since then, as by an optimizer step. Otherwise the library's float8 copy of
             the weight serves again, as for a second micro-batch.
+        gemm_of: the device whose GEMMs with scales of blocks there are: "hopper" or "blackwell".
     """
     mode = FakeCudaMode()
     layer = layer_on_fake_cuda(name, shape, mode)
-    with fake_tensors(mode):
+    with fake_tensors(mode), patch.object(block_gemm, "device_kind", lambda device: gemm_of):
         layer.run()
         if weight_changed:
             layer.change_weight()

@@ -7,7 +7,7 @@ import torch
 
 from fp8_dist.kernels import cuda
 from fp8_dist.kernels.blocks import exponents_shape
-from fp8_dist.kernels.cuda import block_gemm, operators
+from fp8_dist.kernels.cuda import block_gemm, block_operators
 
 # Sizes M, K, N, and where K begins in its first block.
 SIZES = {
@@ -57,7 +57,7 @@ def test_torch_takes_the_operands(
     monkeypatch.setattr(block_gemm, "block_gemm_of_torch", (counted, *options))
     monkeypatch.setattr(block_gemm, "device_kind", lambda device: kind)
     for name in ("gemm_scales", "tiled_exponents"):  # (Kernels run on no tensors without data.)
-        monkeypatch.setattr(cuda, name, getattr(operators, name))
+        monkeypatch.setattr(cuda, name, getattr(block_operators, name))
     given = operands(kind, gemm, SIZES[sizes])
     product = block_gemm.block_mm(*given, dtype, lambda x: x.t().contiguous())
     assert product is not None

@@ -20,14 +20,16 @@ from fp8_dist.kernels import (
     CustomOp,
     block_exponents,
     block_exponents_of_each,
+    block_scaled_mm,
     cast_blocks,
     quantize_block_copies,
     quantize_blocks,
     quantize_blocks_of_each,
     reblock,
 )
+from fp8_dist.kernels.block_gemm import dequantized
 from fp8_dist.kernels.blocks import exponents_shape
-from fp8_dist.kernels.cuda import DTYPES, block_registration, operators, triton
+from fp8_dist.kernels.cuda import DTYPES, block_operators, block_registration, triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -179,6 +181,25 @@ def test_reblocked(shape: tuple[int, int], blocks: Blocks, rows: int) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
+def test_dequantized(of: torch.dtype, dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
+    exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(256, 1)
+    every = codes.expand(256, 256).contiguous()
+    found = triton.dequantize(every, exponents, (1, 256, 0, 0), of)
+    assert same_values(found, dequantized(every, exponents, (1, 256, 0, 0), of))
+    numbers = exponents.view(16, 16)
+    for data, scales, blocks in (
+        (every[:, :250], numbers[:9, :9], (32, 32, 7, 30)),
+        (every[:250].t(), numbers[:9, :9], (32, 32, 30, 7)),
+        (every[::2, 1::2], numbers.t()[:4, :9], (32, 16, 0, 15)),
+        (every[:0], numbers[:0, :8], (1, 32, 0, 0)),
+    ):
+        found = triton.dequantize(data, scales, blocks, of)
+        assert same_values(found, dequantized(data, scales, blocks, of))
+
+
 MANY: list[tuple[tuple[int, int], tuple[int, int]]] = [
     ((40, 300), (0, 0)),
     ((16, 32), (3, 31)),
@@ -191,7 +212,7 @@ MANY: list[tuple[tuple[int, int], tuple[int, int]]] = [
 
 @FLOOR
 @pytest.mark.parametrize("of", DTYPES)
-@pytest.mark.parametrize("route", [triton, operators], ids=["triton", "operators"])
+@pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 @pytest.mark.parametrize("size", [(32, 32), (1, 32)])
 def test_many_matrices(
     size: tuple[int, int], route: ModuleType, of: torch.dtype, floor: bool
@@ -214,7 +235,7 @@ def test_many_matrices(
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-@pytest.mark.parametrize("route", [triton, operators], ids=["triton", "operators"])
+@pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 def test_scales_of_gemms(route: ModuleType, multiple: int) -> None:
     every = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(64, 4)
     for exponents in (every, every.t(), every[:33, 1:], every[:1]):
@@ -228,7 +249,7 @@ def test_scales_of_gemms(route: ModuleType, multiple: int) -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 32])
-@pytest.mark.parametrize("route", [triton, operators], ids=["triton", "operators"])
+@pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 def test_tiles_of_exponents(route: ModuleType, repeats: int) -> None:
     """Byte by byte, from the description of the layout by NVIDIA's cuBLAS documentation."""
     rows, columns = 320, 10
@@ -291,6 +312,19 @@ def test_operators(dtype: torch.dtype, shape: tuple[int, ...], blocks: Blocks) -
             check_op(reblock, qdata, exponents, blocks, rows, transposed)
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [8, 12])
+def test_a_product_without_a_gemm_of_blocks(size: int, out_dtype: torch.dtype) -> None:
+    operands = []
+    for shape, blocks in (((33, 40), (1, size, 0, 5)), ((17, 40), (size, size, 3, 5))):
+        x = torch.randn(shape, device=DEVICE)
+        operands.append((*cast_blocks(x, E4M3, blocks, False, [False]), blocks))
+    (of_a, a, blocks_a), (of_b, b, (rows, columns, *first)) = operands
+    turned = (columns, rows, *first[::-1])
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        check_op(block_scaled_mm, a, b.t(), of_a, of_b.t(), blocks_a, turned, out_dtype, True)
+
+
 def test_operators_of_many() -> None:
     shapes = [(6, 32), (0, 32), (5, 7)]
     sizes: list[list[Blocks]] = [
@@ -336,10 +370,13 @@ def test_operators_describe_their_results(transposed: list[bool]) -> None:
 def test_the_route_without_triton_has_the_same_layouts() -> None:
     x, blocks = matrix((6, 33), torch.bfloat16), (1, 16, 0, 3)
     expected = kernels.quantize_blocks(x, block_exponents(x, E4M3, blocks, True), E4M3, blocks)
-    found = operators.cast_blocks(x, E4M3, blocks, True, column_major=True)
+    found = block_operators.cast_blocks(x, E4M3, blocks, True, column_major=True)
     check_layouts(found[:2], expected)
-    assert operators.cast_blocks(x, E4M3, blocks, True).qdata_t is None
-    assert operators.quantize_blocks(x, found.exponents, E4M3, blocks, row_major=False)[0] is None
-    data, numbers = operators.reblock(expected, found.exponents, blocks, 4, True)
+    assert block_operators.cast_blocks(x, E4M3, blocks, True).qdata_t is None
+    assert (
+        block_operators.quantize_blocks(x, found.exponents, E4M3, blocks, row_major=False)[0]
+        is None
+    )
+    data, numbers = block_operators.reblock(expected, found.exponents, blocks, 4, True)
     assert same_values(data.t(), triton.reblock(expected, found.exponents, blocks, 4, False)[0])
     assert numbers.shape == (2, 33)

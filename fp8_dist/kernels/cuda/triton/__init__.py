@@ -11,6 +11,7 @@ from fp8_dist.kernels.cuda.triton.blocks import (
 )
 from fp8_dist.kernels.cuda.triton.casts import cast, cast_rows, quantize
 from fp8_dist.kernels.cuda.triton.copies import transpose, transpose_many
+from fp8_dist.kernels.cuda.triton.dequantizing import dequantize
 from fp8_dist.kernels.cuda.triton.folded import fold_columns, fold_rows
 from fp8_dist.kernels.cuda.triton.gemm_scales import gemm_scales, tiled_exponents
 from fp8_dist.kernels.cuda.triton.many import amaxes, quantize_many, row_amaxes
@@ -34,6 +35,7 @@ __all__ = [
     "cast_blocks",
     "cast_rows",
     "cast_rows_and_columns",
+    "dequantize",
     "exponents_of_many",
     "fold_columns",
     "fold_rows",
