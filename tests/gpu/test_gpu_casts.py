@@ -9,6 +9,17 @@ import triton.language as tl
 from reference import same_values
 
 from fp8_dist import CastConfig, ScalingGranularity, cast_to_float8
+from fp8_dist.kernels import (
+    block_exponents,
+    block_exponents_of_each,
+    cast_blocks,
+    quantize_blocks,
+    quantize_blocks_of_each,
+    reblock,
+)
+from fp8_dist.kernels.block_gemm import dequantized
+from fp8_dist.kernels.cuda import block_operators
+from fp8_dist.kernels.cuda import triton as triton_kernels
 from fp8_dist.kernels.cuda.triton.launch import BIAS
 from fp8_dist.kernels.cuda.triton.rounding import from_float8, saturated, to_float8
 
@@ -85,6 +96,87 @@ def test_casts_of_any_shape(shape: tuple[int, int], dim: int | None) -> None:
     x = torch.randn(shape).bfloat16()
     check(x, TARGETS[0], dim, True)
     check(x.t(), TARGETS[1], dim, False)
+
+
+# Whole blocks, blocks that sizes do not divide, parts that begin inside of a block.
+BLOCKS = [(1, 128, 0, 0), (1, 32, 0, 5), (128, 128, 0, 0), (32, 32, 7, 31)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("floor", [False, True], ids=["ceil", "floor"])
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_casts_in_blocks_equal_those_of_the_cpu(
+    dtype: torch.dtype,
+    target: torch.dtype,
+    blocks: tuple[int, int, int, int],
+    floor: bool,
+    kind: str,
+) -> None:
+    x = values(kind, dtype, (135, 200))
+    on_cpu = cast_blocks(x, target, blocks, floor, [False, True])
+    on_gpu = cast_blocks(x.to(DEVICE), target, blocks, floor, [False, True])
+    assert all(same_values(a, b) for a, b in zip(on_gpu, on_cpu, strict=True))
+    exponents, qdata, _ = on_gpu
+    assert torch.equal(block_exponents(x.to(DEVICE), target, blocks, floor), exponents)
+    assert same_values(quantize_blocks(x.to(DEVICE), exponents, target, blocks), on_cpu[1])
+    for rows in (32, 128):
+        expected = reblock(on_cpu[1], on_cpu[0], blocks, rows)
+        for transposed in (False, True):
+            found = reblock(qdata, exponents, blocks, rows, transposed)
+            assert same_values(found[0].t() if transposed else found[0], expected[0])
+            assert same_values(found[1], expected[1])
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (0, 16), (16, 0), (7, 1023), (1025, 2050), (2048, 4096)])
+def test_casts_in_blocks_of_any_shape(
+    shape: tuple[int, int], blocks: tuple[int, int, int, int]
+) -> None:
+    wide = torch.randn(shape).bfloat16()
+    for x in (wide, wide.t()):
+        on_cpu = cast_blocks(x, TARGETS[0], blocks, True, [False, True])
+        strided = torch.empty_like(x, device=DEVICE).copy_(x)
+        on_gpu = cast_blocks(strided, TARGETS[0], blocks, True, [False, True])
+        assert all(same_values(a, b) for a, b in zip(on_gpu, on_cpu, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_weights_in_blocks(dtype: torch.dtype) -> None:
+    shapes = [(256, 512), (0, 512), (130, 77), (1024, 1024)]
+    weights = [values("ordinary", dtype, shape) for shape in shapes]
+    starts = [(0, 0), (5, 0), (100, 3), (0, 16)]
+    blocks = [number for start in starts for number in (128, 128, *start)]
+    first, *others = weights
+    exponents = block_exponents_of_each(first, others, TARGETS[0], blocks, False)
+    qdata = quantize_blocks_of_each(first, others, exponents, TARGETS[0], blocks)
+    first, *others = [weight.to(DEVICE) for weight in weights]
+    found = block_exponents_of_each(first, others, TARGETS[0], blocks, False)
+    assert same_values(found, exponents)
+    assert same_values(quantize_blocks_of_each(first, others, found, TARGETS[0], blocks), qdata)
+
+
+@pytest.mark.parametrize("repeats", [1, 32])
+def test_scales_as_gemms_read_them(repeats: int) -> None:
+    exponents = torch.randint(256, (300, 10), dtype=torch.uint8)
+    for on_cpu in (exponents, exponents.t()):
+        on_gpu = on_cpu.to(DEVICE)
+        found = triton_kernels.tiled_exponents(on_gpu, repeats)
+        assert same_values(found, block_operators.tiled_exponents(on_cpu, repeats))
+        scales = triton_kernels.gemm_scales(on_gpu, 4)
+        assert scales.t().is_contiguous()
+        assert same_values(scales, block_operators.gemm_scales(on_cpu, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("target", TARGETS)
+def test_dequantized_blocks(target: torch.dtype, dtype: torch.dtype) -> None:
+    """Every code by every exponent."""
+    codes = torch.arange(256, dtype=torch.uint8).view(target).expand(256, 256).contiguous()
+    exponents, blocks = torch.arange(256, dtype=torch.uint8).view(256, 1), (1, 256, 0, 0)
+    found = triton_kernels.dequantize(codes.to(DEVICE), exponents.to(DEVICE), blocks, dtype)
+    assert same_values(found, dequantized(codes, exponents, blocks, dtype))
 
 
 @triton.jit
