@@ -39,8 +39,8 @@ rowwise_with_gw_hp            10 kernels 3 GEMMs 0 transposing copies   0.92 GB
 rowwise_with_gw_hp, weight cached   6 kernels 3 GEMMs 0 transposing copies   0.45 GB
 rowwise_folded                 9 kernels 3 GEMMs 0 transposing copies   1.07 GB
 rowwise_folded, weight cached   8 kernels 3 GEMMs 0 transposing copies   0.84 GB
-blockwise                     14 kernels 3 GEMMs 0 transposing copies   1.01 GB
-blockwise, weight cached      13 kernels 3 GEMMs 0 transposing copies   0.77 GB
+blockwise                     11 kernels 3 GEMMs 0 transposing copies   1.01 GB
+blockwise, weight cached      10 kernels 3 GEMMs 0 transposing copies   0.77 GB
 mxfp8                         14 kernels 3 GEMMs 0 transposing copies   2.27 GB
 mxfp8, weight cached          13 kernels 3 GEMMs 0 transposing copies   2.04 GB
 delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
@@ -61,8 +61,8 @@ def test_a_step_of_blocks_on_blackwell(fake_cuda: FakeCudaProcess) -> None:
         """\
 blockwise                     14 kernels 3 GEMMs 0 transposing copies   2.25 GB
 blockwise, weight cached      13 kernels 3 GEMMs 0 transposing copies   2.02 GB
-mxfp8                         14 kernels 3 GEMMs 0 transposing copies   1.03 GB
-mxfp8, weight cached          13 kernels 3 GEMMs 0 transposing copies   0.79 GB""",
+mxfp8                         11 kernels 3 GEMMs 0 transposing copies   1.03 GB
+mxfp8, weight cached          10 kernels 3 GEMMs 0 transposing copies   0.79 GB""",
     )
 
 
@@ -80,7 +80,7 @@ tensorwise                     9 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise                       12 kernels 3 GEMMs 0 transposing copies   1.26 GB
 rowwise_with_gw_hp            10 kernels 3 GEMMs 0 transposing copies   0.92 GB
 rowwise_folded                 9 kernels 3 GEMMs 0 transposing copies   1.07 GB
-blockwise                     15 kernels 3 GEMMs 0 transposing copies   1.01 GB
+blockwise                     12 kernels 3 GEMMs 0 transposing copies   1.01 GB
 mxfp8                         15 kernels 3 GEMMs 0 transposing copies   2.27 GB
 delayed                        9 kernels 3 GEMMs 0 transposing copies   0.84 GB
 torchao tensorwise            13 kernels 3 GEMMs 0 transposing copies   1.38 GB
@@ -103,7 +103,7 @@ def test_blocks_under_fsdp(fake_cuda: FakeCudaProcess) -> None:
 bf16                          153 kernels
 tensorwise                    196 kernels
 rowwise_folded                216 kernels
-blockwise                     286 kernels
+blockwise                     244 kernels
 mxfp8                         284 kernels
 delayed                       249 kernels""",
     )

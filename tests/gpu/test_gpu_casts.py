@@ -159,14 +159,15 @@ def test_many_weights_in_blocks(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("repeats", [1, 32])
 def test_scales_as_gemms_read_them(repeats: int) -> None:
-    exponents = torch.randint(256, (300, 10), dtype=torch.uint8)
-    for on_cpu in (exponents, exponents.t()):
-        on_gpu = on_cpu.to(DEVICE)
-        found = triton_kernels.tiled_exponents(on_gpu, repeats)
-        assert same_values(found, block_operators.tiled_exponents(on_cpu, repeats))
-        scales = triton_kernels.gemm_scales(on_gpu, 4)
-        assert scales.t().is_contiguous()
-        assert same_values(scales, block_operators.gemm_scales(on_cpu, 4))
+    exponents = [torch.randint(256, shape, dtype=torch.uint8) for shape in ((300, 10), (70, 40))]
+    for a, b in (exponents, [each.t() for each in exponents]):
+        on_gpu = a.to(DEVICE), b.to(DEVICE)
+        found = triton_kernels.tiled_exponents(*on_gpu, repeats)
+        expected = block_operators.tiled_exponents(a, b, repeats)
+        assert all(map(same_values, found, expected))
+        scales = triton_kernels.gemm_scales(*on_gpu, 4)
+        assert all(each.t().is_contiguous() for each in scales)
+        assert all(map(same_values, scales, block_operators.gemm_scales(a, b, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -102,8 +102,8 @@ def call_all() -> None:
     parts = [(128, 128, 0, 0)] * 2
     every = kernels.exponents_of_many([x, x], e4m3, parts, False)
     kernels.quantize_many_blocks([x, x], every, e4m3, parts)
-    kernels.gemm_scales(numbers, 4)
-    kernels.tiled_exponents(numbers)
+    kernels.gemm_scales(numbers, numbers, 4)
+    kernels.tiled_exponents(numbers, numbers)
     kernels.transpose(x.view(torch.uint8))
     kernels.transpose_many([x.view(torch.uint8)] * 7)
 

@@ -125,11 +125,10 @@ def _hopper_scales(
 
     In memory the first dim is the inner one, and L is ``K / 128`` rounded up to a multiple of 4.
     """
-    of_a = cuda.gemm_scales(exponents_a)
     if blocks_b[1] == 1:
-        of_b = cuda.gemm_scales(exponents_b.t())
+        of_a, of_b = cuda.gemm_scales(exponents_a, exponents_b.t())
         return _Run(of_a, "BlockWise1x128", of_b, "BlockWise1x128", False)
-    of_b = cuda.gemm_scales(exponents_b, 4)
+    of_a, of_b = cuda.gemm_scales(exponents_a, exponents_b, 4)
     return _Run(of_a, "BlockWise1x128", of_b, "BlockWise128x128", False)
 
 
@@ -137,6 +136,6 @@ def _blackwell_scales(
     a: Tensor, b: Tensor, exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
 ) -> _Run:
     """Exponents of rows and of columns, in tiles. Those of squares are repeated for each column."""
-    of_a = cuda.tiled_exponents(exponents_a).view(torch.float8_e8m0fnu)
-    of_b = cuda.tiled_exponents(exponents_b.t(), blocks_b[1]).view(torch.float8_e8m0fnu)
+    tiles = cuda.tiled_exponents(exponents_a, exponents_b.t(), blocks_b[1])
+    of_a, of_b = (each.view(torch.float8_e8m0fnu) for each in tiles)
     return _Run(of_a, "BlockWise1x32", of_b, "BlockWise1x32", True)

@@ -92,21 +92,27 @@ def dequantize(
     return dequantized(qdata, exponents, blocks, dtype)
 
 
-def gemm_scales(exponents: torch.Tensor, multiple: int = 1) -> torch.Tensor:
-    """The scales of exponents ``[R, C]`` with one column after the other in memory, fp32.
+def gemm_scales(
+    a: torch.Tensor, b: torch.Tensor, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of the exponents of two operands, fp32, one column after the other in memory.
 
-    R is rounded up to a multiple, by zeros.
+    The number of b's rows is rounded up to a multiple, by zeros.
     """
-    scales = portable_blocks.powers_of_2(exponents)
-    return pad(scales, (0, 0, 0, -len(scales) % multiple)).t().contiguous().t()
+    of_a, of_b = portable_blocks.powers_of_2(a), portable_blocks.powers_of_2(b)
+    of_b = pad(of_b, (0, 0, 0, -len(b) % multiple))
+    return of_a.t().contiguous().t(), of_b.t().contiguous().t()
 
 
-def tiled_exponents(exponents: torch.Tensor, repeats: int = 1) -> torch.Tensor:
-    """``[M, C]`` as Blackwell reads it: flat, in tiles of 128 x 4, padded with zeros.
+def tiled_exponents(
+    a: torch.Tensor, b: torch.Tensor, repeats: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exponents of two operands as Blackwell reads them; each row of b is repeated."""
+    return _in_tiles(a), _in_tiles(b.repeat_interleave(repeats, dim=0))
 
-    ``exponents``: ``[M / repeats, C]``; each row is repeated.
-    """
-    rows = exponents.repeat_interleave(repeats, dim=0)
-    whole = pad(rows, (0, -rows.shape[1] % 4, 0, -len(rows) % 128))
+
+def _in_tiles(exponents: torch.Tensor) -> torch.Tensor:
+    rows, columns = exponents.shape
+    whole = pad(exponents, (0, -columns % 4, 0, -rows % 128))
     tiles = whole.view(-1, 4, 32, whole.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

@@ -238,31 +238,41 @@ def test_many_matrices(
 @pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 def test_scales_of_gemms(route: ModuleType, multiple: int) -> None:
     every = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(64, 4)
-    for exponents in (every, every.t(), every[:33, 1:], every[:1]):
-        found = route.gemm_scales(exponents, multiple)
+    for exponents in (every, every.t(), every[:33, 1:], every[:1], every.repeat(33, 1)):
+        found = route.gemm_scales(exponents, exponents, multiple)
         rows, columns = exponents.shape
         expected = torch.zeros(rows + -rows % multiple, columns, device=DEVICE)
         expected[:rows] = 2.0 ** (exponents.double() - 127)
         expected[:rows].masked_fill_(exponents == 255, math.nan)
-        assert found.t().is_contiguous()
-        assert same_values(found, expected)
+        for scales, wanted in zip(found, (expected[:rows], expected), strict=True):
+            assert scales.t().is_contiguous()
+            assert same_values(scales, wanted)
+
+
+def tiles(exponents: torch.Tensor, repeats: int) -> torch.Tensor:
+    """Byte by byte, from the description of the layout by NVIDIA's cuBLAS documentation."""
+    rows, columns = len(exponents) * repeats, exponents.shape[1]
+    across = -(-columns // 4)
+    expected = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
+    for row in range(rows):
+        for column in range(columns):
+            tile = row // 128 * across + column // 4
+            inside = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+            expected[tile * 512 + inside] = exponents[row // repeats, column]
+    return expected
 
 
 @pytest.mark.parametrize("repeats", [1, 32])
 @pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 def test_tiles_of_exponents(route: ModuleType, repeats: int) -> None:
-    """Byte by byte, from the description of the layout by NVIDIA's cuBLAS documentation."""
-    rows, columns = 320, 10
-    exponents = torch.randint(1, 255, (rows // repeats, columns), dtype=torch.uint8)
-    expected = torch.zeros(384 * 12, dtype=torch.uint8)
-    for row in range(rows):
-        for column in range(columns):
-            tile = row // 128 * 3 + column // 4
-            inside = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
-            expected[tile * 512 + inside] = exponents[row // repeats, column]
-    exponents = exponents.to(DEVICE)
-    for view in (exponents, exponents.t().contiguous().t()):
-        assert torch.equal(route.tiled_exponents(view, repeats).cpu(), expected)
+    a = torch.randint(1, 255, (150, 10), dtype=torch.uint8)
+    b = torch.randint(1, 255, (320 // repeats, 5), dtype=torch.uint8)
+    expected = tiles(a, 1), tiles(b, repeats)
+    a, b = a.to(DEVICE), b.to(DEVICE)
+    for of_a, of_b in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
+        found = route.tiled_exponents(of_a, of_b, repeats)
+        for mine, wanted in zip(found, expected, strict=True):
+            assert torch.equal(mine.cpu(), wanted)
 
 
 # As operators

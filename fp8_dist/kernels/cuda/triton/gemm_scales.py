@@ -1,4 +1,4 @@
-"""The scales of blocks as the GEMMs of devices read them: one launch for an operand."""
+"""The scales of blocks as the GEMMs of devices read them: one launch for both operands."""
 
 import torch
 import triton
@@ -9,9 +9,8 @@ from fp8_dist.kernels.cuda.triton.launch import blocks, programs, tuned
 from fp8_dist.kernels.cuda.triton.rounding import indices
 
 
-@tuned(blocks(4, BLOCK=1024))
 @triton.jit
-def _gemm_scales(
+def _scales_of(
     exponents: tl.tensor,
     scales: tl.tensor,
     rows: tl.tensor,
@@ -19,10 +18,11 @@ def _gemm_scales(
     size: tl.tensor,
     stride_r: tl.tensor,
     stride_c: tl.tensor,
+    block: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    # One instance: BLOCK scales, of one column after the other. Moves 5 bytes each.
-    n = indices(tl.program_id(0), BLOCK)
+    # BLOCK scales, of one column after the other.
+    n = indices(block, BLOCK)
     r, c = n % padded, n // padded
     is_block = (n < size) & (r < rows)
     found = tl.load(exponents + r * stride_r + c * stride_c, mask=is_block, other=0).to(tl.int32)
@@ -31,72 +31,136 @@ def _gemm_scales(
 
 @tuned(blocks(4, BLOCK=1024))
 @triton.jit
-def _tiled_exponents(
+def _gemm_scales(
+    a: tl.tensor,
+    scales_a: tl.tensor,
+    rows_a: tl.tensor,
+    size_a: tl.tensor,
+    stride_ar: tl.tensor,
+    stride_ac: tl.tensor,
+    b: tl.tensor,
+    scales_b: tl.tensor,
+    rows_b: tl.tensor,
+    padded_b: tl.tensor,
+    size_b: tl.tensor,
+    stride_br: tl.tensor,
+    stride_bc: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One instance: BLOCK scales of one operand. Moves 5 bytes each.
+    block, of_a = tl.program_id(0), tl.cdiv(size_a, BLOCK)
+    if block < of_a:
+        _scales_of(a, scales_a, rows_a, rows_a, size_a, stride_ar, stride_ac, block, BLOCK)
+    else:
+        block -= of_a
+        _scales_of(b, scales_b, rows_b, padded_b, size_b, stride_br, stride_bc, block, BLOCK)
+
+
+@triton.jit
+def _tiles_of(
     exponents: tl.tensor,
     tiles: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
-    across: tl.tensor,
     repeats: tl.tensor,
-    size: tl.tensor,
     stride_r: tl.tensor,
     stride_c: tl.tensor,
+    block: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    # One instance: BLOCK bytes of the tiles. Moves 2 bytes each.
-    n = indices(tl.program_id(0), BLOCK)
+    # BLOCK bytes of tiles.
+    n, across = indices(block, BLOCK), tl.cdiv(columns, 4)
     tile = n // 512
     r = tile // across * 128 + n % 16 // 4 * 32 + n % 512 // 16
     c = tile % across * 4 + n % 4
-    is_block = (n < size) & (r < rows) & (c < columns)
+    is_block = (r < rows * repeats) & (c < columns)
     found = tl.load(exponents + r // repeats * stride_r + c * stride_c, mask=is_block, other=0)
-    tl.store(tiles + n, found, mask=n < size)
+    tl.store(tiles + n, found, mask=tile < tl.cdiv(rows * repeats, 128) * across)
 
 
-def gemm_scales(exponents: torch.Tensor, multiple: int = 1) -> torch.Tensor:
-    """The scales of exponents ``[R, C]``, with one column after the other in memory.
+@tuned(blocks(4, BLOCK=1024))
+@triton.jit
+def _tiled_exponents(
+    a: tl.tensor,
+    tiles_a: tl.tensor,
+    rows_a: tl.tensor,
+    columns_a: tl.tensor,
+    size_a: tl.tensor,
+    stride_ar: tl.tensor,
+    stride_ac: tl.tensor,
+    b: tl.tensor,
+    tiles_b: tl.tensor,
+    rows_b: tl.tensor,
+    columns_b: tl.tensor,
+    repeats_b: tl.tensor,
+    stride_br: tl.tensor,
+    stride_bc: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One instance: BLOCK bytes of the tiles of one operand. Moves 2 bytes each.
+    block, of_a = tl.program_id(0), tl.cdiv(size_a, BLOCK)
+    if block < of_a:
+        _tiles_of(a, tiles_a, rows_a, columns_a, 1, stride_ar, stride_ac, block, BLOCK)
+    else:
+        block -= of_a
+        _tiles_of(b, tiles_b, rows_b, columns_b, repeats_b, stride_br, stride_bc, block, BLOCK)
+
+
+def gemm_scales(
+    a: torch.Tensor, b: torch.Tensor, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of the exponents ``[R, C]`` of two operands, one column after the other in memory.
 
     Args:
-        exponents: any strides.
-        multiple: of this the number of rows becomes a multiple, by zeros.
+        a, b: any strides.
+        multiple: of this the number of b's rows becomes a multiple, by zeros.
 
     Returns:
-        fp32, ``[R, C]`` with strides ``(1, R)``; R is the multiple.
+        fp32, ``[R, C]`` with strides ``(1, R)``.
 
     One launch; 5 bytes per block.
     """
-    rows, columns = exponents.shape
-    padded = -(-rows // multiple) * multiple
-    scales = torch.empty(columns, padded, dtype=torch.float32, device=exponents.device)
-    size = scales.numel()
+    padded = -(-b.shape[0] // multiple) * multiple
+    shapes = (a.shape[1], a.shape[0]), (b.shape[1], padded)
+    of_a, of_b = (torch.empty(s, dtype=torch.float32, device=a.device) for s in shapes)
     _gemm_scales(
-        lambda chosen: (programs(size, chosen["BLOCK"]),),
+        lambda chosen: (_programs(of_a, of_b, chosen["BLOCK"]),),
         (),
-        exponents.device,
-        *(exponents, scales, rows, padded, size, *exponents.stride()),
+        a.device,
+        *(a, of_a, a.shape[0], of_a.numel(), *a.stride()),
+        *(b, of_b, b.shape[0], padded, of_b.numel(), *b.stride()),
     )
-    return scales.t()
+    return of_a.t(), of_b.t()
 
 
-def tiled_exponents(exponents: torch.Tensor, repeats: int = 1) -> torch.Tensor:
-    """``[M, C]`` as Blackwell reads it: flat, in tiles of 128 x 4, padded with zeros.
+def tiled_exponents(
+    a: torch.Tensor, b: torch.Tensor, repeats: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exponents ``[R, C]`` of two operands as Blackwell reads them.
 
-    A tile has 32 rows of 16 bytes: those of rows i, i + 32, i + 64 and i + 96, 4 bytes of each.
+    They are flat, in tiles of 128 x 4, padded with zeros. A tile has 32 rows of 16 bytes: those of
+    rows i, i + 32, i + 64 and i + 96, 4 bytes of each.
 
     Args:
-        exponents: ``[M / repeats, C]``, any strides.
-        repeats: how often each row is repeated.
+        a, b: any strides.
+        repeats: how often each row of b is repeated.
 
     One launch; 2 bytes per exponent in the tiles.
     """
-    rows, columns = exponents.shape[0] * repeats, exponents.shape[1]
-    across = triton.cdiv(columns, 4)
-    size = triton.cdiv(rows, 128) * across * 512
-    tiles = torch.empty(size, dtype=torch.uint8, device=exponents.device)
+    sizes = [
+        triton.cdiv(rows, 128) * triton.cdiv(columns, 4) * 512
+        for rows, columns in (a.shape, (b.shape[0] * repeats, b.shape[1]))
+    ]
+    of_a, of_b = (torch.empty(size, dtype=torch.uint8, device=a.device) for size in sizes)
     _tiled_exponents(
-        lambda chosen: (programs(size, chosen["BLOCK"]),),
+        lambda chosen: (_programs(of_a, of_b, chosen["BLOCK"]),),
         (),
-        exponents.device,
-        *(exponents, tiles, rows, columns, across, repeats, size, *exponents.stride()),
+        a.device,
+        *(a, of_a, *a.shape, of_a.numel(), *a.stride()),
+        *(b, of_b, *b.shape, repeats, *b.stride()),
     )
-    return tiles
+    return of_a, of_b
+
+
+def _programs(of_a: torch.Tensor, of_b: torch.Tensor, block: int) -> int:
+    return triton.cdiv(of_a.numel(), block) + programs(of_b.numel(), block)
