@@ -6,8 +6,9 @@
     checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
 
 (both from ``torch.utils.checkpoint``). What is recomputed then is elementwise: norms, activations,
-and the casts, with the scales of the forward. (On a GPU a cast by rows finds its amaxes again, in
-the same pass. In compiled code so does a cast with a history; a weight's scales are known by then.)
+and the casts, with the scales of the forward. (On a GPU a cast by rows or blocks finds its amaxes
+again, in the same pass. In compiled code so does a cast with a history; a weight's scales are known
+by then.)
 """
 
 from typing import Any

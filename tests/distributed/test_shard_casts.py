@@ -70,7 +70,7 @@ def both_ways(recipe: str, dp: int, tp: int, hidden: int) -> tuple[bool, int, in
 
 # 100 rows are uneven on three ranks.
 @pytest.mark.parametrize(("dp", "tp", "hidden"), [(2, 1, 96), (3, 1, 100), (2, 2, 96)])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "blockwise", "mxfp8"])
 def test_training(ranks: RankPools, recipe: str, dp: int, tp: int, hidden: int) -> None:
     for same, before, after in ranks(dp * tp).run(both_ways, recipe, dp, tp, hidden):
         assert same

@@ -22,10 +22,12 @@ from fp8_dist.debug.communication.collectives import read_collective
 from fp8_dist.debug.communication.table import CommRow, CommTable
 from fp8_dist.kernels import (
     cast_and_record,
+    cast_blocks,
     cast_copies,
     cast_rows,
     quantize,
     quantize_after,
+    quantize_block_copies,
     quantize_copies,
 )
 from fp8_dist.linear.amax_history import history_copies
@@ -54,8 +56,10 @@ CASTS = {
         quantize_after,
         quantize_copies,
         cast_and_record,
+        cast_blocks,
         cast_copies,
         cast_rows,
+        quantize_block_copies,
         weight_copies,
         history_copies,
     )

@@ -1,10 +1,14 @@
 """Operands that are cast in the memory layout that a GPU's GEMM takes: the same results."""
 
+from typing import Any
+
 import pytest
 import torch
 from reference import same_bits
 
-from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, config
+from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, cast, config
+from fp8_dist.kernels import cast_blocks
+from fp8_dist.linear import sharded_tokens
 from fp8_dist.linear.recording import GemmRecord, record_gemms
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
@@ -40,6 +44,33 @@ def test_the_same_bits(
         if "block" in mine.a.granularity:
             continue  # their GEMM is one in a wider type, which takes any layout
         # As cuBLASLt takes them: a row-major matrix by a column-major one.
+        assert mine.a.qdata.is_contiguous()
+        assert mine.b.qdata.t().is_contiguous()
+
+
+@pytest.mark.parametrize("ndim", [2, 3])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_blocks_that_are_cast_in_one_pass(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, ndim: int
+) -> None:
+    """As on a GPU: exponents and both layouts of a weight by one operator; reblocked transposed."""
+    plain, expected = step(recipe, ndim, True)
+    for module in (config, sharded_tokens):
+        monkeypatch.setattr(module, "takes_transposed", lambda device: True)
+    monkeypatch.setattr(cast, "fuses_blocks", lambda x: True)
+    calls: list[list[bool]] = []
+
+    def counted(*args: Any) -> list[torch.Tensor]:
+        calls.append(args[4])
+        return cast_blocks(*args)
+
+    monkeypatch.setattr(cast, "cast_blocks", counted)
+    turned, found = step(recipe, ndim, True)
+    assert calls == [[False, True], [False], [False]]  # of the weight, the input, the gradient
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    for mine, theirs in zip(turned, plain, strict=True):
+        assert same_bits(mine.a.qdata, theirs.a.qdata)
+        assert same_bits(mine.b.qdata, theirs.b.qdata)
         assert mine.a.qdata.is_contiguous()
         assert mine.b.qdata.t().is_contiguous()
 
