@@ -121,7 +121,7 @@ def test_every_exponent(dtype: torch.dtype) -> None:
     """Given ones, for all codes: products that saturate, that are subnormal, of NaN."""
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
     x = matrix((16, 512), torch.float32)
-    x[:, :4] = torch.tensor([math.inf, -math.inf, math.nan, 2.0**127])
+    x.view(16, 16, 32)[..., :4] = torch.tensor([math.inf, -math.inf, math.nan, 2.0**127])
     blocks = (1, 32, 0, 0)
     expected = quantize_blocks.portable(x, exponents, dtype, blocks)
     check_layouts(triton.quantize_blocks(x, exponents, dtype, blocks, column_major=True), expected)
