@@ -1,17 +1,21 @@
 """What the layers of a model keep beside its parameters, for distributed checkpoints (DCP)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist.debug.module_path import WRAPPER_SEGMENTS
+from fp8_dist.fsdp.gradient_transport import gradient_errors
 from fp8_dist.linear.module import Float8Linear, float8_layers
+
+_ERRORS = "gradient_errors"
 
 
 class Float8State:
-    """The amax histories of DELAYED operands, as an object that DCP saves and loads.
+    """Amax histories of DELAYED operands, and errors of gradients, as an object that DCP saves.
 
     ``model.state_dict()`` has the keys of nn.Linear alone, and keeps histories in its metadata,
     which ``torch.distributed.checkpoint`` drops. Save this object beside the model, and load it in
@@ -20,11 +24,15 @@ class Float8State:
         state = {"model": ..., "optimizer": ..., "float8": Float8State(model)}
         dcp.save(state, checkpoint_id=folder)
 
-    It is small (an entry per operand of a layer), and empty for recipes without histories. DCP
-    insists that a checkpoint has every key that is asked for. For a checkpoint that may lack them
-    (one of bf16 or of another recipe), load it in a call of its own, with
-    ``planner=DefaultLoadPlanner(allow_partial_load=True)``: histories that the checkpoint lacks are
-    left as they are, which is empty in a new model.
+    It is small (an entry per operand of a layer), and empty for recipes without histories. With
+    the error feedback of ``set_gradient_transport`` it also holds each rank's errors, 1 byte per
+    element of the unsharded gradients. Their keys say the rank and the shape, so that a checkpoint
+    of another mesh has none of them.
+
+    DCP insists that a checkpoint has every key that is asked for. For a checkpoint that may lack
+    them (one of bf16, of another recipe or mesh), load it in a call of its own, with
+    ``planner=DefaultLoadPlanner(allow_partial_load=True)``: what the checkpoint lacks is left as it
+    is, which is empty in a new model.
 
     Histories are the same on all ranks that share a layer's mesh, and DCP saves them once. Data-
     parallel ranks of plain weights, as in DDP, have histories of their own: all of them continue
@@ -39,8 +47,11 @@ class Float8State:
     def __init__(self, model: nn.Module) -> None:
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
 
-    def state_dict(self) -> dict[str, dict[str, list[float]]]:
-        """Amaxes by name of layer and operand, the newest first; empty before the first sync."""
+    def state_dict(self) -> dict[str, Any]:
+        """Amaxes by name of layer and operand, the newest first; empty before the first sync.
+
+        Errors of gradients by name, under ``"gradient_errors"``; no such key if none are kept.
+        """
         layers = self._layers()
         histories = [h for layer in layers.values() for h in layer.histories.values()]
         filled = [h.history for h in histories if h.history is not None]
@@ -50,7 +61,9 @@ class Float8State:
                 torch.cat([amaxes.to(filled[0].device) for amaxes in filled]).cpu().split(lengths)
             )
         on_host = iter(filled)
-        return {
+        errors = gradient_errors(self.model)
+        kept: dict[str, Any] = {_ERRORS: errors} if errors else {}
+        return kept | {
             name: {
                 operand: [] if history.history is None else next(on_host).tolist()
                 for operand, history in layer.histories.items()
@@ -58,12 +71,18 @@ class Float8State:
             for name, layer in layers.items()
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-        """Continue with saved histories, each cut to the length that this model keeps.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with saved histories, each cut to the length that this model keeps, and errors.
 
-        Histories that are not in ``state_dict`` start anew. Those of layers and operands that this
-        model has no history of are ignored.
+        Histories and errors that are not in ``state_dict`` start anew. Those of layers and operands
+        that this model has no history of are ignored, as are errors of other ranks.
         """
+        saved_errors = state_dict.get(_ERRORS, {})
+        for key, errors in gradient_errors(self.model).items():
+            if key in saved_errors:
+                errors.copy_(saved_errors[key])
+            else:
+                errors.zero_()
         for name, layer in self._layers().items():
             saved, device = state_dict.get(name, {}), layer.weight.device
             for operand, history in layer.histories.items():

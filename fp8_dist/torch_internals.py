@@ -5,6 +5,7 @@ imported, not an AttributeError in the middle of a step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import lru_cache, wraps
 from itertools import accumulate
 from operator import mul
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn as nn
+from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
@@ -26,6 +28,9 @@ try:
         AsyncCollectiveTensor as AsyncCollectiveTensor,
     )
     from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as FsdpState
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -37,6 +42,7 @@ try:
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
+    FsdpReduceScatter = ReduceScatter
     StridedShard = _StridedShard
     resolve_process_group: Any = _resolve_process_group
     root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
@@ -333,6 +339,85 @@ def fsdp_parameter_uses() -> Iterator[FsdpParameterUse]:
             yield FsdpParameterUse(info.module, info.param_name, *state)
             for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
                 yield FsdpParameterUse(module, name, *state)
+
+
+def fsdp_parameters_of_group(group: Any) -> list[nn.Parameter]:
+    """The sharded parameters of a group, in its order, as their modules hold them."""
+    infos = [parameter._module_info for parameter in group.fsdp_params]
+    return [getattr(info.module, info.param_name) for info in infos]
+
+
+def fsdp_padded_sizes(group: Any) -> list[int]:
+    """How many elements of each parameter a rank has in the group's reduce-scatter."""
+    return [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
+
+
+def fsdp_reduce_scatter_group(group: Any) -> Any:
+    """The process group of a parameter group's reduce-scatter; None if nothing is sharded."""
+    if not isinstance(group.mesh_info, FSDPMeshInfo):
+        return None
+    return group._reduce_scatter_process_group
+
+
+def fsdp_replicas(group: Any) -> Any:
+    """The process group over which HSDP all-reduces a parameter group's shards; None: no HSDP."""
+    if not isinstance(group.mesh_info, DDPMeshInfo):
+        return None
+    return group.mesh_info.replicate_process_group
+
+
+def set_fsdp_replicas(group: Any, replicas: Any) -> None:
+    """Give FSDP2 what it all-reduces over in the place of that group."""
+    # (Other parameter groups share the object.)
+    group.mesh_info = copy(group.mesh_info)
+    group.mesh_info.replicate_process_group = replicas
+
+
+def fsdp_reduction(group: Any) -> Any:
+    """The reduce-scatter of a parameter group; None if it is FSDP2's own."""
+    found = group._reduce_scatter_comm
+    return None if type(found) is DefaultReduceScatter else found
+
+
+def set_fsdp_reduction(
+    group: Any, comm: FsdpReduceScatter | None, call: Callable[[list[int]], None] | None
+) -> None:
+    """Exchange the reduce-scatter of a parameter group; None: FSDP2's own.
+
+    Args:
+        call: runs before it, with the numbers of the parameters whose gradients it reduces. (FSDP2
+            tells a custom reduce-scatter of none.)
+    """
+    vars(group).pop("post_backward", None)
+    group._reduce_scatter_comm = DefaultReduceScatter() if comm is None else comm
+    if call is None:
+        return
+    post_backward, note = group.post_backward, call
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def with_call(*unused: Any) -> None:
+        if group.reduce_grads:
+            note([i for i, p in enumerate(group.fsdp_params) if _is_reduced(p, group)])
+        post_backward(*unused)
+
+    group.post_backward = with_call
+
+
+def _is_reduced(parameter: Any, group: Any) -> bool:
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    unsharded = parameter.unsharded_param
+    if parameter.unsharded_accumulated_grad is not None or unsharded.grad is not None:
+        return True
+    return getattr(group, "reduce_scatter_unused_params", False) and unsharded.requires_grad
+
+
+def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:
+    """By what the reduction of a parameter group, over a process group, divides its sum."""
+    if op == ReduceOp.AVG:
+        return float(reduced_over.size())
+    # (A ReduceOp of PREMUL_SUM does not tell its factor.)
+    return 1.0 if op == ReduceOp.SUM else float(group.gradient_divide_factor)
 
 
 def fsdp_is_running(group: Any) -> bool:

@@ -7,6 +7,7 @@ if __name__ != "fp8_dist.fsdp":
     )
 
 from fp8_dist.fsdp.clip import clip_grad_norm_
+from fp8_dist.fsdp.gradient_transport import set_gradient_transport
 from fp8_dist.fsdp.groups import make_amax_group
 from fp8_dist.fsdp.precompute import attach_precompute, precompute_float8_dynamic_scale
 from fp8_dist.fsdp.rewrap import rewrap_float8_weights
@@ -22,6 +23,7 @@ __all__ = [
     "make_amax_group",
     "precompute_float8_dynamic_scale",
     "rewrap_float8_weights",
+    "set_gradient_transport",
     "sync_float8_amax_and_scale_history",
     "update_float8_scales",
 ]

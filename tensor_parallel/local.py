@@ -10,8 +10,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.mesh import layout_over
+from fp8_dist.tensor_parallel.reductions import check_transport, gathered
+from fp8_dist.tensor_parallel.shared_casts import cast_input, shared_input_cast
 from fp8_dist.tensor_parallel.siblings import share_amaxes
-from fp8_dist.tensor_parallel.styles import _cast_input, shared_input_cast
+from fp8_dist.transport import Encoding
 
 
 def declare_placements(
@@ -21,6 +23,7 @@ def declare_placements(
     weight: Placement,
     input: Placement,
     output: Placement,
+    reduce_transport: Encoding = None,
 ) -> Float8Linear:
     """Tell a layer of which global tensors its plain local tensors are parts.
 
@@ -39,6 +42,9 @@ def declare_placements(
             gathered as float8 where the GEMMs need it whole.
         output: placement of the output. A row-parallel layer sums it. ``Partial()`` leaves that to
             you (without a bias).
+        reduce_transport: as in the two styles: of the output of a row-parallel layer, of grad_input
+            of a column-parallel one, where these are sharded. ``share_input`` takes it from the
+            layers.
 
     A gradient is at the placement of its tensor. The gradient of a replicated tensor is the whole
     one on every rank: those of a replicated input, weight or bias are summed over the mesh, and
@@ -51,7 +57,8 @@ def declare_placements(
 
     Raises:
         TypeError: ``layer`` is no Float8Linear, ``mesh`` no DeviceMesh, or a placement is none.
-        ValueError: the mesh is not 1-D, a placement is not among those above, the weight has been
+        ValueError: the mesh is not 1-D, a placement is not among those above,
+            ``reduce_transport`` is given and nothing is reduce-scattered, the weight has been
             distributed over ``mesh`` already, or its shape does not fit.
     """
     if not isinstance(layer, Float8Linear):
@@ -76,14 +83,29 @@ def declare_placements(
     if weight == Shard(-1):
         weight = Shard(1)
     _check_placements(layer, weight, input, output)
+    check_transport(reduce_transport, layer.fqn)
+    scattered = {Shard(0): input, Shard(1): output}.get(weight)  # type: ignore[call-overload]
+    if reduce_transport is not None and not isinstance(scattered, Shard):
+        raise ValueError(
+            f"{layer.fqn}: reduce_transport={reduce_transport!r} applies to a reduce-scatter: of "
+            "the output of a row-parallel layer (weight=Shard(1), output a Shard), or of "
+            "grad_input of a column-parallel one (weight=Shard(0), input a Shard). There is none "
+            f"with weight={weight!r}, input={input!r}, output={output!r}"
+        )
     _check_shapes(layer, mesh, weight)
     layer.local_placements = LocalPlacements(mesh, weight, input)
     layer.output_placements = (output,)
+    layer.reduce_transport = reduce_transport
     layer.float8_weight.cache.reset()
     return layer
 
 
-def share_input(input: torch.Tensor, layers: Sequence[Float8Linear]) -> torch.Tensor:
+def share_input(
+    input: torch.Tensor,
+    layers: Sequence[Float8Linear],
+    *,
+    reduce_transport: Encoding = None,
+) -> torch.Tensor:
     """Cast and gather an input once for several layers, such as wq, wk and wv.
 
     What ``PrepareFloat8ModuleInput`` does for a module, as a function.
@@ -93,6 +115,8 @@ def share_input(input: torch.Tensor, layers: Sequence[Float8Linear]) -> torch.Te
             DTensor on a 1-D mesh, for layers whose parameters are DTensors.
         layers: column-parallel ones, with one config and one declared mesh and input placement (or
             none). A DELAYED scale has its history in the first of them.
+        reduce_transport: as in ``PrepareFloat8ModuleInput``, for a DTensor. That of a plain tensor
+            is what its layers declared.
 
     Returns:
         What each of the layers takes as its input: a DTensor, float8 where one copy serves all
@@ -103,12 +127,13 @@ def share_input(input: torch.Tensor, layers: Sequence[Float8Linear]) -> torch.Te
 
     Raises:
         ValueError: no layers, one that is not column-parallel by its declaration, layers that
-            disagree, or a DTensor on a mesh of several axes.
+            disagree, a DTensor on a mesh of several axes, or ``reduce_transport`` for an input that
+            is not sharded, or whose layers declare it.
         TypeError: ``layers`` is no sequence of Float8Linear; or ``input`` is a DTensor where a
             local tensor was declared, or the other way round.
     """
     if not torch.compiler.is_compiling():
-        _check_shared(input, layers)
+        _check_shared(input, layers, reduce_transport)
     first = layers[0]
     declared, cast = first.local_placements, shared_input_cast(first)
     if isinstance(input, DTensor):
@@ -118,12 +143,15 @@ def share_input(input: torch.Tensor, layers: Sequence[Float8Linear]) -> torch.Te
         placed = DTensor.from_local(input, declared.mesh, (declared.input,), run_check=False)
     if cast is not None:
         at, mesh, history = placed.placements[0], placed.device_mesh, first.histories.get("input")
-        placed = _cast_input(placed, at, mesh, *cast, history, first.float8_weight)
+        placed = cast_input(placed, at, mesh, *cast, history, first.float8_weight)
         share_amaxes(layers)
-    return placed.redistribute(placements=(Replicate(),))
+    transport = reduce_transport if declared is None else first.reduce_transport
+    return gathered(placed, transport, "share_input")
 
 
-def _check_shared(input: torch.Tensor, layers: Sequence[Float8Linear]) -> None:
+def _check_shared(
+    input: torch.Tensor, layers: Sequence[Float8Linear], reduce_transport: Encoding
+) -> None:
     single = isinstance(layers, nn.Linear)
     wrong = [layers] if single else [m for m in layers if not isinstance(m, Float8Linear)]
     if wrong:
@@ -138,12 +166,19 @@ def _check_shared(input: torch.Tensor, layers: Sequence[Float8Linear]) -> None:
         layer.local_placements != declared
         or (declared is not None and declared.weight != Shard(0))
         or shared_input_cast(layer) != shared_input_cast(layers[0])
+        or layer.reduce_transport != layers[0].reduce_transport
         for layer in layers
     ):
         found = "".join(f"\n  - {m.fqn}: {m.local_placements}, {m.extra_repr()}" for m in layers)
         raise ValueError(
             f"share_input: {names} must be column-parallel layers (declare_placements with "
             f"weight=Shard(0)), with one mesh, input placement and cast of the input; found{found}"
+        )
+    check_transport(reduce_transport, "share_input")
+    if reduce_transport is not None and declared is not None:
+        raise ValueError(
+            f"share_input: reduce_transport={reduce_transport!r}, but {names} declared how their "
+            "input stands; give it to declare_placements"
         )
     if isinstance(input, DTensor) and declared is not None:
         raise TypeError(

@@ -38,6 +38,7 @@ _STYLE_ATTRIBUTES = (
     "output_layouts",
     "desired_output_layouts",
     "use_local_output",
+    "reduce_transport",
 )
 
 

@@ -11,19 +11,16 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from fp8_dist.cast import as_float8_of, quantize_over
-from fp8_dist.config import CastSpec, CopySpec
+from fp8_dist.config import CastSpec
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.observing import Owner, is_observed
-from fp8_dist.linear.observing_prepared import observe_prepared_cast
-from fp8_dist.mesh import local_tensor, reduced, sharded_dim
-from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.tensor_parallel.reductions import ModuleInput, check_transport
+from fp8_dist.tensor_parallel.shared_casts import cast_input, shared_input_cast
 from fp8_dist.tensor_parallel.siblings import make_no_siblings, make_siblings
-from fp8_dist.warn import warn_once
+from fp8_dist.transport import Encoding
 
 _PREPARED_INPUT = "prepared_input"  # the name of its history among those of a layer
 
@@ -36,14 +33,38 @@ class Float8ColwiseParallel(ColwiseParallel):
             gathered as float8.
         output_layouts: placement of the output; default ``Shard(-1)``.
         use_local_output: return a plain tensor instead of a DTensor.
+        reduce_transport: how grad_input travels where it is reduce-scattered, which is where this
+            layer gathers its input: encoded as ``"float8"`` or ``"bf16"``, and summed in fp32.
+            None: torch's reduce-scatter. **The result depends on the number of ranks**: it is
+            outside of the rule that training on a mesh gives the bits of one device.
 
     Collectives: forward: an all-gather of the input, if it is sharded and was not gathered before;
-    backward: a reduce-scatter (or all-reduce) of grad_input in high precision; and the amax
+    backward: a reduce-scatter (or all-reduce) of grad_input in high precision, or an all-to-all of
+    1.008 (float8) or 2 (bf16) bytes per element with ``reduce_transport``; and the amax
     all-reduces of the recipe. In ``tensorwise`` gathers take 1 byte per element, and amaxes are
     4 bytes for a sharded input and for grad_output; ``delayed`` reduces none; ``rowwise_folded``
     gathers 4 bytes more per row and reduces 8 per row of grad_output; ``rowwise`` and
     ``rowwise_with_gw_hp`` gather in high precision. (docs/communication.md counts.)
+
+    Raises:
+        ValueError: when applied to another module than a Float8Linear; ``reduce_transport`` is none
+            of the above, or (in the forward) the input was gathered before.
     """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        reduce_transport: Encoding = None,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _distribute(self, module, device_mesh)
@@ -57,19 +78,47 @@ class Float8RowwiseParallel(RowwiseParallel):
         output_layouts: placement of the output; default Replicate. With a ``Shard`` (sequence
             parallelism) grad_output is gathered as float8.
         use_local_output: return a plain tensor instead of a DTensor.
+        reduce_transport: how the output travels where it is reduce-scattered, to a ``Shard``: as in
+            :class:`Float8ColwiseParallel`.
 
-    Collectives: forward: a reduce-scatter (or all-reduce) of the output in high precision;
-    backward: an all-gather of grad_output, if the output is sharded; and the amax all-reduces of
-    the recipe. In ``tensorwise`` the gather takes 1 byte per element, and amaxes are 4 bytes for
-    the input and for a sharded grad_output; ``rowwise_folded`` gathers 8 bytes more per row and
-    reduces 4 per row of the input; other recipes as in :class:`Float8ColwiseParallel`.
+    Collectives: forward: a reduce-scatter (or all-reduce) of the output in high precision, or an
+    all-to-all as in :class:`Float8ColwiseParallel`; backward: an all-gather of grad_output, if the
+    output is sharded; and the amax all-reduces of the recipe. In ``tensorwise`` the gather takes 1
+    byte per element, and amaxes are 4 bytes for the input and for a sharded grad_output;
+    ``rowwise_folded`` gathers 8 bytes more per row and reduces 4 per row of the input; other
+    recipes as in :class:`Float8ColwiseParallel`.
+
+    Raises:
+        ValueError: when applied to another module than a Float8Linear; ``reduce_transport`` is none
+            of the above, or given for an output that is not reduce-scattered.
     """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        reduce_transport: Encoding = None,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
+        if reduce_transport is not None and not isinstance(self.output_layouts[0], Shard):
+            raise ValueError(
+                f"{type(self).__name__}: reduce_transport={reduce_transport!r} applies to the "
+                f"reduce-scatter of the output, and output_layouts={self.output_layouts[0]!r} has "
+                "none: give a Shard (sequence parallelism), or drop the argument"
+            )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _distribute(self, module, device_mesh)
 
 
-class PrepareFloat8ModuleInput(PrepareModuleInput):
+class PrepareFloat8ModuleInput(ModuleInput):
     """``PrepareModuleInput`` that casts floating-point inputs to float8 before it moves them.
 
     Layers that read the same input (q, k, v; w1, w3) then share one cast and one gather. With
@@ -82,13 +131,17 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         float8_dtype: the dtype to cast to; ``None``: the input dtype of the followed layers.
         fwd_config_submodule_fqn: the Float8Linear in the module whose config is followed;
             ``None``: all of them are, and they must agree.
+        reduce_transport: as in :class:`Float8ColwiseParallel`, of the gradients of inputs that are
+            gathered here: the layers that read an input add up their shares before one reduction.
 
     Collectives: per input, one all-gather of 1 byte per element, and one all-reduce of 4 bytes for
-    a dynamic scale per tensor; scales of rows travel in the gather, 4 bytes each.
+    a dynamic scale per tensor; scales of rows travel in the gather, 4 bytes each. Backward: a
+    reduce-scatter of the gradient, as in :class:`Float8ColwiseParallel`.
 
     Raises:
-        ValueError: when applied to a module without Float8Linear, with layers that disagree, or
-            with layers that can't use one float8 copy of their input (``rowwise`` needs two).
+        ValueError: ``reduce_transport`` is given and no input is gathered. Or when applied to a
+            module without Float8Linear, with layers that disagree, or with layers that can't use
+            one float8 copy of their input (``rowwise`` needs two).
     """
 
     def __init__(
@@ -101,6 +154,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         use_local_output: bool = False,
         float8_dtype: torch.dtype | None = None,
         fwd_config_submodule_fqn: str | None = None,
+        reduce_transport: Encoding = None,
     ) -> None:
         super().__init__(
             input_layouts=input_layouts,
@@ -108,6 +162,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             input_kwarg_layouts=input_kwarg_layouts,
             desired_input_kwarg_layouts=desired_input_kwarg_layouts,
             use_local_output=use_local_output,
+            reduce_transport=reduce_transport,
         )
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
@@ -136,8 +191,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             if not torch.compiler.is_compiling():
                 make_siblings(module, inside)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
-            cast_args = [_cast_input(x, at, *how) for x, at in zip(args, layouts, strict=False)]
-            cast_kwargs = {k: _cast_input(x, by_name.get(k), *how) for k, x in kwargs.items()}
+            cast_args = [cast_input(x, at, *how) for x, at in zip(args, layouts, strict=False)]
+            cast_kwargs = {k: cast_input(x, by_name.get(k), *how) for k, x in kwargs.items()}
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
 
         def end_siblings(module: nn.Module, args: Any, output: Any) -> None:
@@ -191,73 +246,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return agreed
 
 
-def shared_input_cast(layer: Float8Linear) -> tuple[CastSpec, bool] | None:
-    """A layer's cast, if one float8 copy of its input serves both GEMMs; and power-of-2 scales?"""
-    cast = layer.config.gather_cast("input")
-    return None if cast is None else (cast, layer.config.round_scales_to_power_of_2)
-
-
-def _cast_input(
-    x: Any,
-    layout: Placement | None,
-    mesh: DeviceMesh,
-    cast: CastSpec,
-    power_of_2: bool,
-    history: AmaxHistory | None,
-    owner: Owner,
-) -> Any:
-    """A floating-point input as a DTensor of float8; anything else as it is.
-
-    ``owner``: the ``float8_weight`` of the first layer that takes it.
-    """
-    castable = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
-    if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
-        return x
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, (layout,), run_check=False)
-    sharded = [sharded_dim(placement, x.ndim) for placement in x.placements]
-    if cast.granularity.blocks is not None and x.ndim - 1 in sharded:
-        warn_once(
-            "prepared in parts",
-            f"{owner.fqn}: PrepareFloat8ModuleInput leaves its input in high precision, because "
-            f"it has one scale per {cast.granularity.name} and is sharded along its last dim "
-            "(Shard(-1)); shard the sequence or the batch instead (Shard(0), Shard(1))",
-        )
-        return x
-    return _CastInput.apply(reduced(x), cast, power_of_2, history, torch.is_grad_enabled(), owner)
-
-
-class _CastInput(torch.autograd.Function):
-    """A cast whose gradient passes unchanged; ``record``: it belongs to a training step."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        cast: CastSpec,
-        power_of_2: bool,
-        history: AmaxHistory | None,
-        record: bool,
-        owner: Owner,
-    ) -> torch.Tensor:
-        if history is not None:
-            copy = CopySpec(cast)
-            quantized = history.copies_of(input, (copy,), record)[copy]
-        else:
-            quantized = quantize_over(input, cast, power_of_2)
-        if is_observed():
-            return observe_prepared_cast(owner, input, quantized)
-        return as_float8_of(input, quantized)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return grad, None, None, None, None, None
-
-
 def _distribute(
-    style: ColwiseParallel | RowwiseParallel, module: nn.Module, mesh: DeviceMesh
+    style: Float8ColwiseParallel | Float8RowwiseParallel, module: nn.Module, mesh: DeviceMesh
 ) -> nn.Module:
     if not isinstance(module, Float8Linear):
         raise ValueError(
@@ -265,6 +255,7 @@ def _distribute(
             "convert the layer, or use torch's style without Float8 in its name"
         )
     module.output_placements = tuple(style.output_layouts)
+    module.reduce_transport = style.reduce_transport
     layouts, use_local_output = tuple(style.input_layouts), style.use_local_output
 
     def annotate(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:

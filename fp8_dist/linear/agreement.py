@@ -52,6 +52,8 @@ def layer_facts(layers: Mapping[str, Float8Linear]) -> dict[str, str]:
         facts[name] = f"a Float8Linear with a weight of shape {list(shape)}"
         facts[f"{name}.weight.dtype"] = str(layer.weight.dtype)
         facts[f"{name}.weight.requires_grad"] = str(layer.weight.requires_grad)
+        if layer.reduce_transport is not None:
+            facts[f"{name}.reduce_transport"] = layer.reduce_transport
         for field in dataclasses.fields(layer.config):
             facts[f"{name}.config.{field.name}"] = repr(getattr(layer.config, field.name))
     return facts

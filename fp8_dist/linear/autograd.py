@@ -44,7 +44,6 @@ from fp8_dist.linear.sharded_tokens import BlockMatrix, as_block_matrix, reblock
 from fp8_dist.mesh import (
     Layout,
     LinearLayouts,
-    Placements,
     linear_layouts,
     local_tensor,
     normalized,
@@ -52,6 +51,7 @@ from fp8_dist.mesh import (
     with_local,
 )
 from fp8_dist.tensor import Quantized
+from fp8_dist.transport import Encoding, Scattering, finish_reduction, reduced_to, start_reduction
 
 
 def float8_linear(
@@ -267,7 +267,7 @@ class _LinearFunction(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         if are_gemms_observed():
             observe_gemm(spec.owner, "output", ctx.high.input, ctx.high.weight, wrapped)
-        return _finished(wrapped, bias, spec.output_placements) if compiling else wrapped
+        return _finished(wrapped, bias, spec) if compiling else wrapped
 
     @staticmethod
     @differentiable_once
@@ -302,14 +302,16 @@ class _LinearFunction(torch.autograd.Function):
                 scale = observe(spec.owner, "weight", ("grad_input",), local, w, repeats=False)
                 w = w._replace(scale=scale)
         operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec, ctx.amax)
-        grad_input = grad_weight = None
+        grad_input = grad_weight = moving = None
         if needs_input:
             left, right = operands["grad_input"]
             left = wait_local(left)
             product = _gemm(left, right, "grad_input", spec, ctx.input_dtype)
             grad_input = _unflattened(product, grad if layouts is None else left)
             if layouts is not None:
-                grad_input = _redistribute_grad_input(grad_input, layouts, ctx.x_layout)
+                layout = ctx.x_layout._replace(placements=layouts.grad_input)
+                grad_input = layout.wrap(grad_input)
+                moving = _start_to_input(grad_input, layouts, ctx.x_layout, spec.reduce_transport)
         if needs_weight:
             left, right = operands["grad_weight"]
             where = None
@@ -323,11 +325,15 @@ class _LinearFunction(torch.autograd.Function):
             if layouts is not None:
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
+        # Observers see what the GEMM gave, before a transport encodes it.
+        observed = moving if isinstance(moving, DTensor) else grad_input
+        # (This comes late: the GEMM of grad_weight hides the transport.)
+        grad_input = grad_input if moving is None else finish_reduction(moving)
         if are_gemms_observed():
             # The forward may not have been observed. What it kept lives as long as the graph.
             high = getattr(ctx, "high", HighPrecision())
             ctx.high = HighPrecision()
-            observe_gemm(spec.owner, "grad_input", grad, high.weight, grad_input)
+            observe_gemm(spec.owner, "grad_input", grad, high.weight, observed)
             observe_gemm(spec.owner, "grad_weight", grad, high.input, grad_weight)
         return grad_input, grad_weight, grad_bias, *unused
 
@@ -394,7 +400,7 @@ class _FinishOutput(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.spec, ctx.bias_layout, ctx.amax = spec, Layout.of(bias), amax
         ctx.set_materialize_grads(False)
-        finished = _finished(output, bias, spec.output_placements)
+        finished = _finished(output, bias, spec)
         # (Autograd would make a view of an input that is returned, through DTensor's dispatch.)
         return with_local(output, local_tensor(output)) if finished is output else finished
 
@@ -411,35 +417,33 @@ class _FinishOutput(torch.autograd.Function):
         return grad, grad_bias, None, None
 
 
-def _finished(
-    output: DTensor, bias: torch.Tensor | None, placements: Placements | None
-) -> torch.Tensor:
-    """The GEMM's output with the bias added, at the given placements (None: anywhere).
+def _finished(output: DTensor, bias: torch.Tensor | None, spec: LinearSpec) -> torch.Tensor:
+    """The GEMM's output with the bias added, at ``spec.output_placements`` (None: anywhere).
 
     The bias is added where it already is: to the columns of a column-parallel output, to the sum
     of a row-parallel one.
     """
+    placements, transport = spec.output_placements, spec.reduce_transport
     if bias is None:
-        return output if placements is None else redistributed(output, placements)
+        return output if placements is None else reduced_to(output, placements, transport)
     if any(p.is_partial() for p in output.placements):
         summed = tuple(Replicate() if p.is_partial() else p for p in output.placements)
-        output = redistributed(output, placements or summed)
+        output = reduced_to(output, placements or summed, transport)
     biased: DTensor = output + bias.to(output.dtype)  # type: ignore[assignment]
     return biased if placements is None else redistributed(biased, placements)
 
 
-def _redistribute_grad_input(
-    grad_input: torch.Tensor, layouts: LinearLayouts, input_layout: Layout
-) -> torch.Tensor:
-    """grad_input where the input came from.
+def _start_to_input(
+    grad_input: DTensor, layouts: LinearLayouts, input_layout: Layout, transport: Encoding
+) -> DTensor | Scattering:
+    """Start to bring grad_input to where the input came from.
 
     An input that was gathered here has its gradient reduce-scattered here. One that came gathered
     already keeps a Partial gradient, so that consumers of the same input share one reduction.
     """
-    result = input_layout._replace(placements=layouts.grad_input).wrap(grad_input)
     each_axis = zip(input_layout.placements, layouts.input, layouts.grad_input, strict=True)
     target = tuple(grad if now == needed else now for now, needed, grad in each_axis)
-    return result.redistribute(placements=target, async_op=True)
+    return start_reduction(grad_input, target, transport)
 
 
 def _bias_gradient(grad: torch.Tensor, bias_layout: Layout | None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from typing import get_args
 
 import torch
+from torch.distributed.tensor import Shard
 
 from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
@@ -20,6 +21,32 @@ def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
             f"{fqn}: the weight is {own}, the input is {other}; parallelize the layer with "
             "Float8ColwiseParallel or Float8RowwiseParallel, or pass an input on the weight's mesh"
         )
+
+
+def check_summed_in_fp32(input: torch.Tensor, transport: str, fqn: str) -> None:
+    """Refuse the transport of what has more precision than its sum."""
+    if input.dtype is torch.float64:
+        raise ValueError(
+            f"{fqn}: reduce_transport={transport!r} sums in fp32, but the input is in fp64; drop "
+            "the argument, or cast the model and the input to fp32"
+        )
+
+
+def check_reduces_input_gradient(
+    weight: torch.Tensor, input: torch.Tensor, transport: str, fqn: str
+) -> None:
+    """Refuse the transport of a column-parallel layer whose input was gathered elsewhere."""
+    here, there = Layout.of(weight), Layout.of(input)
+    if here is None or there is None:
+        return
+    for at, given in zip(here.placements, there.placements, strict=True):
+        if at == Shard(0) and given.is_replicate():
+            raise ValueError(
+                f"{fqn}: reduce_transport={transport!r} applies to the reduce-scatter of "
+                "grad_input, and a layer whose input arrives whole has none. Give the argument to "
+                "what gathers the input (PrepareFloat8ModuleInput, share_input). If nothing does, "
+                "shard the input (sequence parallelism), or drop the argument"
+            )
 
 
 def check_prepared(

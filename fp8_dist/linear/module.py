@@ -12,7 +12,13 @@ from fp8_dist.config import Float8LinearConfig, Operand
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.autograd import float8_linear
-from fp8_dist.linear.checks import check_alignment, check_mesh, check_prepared
+from fp8_dist.linear.checks import (
+    check_alignment,
+    check_mesh,
+    check_prepared,
+    check_reduces_input_gradient,
+    check_summed_in_fp32,
+)
 from fp8_dist.linear.gradient_amax import Siblings
 from fp8_dist.linear.layer_repr import config_text, scale_text
 from fp8_dist.linear.local_placements import LocalPlacements
@@ -22,6 +28,7 @@ from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import has_functorch_transforms
+from fp8_dist.transport import Encoding
 
 
 class Float8Linear(nn.Linear):
@@ -41,6 +48,8 @@ class Float8Linear(nn.Linear):
         fqn: the layer's name in the model that was converted, for messages.
         output_placements: where a DTensor output goes; ``None`` leaves it where the GEMM left it.
             The tensor-parallel styles set it.
+        reduce_transport: how the summands of an output or grad_input travel where these are
+            reduce-scattered. The styles and ``declare_placements`` set it.
         siblings: the calls that reduce amaxes together, during a forward of the module around them.
         local_placements: where plain local tensors stand on a mesh, if they do;
             ``fp8_dist.tensor_parallel.declare_placements`` sets it.
@@ -102,6 +111,7 @@ class Float8Linear(nn.Linear):
         self.config = Float8LinearConfig() if config is None else config
         self.fqn = fqn or type(self).__name__
         self.output_placements: Placements | None = None
+        self.reduce_transport: Encoding = None
         self.siblings: Siblings | None = None
         self.local_placements: LocalPlacements | None = None
         length, power_of_2 = self.config.amax_history_len, self.config.round_scales_to_power_of_2
@@ -170,6 +180,11 @@ class Float8Linear(nn.Linear):
             )
         if not plain or isinstance(weight, DTensor):
             check_mesh(weight, input, self.fqn)
+        transport = self.reduce_transport
+        if transport is not None:
+            check_summed_in_fp32(input, transport, self.fqn)
+            if self.local_placements is None:
+                check_reduces_input_gradient(weight, input, transport, self.fqn)
         if not compiling:
             check_alignment(self.config, self.weight, input.device, self.fqn)
             if self.histories:
@@ -191,6 +206,7 @@ class Float8Linear(nn.Linear):
         fqn = "" if compiling else self.fqn
         owner = self.float8_weight
         spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, owner, training)
+        spec = spec._replace(reduce_transport=transport)
         return float8_linear(input, weight, bias, weight_casts, spec, siblings)
 
     def extra_repr(self) -> str:
@@ -199,7 +215,8 @@ class Float8Linear(nn.Linear):
         ``recipe=tensorwise`` with the options that differ from it, or the casts; the operands that
         travel in float8 where they are gathered; and the weight's scale: ``fresh``, ``stale``
         (precomputed before the weight changed), ``unknown`` (the next use computes it),
-        ``pending`` (on its way), or ``delayed`` with the amaxes in its history.
+        ``pending`` (on its way), or ``delayed`` with the amaxes in its history. A transport of
+        reduce-scatters, if there is one.
 
         Collectives: none. Nothing is waited for, and no state is changed.
         """
@@ -211,6 +228,8 @@ class Float8Linear(nn.Linear):
             history = self.histories.get("weight")
             scale = scale_text(self._parameters.get("weight"), self.float8_weight.cache, history)
             shown += f", scale={scale}"
+        if self.reduce_transport is not None:
+            shown += f", reduce_transport={self.reduce_transport}"
         return shown
 
     def meshes(self) -> list[DeviceMesh]:

@@ -25,6 +25,7 @@ from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
 from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim, with_local
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
+from fp8_dist.transport import Encoding
 from fp8_dist.warn import warn_once
 
 
@@ -40,6 +41,7 @@ class LinearSpec(NamedTuple):
     weight_blocks: Granularity | None = (
         None  # of this rank's part of the weight, for scales of blocks
     )
+    reduce_transport: Encoding = None  # of the reduce-scatters of the output and of grad_input
 
 
 class WeightCasts(NamedTuple):

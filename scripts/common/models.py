@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist import convert_to_float8_training, update_float8_scales
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
+from fp8_dist.transport import Encoding
 from scripts.common import candidates
 from scripts.common.candidates import BF16, config_of, is_torchaos
 from scripts.common.llama import Block, Llama, LlamaConfig
@@ -31,6 +32,7 @@ def build(
     compiled: bool = False,
     seed: int = 0,
     reduce_dtype: torch.dtype = torch.float32,
+    reduce_transport: Encoding = None,
     **float8: Any,
 ) -> Llama:
     """Makes a candidate's model: converted but for the head, parallel, compiled, initialized.
@@ -46,6 +48,8 @@ def build(
         compiled: torch.compile each block.
         seed: of the parameters, which are the same for all candidates and meshes.
         reduce_dtype: in which FSDP2 reduces gradients.
+        reduce_transport: how the sums of tensor parallelism's reduce-scatters travel, in our
+            recipes.
         float8: fields of the library's config that differ from the recipe's.
     """
     tp = 1 if mesh is None else mesh[TP].size()
@@ -55,7 +59,7 @@ def build(
         model = Llama(sizes)
     convert(name, model, shard, **float8)
     if mesh is not None and tp > 1:
-        apply_tp_plan(model, mesh[TP], tp_plan(name, model))
+        apply_tp_plan(model, mesh[TP], tp_plan(name, model, reduce_transport))
     if compiled:
         compile_blocks(name, model)
     if shard:
@@ -121,12 +125,14 @@ def compile_blocks(name: str, model: Llama) -> None:
         block.compile(fullgraph=True, dynamic=False)
 
 
-def tp_plan(name: str, model: nn.Module) -> dict[str, ParallelStyle]:
+def tp_plan(
+    name: str, model: nn.Module, reduce_transport: Encoding = None
+) -> dict[str, ParallelStyle]:
     """The tensor-parallel plan of a converted model.
 
     torchao's float8 styles cast tensorwise whatever the recipe: its other recipes get torch's.
     """
-    plan = llama_tp_plan(model)
+    plan = llama_tp_plan(model, reduce_transport=reduce_transport)
     if name != GATHERED_PEER:
         return plan
     styles = candidates.torchao_styles

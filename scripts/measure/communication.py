@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist.debug import comm_audit
 from fp8_dist.debug.communication.collectives import IGNORED_OPS, read_collective
+from fp8_dist.fsdp import set_gradient_transport
+from fp8_dist.fsdp.gradient_transport import Transport
 from scripts.common import candidates
 from scripts.common.candidates import BF16
 from scripts.common.llama import LlamaConfig
@@ -33,7 +35,10 @@ from scripts.common.saved_bytes import rewrites_ops
 
 LAYERS, SEQUENCE, BATCH = 4, 32, 2  # BATCH: sequences per data-parallel rank
 SIZES = LlamaConfig(64, LAYERS, 4, 4, 128, vocab_size=256, max_seq_len=SEQUENCE)
-OPS = ("all_gather", "reduce_scatter", "all_reduce")
+OPS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+
+# Half of bf16's, with exponents of blocks, and norms in high precision.
+MOST_OF_GRADIENTS = 0.52
 
 # (dp, tp) by the name of the mesh.
 FSDP, TP, BOTH = "FSDP2 x2", "TP x2 + SP", "FSDP2 2 x TP 2 + SP"
@@ -48,6 +53,7 @@ class Variant:
     candidate: str
     update: bool = True  # precompute, or the sync of delayed scales, follows the optimizer's step
     float8: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to the config
+    gradients: Transport | None = None  # how FSDP2's travel
 
 
 RANK: dict[str, Any] = {"amax_scope": "rank"}
@@ -65,8 +71,21 @@ MXFP8 = Variant("fp8_dist mxfp8 + precompute", "mxfp8")
 ROWWISE = Variant("fp8_dist rowwise", "rowwise", update=False)
 TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
 TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
+FLOAT8_GRADIENTS = Variant(
+    "fp8_dist + precompute, float8 gradients", "tensorwise", gradients="float8"
+)
 ONE_SCALE = (OURS, OURS_PRECOMPUTED, OURS_RANK)
-VARIANTS = (PLAIN, *ONE_SCALE, FOLDED, FOLDED_RANK, DELAYED, BLOCKWISE, MXFP8, ROWWISE)
+VARIANTS = (
+    PLAIN,
+    *ONE_SCALE,
+    FLOAT8_GRADIENTS,
+    FOLDED,
+    FOLDED_RANK,
+    DELAYED,
+    BLOCKWISE,
+    MXFP8,
+    ROWWISE,
+)
 # Under tensor parallelism, with scales of weights known: of 4 inputs (of attention, wo,
 # feed-forward, w2) and the output gradients of their 7 layers, together for each input; with
 # amax_scope="rank" of what is gathered, the inputs of the two blocks and the output gradients of wo
@@ -140,6 +159,8 @@ def variants(mesh: str) -> list[Variant]:
     found = list(VARIANTS)
     if mesh == FSDP:  # it reduces operands of weights alone, and gathers these
         found = [variant for variant in found if not variant.float8]
+    if mesh == TP:
+        found = [variant for variant in found if not variant.gradients]
     if candidates.torchao is not None:
         # Its precompute covers weights that FSDP2 shards alone.
         found += [TORCHAO] if mesh == TP else [TORCHAO, TORCHAO_PRECOMPUTED]
@@ -159,6 +180,8 @@ def measure(name: str, variant: Variant, mesh: DeviceMesh) -> Row:
     model = build(variant.candidate, SIZES, mesh, reduce_dtype=torch.bfloat16, **variant.float8)
     if sharded:
         model.set_reshard_after_forward(True)  # the root too: every parameter is gathered twice
+    if variant.gradients is not None:
+        set_gradient_transport(model, variant.gradients)
     update = after_step(variant.candidate, sharded) if variant.update else lambda model: None
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tokens = torch.randint(256, (BATCH, SEQUENCE))
@@ -186,13 +209,14 @@ def measure(name: str, variant: Variant, mesh: DeviceMesh) -> Row:
 
 def rows_table(rows: Sequence[Row]) -> str:
     """The rows as Markdown."""
-    head = ["mesh", "variant", "all-gathers", "float8 in them", "reduce-scatters", "all-reduces"]
+    head = ["mesh", "variant", "all-gathers", "float8 in them", "reduce-scatters", "all-to-alls"]
+    head.append("all-reduces")
     lines = []
     for row in rows:
-        gathers, scatters, reduces = (f"{row.counts[op]} ({row.sizes[op]:,} B)" for op in OPS)
+        gathers, *others = (f"{row.counts[op]} ({row.sizes[op]:,} B)" for op in OPS)
         counted = [str(row.precompute), f"{row.amax / LAYERS:g}", f"{row.blocking / LAYERS:g}"]
         float8 = f"{row.float8_gathered:,} B"
-        lines.append([row.mesh, row.variant, gathers, float8, scatters, reduces, *counted])
+        lines.append([row.mesh, row.variant, gathers, float8, *others, *counted])
     return table([*head, "precompute", "amax / layer", "blocking / layer"], lines)
 
 
@@ -235,6 +259,10 @@ def checks(rows: Sequence[Row]) -> list[Check]:
     for variant in (FOLDED, MXFP8):
         ours = by_mesh[FSDP][variant.name]
         add(ours, "no all-reduce", ours.counts["all_reduce"] == 0)
+    plain, ours = (by_mesh[FSDP][v.name] for v in (OURS_PRECOMPUTED, FLOAT8_GRADIENTS))
+    share = ours.sizes["all_to_all"] / plain.sizes["reduce_scatter"]
+    sentence = f"gradients take {share:.3f} of bf16's bytes, at most {MOST_OF_GRADIENTS}"
+    add(ours, sentence, share <= MOST_OF_GRADIENTS and not ours.counts["reduce_scatter"])
     return found
 
 

@@ -1,4 +1,4 @@
-"""Measures what forward keeps for backward, beside bf16 and torchao: a layer, a block, FSDP2.
+"""Measures what forward keeps for backward, beside bf16 and torchao, and what gradients take.
 
     python -m scripts.measure.memory --assert --write
 
@@ -6,7 +6,7 @@ Counts bytes of the storages that a forward saves for its backward, and of the f
 weights that layers keep, in the second forward, after the weights have changed. The counts depend
 on the sizes, not on the machine. `--assert` fails where a layer that saves its input in float8
 keeps more than 0.55 of what bf16 keeps, or where under FSDP2 a block keeps an unsharded weight, or
-more in a deeper model.
+more in a deeper model, or where the errors of gradients take more than 1.01 bytes per element.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ from scripts.common.models import build
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check, finish, make_parser, start
 from scripts.common.saved_bytes import OTHER, saved_bytes
+from scripts.measure.gradient_memory import checks_of_gradients, gradients_table, of_gradients
 
 NAMES = (BF16, *OURS, *TORCHAO)
 # With these sizes the number of elements tells activations, weights and their shards apart.
@@ -213,12 +214,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = {name: of_layer(name) for name in NAMES}
     blocks = {name: {mode: of_block(name, mode) for mode in MODES} for name in NAMES}
     depths = run_on_ranks(RANKS, of_depths, NAMES, DEPTHS)[0]
+    gradients = run_on_ranks(RANKS, of_gradients, CONFIG)[0]
     tables = {
         "layer": layer_table(layers),
         "block": block_table(blocks),
         "depth": depth_table(depths),
+        "gradients": gradients_table(gradients),
     }
-    return finish(args, tables, checks(layers, depths))
+    return finish(args, tables, [*checks(layers, depths), *checks_of_gradients(gradients)])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fp8_dist import float8_layers
 from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.debug.communication.table import CommTable
-from fp8_dist.fsdp import clip_grad_norm_
+from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
+from fp8_dist.fsdp.gradient_transport import Transport, gradient_errors
 from scripts.common.llama import Llama, LlamaConfig
 from scripts.common.models import after_step, build
 from scripts.common.saved_bytes import bytes_of, saved_bytes
@@ -30,6 +31,25 @@ from scripts.plan.world import fake
 
 PEER = "torchao tensorwise"
 PHASES = ("precompute", "forward", "backward", "optimizer")
+ERRORS = "errors of gradients"
+NODE, LOCAL = "node", "local"  # axes of a hierarchy: nodes, and data-parallel ranks of each
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """How the gradients of FSDP2 travel (`set_gradient_transport`), and the sums of TP."""
+
+    transport: Transport
+    nodes: int = 1  # over which the exchange is hierarchical; 1: it is not
+    error_feedback: bool = False
+    reduce_transport: Transport | None = None  # of tensor parallelism's reduce-scatters
+
+    def __str__(self) -> str:
+        """For people."""
+        words = [f"{self.transport} gradients"]
+        words += [f"{self.nodes:,} nodes"] * (self.nodes > 1)
+        words += ["error feedback"] * self.error_feedback
+        return ", ".join(words + [f"{self.reduce_transport} in TP"] * bool(self.reduce_transport))
 
 
 @dataclass(frozen=True)
@@ -41,6 +61,12 @@ class Plan:
     variant: str  # "bf16", the name of a recipe, or `PEER`
     batch_size: int  # sequences per data-parallel rank
     seq_len: int
+    gradients: Gradients | None = None  # None: in fp32, by FSDP2's own reduce-scatter
+
+    @property
+    def name(self) -> str:
+        """For people: the variant, and how gradients travel."""
+        return self.variant if self.gradients is None else f"{self.variant}, {self.gradients}"
 
     @property
     def ranks(self) -> int:
@@ -79,12 +105,29 @@ def make_mesh(plan: Plan) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
+def make_hierarchy(plan: Plan) -> DeviceMesh | None:
+    """The data-parallel ranks of this one as nodes of ranks, if the plan has nodes."""
+    if plan.gradients is None or plan.gradients.nodes == 1:
+        return None
+    nodes = plan.gradients.nodes
+    sizes = {NODE: nodes, LOCAL: plan.axes["dp"] // nodes, "tp": plan.axes["tp"]}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return mesh[NODE, LOCAL]
+
+
+def run_step(
+    plan: Plan, mesh: DeviceMesh, fake_tensors: bool, hierarchy: DeviceMesh | None = None
+) -> Step:
     """Builds the model and runs one step, as it is from the second one on, on the plan's mesh.
 
-    fake_tensors: the default group is a fake one.
+    Args:
+        plan: the step.
+        mesh: of `make_mesh`.
+        fake_tensors: the default group is a fake one.
+        hierarchy: of `make_hierarchy`.
     """
-    model = build(plan.variant, plan.model, mesh, "meta", shard=True)
+    reduce = None if plan.gradients is None else plan.gradients.reduce_transport
+    model = build(plan.variant, plan.model, mesh, "meta", shard=True, reduce_transport=reduce)
     for layer in float8_layers(model).values():
         for history in layer.histories.values():  # delayed scales have one from the second step on
             history.load(torch.ones(1))
@@ -92,6 +135,13 @@ def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
         model.to_empty(device="cpu")
         if not fake_tensors:
             model.init_weights()
+        if plan.gradients is not None:
+            set_gradient_transport(
+                model,
+                plan.gradients.transport,
+                error_feedback=plan.gradients.error_feedback,
+                hierarchy=hierarchy,
+            )
         step = _step(plan, model, mesh)
     step.parameters = sum(parameter.numel() for parameter in model.parameters())
     step.weights = sum(isinstance(module, nn.Linear) for module in model.modules()) - 1  # the head
@@ -135,6 +185,8 @@ def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
         "float8 shards kept": shards,
         "saved for backward": saved.total(),
     }
+    if plan.gradients is not None:
+        step.memory[ERRORS] = bytes_of(gradient_errors(model).values())
     return step
 
 

@@ -4,7 +4,9 @@ import argparse
 import math
 import os
 from pathlib import Path
+from typing import get_args
 
+from fp8_dist.fsdp.gradient_transport import Transport
 from scripts.common.candidates import BF16, RECIPES
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS
@@ -23,6 +25,11 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--dp", type=positive, help="data-parallel (FSDP2) ranks; default: all that --tp leaves")
     add("--tp", type=positive, default=1, help="tensor-parallel ranks, with sequence parallelism")
     add("--compile", action="store_true", help="torch.compile each transformer block")
+    wire = "how FSDP2's gradients travel; default: in fp32, by its own reduce-scatter"
+    add("--gradient-transport", choices=get_args(Transport), help=wire)
+    add("--error-feedback", action="store_true", help="of --gradient-transport")
+    seeded = "of --gradient-transport, with a seed; 0 if none is given"
+    add("--stochastic-rounding", type=int, nargs="?", const=0, metavar="SEED", help=seeded)
     add("--steps", type=positive, default=120)
     add("--batch-size", type=positive, default=16, help="rows of the global batch, over all ranks")
     add("--seq-len", type=positive, default=128, help="tokens (bytes) per row")
@@ -64,6 +71,7 @@ def parse_options(
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     _check_numbers(parser, args)
     _check_mesh(parser, args, world_size)
+    _check_transport(parser, args)
     args.out = args.out or Path("runs") / args.recipe
     _check_checkpoints(parser, args)
     if args.stats_every is not None and args.recipe == BF16:
@@ -86,6 +94,22 @@ def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"--timeout must be positive and finite, got {args.timeout}")
     if not 0 <= args.seed < 2**31:
         parser.error(f"--seed must lie in [0, 2**31), got {args.seed}")
+
+
+def _check_transport(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Checks that what is asked for about gradients on the wire has an effect."""
+    rounding = args.stochastic_rounding
+    if rounding is not None and rounding < 0:
+        parser.error(f"--stochastic-rounding must not be negative, got {rounding}")
+    if args.gradient_transport is None:
+        if args.error_feedback or rounding is not None:
+            name = "--error-feedback" if args.error_feedback else "--stochastic-rounding"
+            parser.error(f"{name} needs --gradient-transport: fp32 gradients are not rounded")
+    elif args.dp == 1:
+        parser.error(
+            "--gradient-transport needs --dp 2 or more: a single data-parallel rank sends no "
+            "gradients"
+        )
 
 
 def _check_checkpoints(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from fp8_dist.debug import Float8Stats, comm_audit, float8_stats
-from fp8_dist.fsdp import clip_grad_norm_
+from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from scripts.common.corpus import VOCAB_SIZE, Corpus
 from scripts.common.llama import MODELS
 from scripts.common.models import after_step, build
@@ -71,6 +71,14 @@ class Trainer:
             compiled=args.compile,
             seed=args.seed,
         )
+        if args.gradient_transport is not None:
+            rounding = args.stochastic_rounding
+            set_gradient_transport(
+                self.model,
+                args.gradient_transport,
+                error_feedback=args.error_feedback,
+                stochastic_rounding=False if rounding is None else rounding,
+            )
         self.after_step = after_step(args.recipe, sharded=True)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -282,7 +290,12 @@ def facts_of(args: argparse.Namespace) -> dict[str, Any]:
     """What a manifest says of a run."""
     names = ("model", "recipe", "seed", "batch_size", "seq_len", "steps", "lr", "warmup")
     facts = {name: getattr(args, name) for name in names}
-    return facts | {"mesh": {"dp": args.dp, "tp": args.tp}, "data": args.corpus.source}
+    wire = None
+    if args.gradient_transport is not None:
+        options = ("gradient_transport", "error_feedback", "stochastic_rounding")
+        wire = {name: getattr(args, name) for name in options}
+    mesh = {"dp": args.dp, "tp": args.tp}
+    return facts | {"gradients": wire, "mesh": mesh, "data": args.corpus.source}
 
 
 def describe_resume(

@@ -10,13 +10,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.linear import Float8Linear
+from fp8_dist.linear import Float8Linear, float8_layers
+from fp8_dist.tensor_parallel.reductions import ModuleInput, check_transport
+from fp8_dist.tensor_parallel.shared_casts import shared_input_cast
 from fp8_dist.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
-    shared_input_cast,
 )
+from fp8_dist.transport import Encoding
 
 
 class ResidualRowwiseParallel(RowwiseParallel):
@@ -24,11 +26,11 @@ class ResidualRowwiseParallel(RowwiseParallel):
 
     The output is a plain local tensor, which is the cheapest form, where the ranks share the
     sharded dim evenly. Otherwise it is a DTensor: a plain tensor doesn't know the lengths of the
-    other ranks' shards, which later gathers need. The arguments are torch's layouts.
+    other ranks' shards, which later gathers need. The arguments are those of torch's style.
     """
 
-    def __init__(self, **layouts: Placement) -> None:
-        super().__init__(**layouts, use_local_output=False)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, use_local_output=False)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
@@ -88,16 +90,35 @@ def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> None:
         )
 
 
-def colwise_style(layer: nn.Module, **arguments: Any) -> ParallelStyle:
+def colwise_style(
+    layer: nn.Module, reduce_transport: Encoding = None, **arguments: Any
+) -> ParallelStyle:
     """The column-parallel style of a layer: float8 if it is converted, else torch's."""
-    converted = isinstance(layer, Float8Linear)
-    return (Float8ColwiseParallel if converted else ColwiseParallel)(**arguments)
+    if isinstance(layer, Float8Linear):
+        return Float8ColwiseParallel(reduce_transport=reduce_transport, **arguments)
+    return ColwiseParallel(**arguments)
 
 
-def residual_style(layer: nn.Module, **layouts: Placement) -> ParallelStyle:
+def residual_style(
+    layer: nn.Module, reduce_transport: Encoding = None, **layouts: Placement
+) -> ParallelStyle:
     """The style of a layer that writes to the residual stream: float8 if it is converted."""
-    converted = isinstance(layer, Float8Linear)
-    return (Float8ResidualRowwiseParallel if converted else ResidualRowwiseParallel)(**layouts)
+    if isinstance(layer, Float8Linear):
+        return Float8ResidualRowwiseParallel(reduce_transport=reduce_transport, **layouts)
+    return ResidualRowwiseParallel(**layouts)
+
+
+def check_plan_transport(
+    model: nn.Module, transport: Encoding, sequence_parallel: bool, caller: str
+) -> None:
+    """Refuse a transport of reduce-scatters where a plan has none of them."""
+    check_transport(transport, caller)
+    if transport is not None and not (sequence_parallel and float8_layers(model)):
+        raise ValueError(
+            f"{caller}: reduce_transport={transport!r} applies to the reduce-scatters of converted "
+            "layers, which this plan doesn't have: convert the model before, with "
+            "sequence_parallel=True"
+        )
 
 
 def cast_alike(layers: Iterable[nn.Module]) -> bool:
@@ -106,12 +127,21 @@ def cast_alike(layers: Iterable[nn.Module]) -> bool:
     return len(casts) == 1 and None not in casts
 
 
-def prepare_style(block: nn.Module, consumers: tuple[str, ...], layout: Placement) -> ParallelStyle:
+def prepare_style(
+    block: nn.Module,
+    consumers: tuple[str, ...],
+    layout: Placement,
+    reduce_transport: Encoding = None,
+) -> ParallelStyle:
     """The style of a module that gathers its first input, placed as ``layout``, for linear layers.
 
-    In float8 if all of these consumers cast it alike, else in high precision.
+    In float8 if all of these consumers cast it alike, else in high precision. The transport is that
+    of the input's gradient, if a consumer is converted.
     """
     at: dict[str, Any] = {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
-    if cast_alike(map(block.get_submodule, consumers)):
+    layers = [block.get_submodule(name) for name in consumers]
+    if reduce_transport is not None and any(isinstance(m, Float8Linear) for m in layers):
+        at["reduce_transport"] = reduce_transport
+    if cast_alike(layers):
         return PrepareFloat8ModuleInput(**at, fwd_config_submodule_fqn=consumers[0])
-    return PrepareModuleInput(**at)
+    return (ModuleInput if "reduce_transport" in at else PrepareModuleInput)(**at)

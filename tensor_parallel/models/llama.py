@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.tensor_parallel.models import common
+from fp8_dist.transport import Encoding
 
 # Each block of a layer: its norm, its consumers, its writer.
 _BLOCKS = {
@@ -19,7 +20,11 @@ _BLOCKS = {
 
 
 def llama_tp_plan(
-    model: nn.Module, *, sequence_parallel: bool = True, loss_parallel: bool = False
+    model: nn.Module,
+    *,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = False,
+    reduce_transport: Encoding = None,
 ) -> dict[str, ParallelStyle]:
     """The tensor-parallel plan of a Llama: module names to styles, for ``apply_tp_plan``.
 
@@ -40,10 +45,15 @@ def llama_tp_plan(
         loss_parallel: the head returns logits as a DTensor sharded along the vocabulary, for
             ``torch.distributed.tensor.parallel.loss_parallel``. False: full logits, as a plain
             tensor.
+        reduce_transport: as in the styles, for all reduce-scatters of converted layers: of the
+            outputs of ``wo`` and ``w2``, of the input gradients of blocks and of the head. Those of
+            the embedding and of unconverted layers stay in high precision.
 
     Raises:
-        ValueError: modules are missing; all of them are listed.
+        ValueError: modules are missing; all of them are listed. Or ``reduce_transport`` is given
+            without sequence parallelism, or for a model that was not converted.
     """
+    common.check_plan_transport(model, reduce_transport, sequence_parallel, "llama_tp_plan")
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": common.EmbeddingRowwiseParallel(
@@ -56,16 +66,17 @@ def llama_tp_plan(
                 plan[f"{layer}.{norm}"] = SequenceParallel()
             path = f"{layer}.{block}"
             module = model.get_submodule(path)
-            plan[path] = common.prepare_style(module, consumers, between)
+            plan[path] = common.prepare_style(module, consumers, between, reduce_transport)
             for name in consumers:
                 plan[f"{path}.{name}"] = common.colwise_style(module.get_submodule(name))
             plan[f"{path}.{writer}"] = common.residual_style(
-                module.get_submodule(writer), output_layouts=between
+                module.get_submodule(writer), reduce_transport, output_layouts=between
             )
     if sequence_parallel:
         plan["norm"] = SequenceParallel()
     plan["output"] = common.colwise_style(
         model.get_submodule("output"),
+        reduce_transport,
         input_layouts=between,
         output_layouts=Shard(-1) if loss_parallel else Replicate(),
         use_local_output=not loss_parallel,

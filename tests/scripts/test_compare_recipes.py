@@ -7,7 +7,8 @@ from expecttest import assert_expected_inline
 
 from scripts.common.blocks import read_block
 from scripts.train import compare_recipes
-from scripts.train.compare_recipes import Losses, checks, parse, results_table, train
+from scripts.train.compare_recipes import checks, parse
+from scripts.train.seeded_runs import Losses, results_table, train
 
 QUICK = "--recipes tensorwise --steps 2 --seeds 2 --batch-size 2 --seq-len 16"
 
@@ -30,7 +31,7 @@ def test_a_run(documents, capsys):
 def test_run_that_fails():
     args = parse([*QUICK.split(), "--lr", "0"])
     with pytest.raises(SystemExit, match=r"(?s)train\.train .* did not end well:.*--lr"):
-        train(args, "bf16", 0)
+        train(args, "bf16", {"recipe": "bf16"}, 0)
 
 
 def test_refused_options(capsys):
@@ -72,7 +73,9 @@ GOOD: Losses = {
 def test_table_and_verdict_of_good_losses():
     assert all(check.holds for check in checks(GOOD))
     assert_expected_inline(
-        "\n".join([results_table(GOOD), *(check.sentence for check in checks(GOOD))]),
+        "\n".join(
+            [results_table(GOOD, "bf16", "recipe"), *(check.sentence for check in checks(GOOD))]
+        ),
         """\
 | recipe         | loss, last 50 steps | difference to bf16 | its standard error |
 | -------------- | ------------------: | -----------------: | -----------------: |
@@ -111,6 +114,6 @@ def test_noise_between_seeds_allows_more():
 
 def test_a_bad_verdict_fails_when_asked_to(monkeypatch):
     bad = GOOD | {"tensorwise": times(1.1, 1.1)}
-    monkeypatch.setattr(compare_recipes, "losses_of", lambda args: bad)
+    monkeypatch.setattr(compare_recipes, "losses_of", lambda args, variants: bad)
     assert compare_recipes.main([]) == 0
     assert compare_recipes.main(["--assert"]) == 1

@@ -10,6 +10,7 @@ from scripts.measure.communication import (
     BLOCKWISE,
     BOTH,
     DELAYED,
+    FLOAT8_GRADIENTS,
     FOLDED,
     FOLDED_RANK,
     FSDP,
@@ -51,13 +52,17 @@ def test_our_rows_are_those_of_the_document(ranks: RankPools) -> None:
         assert by_rank == [by_rank[0]] * (dp * tp)
         rows += by_rank[0]
     assert all(check.holds for check in checks(rows))
-    assert len(rows) == 28
+    assert len(rows) == 30
     assert cells(rows_table(rows)) <= cells((DOCS / "communication.md").read_text())
 
 
 def row(mesh: str, variant: Variant, *, all_reduces: int, precompute: int, amax: int) -> Row:
-    counts = {"all_gather": 5, "reduce_scatter": 5, "all_reduce": all_reduces}
-    sizes = {"all_gather": 1000, "reduce_scatter": 2000, "all_reduce": 4 * all_reduces}
+    counts = {"all_gather": 5, "reduce_scatter": 5, "all_to_all": 0, "all_reduce": all_reduces}
+    sizes = dict.fromkeys(counts, 0) | {"all_gather": 1000, "all_reduce": 4 * all_reduces}
+    sizes["reduce_scatter"] = 2000
+    if variant is FLOAT8_GRADIENTS:
+        counts |= {"reduce_scatter": 0, "all_to_all": 5}
+        sizes |= {"reduce_scatter": 0, "all_to_all": 1010}
     return Row(mesh, variant.name, counts, sizes, 500, precompute, amax, amax)
 
 
@@ -65,6 +70,7 @@ def row(mesh: str, variant: Variant, *, all_reduces: int, precompute: int, amax:
 COUNTS = {
     FSDP: {
         OURS_PRECOMPUTED: (1, 1, 0),
+        FLOAT8_GRADIENTS: (1, 1, 0),
         OURS: (1, 0, 4),
         FOLDED: (0, 0, 0),
         DELAYED: (1, 1, 0),
@@ -102,7 +108,10 @@ def test_promises_that_are_broken_are_named() -> None:
 
     gathers_more = GOOD[TP, OURS_PRECOMPUTED]
     gathers_more = gathers_more._replace(sizes=gathers_more.sizes | {"all_gather": 2000})
+    sends_more = GOOD[FSDP, FLOAT8_GRADIENTS]
+    sends_more = sends_more._replace(sizes=sends_more.sizes | {"all_to_all": 1050})
     changed = {
+        (FSDP, FLOAT8_GRADIENTS): sends_more,
         (FSDP, OURS_PRECOMPUTED): worse(FSDP, OURS_PRECOMPUTED, 1, 2),
         (TP, OURS_PRECOMPUTED): gathers_more,
         (TP, OURS_RANK): worse(TP, OURS_RANK, 4),
@@ -133,7 +142,8 @@ FSDP2 2 x TP 2 + SP, fp8_dist + precompute: at most 8 amax all-reduces per layer
 FSDP2 x2, fp8_dist + precompute: at most 1 all-reduces, one of them precompute's
 FSDP2 2 x TP 2 + SP, fp8_dist + precompute: at most 33 all-reduces, one of them precompute's
 FSDP2 x2, fp8_dist rowwise_folded + precompute: no all-reduce
-FSDP2 x2, fp8_dist mxfp8 + precompute: no all-reduce""",
+FSDP2 x2, fp8_dist mxfp8 + precompute: no all-reduce
+FSDP2 x2, fp8_dist + precompute, float8 gradients: gradients take 0.525 of bf16's bytes, at most 0.52""",
     )
 
 

@@ -20,6 +20,14 @@ from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.models import build
 from scripts.common.saved_bytes import OTHER, saved_bytes
 from scripts.measure import memory
+from scripts.measure.gradient_memory import (
+    WAYS,
+    Taken,
+    checks_of_gradients,
+    gradients_table,
+    of_gradients,
+    peak_bytes,
+)
 from scripts.measure.memory import SHARD, WEIGHT, Held
 
 
@@ -226,6 +234,53 @@ tensorwise: 0 B of unsharded weights outlive their layer, at most 0""",
         assert broken.startswith(sentence)
 
 
+GRADIENTS = dict(zip(WAYS, (Taken(1000, 4000, 0),) * 3 + (Taken(1000, 9000, 1008),), strict=True))
+
+
+def test_peak_of_what_is_allocated() -> None:
+    def function() -> None:
+        first = torch.zeros(1000)
+        for _ in range(3):
+            torch.zeros(5000).sum()
+        first.add_(1)
+
+    # Results of one element are allocated in lines of 64 bytes.
+    assert peak_bytes(function) == pytest.approx(4 * 6000, abs=128)
+
+
+def test_what_gradients_take(ranks: RankPools) -> None:
+    found = ranks(2).run_same(of_gradients, memory.CONFIG)
+    weights = sum(p.numel() for p in memory.Block(memory.CONFIG).parameters() if p.ndim > 1)
+    assert {each.elements for each in found.values()} == {weights}
+    assert [each.kept / weights for each in found.values()] == [0, 0, 0, pytest.approx(1 + 1 / 128)]
+    # A message that is sent, and one that is received.
+    for way, each in found.items():
+        assert each.buffers > weights * {"fp32": 4, "bf16": 4}.get(way, 2), way
+    assert all(check.holds for check in checks_of_gradients(found))
+
+
+def test_verdict_on_errors_that_are_kept() -> None:
+    def broken(**changes: int) -> list[str]:
+        found = {name: each._replace(**changes) for name, each in GRADIENTS.items()}
+        return [c.sentence for c in checks_of_gradients(found) if not c.holds]
+
+    assert broken() == []
+    assert_expected_inline(
+        "\n".join([*broken(kept=1011), gradients_table(GRADIENTS)]),
+        """\
+fp32: 1.011 bytes per element of gradients are kept, at most 0
+bf16: 1.011 bytes per element of gradients are kept, at most 0
+float8: 1.011 bytes per element of gradients are kept, at most 0
+float8, error feedback: 1.011 bytes per element of gradients are kept, at most 1.01
+| gradients              | buffers, B | per element | kept, B | per element |
+| ---------------------- | ---------: | ----------: | ------: | ----------: |
+| fp32                   |      4,000 |       4.000 |       0 |       0.000 |
+| bf16                   |      4,000 |       4.000 |       0 |       0.000 |
+| float8                 |      4,000 |       4.000 |       0 |       0.000 |
+| float8, error feedback |      9,000 |       9.000 |   1,008 |       1.008 |""",
+    )
+
+
 @pytest.mark.parametrize(("activations", "status"), [(540, 0), (560, 1)])
 def test_blocks_and_status(
     activations: int, status: int, monkeypatch: pytest.MonkeyPatch, documents: Path
@@ -234,10 +289,12 @@ def test_blocks_and_status(
     depths = dict.fromkeys(memory.NAMES, FLAT)
     monkeypatch.setattr(memory, "of_layer", layers.__getitem__)
     monkeypatch.setattr(memory, "of_block", lambda name, mode: held(2000))
-    monkeypatch.setattr(memory, "run_on_ranks", lambda *task: [depths])
+    answers: dict[Any, Any] = {memory.of_depths: depths, memory.of_gradients: GRADIENTS}
+    monkeypatch.setattr(memory, "run_on_ranks", lambda ranks, task, *args: [answers[task]])
     assert memory.main(["--write"]) == 0
     assert memory.main(["--write", "--assert"]) == status
     page = documents / "memory.md"
     assert memory.layer_table(layers) in read_block(page, "layer")
     assert memory.depth_table(depths) in read_block(page, "depth")
     assert "|    2,000 |   1.000 |" in read_block(page, "block")
+    assert gradients_table(GRADIENTS) in read_block(page, "gradients")

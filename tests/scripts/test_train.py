@@ -352,6 +352,31 @@ def test_statistics_of_some_steps(small_text: Path, tmp_path: Path) -> None:
     assert not (out / "float8_stats.jsonl").exists()
 
 
+def test_options_of_gradient_transport(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    errors = [
+        options_error(capsys, "--error-feedback"),
+        options_error(capsys, "--stochastic-rounding"),
+        options_error(capsys, "--gradient-transport", "fp16"),
+        options_error(capsys, "--gradient-transport", "bf16", "--stochastic-rounding", "-1"),
+        options_error(capsys, "--gradient-transport", "bf16", "--tp", "4"),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+--error-feedback needs --gradient-transport: fp32 gradients are not rounded
+--stochastic-rounding needs --gradient-transport: fp32 gradients are not rounded
+argument --gradient-transport: invalid choice: 'fp16' (choose from 'float8', 'bf16')
+--stochastic-rounding must not be negative, got -1
+--gradient-transport needs --dp 2 or more: a single data-parallel rank sends no gradients""",
+    )
+    args = train.parse_args(["--gradient-transport", "float8", "--stochastic-rounding"])
+    assert (args.error_feedback, args.stochastic_rounding) == (False, 0)
+    assert train.parse_args([]).stochastic_rounding is None
+
+
 def test_options_of_statistics(capsys: pytest.CaptureFixture[str]) -> None:
     errors = [
         options_error(capsys, "--stats-every", "2"),

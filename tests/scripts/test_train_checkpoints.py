@@ -100,6 +100,21 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert (stopped / "comm.json").exists()
 
 
+def test_a_resumed_run_has_the_errors_of_gradients(ranks: RankPools, tmp_path: Path) -> None:
+    wire = ["--gradient-transport", "float8"]
+    feedback = [*wire, "--error-feedback"]
+    whole, stopped, without = (tmp_path / name for name in ("whole", "stopped", "without"))
+    ranks(4).run(run, str(whole), 2, 2, *feedback)
+    ranks(4).run(run, str(stopped), 2, 2, *feedback, steps=3)
+    shutil.copytree(stopped, without)
+    ranks(4).run(run, str(stopped), 2, 2, *feedback, "--resume", "auto")
+    assert metrics(stopped) == metrics(whole)
+    ranks(4).run(run, str(without), 2, 2, *wire, "--resume", "auto")
+    # Step 4 begins with the same weights, and reduces its gradient without the errors.
+    assert metrics(without)[3][1] == metrics(whole)[3][1]
+    assert metrics(without)[3][2] != metrics(whole)[3][2]
+
+
 def step_after_reload(out: str, recipe: str) -> tuple[float, float]:
     """Runs on every rank: loss and gradient norm of step 3, in a process that has trained on other
     steps with other weights before it loads."""

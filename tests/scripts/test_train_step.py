@@ -134,6 +134,42 @@ total                                    47            485,988
     assert unexpected_gathers(results[0]["comm"], results[0]) == []
 
 
+def sent_over_dp(*options: str) -> tuple[list[float], dict[str, int]]:
+    """Runs on every rank: the numbers of two steps, and bytes over dp of the second, by op."""
+    numbers, audit = two_steps(trainer(*options))
+    sent: dict[str, int] = {}
+    for row in audit.rows:
+        if row.axis == "dp":
+            sent[row.op] = sent.get(row.op, 0) + row.bytes
+    return numbers, sent
+
+
+def test_gradients_travel_as_the_options_say(ranks: RankPools) -> None:
+    def run(*options: str) -> tuple[list[float], dict[str, int]]:
+        return ranks(4).run(sent_over_dp, *options)[0]
+
+    numbers, sent = run()
+    assert "all_to_all" not in sent
+    elements = sent["reduce_scatter"] // 4
+    # FSDP2 reduces gradients of bf16 compute: they are bf16 numbers, which travel as they are.
+    exact, sent = run("--gradient-transport", "bf16")
+    assert exact == numbers
+    assert 2 < sent["all_to_all"] / elements < 2.02  # norms travel in fp32
+    found = [numbers]
+    float8 = ["--gradient-transport", "float8"]
+    rounded = [*float8, "--stochastic-rounding"]
+    for options in (float8, [*float8, "--error-feedback"], rounded, [*rounded, "7"]):
+        numbers, sent = run(*options)
+        assert "reduce_scatter" not in sent
+        assert 1 < sent["all_to_all"] / elements < 1.03
+        # The loss of the first step is that before all gradients.
+        assert numbers[0] == found[0][0]
+        assert numbers[2] == pytest.approx(found[0][2], rel=1e-3)
+        assert numbers not in found
+        found.append(numbers)
+    assert run(*rounded)[0] == found[3], "a seed repeats"
+
+
 def compiled_and_eager() -> tuple[list[list[float]], list[str]]:
     """Runs on every rank: `two_steps` of a model with compiled blocks, and of an eager one."""
     torch._dynamo.reset()

@@ -104,6 +104,10 @@ def call_all() -> None:
     kernels.quantize_many_blocks([x, x], every, e4m3, parts)
     kernels.gemm_scales(numbers, numbers, 4)
     kernels.tiled_exponents(numbers, numbers)
+    codes, each = kernels.encode_float8(x, 1)
+    kernels.encode_float8(x, -1)
+    kernels.sum_of_float8(codes.view(2, 128, 512), each.view(2, 128, 4), x[:128], 1)
+    kernels.sum_of_rows(x.view(2, 128, 512), x[:128].float(), 1)
     kernels.transpose(x.view(torch.uint8))
     kernels.transpose_many([x.view(torch.uint8)] * 7)
 

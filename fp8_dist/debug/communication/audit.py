@@ -3,10 +3,11 @@
 Terms: *collective* and *buffer* as in ``collectives``. FSDP2 copies parameters of several dtypes
 into one uint8 buffer and gathers that: a *mixed gather*. The *payload dtype* of a uint8 tensor is
 the dtype of what it is a view of: float8 travels as uint8. Rows of float8 travel in one message
-with their fp32 scales (``pack_rows``), and are counted apart from them.
+with their fp32 scales (``pack_rows``), and are counted apart from them. So are the parts of
+summands that travel encoded.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Self
@@ -21,6 +22,7 @@ from fp8_dist.debug.communication.table import CommRow, CommTable, RowKey, total
 from fp8_dist.debug.communication.timing import CollectiveTimer
 from fp8_dist.debug.module_path import ModulePath
 from fp8_dist.dtypes import is_float8
+from fp8_dist.kernels.encoding import encode_float8, join_bytes
 from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.ops import pack_rows
@@ -54,6 +56,8 @@ class CommAudit(CommTable):
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
         # The bytes of fp32 numbers in the messages that ``pack_rows`` made, by the same.
         self._packed: dict[int, tuple[StorageWeakRef, int]] = {}
+        # Bytes by payload dtype of messages that were joined of several tensors, by the same.
+        self._joined: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
         # Bytes by payload dtype of the all-gather inputs that FSDP2 has filled, by the address of
         # their storage.
         self._copied_in: dict[int, dict[torch.dtype, int]] = {}
@@ -92,6 +96,7 @@ class CommAudit(CommTable):
     def _forget(self) -> None:
         self._payload_dtypes.clear()
         self._packed.clear()
+        self._joined.clear()
         self._copied_in.clear()
 
     def __repr__(self) -> str:
@@ -106,6 +111,18 @@ class CommAudit(CommTable):
         """``message`` was made of float8 data and ``numbers``."""
         reference = StorageWeakRef(message.untyped_storage())
         self._packed[storage_address(message)] = (reference, numbers.nbytes)
+
+    def _note_codes(self, codes: torch.Tensor) -> None:
+        """``codes`` are float8 numbers as they travel."""
+        reference = StorageWeakRef(codes.untyped_storage())
+        self._payload_dtypes[storage_address(codes)] = (reference, torch.float8_e4m3fn)
+
+    def _note_joined(self, message: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+        """``message`` was made of bytes, some of which may be those of other dtypes."""
+        sizes = self._bytes_by_dtype(pieces)
+        if sizes.keys() - {torch.uint8}:
+            reference = StorageWeakRef(message.untyped_storage())
+            self._joined[storage_address(message)] = (reference, sizes)
 
     def _note_copy_in(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         """FSDP2 is about to copy ``inputs`` into the buffer that it gathers next."""
@@ -161,6 +178,9 @@ class CommAudit(CommTable):
     def _payloads(self, tensor: torch.Tensor) -> Iterator[tuple[torch.dtype, int]]:
         """The dtypes in a tensor, and the bytes of each."""
         address, payload = storage_address(tensor), tensor.dtype
+        if address in self._joined:
+            yield from self._joined.pop(address)[1].items()
+            return
         if payload == torch.uint8:
             payload = self._payload_dtypes.get(address, (None, payload))[1]
         # A graph may reuse the memory for another message, so it is looked up once.
@@ -274,6 +294,14 @@ class _Recorder(TorchDispatchMode):
         elif func is pack_rows.overload:
             message = func(*args, **kwargs)
             self._audit._note_packed(message, numbers=args[1])
+            return message
+        elif func is encode_float8.overload:
+            codes, exponents = func(*args, **kwargs)
+            self._audit._note_codes(codes)
+            return codes, exponents
+        elif func is join_bytes.overload:
+            message = func(*args, **kwargs)
+            self._audit._note_joined(message, [args[0], *args[1]])
             return message
         elif func in QUERIES:
             with self:  # it may communicate

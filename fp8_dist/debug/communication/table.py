@@ -24,8 +24,8 @@ class CommRow:
         module: FQN of the innermost module that was running, forward or backward; ``""`` for the
             outermost one and for code outside of modules. Modules inside of a compiled one count
             as that.
-        in_mixed_gather: these elements travelled in all-gathers of several dtypes (FSDP2's) that
-            the row of another dtype counts.
+        in_mixed_gather: these elements travelled in messages of several dtypes (FSDP2's gathers,
+            encoded summands) that the row of another dtype counts.
         count: number of collectives; 0 where ``in_mixed_gather``.
         elements: number of elements of ``dtype`` in the buffers, summed over the collectives.
         bytes: size of the buffers in bytes, summed over the collectives. The buffer is the output

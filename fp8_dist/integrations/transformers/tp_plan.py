@@ -15,11 +15,20 @@ from fp8_dist.integrations.transformers.tp_structure import (
     read_structure,
     without_numbers,
 )
-from fp8_dist.tensor_parallel.models.common import colwise_style, residual_style
+from fp8_dist.tensor_parallel.models.common import (
+    check_plan_transport,
+    colwise_style,
+    residual_style,
+)
+from fp8_dist.transport import Encoding
 
 
 def hf_tp_plan(
-    model: nn.Module, *, sequence_parallel: bool = True, loss_parallel: bool = False
+    model: nn.Module,
+    *,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = False,
+    reduce_transport: Encoding = None,
 ) -> dict[str, ParallelStyle]:
     """The tensor-parallel plan of a transformers model: names to styles, for ``apply_tp_plan``.
 
@@ -51,6 +60,9 @@ def hf_tp_plan(
             on parts. False: it is whole on every rank.
         loss_parallel: the head returns logits for
             ``torch.distributed.tensor.parallel.loss_parallel``.
+        reduce_transport: as in the float8 styles, for all reduce-scatters of converted layers: of
+            block outputs, of the input gradients of blocks and of the head. Those of the embedding
+            and of unconverted layers stay in high precision.
 
     Collectives: with sequence parallelism, per block, an all-gather of the input and a
     reduce-scatter of the output, and their counterparts in the backward; gathers of converted
@@ -63,9 +75,12 @@ def hf_tp_plan(
     Raises:
         NotImplementedError: the model declares no plan, a style that this function does not know,
             or has parameters whose place in the model it does not know. All are named.
-        ValueError: ``loss_parallel`` of a model without a divided head. From ``apply_tp_plan``,
-            before it changes the model: heads that the ranks cannot share evenly.
+        ValueError: ``loss_parallel`` of a model without a divided head; ``reduce_transport``
+            without sequence parallelism, or for a model that was not converted. From
+            ``apply_tp_plan``, before it changes the model: heads that the ranks cannot share
+            evenly.
     """
+    check_plan_transport(model, reduce_transport, sequence_parallel, "hf_tp_plan")
     structure = read_structure(model, sequence_parallel)
     if loss_parallel and structure.head is None:
         raise ValueError(
@@ -73,11 +88,15 @@ def hf_tp_plan(
             f"{type(model).__name__} has none: leave it out"
         )
     _warn_of_replicated(structure)
-    return _styles(model, structure, sequence_parallel, loss_parallel)
+    return _styles(model, structure, sequence_parallel, loss_parallel, reduce_transport)
 
 
 def _styles(
-    model: nn.Module, structure: Structure, sequence_parallel: bool, loss_parallel: bool
+    model: nn.Module,
+    structure: Structure,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+    transport: Encoding,
 ) -> dict[str, ParallelStyle]:
     """The plan of a model whose structure is known."""
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
@@ -87,10 +106,14 @@ def _styles(
     if sequence_parallel:
         plan |= _stream_styles(structure)
     for block in structure.blocks:
-        plan |= _block_styles(model, block, Replicate() if block.in_replicated else stream)
+        if block.in_replicated:  # nothing is reduce-scattered
+            plan |= _block_styles(model, block, Replicate(), None)
+        else:
+            plan |= _block_styles(model, block, stream, transport)
     if structure.head is not None:
         plan[structure.head] = colwise_style(
             model.get_submodule(structure.head),
+            transport,
             input_layouts=stream,
             output_layouts=Shard(-1) if loss_parallel else Replicate(),
             use_local_output=not loss_parallel,
@@ -107,20 +130,23 @@ def _stream_styles(structure: Structure) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _block_styles(model: nn.Module, block: Block, stream: Placement) -> dict[str, ParallelStyle]:
+def _block_styles(
+    model: nn.Module, block: Block, stream: Placement, transport: Encoding
+) -> dict[str, ParallelStyle]:
     """A block that reads from and writes to a stream, and its layers."""
     module = model.get_submodule(block.name)
     readers = {name: module.get_submodule(name) for name in block.readers}
     parts = {} if block.gathers_outputs else _parts(module, readers)
     # Llama 4 adds the output of routed experts to that of shared ones, in place.
-    style = tp_styles.block_style(stream, readers, parts, may_change_output=block.in_replicated)
+    in_place = block.in_replicated
+    style = tp_styles.block_style(stream, readers, parts, in_place, transport)
     plan: dict[str, ParallelStyle] = {block.name: style}
     inside = Replicate() if block.gathers_outputs else Shard(-1)
     for name, layer in readers.items():
         plan[f"{block.name}.{name}"] = colwise_style(layer, output_layouts=inside)
     for name in block.writers:
         plan[f"{block.name}.{name}"] = residual_style(
-            module.get_submodule(name), input_layouts=inside, output_layouts=stream
+            module.get_submodule(name), transport, input_layouts=inside, output_layouts=stream
         )
     for name in block.head_norms:
         # The dim is a name for "heads": these norms see whole rows, in any order of dims.

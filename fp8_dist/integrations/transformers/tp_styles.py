@@ -13,12 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from fp8_dist.linear import Float8Linear
 from fp8_dist.tensor_parallel import PrepareFloat8ModuleInput
 from fp8_dist.tensor_parallel.models.common import EmbeddingRowwiseParallel, cast_alike
 from fp8_dist.tensor_parallel.plan import CheckedStyle
+from fp8_dist.tensor_parallel.reductions import ModuleInput
+from fp8_dist.transport import Encoding
 
 _SEQUENCE = (Shard(1),)
 _WHOLE = (Replicate(),)
@@ -81,7 +84,7 @@ class LastNorm(SequenceParallel):
         return module
 
 
-class BlockInput(PrepareModuleInput, CheckedStyle):
+class BlockInput(ModuleInput, CheckedStyle):
     """``PrepareModuleInput`` of a module's first argument, however the caller passes it.
 
     Args:
@@ -161,16 +164,24 @@ def embedding_style(sequence_parallel: bool) -> ParallelStyle:
 
 
 def block_style(
-    layout: Placement, readers: dict[str, nn.Module], parts: dict[str, int], may_change_output: bool
+    layout: Placement,
+    readers: dict[str, nn.Module],
+    parts: dict[str, int],
+    may_change_output: bool,
+    reduce_transport: Encoding,
 ) -> BlockInput:
     """The style of a block whose input linear layers read, by their names in the block.
 
-    In float8 if all of them cast it alike, and one copy serves all their GEMMs.
+    In float8 if all of them cast it alike, and one copy serves all their GEMMs. The transport is
+    that of the input's gradient, if one of them is converted.
     """
+    arguments: dict[str, Any] = {}
+    if any(isinstance(layer, Float8Linear) for layer in readers.values()):
+        arguments["reduce_transport"] = reduce_transport
     if cast_alike(readers.values()):
-        first = next(iter(readers))
-        return Float8BlockInput(layout, parts, may_change_output, fwd_config_submodule_fqn=first)
-    return BlockInput(layout, parts, may_change_output)
+        arguments["fwd_config_submodule_fqn"] = next(iter(readers))
+        return Float8BlockInput(layout, parts, may_change_output, **arguments)
+    return BlockInput(layout, parts, may_change_output, **arguments)
 
 
 def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:

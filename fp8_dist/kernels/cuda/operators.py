@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fp8_dist.kernels import encoding
 from fp8_dist.kernels.cuda.results import Cast, FoldedRows, Layouts, RecordedCast
 from fp8_dist.kernels.folding import UNIT
 from fp8_dist.kernels.quantization import quantize_each
@@ -202,3 +203,26 @@ def transpose(x: torch.Tensor) -> torch.Tensor:
 def transpose_many(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """:func:`transpose` of some matrices."""
     return [transpose(x) for x in matrices]
+
+
+def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`fp8_dist.kernels.encoding.encode_float8`."""
+    note_no_triton(x)
+    return encoding.encode_float8.portable(x, seed)
+
+
+def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """:func:`fp8_dist.kernels.encoding.decode_float8`."""
+    return encoding.decode_float8.portable(codes, exponents)
+
+
+def sum_of_float8(
+    codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """:func:`fp8_dist.kernels.encoding.sum_of_float8`."""
+    return encoding.sum_of_float8.portable(codes, exponents, own, rank)
+
+
+def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
+    """:func:`fp8_dist.kernels.encoding.sum_of_rows`."""
+    return encoding.sum_of_rows.portable(rows, own, rank)

@@ -21,6 +21,12 @@ from fp8_dist.kernels.copies import (
 )
 from fp8_dist.kernels.cuda.block_registration import register_block_kernels
 from fp8_dist.kernels.cuda.zeros import pooled
+from fp8_dist.kernels.encoding import (
+    decode_float8,
+    encode_float8,
+    sum_of_float8,
+    sum_of_rows,
+)
 from fp8_dist.kernels.folding import fold_gradient
 from fp8_dist.kernels.gemm import emulated_mm, scaled_mm, scaled_mm_with
 from fp8_dist.kernels.quantization import quantize, quantize_after, quantize_each
@@ -227,6 +233,24 @@ def _transposed_copies(first: torch.Tensor, others: Sequence[torch.Tensor]) -> T
     return cuda.transpose_many([first, *others])
 
 
+def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    takes = x.dtype in cuda.DTYPES
+    return cuda.encode_float8(x, seed) if takes else encode_float8.portable(x, seed)
+
+
+def _sum_of_float8(
+    codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
+) -> torch.Tensor:
+    takes = own.dtype in cuda.DTYPES
+    run = cuda.sum_of_float8 if takes else sum_of_float8.portable
+    return run(codes, exponents, own, rank)
+
+
+def _sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
+    takes = rows.dtype in cuda.DTYPES and own.dtype in cuda.DTYPES
+    return (cuda.sum_of_rows if takes else sum_of_rows.portable)(rows, own, rank)
+
+
 def _takes(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> bool:
     """Whether it is a matrix, perhaps of several leading dims, with scales of rows or columns."""
     if x.dtype not in cuda.DTYPES or x.ndim < 2:
@@ -276,3 +300,7 @@ def register_kernels() -> None:
     eager = partial(scaled_mm_with, emulated_mm, transpose=transposed)
     scaled_mm.register("cuda", scaled_mm.portable, direct=eager)
     register_block_kernels()
+    encode_float8.register("cuda", _encode_float8)
+    decode_float8.register("cuda", cuda.decode_float8)
+    sum_of_float8.register("cuda", _sum_of_float8)
+    sum_of_rows.register("cuda", _sum_of_rows)

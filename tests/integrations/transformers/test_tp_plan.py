@@ -414,6 +414,45 @@ def test_gradient_checkpointing(ranks: RankPools, kind: str, reentrant: bool) ->
         assert worst > 12
 
 
+def encoded(kind: str) -> tuple[float, float, Counter[str]]:
+    """Against the same model with torch's reduce-scatters: logits, gradients; the sums of a step."""
+    mesh, ids = device_mesh(tp=2), batch(0)
+    model = planned(converted(kind), mesh, reduce_transport="float8")
+    other, counts = planned(converted(kind), mesh), Counter[str]()
+    with comm_audit(mesh) as audit:
+        output = backward(model, ids)
+    expected = backward(other, ids)
+    for row in audit.rows:
+        counts[row.op] += row.count
+    ours = torch.cat([full(p.grad).flatten() for p in model.parameters()])
+    theirs = torch.cat([full(p.grad).flatten() for p in other.parameters()])
+    return sqnr(expected.logits, output.logits), sqnr(theirs, ours), counts
+
+
+# Of each block the output, and the gradient of the input. Two of Llama 4's blocks stand in replicated
+# ones, and all-reduce.
+@pytest.mark.parametrize(("kind", "sums"), [("llama", 8), ("llama4", 4)])
+def test_reductions_in_float8(ranks: RankPools, kind: str, sums: int) -> None:
+    for logits, gradients_of_all, counts in ranks(2).run(encoded, kind):
+        assert 20 < logits < 60
+        assert gradients_of_all > 20
+        assert (counts["all_to_all"], counts["reduce_scatter"]) == (sums, 2)
+
+
+def test_reductions_that_a_plan_does_not_have() -> None:
+    assert_expected_inline(
+        refusal(
+            ValueError,
+            lambda: hf_tp_plan(
+                converted("llama"), sequence_parallel=False, reduce_transport="float8"
+            ),
+        ),
+        """\
+hf_tp_plan: reduce_transport='float8' applies to the reduce-scatters of converted layers, which
+this plan doesn't have: convert the model before, with sequence_parallel=True""",
+    )
+
+
 def loss_parallel_step() -> tuple[float, float, tuple[int, ...]]:
     """Runs on two ranks: SQNR of the gradient, the loss's difference, the logits' local shape."""
     model, twin = (

@@ -37,9 +37,9 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         # Contiguous matrices are read, and written, 16 bytes at a time.
         casts = name.startswith(("_cast", "_fold", "_reblock"))
         assert "ld.global.v4.b32" in ptx, name
-        writes = casts or name.startswith(("_transpose", "_dequantize"))
+        writes = casts or name.startswith(("_transpose", "_dequantize", "_sum"))
         assert ("st.global.v4.b32" in ptx) is writes, name
-        assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) is casts, name
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) is (casts or name == "_encode"), name
 
 
 def test_kernels_compile_for_amd(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ from fp8_dist.kernels import cuda
 from fp8_dist.kernels.cuda import block_operators, operators
 assert not cuda.HAS_TRITON
 functions = [name for name in cuda.__all__ if name.islower()]
-assert len(functions) == 24
+assert len(functions) == 28
 for name in functions:
     route = operators if hasattr(operators, name) else block_operators
     assert getattr(cuda, name) is getattr(route, name)

@@ -12,6 +12,12 @@ from fp8_dist.kernels.cuda.triton.blocks import (
 from fp8_dist.kernels.cuda.triton.casts import cast, cast_rows, quantize
 from fp8_dist.kernels.cuda.triton.copies import transpose, transpose_many
 from fp8_dist.kernels.cuda.triton.dequantizing import dequantize
+from fp8_dist.kernels.cuda.triton.encoding import (
+    decode_float8,
+    encode_float8,
+    sum_of_float8,
+    sum_of_rows,
+)
 from fp8_dist.kernels.cuda.triton.folded import fold_columns, fold_rows
 from fp8_dist.kernels.cuda.triton.gemm_scales import gemm_scales, tiled_exponents
 from fp8_dist.kernels.cuda.triton.many import amaxes, quantize_many, row_amaxes
@@ -35,7 +41,9 @@ __all__ = [
     "cast_blocks",
     "cast_rows",
     "cast_rows_and_columns",
+    "decode_float8",
     "dequantize",
+    "encode_float8",
     "exponents_of_many",
     "fold_columns",
     "fold_rows",
@@ -47,6 +55,8 @@ __all__ = [
     "reblock",
     "row_amaxes",
     "scaling",
+    "sum_of_float8",
+    "sum_of_rows",
     "tiled_exponents",
     "transpose",
     "transpose_many",

@@ -1,0 +1,243 @@
+"""Numbers as they travel, one launch each: to codes and exponents of blocks, and their sum."""
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8_dist.kernels.cuda.triton.launch import (
+    blocks,
+    float8_constants,
+    programs,
+    size_class,
+    tuned,
+)
+from fp8_dist.kernels.cuda.triton.rounding import (
+    as_fp32,
+    from_float8,
+    indices,
+    magnitude,
+    to_float8,
+)
+from fp8_dist.kernels.encoding import BLOCK, blocks_of
+
+_FLOAT8 = torch.float8_e4m3fn
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def _logical_shift(h: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    return (h >> BITS) & ((1 << (32 - BITS)) - 1)
+
+
+@triton.jit
+def _hash(bits: tl.tensor, place: tl.tensor, seed: tl.tensor) -> tl.tensor:
+    """``_hash`` of fp8_dist.kernels.encoding: int32, products wrap around."""
+    h = bits ^ (place * -1640531535 + seed)
+    h = (h ^ _logical_shift(h, 16)) * -2048144789
+    h = (h ^ _logical_shift(h, 13)) * -1028477387
+    return h ^ _logical_shift(h, 16)
+
+
+@triton.jit
+def _stochastic(v: tl.tensor, scaled: tl.tensor, place: tl.tensor, seed: tl.tensor) -> tl.tensor:
+    """``scaled`` to one of the two values of e4m3fn beside it."""
+    h = _hash(v.to(tl.int32, bitcast=True), place, seed)
+    uniform = (h & 0xFFFFF).to(tl.float32) * (2.0**-20)
+    exponent = ((scaled.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 3
+    exponent = tl.minimum(tl.maximum(exponent, 118), 135)  # 135: not finite, which is seen to later
+    step = (exponent << 23).to(tl.float32, bitcast=True)
+    steps = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / step
+    number = scaled * steps + uniform
+    down = number.to(tl.int32)  # toward 0; (tl.floor would take subnormals for 0)
+    down = tl.where(down.to(tl.float32) > number, down - 1, down)
+    return down.to(tl.float32) * step
+
+
+@tuned(blocks(4, BB=8), blocks(4, BB=16), blocks(8, BB=32))
+@triton.jit
+def _encode(
+    x: tl.tensor,
+    codes: tl.tensor,
+    exponents: tl.tensor,
+    size: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
+    seed: tl.tensor,
+    STOCHASTIC: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BB: tl.constexpr,
+) -> None:
+    of_row = tl.cdiv(count, BB)
+    row = tl.cast(tl.program_id(0) // of_row, tl.int64)
+    b = indices(tl.program_id(0) % of_row, BB)
+    j = b[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    v = as_fp32(tl.load(x + row * stride + j, mask=j < size, other=0.0))
+    bits = magnitude(v)
+    largest = tl.max(tl.where(bits < 0x7F800000, bits, 0), 1)
+    exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)
+    multiplier = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scaled = v * multiplier[:, None]
+    if STOCHASTIC:
+        scaled = _stochastic(v, scaled, (row * size + j).to(tl.int32), seed)
+    code = to_float8(scaled, BIAS, SOFT).to(tl.int32)
+    code = tl.where(code == 0x80, 0, code)
+    code = tl.where(bits > 0x7F800000, 0x80, code)
+    code = tl.where(bits == 0x7F800000, tl.where(v > 0, 0x7F, 0xFF), code)
+    tl.store(codes + row * size + j, code.to(tl.uint8), mask=j < size)
+    tl.store(exponents + row * count + b, exponent.to(tl.uint8), mask=b < count)
+
+
+@tuned(blocks(4, BB=8), blocks(4, BB=16), blocks(8, BB=16))
+@triton.jit
+def _sum(
+    codes: tl.tensor,
+    exponents: tl.tensor,
+    own: tl.tensor,
+    total: tl.tensor,
+    summands: tl.tensor,
+    rank: tl.tensor,
+    size: tl.tensor,
+    count: tl.tensor,
+    stride_w: tl.tensor,
+    stride_row: tl.tensor,
+    exponents_stride_w: tl.tensor,
+    exponents_stride_row: tl.tensor,
+    own_stride: tl.tensor,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BB: tl.constexpr,
+) -> None:
+    of_row = tl.cdiv(count, BB)
+    row = tl.cast(tl.program_id(0) // of_row, tl.int64)
+    b = indices(tl.program_id(0) % of_row, BB)
+    j = b[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    mask = j < size
+    codes += row * stride_row
+    exponents += row * exponents_stride_row
+    found = tl.zeros([BB, _BLOCK], tl.float32)
+    for w in range(summands):
+        if w == rank:
+            v = as_fp32(tl.load(own + row * own_stride + j, mask=mask, other=0.0))
+        else:
+            code = tl.load(codes + w * stride_w + j, mask=mask, other=0)
+            exponent = tl.load(exponents + w * exponents_stride_w + b, mask=b < count, other=127)
+            scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+            v = from_float8(code, BIAS, SOFT)
+            c = code.to(tl.int32)
+            v = tl.where(c == 0x7F, float("inf"), tl.where(c == 0xFF, float("-inf"), v))
+            v = tl.where(c == 0x80, float("nan"), v) * scale[:, None]
+        found = found + v
+    tl.store(total + row * size + j, found, mask=mask)
+
+
+@tuned(blocks(4, BN=1024), blocks(8, BN=2048))
+@triton.jit
+def _sum_rows(
+    rows: tl.tensor,
+    own: tl.tensor,
+    total: tl.tensor,
+    summands: tl.tensor,
+    rank: tl.tensor,
+    size: tl.tensor,
+    BN: tl.constexpr,
+) -> None:
+    j = indices(tl.program_id(0), BN)
+    found = tl.zeros([BN], tl.float32)
+    for w in range(summands):
+        if w == rank:
+            v = as_fp32(tl.load(own + j, mask=j < size, other=0.0))
+        else:
+            v = as_fp32(tl.load(rows + w * size + j, mask=j < size, other=0.0))
+        found = found + v
+    tl.store(total + j, found, mask=j < size)
+
+
+def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`fp8_dist.kernels.encoding.encode_float8`."""
+    size, count = x.shape[-1], blocks_of(x.shape[-1])
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    exponents = codes.new_empty(*x.shape[:-1], count)
+    if x.numel():
+        rows = _rows(x)
+        _encode(
+            lambda chosen: (len(rows) * programs(count, chosen["BB"]),),
+            ("encode", x.dtype, seed >= 0, *size_class(x.numel())),
+            x.device,
+            rows,
+            codes,
+            exponents,
+            size,
+            count,
+            rows.stride(0),
+            max(seed, 0),
+            STOCHASTIC=seed >= 0,
+            **float8_constants(_FLOAT8, x.device),
+        )
+    return codes, exponents
+
+
+def sum_of_float8(
+    codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """:func:`fp8_dist.kernels.encoding.sum_of_float8`."""
+    shape, size, count = codes.shape[1:], codes.shape[-1], exponents.shape[-1]
+    total = torch.empty(shape, dtype=torch.float32, device=codes.device)
+    if total.numel():
+        codes, exponents = (_rows_of_each(given) for given in (codes, exponents))
+        rows = _rows(own)
+        _sum(
+            lambda chosen: (len(rows) * programs(count, chosen["BB"]),),
+            ("sum", own.dtype, *size_class(len(codes), total.numel())),
+            codes.device,
+            codes,
+            exponents,
+            rows,
+            total,
+            len(codes),
+            rank,
+            size,
+            count,
+            *codes.stride()[:2],
+            *exponents.stride()[:2],
+            rows.stride(0),
+            **float8_constants(_FLOAT8, codes.device),
+        )
+    return total
+
+
+def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
+    """:func:`fp8_dist.kernels.encoding.sum_of_rows`."""
+    total = torch.empty(rows.shape[1:], dtype=torch.float32, device=rows.device)
+    size = total.numel()
+    if size:
+        _sum_rows(
+            lambda chosen: (programs(size, chosen["BN"]),),
+            ("rows", rows.dtype, own.dtype, *size_class(len(rows), size)),
+            rows.device,
+            rows.contiguous(),
+            own.contiguous(),
+            total,
+            len(rows),
+            rank,
+            size,
+        )
+    return total
+
+
+def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """:func:`fp8_dist.kernels.encoding.decode_float8`."""
+    none = codes.new_empty(1, dtype=torch.float32).expand(codes.shape)
+    return sum_of_float8(codes.unsqueeze(0), exponents.unsqueeze(0), none, -1)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """``[..., n]`` as ``[rows, n]`` with elements of a row beside each other."""
+    rows = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+def _rows_of_each(x: torch.Tensor) -> torch.Tensor:
+    """``[W, ..., n]`` as ``[W, rows, n]``."""
+    rows = x.flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1)
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()

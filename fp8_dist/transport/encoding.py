@@ -1,0 +1,118 @@
+"""Rows of numbers as rows of bytes: parts in float8 or bf16, others as they are."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from fp8_dist.kernels.encoding import (
+    BLOCK,
+    NEAREST,
+    blocks_of,
+    decode_float8,
+    encode_float8,
+    join_bytes,
+    stochastic_bfloat16,
+    sum_of_float8,
+    sum_of_rows,
+)
+
+# How numbers travel: encoded, or in their own dtype (None).
+Encoding = Literal["float8", "bf16"] | None
+
+
+class Run(NamedTuple):
+    """Numbers that lie beside each other in a row and travel alike."""
+
+    start: int
+    size: int
+    encoding: Encoding
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """What it takes on the wire, if the row is of ``dtype``."""
+        if self.encoding == "float8":
+            return self.size + blocks_of(self.size)
+        return self.size * (2 if self.encoding == "bf16" else dtype.itemsize)
+
+
+def runs_of(parts: Iterable[tuple[int, Encoding]]) -> tuple[Run, ...]:
+    """The runs of a row of parts (size, encoding): as few as keep blocks inside of parts."""
+    runs: list[Run] = []
+    start = 0
+    for size, encoding in parts:
+        last = runs[-1] if runs else None
+        if not size:
+            continue
+        if last and last.encoding == encoding and (encoding != "float8" or not last.size % BLOCK):
+            runs[-1] = last._replace(size=last.size + size)
+        else:
+            runs.append(Run(start, size, encoding))
+        start += size
+    return tuple(runs)
+
+
+def encode(x: torch.Tensor, runs: Sequence[Run], seed: int = NEAREST) -> torch.Tensor:
+    """Rows ``[..., S]`` of any floating dtype as bytes ``[..., B]``: float8 with its exponents.
+
+    Args:
+        seed: of stochastic rounding (see :mod:`fp8_dist.kernels.encoding`).
+    """
+    pieces: list[torch.Tensor] = []
+    for place, (start, size, encoding) in enumerate(runs):
+        part = x.narrow(-1, start, size)
+        own_seed = seed if seed < 0 else (seed + place * 7919) & 0x7FFFFFFF
+        if encoding == "float8":
+            pieces += encode_float8(part, own_seed)
+            continue
+        if encoding == "bf16":
+            part = part.to(torch.bfloat16) if seed < 0 else stochastic_bfloat16(part, own_seed)
+        pieces.append(part.contiguous().view(torch.uint8))
+    return join_bytes(pieces[0], pieces[1:]) if len(pieces) > 1 else pieces[0]
+
+
+def decode(wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of :func:`encode`, fp32; ``dtype`` is that of the rows."""
+    found = [
+        decode_float8(numbers, exponents) if encoding == "float8" else numbers.to(torch.float32)
+        for encoding, numbers, exponents in _parts(wire, runs, dtype)
+    ]
+    return torch.cat(found, -1) if len(found) > 1 else found[0]
+
+
+def sum_of(
+    wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype, own: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """The sum over the first dim of rows of bytes ``[W, ..., B]``, in fp32 and in its order.
+
+    Args:
+        dtype: of the rows that were encoded.
+        own: ``[..., S]``: what this rank contributes, which is summed in place of its bytes.
+        rank: whose they are.
+    """
+    sums = []
+    for run, part in zip(runs, _parts(wire, runs, dtype), strict=True):
+        mine = own.narrow(-1, run.start, run.size)
+        encoding, numbers, exponents = part
+        if encoding == "float8":
+            sums.append(sum_of_float8(numbers, exponents, mine, rank))
+        else:
+            sums.append(sum_of_rows(numbers, mine, rank))
+    return torch.cat(sums, -1) if len(sums) > 1 else sums[0]
+
+
+def _parts(
+    wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype
+) -> Iterable[tuple[Encoding, torch.Tensor, torch.Tensor]]:
+    """What each run put into bytes: codes and exponents, or numbers and nothing."""
+    start = 0
+    for run in runs:
+        length = run.bytes(dtype)
+        part = wire.narrow(-1, start, length)
+        start += length
+        if run.encoding == "float8":
+            yield run.encoding, part[..., : run.size], part[..., run.size :]
+        else:
+            number = torch.bfloat16 if run.encoding == "bf16" else dtype
+            if len(runs) > 1:  # a view would begin where the dtype may not
+                part = part.clone(memory_format=torch.contiguous_format)
+            yield run.encoding, part.view(number), part[..., :0]

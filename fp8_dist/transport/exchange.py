@@ -1,0 +1,145 @@
+"""Reduce-scatter of encoded pieces: an all-to-all, and an fp32 sum on the rank that owns it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from fp8_dist.kernels.encoding import NEAREST
+from fp8_dist.torch_internals import funcol
+from fp8_dist.transport.encoding import Encoding, Run, decode, encode, runs_of, sum_of
+
+_LARGEST_SEED = 0x7FFFFFFF
+
+
+class Stage(NamedTuple):
+    """An exchange inside of groups of ranks."""
+
+    group: str  # its name
+    rank: int  # of this rank in its group
+    size: int
+
+
+class Errors(Protocol):
+    """What encoding left out in a stage: added to what the same stage encodes next."""
+
+    def added(self, stage: int, rows: torch.Tensor) -> torch.Tensor:
+        """``rows``, fp32 ``[L, A, S]``, with the errors of before."""
+
+    def keep(self, stage: int, errors: torch.Tensor) -> None:
+        """Errors of rows ``[L, A, S]``: fp32, finite, 0 in the rows that this rank keeps."""
+
+
+def stages_over(*groups: dist.ProcessGroup) -> tuple[Stage, ...]:
+    """One stage for each group, the first one first."""
+    return tuple(Stage(str(g.group_name), g.rank(), g.size()) for g in groups)
+
+
+def start_all_to_all(rows: torch.Tensor, group: str) -> torch.Tensor:
+    """``rows[i]`` goes to rank i of a group; row i of the result comes from it.
+
+    The result is in flight: ``funcol.wait_tensor`` waits for it.
+    """
+    sizes = [1] * len(rows)
+    return funcol.all_to_all_single(rows.contiguous(), sizes, sizes, group)
+
+
+def all_to_all(rows: torch.Tensor, group: str) -> torch.Tensor:
+    """:func:`start_all_to_all`, waited for."""
+    return funcol.wait_tensor(start_all_to_all(rows, group))
+
+
+def reduce_scatter(
+    x: torch.Tensor,
+    runs: Sequence[Run],
+    stages: Sequence[Stage],
+    *,
+    seed: int = NEAREST,
+    errors: Errors | None = None,
+) -> torch.Tensor:
+    """The sum over ranks of what they have for this one.
+
+    With several stages, ranks first sum among those of the first stage's group, and exchange sums
+    then. Rank i of all of them is rank ``i % size`` in its group of the first stage, and rank
+    ``i // size`` in that of the second.
+
+    Args:
+        x: ``[W, ..., S]``, floating point: row i is for rank i.
+        runs: of each row.
+        seed: of stochastic rounding; other ranks and stages round in other ways.
+        errors: error feedback.
+
+    Returns:
+        fp32, ``[..., S]``. A rank's own summand is not rounded.
+
+    Collectives: an all-to-all of W rows of bytes, for each stage; after the first one, of W /
+    (product of the sizes of stages before).
+    """
+    for number, stage in enumerate(stages):
+        rows = x.view(len(x) // stage.size, stage.size, *x.shape[1:]).transpose(0, 1)
+        x = _exchange(rows, runs, stage, number, seed, errors)
+    return x.view(x.shape[1:])
+
+
+def all_reduce(
+    x: torch.Tensor,
+    parts: Sequence[tuple[int, Encoding]],
+    stage: Stage,
+    *,
+    divisor: float = 1,
+    seed: int = NEAREST,
+    errors: Errors | None = None,
+) -> torch.Tensor:
+    """The sum over a group, divided: fp32, ``[S]``, the same bits on all ranks.
+
+    Each rank sums a part of it; sums travel in bf16, or in the dtype of x.
+
+    Args:
+        x: ``[S]``, floating point.
+        parts: of it, as :func:`runs_of` takes them.
+
+    Collectives: an all-to-all of x as bytes, and an all-gather of 2 bytes per encoded element.
+    """
+    split = split_sizes(parts, stage.size)
+    pieces = [
+        pad(part, (0, stage.size * size - len(part))).view(stage.size, size)
+        for part, (size, _) in zip(x.split([size for size, _ in parts]), split, strict=True)
+    ]
+    own = reduce_scatter(torch.cat(pieces, -1), runs_of(split), [stage], seed=seed, errors=errors)
+    sums = runs_of((size, encoding and "bf16") for size, encoding in split)
+    wire = encode(own.div_(divisor).to(x.dtype), sums)
+    gathered = funcol.wait_tensor(funcol.all_gather_into_tensor(wire, stage.size, stage.group))
+    rows = decode(gathered.view(stage.size, -1), sums, x.dtype)
+    columns = rows.split([size for size, _ in split], -1)
+    return torch.cat([c.flatten()[:size] for c, (size, _) in zip(columns, parts, strict=True)])
+
+
+def split_sizes(parts: Sequence[tuple[int, Encoding]], ranks: int) -> list[tuple[int, Encoding]]:
+    """What one of the ranks that :func:`all_reduce` runs on sums of each part, with padding."""
+    return [(-(-size // ranks), encoding) for size, encoding in parts]
+
+
+def _exchange(
+    rows: torch.Tensor,
+    runs: Sequence[Run],
+    stage: Stage,
+    number: int,
+    seed: int,
+    errors: Errors | None,
+) -> torch.Tensor:
+    """Rows ``[L, A, ..., S]`` for L ranks; the sum of those for this one, ``[A, ..., S]``."""
+    if errors is not None:
+        rows = errors.added(number, rows)
+    if seed >= 0:
+        seed = (seed * 31 + dist.get_rank() * 65537 + number * 257) & _LARGEST_SEED
+    wire = encode(rows, runs, seed)
+    if errors is not None:
+        left = rows - decode(wire, runs, rows.dtype)
+        # (Infinity and NaN arrive, and leave no error.)
+        left.masked_fill_(left.isfinite().logical_not_(), 0.0)
+        left[stage.rank] = 0.0
+        errors.keep(number, left)
+    received = all_to_all(wire, stage.group)
+    return sum_of(received, runs, rows.dtype, rows[stage.rank], stage.rank)

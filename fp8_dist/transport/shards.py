@@ -1,0 +1,85 @@
+"""Reduce-scatter of DTensors: from Partial to Shard, with summands that travel encoded."""
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.functional import pad
+
+from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
+from fp8_dist.torch_internals import funcol
+from fp8_dist.transport.encoding import Encoding, Run, encode, runs_of, sum_of
+from fp8_dist.transport.exchange import start_all_to_all
+
+
+class Scattering(NamedTuple):
+    """A reduce-scatter that was started: see :func:`finish_reduction`."""
+
+    received: torch.Tensor  # [W, ..., bytes], in flight: what each rank has for this one
+    own: torch.Tensor  # what this rank has for itself, padded to the size of the first shard
+    runs: tuple[Run, ...]
+    rank: int
+    layout: Layout  # of the result
+
+
+def start_reduction(
+    tensor: DTensor, placements: Placements, transport: Encoding
+) -> DTensor | Scattering:
+    """Start to bring a DTensor to other placements.
+
+    A reduce-scatter, from Partial to Shard, becomes an all-to-all of encoded pieces, one for each
+    rank, with blocks along the last dim. The rank that gets a shard sums in fp32, in the order of
+    ranks, and rounds once to the dtype of the tensor; its own piece is not rounded before. All
+    other moves are torch's.
+
+    Args:
+        tensor: on a 1-D mesh if ``transport`` is not None.
+        transport: how the pieces travel; None: torch's reduce-scatter.
+
+    Collectives: the all-to-all, of W pieces of the size of the first shard. (As torch's
+    reduce-scatter, it pads smaller shards.)
+    """
+    dim = _scattered_dim(tensor, placements, transport)
+    if dim is None:
+        if tuple(tensor.placements) == placements:
+            return tensor
+        return tensor.redistribute(placements=placements, async_op=True)
+    mesh, local = tensor.device_mesh, local_tensor(tensor)
+    (ranks,), coordinate = mesh.shape, mesh.get_coordinate()
+    assert coordinate is not None
+    size = local.shape[dim]
+    chunk = -(-size // ranks)
+    if chunk * ranks != size:
+        local = pad(local, (0, 0) * (local.ndim - 1 - dim) + (0, chunk * ranks - size))
+    pieces = local.unflatten(dim, (ranks, chunk)).movedim(dim, 0).contiguous()
+    runs = runs_of([(pieces.shape[-1], transport)])
+    received = start_all_to_all(encode(pieces, runs), str(mesh.get_group().group_name))
+    layout = Layout(mesh, placements, tensor.shape)
+    return Scattering(received, pieces[coordinate[0]], runs, coordinate[0], layout)
+
+
+def finish_reduction(started: DTensor | Scattering) -> DTensor:
+    """The DTensor that :func:`start_reduction` promised; a move of torch's may be in flight."""
+    if isinstance(started, DTensor):
+        return started
+    received, own, runs, rank, layout = started
+    total = sum_of(funcol.wait_tensor(received), runs, own.dtype, own, rank)
+    dim = sharded_dim(layout.placements[0], len(layout.shape))
+    assert dim is not None
+    chunk = total.shape[dim]
+    kept = max(0, min(chunk, layout.shape[dim] - rank * chunk))
+    return layout.wrap(total.narrow(dim, 0, kept).to(own.dtype).contiguous())
+
+
+def reduced_to(tensor: DTensor, placements: Placements, transport: Encoding) -> DTensor:
+    """:func:`start_reduction` and :func:`finish_reduction`."""
+    return finish_reduction(start_reduction(tensor, placements, transport))
+
+
+def _scattered_dim(tensor: DTensor, placements: Placements, transport: Encoding) -> int | None:
+    """The dim along which a tensor is to be reduce-scattered with a transport, if it is."""
+    if transport is None or tensor.device_mesh.size() == 1 or tensor.numel() == 0:
+        return None
+    assert tensor.device_mesh.ndim == 1, tensor.device_mesh
+    is_sum = tensor.placements[0] == Partial()
+    return sharded_dim(placements[0], tensor.ndim) if is_sum else None

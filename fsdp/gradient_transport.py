@@ -1,0 +1,220 @@
+"""Gradients of FSDP2 that travel in float8 or bf16, and are summed in fp32."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from fp8_dist.debug.module_path import without_wrappers
+from fp8_dist.fsdp.encoded_reduction import EncodedReduction, errors_of_group, install, remove
+from fp8_dist.kernels.encoding import NEAREST
+from fp8_dist.linear.agreement import check_facts, has_stand_ins
+from fp8_dist.torch_internals import (
+    fsdp_groups_of_module,
+    fsdp_parameters_of_group,
+    fsdp_reduce_scatter_group,
+    fsdp_reduction,
+)
+from fp8_dist.transport import Encoding
+
+Transport = Literal["float8", "bf16"]
+Filter = Callable[[str, nn.Parameter], bool]
+
+_CALLER = "set_gradient_transport"
+
+
+def set_gradient_transport(
+    model: nn.Module,
+    transport: Transport | None,
+    *,
+    error_feedback: bool = False,
+    stochastic_rounding: bool | int = False,
+    high_precision: Filter | None = None,
+    hierarchy: DeviceMesh | None = None,
+) -> None:
+    """Let the gradients of FSDP2's parameters travel in fewer bytes.
+
+    FSDP2's reduce-scatter becomes an all-to-all of encoded pieces. The rank that owns a shard
+    decodes them, and sums them in fp32, in the order of ranks; its own piece is not rounded. With
+    HSDP the all-reduce over replicas becomes the same on parts of the shard, and an all-gather of
+    the sums in bf16.
+
+    **The result depends on the number of ranks**, so this is outside of the rule that training on
+    a mesh gives the bits of one device. Repeated runs on one mesh are equal bit by bit.
+
+    Args:
+        model: ``fully_shard`` was called on it, or on modules in it. It may be called again, with
+            other arguments, between two steps; errors start at zero then.
+        transport: ``"bf16"``; ``"float8"``: e4m3 in blocks of 128 with power-of-two scales, 1.008
+            bytes per element; None: FSDP2's own reduce-scatter.
+        error_feedback: keep what encoding leaves out, and add it to the next gradient. It takes
+            1.008 bytes per element of the *unsharded* gradients on every rank (of those that are
+            encoded), because each rank rounds its piece for every other one. A hierarchy adds
+            as much divided by the ranks of a node, HSDP divided by the ranks that shard; frozen
+            parameters take nothing. A loss scale that changes makes the errors of one step wrong by
+            as much. ``fp8_dist.Float8State`` saves them.
+        stochastic_rounding: round up or down with probabilities by which the expectation is the
+            value, not to nearest. The choice is a hash of the value, its place, the rank and a
+            seed, so a repeated step repeats it. An int is the seed; True is 1.
+        high_precision: ``f(name, parameter)``, true for a parameter whose gradient travels as it
+            is, in the same message. Parameters of fewer than 2 dims always do. Names are those of
+            ``state_dict()``.
+        hierarchy: a 2-D mesh, (nodes, ranks of a node), of the ranks over which FSDP2 shards. The
+            all-to-all runs inside of a node first; sums travel between nodes then. For many ranks.
+
+    Gradients that are NaN or infinite arrive as such, and change no other one; zeros stay zeros.
+    What FSDP2 is told (``reduce_dtype``, ``set_gradient_divide_factor``, ...) holds as before: the
+    encoded numbers are those that it would reduce.
+
+    Collectives: none in a step but those above. This call: as ``apply_tp_plan``, for each mesh.
+
+    Raises:
+        TypeError, ValueError: for arguments that don't fit, a model without FSDP2, modules with
+            several parameter groups or with another custom reduce-scatter, or ranks that differ.
+        NotImplementedError: in a backward, for gradients of other dtypes than fp32, bf16 and fp16.
+    """
+    _check_arguments(transport, error_feedback, stochastic_rounding, high_precision)
+    groups = _groups_of(model)
+    if hierarchy is not None:
+        _check_hierarchy(hierarchy, groups)
+    names = _names(model)
+    encodings: dict[str, dict[str, Encoding]] = {}
+    for module, group in groups.items():
+        own = _names_of(group, names, _CALLER)
+        parameters = zip(own, fsdp_parameters_of_group(group), strict=True)
+        encodings[module] = {
+            name: None
+            if transport is None or p.ndim < 2 or (high_precision and high_precision(name, p))
+            else transport
+            for name, p in parameters
+        }
+    facts = {name: str(how) for of_group in encodings.values() for name, how in of_group.items()}
+    nodes = hierarchy and tuple(hierarchy.shape)
+    facts[_CALLER] = (
+        f"error_feedback={error_feedback}, stochastic_rounding={stochastic_rounding}, "
+        f"a hierarchy of shape {nodes}"
+    )
+    if not has_stand_ins([model]):
+        for mesh in dict.fromkeys(group.mesh_info.mesh for group in groups.values()):
+            check_facts(facts, mesh, _CALLER)
+    for number, (module, group) in enumerate(groups.items()):
+        remove(group)
+        if transport is None:
+            continue
+        seed = NEAREST
+        if stochastic_rounding is not False:
+            seed = (int(stochastic_rounding) * 2654435761 + number * 65599) % 2**31
+        how = list(encodings[module].values())
+        shown = module or "the root module"
+        reduction = EncodedReduction(shown, group, how, seed, error_feedback, hierarchy)
+        install(reduction, error_feedback)
+
+
+def gradient_errors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The errors that a model's gradients keep, which are this rank's own: uint8, by name.
+
+    Names say the rank and the shape, so that a checkpoint of other ranks has none of these.
+    """
+    found: dict[str, torch.Tensor] = {}
+    names = _names(model)
+    for module in model.modules():
+        for group in fsdp_groups_of_module(module) if isinstance(module, FSDPModule) else ():
+            for prefix, errors in errors_of_group(group):
+                own = _names_of(group, names, "Float8State")
+                for number, kind, tensor in errors.tensors():
+                    shape = "x".join(map(str, tensor.shape))
+                    found[f"{prefix}{own[number]}.{kind}.{shape}.rank{dist.get_rank()}"] = tensor
+    return found
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """The names of parameters, as in the keys of ``model.state_dict()``, by id."""
+    return {id(parameter): without_wrappers(name) for name, parameter in model.named_parameters()}
+
+
+def _names_of(group: Any, names: Mapping[int, str], caller: str) -> list[str]:
+    found = [names.get(id(parameter)) for parameter in fsdp_parameters_of_group(group)]
+    if None in found:
+        raise ValueError(
+            f"{caller}: a parameter group of FSDP2 (fully_shard of a list) has parameters outside "
+            "of the module that was passed; pass one that holds all of them"
+        )
+    return [name for name in found if name is not None]
+
+
+def _check_arguments(
+    transport: Any, error_feedback: Any, stochastic_rounding: Any, high_precision: Any
+) -> None:
+    allowed = (*get_args(Transport), None)
+    if transport not in allowed:
+        raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {allowed}")
+    if not isinstance(stochastic_rounding, int) or stochastic_rounding < 0:
+        raise ValueError(
+            f"{_CALLER}: stochastic_rounding is {stochastic_rounding!r}; it must be a bool, or a "
+            "seed: an int that is not negative"
+        )
+    if high_precision is not None and not callable(high_precision):
+        raise TypeError(
+            f"{_CALLER}: high_precision is {high_precision!r}; it must be a function of a "
+            "parameter's name and the parameter, such as lambda name, p: 'embed' in name"
+        )
+    if transport is None and (error_feedback or stochastic_rounding is not False):
+        raise ValueError(
+            f"{_CALLER}: error_feedback and stochastic_rounding are about how gradients are "
+            "encoded, and transport=None encodes none; drop them"
+        )
+
+
+def _groups_of(model: nn.Module) -> dict[str, Any]:
+    """The parameter groups of the model that reduce gradients, by the name of their module."""
+    groups: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        of_module = fsdp_groups_of_module(module)
+        shown = name or "the root module"
+        if len(of_module) > 1:
+            raise ValueError(
+                f"{_CALLER}: {shown} has {len(of_module)} parameter groups (a shard_placement_fn "
+                "that gives parameters meshes of their own); torch takes no custom reduce-scatter "
+                "for such a module. Shard its parts apart, with one mesh each"
+            )
+        for group in of_module:
+            if group in groups.values():  # of several modules
+                continue
+            if fsdp_reduce_scatter_group(group) is None:
+                raise ValueError(
+                    f"{_CALLER}: {shown} is replicated (replicate, not fully_shard): its gradients "
+                    "are all-reduced, and there is no reduce-scatter"
+                )
+            own = fsdp_reduction(group)
+            if own is not None and not isinstance(own, EncodedReduction):
+                raise ValueError(
+                    f"{_CALLER}: {shown} has a reduce-scatter of its own "
+                    f"({type(own).__name__}, of set_custom_reduce_scatter or of memory from the "
+                    "process group), which would be replaced"
+                )
+            groups[name] = group
+    if not groups:
+        raise ValueError(
+            f"{_CALLER}: the {type(model).__name__} has no module that fully_shard was called on; "
+            "call it after fully_shard"
+        )
+    return groups
+
+
+def _check_hierarchy(hierarchy: DeviceMesh, groups: Mapping[str, Any]) -> None:
+    for name, group in groups.items():
+        ranks = dist.get_process_group_ranks(fsdp_reduce_scatter_group(group))
+        found = hierarchy.mesh.flatten().tolist()
+        if hierarchy.ndim != 2 or found != ranks:
+            raise ValueError(
+                f"{_CALLER}: hierarchy is a mesh of shape {tuple(hierarchy.shape)} of the ranks "
+                f"{found}, but {name or 'the root module'} is sharded over the ranks {ranks}; it "
+                "must be a 2-D mesh, (nodes, ranks of a node), of the same ranks in the same "
+                "order: flatten it for fully_shard"
+            )

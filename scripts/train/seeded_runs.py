@@ -1,0 +1,171 @@
+"""Trainings of variants from several seeds: their runs, and how their losses differ.
+
+Every training is a run of scripts.train.train. A seed gives it its weights and its data, so that
+the runs of one seed differ in their variant alone: differences are taken between these.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from fp8_dist import __version__
+from scripts.common.markdown import table
+from scripts.common.options import positive
+from scripts.common.ranks import LOOPBACK
+from scripts.train.options import make_parser
+
+LAST_STEPS = 50
+TRAIN = ("steps", "batch_size", "seq_len", "lr")  # options that every run gets
+
+# The losses of all steps of each seed's run, by variant.
+Losses = dict[str, list[list[float]]]
+# The options of scripts.train.train that make a variant: True is a flag.
+Variants = Mapping[str, Mapping[str, Any]]
+
+
+def add_options(parser: argparse.ArgumentParser, *, steps: int, jobs: int, out: Path) -> None:
+    """Adds the options of the runs; the arguments are defaults."""
+    add = parser.add_argument
+    add("--steps", type=positive, default=steps)
+    add("--seeds", type=positive, default=5, help="runs of each variant, at least 2")
+    add("--batch-size", type=positive, default=8, help="rows of a batch")
+    add("--seq-len", type=positive, default=64, help="tokens (bytes) per row")
+    # With so few tokens per step scripts.train.train's 1e-3 is at the edge of stability, where runs
+    # that differ in a rounding drift apart, and twice as far as with this one.
+    add("--lr", type=float, default=5e-4, help="peak of the learning rate")
+    add("--jobs", type=positive, default=jobs, help="runs at a time; default: %(default)s")
+    add("--out", type=Path, default=out, help="folder of the runs")
+    reuse = "keep finished runs of --out that had the same options (not those of other code)"
+    add("--reuse", action="store_true", help=reuse)
+
+
+def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the process with status 2 if the options don't fit."""
+    if args.seeds < 2:
+        parser.error("--seeds must be at least 2: differences have a standard error")
+
+
+def losses_of(args: argparse.Namespace, variants: Variants, ranks: int = 1) -> Losses:
+    """Trains every variant from every seed, `--jobs` runs at a time: one seed after the other."""
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = [
+            (name, pool.submit(train, args, name, options, seed, ranks))
+            for seed in range(args.seeds)
+            for name, options in variants.items()
+        ]
+        try:
+            for future in tqdm(as_completed(run for _, run in runs), total=len(runs), unit="run"):
+                future.result()  # an error ends it all
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {name: [run.result() for whose, run in runs if whose == name] for name in variants}
+
+
+def train(
+    args: argparse.Namespace, name: str, options: Mapping[str, Any], seed: int, ranks: int = 1
+) -> list[float]:
+    """Trains a variant, and returns the loss of every step.
+
+    Args:
+        args: the options of `add_options`.
+        name: of the variant, and of its folders.
+        options: of the variant.
+        seed: of weights and data.
+        ranks: processes of the run, as torchrun starts them; 1: a process without it.
+
+    Raises:
+        SystemExit: the run did not end well.
+    """
+    out = args.out / f"{name.replace(', ', '_').replace(' ', '_')}-{seed}"
+    given = {name: getattr(args, name) for name in TRAIN} | {"seed": seed, "out": out, **options}
+    arguments = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in given.items()
+    ]
+    if not (args.reuse and is_finished(out, arguments, ranks)):
+        _run(arguments, ranks, args.threads)
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").open()]
+
+
+def is_finished(out: Path, arguments: list[str], ranks: int) -> bool:
+    """Whether a folder has all of a run of these arguments, by these releases."""
+    asked: dict[str, Any] = vars(make_parser("scripts.train.train", None).parse_args(arguments))
+    asked = json.loads(json.dumps(asked, default=str))
+    asked |= {"dp": ranks, "torch": torch.__version__, "fp8_dist": __version__}
+    # The folder may have been moved, and the run names what it found at --data.
+    del asked["out"], asked["data"]
+    try:
+        config = json.loads((out / "config.json").read_text())
+        steps = len((out / "metrics.jsonl").read_text().splitlines())
+    except (FileNotFoundError, ValueError):
+        return False
+    same = all(config.get(name) == value for name, value in asked.items())
+    return same and steps == config["steps"] and (out / "comm.json").exists()
+
+
+def _run(arguments: list[str], ranks: int, threads: int) -> None:
+    command = [sys.executable, "-m"]
+    if ranks > 1:
+        launcher = "torch.distributed.run"
+        command += [launcher, "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    command += ["scripts.train.train", *arguments]
+    # Ranks of one machine need an address that they can reach.
+    address = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)}
+    environment = os.environ | address | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)} did not end well:\n{done.stderr[-2000:]}")
+
+
+def last_loss(losses: list[float]) -> float:
+    """The mean of the last steps, or of all if there are fewer."""
+    return statistics.fmean(losses[-LAST_STEPS:])
+
+
+def differences(losses: Losses, variant: str, reference: str) -> np.ndarray:
+    """Of the last losses of two variants, in %, by seed."""
+    values, references = (np.array([*map(last_loss, losses[v])]) for v in (variant, reference))
+    return 100 * (values / references - 1)
+
+
+def difference(losses: Losses, variant: str, reference: str) -> tuple[float, float]:
+    """Of the last losses of two variants, in %: the mean over seeds, and its standard error."""
+    percent = differences(losses, variant, reference)
+    return float(percent.mean()), float(percent.std(ddof=1)) / len(percent) ** 0.5
+
+
+def results_table(losses: Losses, reference: str, what: str, *, spread: bool = False) -> str:
+    """The mean loss of each variant and its difference to one of them.
+
+    Args:
+        losses: of the runs.
+        reference: the variant that the others are compared with.
+        what: variants are; the head of their column.
+        spread: with the smallest and the largest difference of a seed.
+    """
+    lines = []
+    for variant, runs in losses.items():
+        percent = differences(losses, variant, reference)
+        mean, error = difference(losses, variant, reference)
+        cells = [f"{mean:+.3f} %", f"{error:.3f} %"]
+        if spread:
+            cells.append(f"{percent.min():+.3f} % to {percent.max():+.3f} %")
+        if variant == reference:
+            cells = [""] * len(cells)
+        lines.append([variant, f"{statistics.fmean(map(last_loss, runs)):.4f}", *cells])
+    head = [what, f"loss, last {LAST_STEPS} steps", f"difference to {reference}"]
+    head += ["its standard error", *(["of single seeds"] if spread else [])]
+    return table(head, lines, "lr")

@@ -1,0 +1,633 @@
+"""Reduce-scatters of tensor parallelism that travel in float8 or bf16 (reduce_transport)."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import forward
+from expecttest import assert_expected_inline
+from local_nets import local_net
+from nets import Block, Net, full
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits, sqnr
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+    skip_head,
+    update_float8_scales,
+)
+from fp8_dist.debug import CommAudit, GemmStats, comm_audit, float8_stats
+from fp8_dist.fsdp import set_gradient_transport
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+    apply_tp_plan,
+    declare_placements,
+    llama_tp_plan,
+    share_input,
+)
+from fp8_dist.transport import Encoding, reduced_to
+from scripts.common.llama import Llama, LlamaConfig
+
+SEQUENCE: dict[str, Any] = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+# The lowest SQNR, in dB, of what was reduced once.
+LOWEST = {"float8": 30, "bf16": 55}
+
+
+def mlp_plan(transport: Encoding, prepared: bool, local: bool = True) -> dict[str, Any]:
+    """The plan of an MLP whose input and output are sharded by sequence."""
+    out = {"output_layouts": Shard(1), "use_local_output": local}
+    plan: dict[str, Any] = {"w2": Float8RowwiseParallel(**out, reduce_transport=transport)}
+    if prepared:
+        plan[""] = PrepareFloat8ModuleInput(**SEQUENCE, reduce_transport=transport)
+        return plan | {"w1": Float8ColwiseParallel(), "w3": Float8ColwiseParallel()}
+    gathers = {"input_layouts": Shard(1), "reduce_transport": transport}
+    return plan | {name: Float8ColwiseParallel(**gathers) for name in ("w1", "w3")}
+
+
+def mlp(
+    mesh: DeviceMesh,
+    transport: Encoding,
+    prepared: bool = True,
+    *,
+    recipe: str = "tensorwise",
+    local: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    net = Net(dim=256, hidden=384, layers=1).to(dtype)
+    convert_to_float8_training(net, config=Float8LinearConfig.from_recipe_name(recipe))
+    return parallelize_module(net.layers[0], mesh, mlp_plan(transport, prepared, local))
+
+
+def step(
+    module: nn.Module, mesh: DeviceMesh, length: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, tuple[CommAudit, CommAudit]]:
+    """Output and grad_input, whole, and the collectives of the forward and of the backward."""
+    generator = torch.Generator().manual_seed(1)
+    x, grad = torch.randn(2, 2, length, 256, generator=generator).to(dtype)
+    x.requires_grad_()
+    given = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+    audits = comm_audit(mesh), comm_audit(mesh)
+    with audits[0]:
+        output = module(given)
+    placed = DTensor.from_local(grad, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+    with audits[1]:
+        output.backward(placed)
+    assert x.grad is not None
+    return output.full_tensor().detach(), x.grad, audits
+
+
+def bytes_of(dtype: torch.dtype, transport: Encoding) -> list[str]:
+    mesh = device_mesh(tp=2)
+    return [audit.table() for audit in step(mlp(mesh, transport, dtype=dtype), mesh, 8, dtype)[2]]
+
+
+def test_bytes(ranks: RankPools) -> None:
+    """Of an activation of 2 x 8 x 256 in bf16, summed once in the forward, once in the backward."""
+    tables = {
+        str(transport): ranks(2).run_same(bytes_of, torch.bfloat16, transport)
+        for transport in (None, "bf16", "float8")
+    }
+    assert_expected_inline(
+        "\n".join(f"{k}\n{v[0]}\n{v[1]}" for k, v in tables.items()),
+        """\
+None
+op              axis  dtype          count  elements   bytes
+all_reduce      tp    int32              5         5      20
+all_gather      tp    float8_e4m3fn      1     4,096   4,096
+reduce_scatter  tp    bfloat16           1     4,096   8,192
+total                                    7            12,308
+  float8                                               4,096
+  other                                                8,212
+op              axis  dtype        count  elements   bytes
+all_reduce      tp    int32            2         3      12
+all_reduce      tp    bfloat16         1       256     512
+all_gather      tp    float8_e5m2      1     4,096   4,096
+reduce_scatter  tp    bfloat16         1     4,096   8,192
+all_gather      tp    bfloat16         1     4,096   8,192
+total                                  6            21,004
+  float8                                             4,096
+  other                                             16,908
+bf16
+op          axis  dtype          count  elements   bytes
+all_reduce  tp    int32              5         5      20
+all_gather  tp    float8_e4m3fn      1     4,096   4,096
+all_to_all  tp    bfloat16           1     4,096   8,192
+total                                7            12,308
+  float8                                           4,096
+  other                                            8,212
+op          axis  dtype        count  elements   bytes
+all_reduce  tp    int32            2         3      12
+all_reduce  tp    bfloat16         1       256     512
+all_gather  tp    float8_e5m2      1     4,096   4,096
+all_to_all  tp    bfloat16         1     4,096   8,192
+all_gather  tp    bfloat16         1     4,096   8,192
+total                              6            21,004
+  float8                                         4,096
+  other                                         16,908
+float8
+op          axis  dtype          count  elements  bytes
+all_reduce  tp    int32              5         5     20
+all_gather  tp    float8_e4m3fn      1     4,096  4,096
+all_to_all  tp    float8_e4m3fn      1     4,096  4,096
+all_to_all  tp    uint8              +        32     32
+total                                7            8,244
+  float8                                          8,192
+  other                                              52
+op          axis  dtype          count  elements   bytes
+all_reduce  tp    int32              2         3      12
+all_reduce  tp    bfloat16           1       256     512
+all_gather  tp    float8_e5m2        1     4,096   4,096
+all_to_all  tp    float8_e4m3fn      1     4,096   4,096
+all_to_all  tp    uint8              +        32      32
+all_gather  tp    bfloat16           1     4,096   8,192
+total                                6            16,940
+  float8                                           8,192
+  other                                            8,748""",
+    )
+
+
+def test_bytes_of_fp32(ranks: RankPools) -> None:
+    """Activations in fp32: bf16 halves them."""
+    for transport, share in (("bf16", 1 / 2), ("float8", 1 / 4 * 129 / 128 + 1 / 1024)):
+        for table in ranks(2).run_same(bytes_of, torch.float32, transport):
+            sent = [line.split()[-1] for line in table.splitlines() if "all_to_all" in line]
+            assert "reduce_scatter" not in table
+            assert 0 < sum(int(n.replace(",", "")) for n in sent) <= share * 2 * 8 * 256 * 4
+
+
+def distances(transport: Encoding, length: int, prepared: bool, recipe: str) -> list[float]:
+    """From torch's reduce-scatter: SQNR of the output and grad_input; others have the same bits."""
+    mesh = device_mesh(tp=dist.get_world_size())
+    modules = [mlp(mesh, t, prepared, recipe=recipe) for t in (None, transport)]
+    (output, grad, _), (other, other_grad, _) = (step(m, mesh, length) for m in modules)
+    repeated = step(mlp(mesh, transport, prepared, recipe=recipe), mesh, length)
+    assert same_bits(other, repeated[0])
+    assert same_bits(other_grad, repeated[1])
+    for p, q in zip(*(m.parameters() for m in modules), strict=True):
+        assert same_bits(full(p.grad), full(q.grad))
+    return [sqnr(output, other), sqnr(grad, other_grad)]
+
+
+# Lengths of a sequence: even shards; uneven ones; on most ranks none.
+@pytest.mark.parametrize("length", [12, 5, 1])
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("transport", ["float8", "bf16"])
+def test_distance(ranks: RankPools, transport: Encoding, world: int, length: int) -> None:
+    for prepared in (False, True):
+        for found in ranks(world).run(distances, transport, length, prepared, "tensorwise"):
+            assert LOWEST[str(transport)] <= min(found)
+            assert max(found) < 70  # it was encoded
+
+
+@pytest.mark.parametrize("recipe", ["rowwise_folded", "blockwise", "mxfp8", "delayed"])
+def test_recipes(ranks: RankPools, recipe: str) -> None:
+    for found in ranks(2).run(distances, "float8", 6, True, recipe):
+        assert min(found) >= LOWEST["float8"]
+
+
+def reference_sum(summands: list[torch.Tensor], rank: int, transport: Encoding) -> torch.Tensor:
+    """The sum on a rank, in fp32 and in the order of ranks, of pieces ``[..., n]``."""
+    total = None
+    for i, piece in enumerate(summands):
+        value = piece.float()
+        if i != rank:
+            value = value.bfloat16().float() if transport == "bf16" else in_float8(value)
+        total = value if total is None else total + value
+    assert total is not None
+    return total.to(summands[0].dtype)
+
+
+def in_float8(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to e4m3 in blocks of 128 along the last dim, with the smallest fitting scale."""
+    out = []
+    for block in x.split(128, -1):
+        amax = block.double().abs().amax(-1, keepdim=True).clamp(min=2.0**-126)
+        scale = torch.exp2(torch.ceil(torch.log2(amax / 448)))
+        out.append(((block / scale).to(torch.float8_e4m3fn).double() * scale).float())
+    return torch.cat(out, -1)
+
+
+def sums(shape: tuple[int, ...], at: int, transport: Encoding, dtype: torch.dtype) -> bool:
+    """Whether the shard of a sum has the bits of the reference."""
+    world = dist.get_world_size()
+    mesh, rank = device_mesh(tp=world), dist.get_rank()
+    generator = torch.Generator().manual_seed(2)
+    summands = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world)]
+    # A DTensor's shards: chunks of the size of the first one, then what is left, then none.
+    chunk = -(-shape[at] // world)
+    bounds = min(rank * chunk, shape[at]), min((rank + 1) * chunk, shape[at])
+    mine = [x.narrow(at, bounds[0], bounds[1] - bounds[0]) for x in summands]
+    partial = DTensor.from_local(summands[rank], mesh, [Partial()])
+    found = reduced_to(partial, (Shard(at),), transport)
+    assert (found.shape, found.placements) == (torch.Size(shape), (Shard(at),))
+    return same_bits(found.to_local(), reference_sum(mine, rank, transport))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transport", ["float8", "bf16"])
+@pytest.mark.parametrize(
+    ("shape", "at"),
+    [
+        ((7, 200), 0),  # a block of 128 and one of 72
+        ((3, 8, 128), 0),
+        ((2, 6, 40), 1),
+        ((2, 5, 256), 1),  # uneven: 2, 2, 1
+        ((2, 1, 2, 128), 1),  # one rank has all
+        ((2, 4, 300), 2),  # features
+        ((2, 0, 64), 1),
+    ],
+)
+def test_the_owner_sums_in_the_order_of_ranks(
+    ranks: RankPools, shape: tuple[int, ...], at: int, transport: Encoding, dtype: torch.dtype
+) -> None:
+    assert all(ranks(3).run(sums, shape, at, transport, dtype))
+
+
+def special(transport: Encoding) -> list[Any]:
+    """Rows of a sum on the first rank: with what is not finite, and of zeros."""
+    mesh = device_mesh(tp=2)
+    x = torch.ones(8, 256)
+    x[1] = 0.0
+    if dist.get_rank() == 1:
+        x[2, 3], x[2, 4], x[2, 5] = math.nan, math.inf, -math.inf
+        x[3, 130] = math.inf
+    else:
+        x[3, 130] = -math.inf
+    found = reduced_to(DTensor.from_local(x, mesh, [Partial()]), (Shard(0),), transport).to_local()
+    rows = found.reshape(-1, 256)[: 4 if dist.get_rank() == 0 else 0]
+    return [sorted(set(map(str, row.tolist()))) for row in rows] + [
+        str(rows[2, 3:6].tolist()) if len(rows) else ""
+    ]
+
+
+@pytest.mark.parametrize("transport", ["float8", "bf16"])
+def test_what_is_not_finite_arrives_and_zeros_are_exact(
+    ranks: RankPools, transport: Encoding
+) -> None:
+    assert ranks(2).run(special, transport)[0] == [
+        ["2.0"],
+        ["0.0"],
+        ["-inf", "2.0", "inf", "nan"],
+        ["2.0", "nan"],
+        "[nan, inf, -inf]",
+    ]
+
+
+def compiled(backend: str, prepared: bool, transport: Encoding) -> tuple[list[str], bool]:
+    """What differs in bits from eager code; and whether the exchanges are the same."""
+    torch._dynamo.reset()
+    counters.clear()
+    mesh = device_mesh(tp=2)
+    results: list[dict[str, torch.Tensor]] = []
+    exchanges = []
+    for compiles in (False, True):
+        block = Block(mlp(mesh, transport, prepared, local=True))
+        if compiles:
+            block.compile(backend=backend, fullgraph=True)
+        for _ in range(2):
+            whole = torch.randn(2, 8, 256, generator=torch.Generator().manual_seed(1))
+            x = whole.chunk(2, 1)[mesh.get_local_rank()].contiguous().requires_grad_()
+            block.zero_grad()
+            with comm_audit(mesh) as audit:
+                output = block(x)
+                output.square().mean().backward()
+        assert x.grad is not None
+        gradients = {name: full(p.grad) for name, p in block.inner.named_parameters()}
+        results.append({"output": output, "grad_input": x.grad} | gradients)
+        exchanges.append([line for line in audit.table().splitlines() if "all_to_all" in line])
+    assert (sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]) == (0, 1)
+    expected, found = results
+    differ = [name for name in expected if not same_bits(expected[name], found[name])]
+    eager, in_graphs = [[line.split() for line in each] for each in exchanges]
+    return differ, eager == in_graphs
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code(ranks: RankPools, backend: str, prepared: bool) -> None:
+    # Inductor sums the gradient of a bias in another order.
+    allowed: list[list[str]] = [[], ["w3.bias"]] if backend == "inductor" else [[]]
+    for differ, same in ranks(2).run(compiled, backend, prepared, "float8", timeout=180):
+        assert differ in allowed
+        assert same
+
+
+def checkpointed(mode: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    mesh, net = device_mesh(tp=2), Net(dim=256, hidden=384)
+    convert_to_float8_training(net)
+    for layer in net.layers:
+        parallelize_module(layer, mesh, mlp_plan("float8", True))
+    x = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x.requires_grad_()
+    with comm_audit(mesh) as audit:
+        output = forward(net, x, mode)
+        output.square().mean().backward()
+    assert x.grad is not None
+    return output, x.grad, audit.count("all_to_all")
+
+
+def test_activation_checkpointing(ranks: RankPools) -> None:
+    """The bits of none, and no exchange is repeated."""
+    expected = ranks(2).run(checkpointed, "none")
+    assert expected[0][2] == 4
+    for mode in ("full", "selective"):
+        for found, other in zip(ranks(2).run(checkpointed, mode), expected, strict=True):
+            assert same_bits(found[0], other[0])
+            assert same_bits(found[1], other[1])
+            assert found[2] == other[2]
+
+
+def under_autocast() -> tuple[torch.dtype, torch.dtype, int]:
+    mesh = device_mesh(tp=2)
+    module = mlp(mesh, "float8", local=True)
+    x = torch.randn(2, 4, 256).requires_grad_()
+    with comm_audit(mesh) as audit:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(x)
+        output.float().sum().backward()
+    assert x.grad is not None
+    return output.dtype, x.grad.dtype, audit.count("all_to_all", dtype=torch.float8_e4m3fn)
+
+
+def test_autocast(ranks: RankPools) -> None:
+    assert ranks(2).run_same(under_autocast) == (torch.bfloat16, torch.float32, 2)
+
+
+def micro_batches() -> bool:
+    """Gradients of parameters are the sum of those of each backward."""
+    mesh = device_mesh(tp=2)
+    batches = torch.randn(2, 2, 4, 256)
+    alone = [mlp(mesh, "float8", local=True) for _ in batches]
+    for module, x in zip(alone, batches, strict=True):
+        module(x).square().sum().backward()
+    together = mlp(mesh, "float8", local=True)
+    for x in batches:
+        together(x).square().sum().backward()
+    parameters = zip(*(module.parameters() for module in (together, *alone)), strict=True)
+    return all(same_bits(full(p.grad), full(a.grad) + full(b.grad)) for p, a, b in parameters)
+
+
+def test_micro_batches(ranks: RankPools) -> None:
+    assert ranks(2).run(micro_batches) == [True, True]
+
+
+def with_fsdp(transport: Encoding) -> tuple[list[torch.Tensor], Counter[tuple[str, str]]]:
+    """Gradients of a second step on a mesh of both axes, and the sums on each axis."""
+    mesh, net = device_mesh(dp=2, tp=2), Net(dim=256, hidden=384)
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(net, config=config)
+    for layer in net.layers:
+        parallelize_module(layer, mesh["tp"], mlp_plan(transport, True))
+    for module in (*net.layers, net):
+        fully_shard(module, mesh=mesh["dp"])
+    if transport is not None:
+        set_gradient_transport(net, transport)
+    counts = Counter[tuple[str, str]]()
+    for _ in range(2):
+        net.zero_grad()
+        precompute_float8_dynamic_scale(net)
+        x = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+        with comm_audit(mesh) as audit:
+            net(x).square().mean().backward()
+    for row in audit.rows:
+        if row.op in ("reduce_scatter", "all_to_all"):
+            counts[row.op, row.axis] += row.count
+    return [full(p.grad) for p in net.parameters()], counts
+
+
+def both_switches() -> tuple[float, list[Counter[tuple[str, str]]]]:
+    expected, found = with_fsdp(None), with_fsdp("float8")
+    pairs = zip(expected[0], found[0], strict=True)
+    return min(sqnr(*pair) for pair in pairs), [expected[1], found[1]]
+
+
+def test_both_switches_on_a_mesh_of_two_axes(ranks: RankPools) -> None:
+    """Two layers, whose input gradient nobody needs in the first: three sums over tp, two over dp."""
+    worst, counts = ranks(4).run_same(both_switches)
+    assert 20 < worst < 60
+    assert counts == [
+        {("reduce_scatter", "tp"): 3, ("reduce_scatter", "dp"): 2},
+        {("all_to_all", "tp"): 3, ("all_to_all", "dp"): 2},
+    ]
+
+
+def with_plain_tensors(transport: Encoding) -> list[bool]:
+    """Declared layers of local tensors, and layers that share a DTensor, as under the styles."""
+    mesh = device_mesh(tp=2)
+    styled = Net(dim=256, hidden=384, layers=1)
+    convert_to_float8_training(styled)
+    parallelize_module(styled.layers[0], mesh, mlp_plan(transport, True))
+    by_hand = local_net(mesh, Float8LinearConfig(), True, dim=256, hidden=384, layers=1)
+    inner: Any = by_hand.layers[0]
+    for name in ("w1", "w3"):
+        at = {"weight": Shard(0), "input": Shard(1), "output": Shard(-1)}
+        declare_placements(inner.get_submodule(name), mesh, **at, reduce_transport=transport)
+    at = {"weight": Shard(1), "input": Shard(-1), "output": Shard(1)}
+    declare_placements(inner.w2, mesh, **at, reduce_transport=transport)
+    shared = Net(dim=256, hidden=384, layers=1)
+    convert_to_float8_training(shared)
+    plan = mlp_plan(transport, True)
+    del plan[""]
+    parallelize_module(shared.layers[0], mesh, plan)
+    layer: Any = shared.layers[0]
+    layer.register_forward_pre_hook(
+        lambda module, args: share_input(
+            DTensor.from_local(args[0], mesh, [Shard(1)]),
+            [layer.w1, layer.w3],
+            reduce_transport=transport,
+        )
+    )
+    results = []
+    for net in (styled, by_hand, shared):
+        x = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+        x.requires_grad_()
+        with comm_audit(mesh) as audit:
+            output = net(x)
+            output.square().mean().backward()
+        results.append((output, x.grad, audit.count("all_to_all")))
+    first, *others = results
+    return [
+        same_bits(first[0], other[0]) and same_bits(first[1], other[1]) and first[2] == other[2]
+        for other in others
+    ] + [first[2] == (0 if transport is None else 2)]
+
+
+@pytest.mark.parametrize("transport", ["float8", "bf16", None])
+def test_layers_of_plain_tensors(ranks: RankPools, transport: Encoding) -> None:
+    assert ranks(2).run(with_plain_tensors, transport) == [[True] * 3] * 2
+
+
+TINY = LlamaConfig(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64, max_seq_len=16
+)
+
+
+def llama_step(transport: Encoding, head: bool, kept: str = "") -> tuple[float, dict[str, int]]:
+    """The loss, and how many of the collectives that sum or exchange have what dtype."""
+    mesh, model = device_mesh(tp=2), Llama(TINY)
+    in_head = skip_head(model)
+    convert_to_float8_training(
+        model, module_filter_fn=lambda m, n: (head or in_head(m, n)) and n != kept
+    )
+    apply_tp_plan(model, mesh, llama_tp_plan(model, reduce_transport=transport))
+    tokens = torch.randint(0, 64, (2, 16))
+    with comm_audit(mesh) as audit:
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+    ops = ("reduce_scatter", "all_to_all")
+    return loss.item(), {op: audit.count(op) for op in ops}
+
+
+def test_plan_of_llama(ranks: RankPools) -> None:
+    """Two reductions of each of the four blocks; those of embedding and head are torch's."""
+    loss, counts = ranks(2).run_same(llama_step, None, False)
+    assert counts == {"reduce_scatter": 10, "all_to_all": 0}
+    found, counts = ranks(2).run_same(llama_step, "float8", False)
+    assert counts == {"reduce_scatter": 2, "all_to_all": 8}
+    assert found == pytest.approx(loss, rel=0.02)
+    assert found != loss
+    # A converted head; a layer in a block that is not, whose neighbours gather in high precision.
+    counts = ranks(2).run_same(llama_step, "float8", True)[1]
+    assert counts == {"reduce_scatter": 1, "all_to_all": 9}
+    counts = ranks(2).run_same(llama_step, "float8", False, "layers.0.attention.wk")[1]
+    assert counts == {"reduce_scatter": 2, "all_to_all": 8}
+
+
+def observed(transport: Encoding, prepared: bool) -> list[str]:
+    """What statistics say of casts and GEMMs."""
+    mesh, net = device_mesh(tp=2), Net(dim=256, hidden=384, layers=1)
+    convert_to_float8_training(net)
+    parallelize_module(net.layers[0], mesh, mlp_plan(transport, prepared))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, grad = torch.randn(2, 2, 4, 256, generator=generator)
+    with float8_stats(net, gemms=True) as stats:
+        net(x.requires_grad_())[0].backward(grad[0])
+    assert sum(isinstance(row, GemmStats) for row in stats.rows) == 9
+    return list(map(str, stats.rows))
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_statistics_show_gemms_before_the_transport(ranks: RankPools, prepared: bool) -> None:
+    assert ranks(2).run_same(observed, "float8", prepared) == ranks(2).run_same(
+        observed, None, prepared
+    )
+
+
+def test_styles_without_a_reduce_scatter_are_refused() -> None:
+    layer = nn.Sequential(nn.Linear(32, 32))
+    texts = [
+        raised(ValueError, lambda: Float8ColwiseParallel(reduce_transport="fp8")),
+        raised(ValueError, lambda: Float8RowwiseParallel(reduce_transport="bf16")),
+        *(
+            raised(ValueError, lambda a=a: PrepareFloat8ModuleInput(**a, reduce_transport="bf16"))
+            for a in (
+                {"input_layouts": Replicate(), "desired_input_layouts": Replicate()},
+                SEQUENCE | {"use_local_output": True},
+            )
+        ),
+        raised(ValueError, lambda: llama_tp_plan(layer, reduce_transport="float8")),
+    ]
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+Float8ColwiseParallel: reduce_transport is 'fp8'; it must be one of ('float8', 'bf16', None)
+Float8RowwiseParallel: reduce_transport='bf16' applies to the reduce-scatter of the output, and output_layouts=Replicate() has none: give a Shard (sequence parallelism), or drop the argument
+PrepareFloat8ModuleInput: reduce_transport='bf16' applies to the reduce-scatter of the gradient of an input that is gathered: from a Shard to Replicate(), with use_local_output=False. This style has none: PrepareFloat8ModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),), input_kwarg_layouts={}, desired_input_kwarg_layouts={}, use_local_output=False)
+PrepareFloat8ModuleInput: reduce_transport='bf16' applies to the reduce-scatter of the gradient of an input that is gathered: from a Shard to Replicate(), with use_local_output=False. This style has none: PrepareFloat8ModuleInput(input_layouts=(Shard(dim=1),), desired_input_layouts=(Replicate(),), input_kwarg_layouts={}, desired_input_kwarg_layouts={}, use_local_output=True)
+llama_tp_plan: reduce_transport='float8' applies to the reduce-scatters of converted layers, which this plan doesn't have: convert the model before, with sequence_parallel=True""",
+    )
+
+
+def refusals() -> list[str]:
+    mesh = device_mesh(tp=2)
+    # The layers of a prepared input have no reduction; nor has an input that is whole anyway.
+    plan: dict[str, Any] = {"": PrepareFloat8ModuleInput(**SEQUENCE)}
+    plan |= {name: Float8ColwiseParallel(reduce_transport="bf16") for name in ("w1", "w3")}
+    twice = parallelize_module(converted(), mesh, plan)
+    whole = parallelize_module(
+        converted(), mesh, {"": PrepareFloat8ModuleInput(**SEQUENCE, reduce_transport="bf16")}
+    )
+    x = torch.randn(2, 4, 32)
+    replicated = DTensor.from_local(x, mesh, [Replicate()])
+    layer: Any = converted().w1
+    column = {"weight": Shard(0), "input": Shard(1), "output": Shard(-1)}
+    by_hand: Any = converted().w1
+    out = Float8RowwiseParallel(output_layouts=Shard(1), reduce_transport="bf16")
+    row = parallelize_module(converted().w2, mesh, out)
+    declare_placements(by_hand, mesh, **column)
+    return [
+        raised(ValueError, lambda: twice(x)),
+        raised(ValueError, lambda: whole(replicated)),
+        raised(
+            ValueError,
+            lambda: declare_placements(
+                layer, mesh, **column | {"input": Replicate()}, reduce_transport="float8"
+            ),
+        ),
+        raised(ValueError, lambda: share_input(x, [by_hand], reduce_transport="float8")),
+        raised(ValueError, lambda: whole(x.double())),
+        raised(ValueError, lambda: row(x.double())),
+    ]
+
+
+def converted() -> nn.Module:
+    net = Net(dim=32, hidden=32, layers=1)
+    convert_to_float8_training(net)
+    return net.layers[0]
+
+
+def test_refusals(ranks: RankPools) -> None:
+    assert_expected_inline(
+        "\n".join(ranks(2).run_same(refusals)),
+        """\
+layers.0.w1: reduce_transport='bf16' applies to the reduce-scatter of grad_input, and a layer whose input arrives whole has none. Give the argument to what gathers the input (PrepareFloat8ModuleInput, share_input). If nothing does, shard the input (sequence parallelism), or drop the argument
+PrepareFloat8ModuleInput: reduce_transport='bf16' applies to the reduce-scatter of the gradient of a sharded input, but the input is (Replicate(),) on DeviceMesh((tp=2), 'cpu', stride=(1,)); shard it (sequence parallelism), or drop the argument
+layers.0.w1: reduce_transport='float8' applies to a reduce-scatter: of the output of a row-parallel layer (weight=Shard(1), output a Shard), or of grad_input of a column-parallel one (weight=Shard(0), input a Shard). There is none with weight=Shard(dim=0), input=Replicate(), output=Shard(dim=-1)
+share_input: reduce_transport='float8', but ['layers.0.w1'] declared how their input stands; give it to declare_placements
+PrepareFloat8ModuleInput: reduce_transport='bf16' sums in fp32, but the input is in fp64; drop the argument, or cast the model and the input to fp32
+layers.0.w2: reduce_transport='bf16' sums in fp32, but the input is in fp64; drop the argument, or cast the model and the input to fp32""",
+    )
+
+
+def other_transports() -> list[str]:
+    """Of a plan; and of declared layers, which are compared with their scales' first update."""
+    mesh, module = device_mesh(tp=2), converted()
+    transport: Encoding = "float8" if dist.get_rank() else "bf16"
+    by_hand = local_net(mesh, Float8LinearConfig(), True, dim=32, hidden=32, layers=1)
+    at: dict[str, Any] = {"weight": Shard(1), "input": Shard(-1), "output": Shard(1)}
+    layer: Any = by_hand.layers[0]
+    declare_placements(layer.w2, mesh, **at, reduce_transport=transport)
+    return [
+        raised(ValueError, lambda: apply_tp_plan(module, mesh, mlp_plan(transport, True))),
+        raised(ValueError, lambda: update_float8_scales(by_hand)),
+    ]
+
+
+def test_ranks_that_disagree(ranks: RankPools) -> None:
+    of_plan, of_layers = ranks(2).run_same(other_transports)
+    assert "'reduce_transport': 'bf16'} on rank 0" in of_plan
+    assert "w2.reduce_transport: bf16 on rank 0; float8 on rank 1" in of_layers
+
+
+def second_derivative() -> str:
+    module = mlp(device_mesh(tp=2), "float8", local=True)
+    x = torch.randn(2, 4, 256).requires_grad_()
+    (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    return raised(NotImplementedError, lambda: gradient.sum().backward())
+
+
+def test_it_is_differentiated_once(ranks: RankPools) -> None:
+    assert "can't be differentiated twice" in ranks(2).run_same(second_derivative)

@@ -1,0 +1,209 @@
+"""Numbers as they travel: float8 codes with exponents of blocks, stochastic rounding, rows."""
+
+import math
+
+import pytest
+import torch
+from gradient_wire import on_the_wire
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import float8_grid
+
+from fp8_dist.kernels.encoding import (
+    NEAREST,
+    decode_float8,
+    encode_float8,
+    join_bytes,
+    stochastic_bfloat16,
+    sum_of_float8,
+    sum_of_rows,
+)
+from fp8_dist.transport import Run, decode, encode, runs_of
+
+INF, NAN = math.inf, math.nan
+
+
+def arrived(x: torch.Tensor, seed: int = NEAREST) -> torch.Tensor:
+    codes, exponents = encode_float8(x, seed)
+    assert codes.dtype is exponents.dtype is torch.uint8
+    assert codes.shape == x.shape
+    assert exponents.shape == (*x.shape[:-1], -(-x.shape[-1] // 128))
+    return decode_float8(codes, exponents)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    size=st.integers(1, 400),
+    spread=st.floats(0, 12),
+    exponent=st.integers(-140, 120),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_float8_equals_the_reference(
+    size: int, spread: float, exponent: int, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, generator=generator, dtype=torch.float64)
+    x = x * torch.exp(spread * torch.randn(size, generator=generator, dtype=torch.float64))
+    x = (x * 2.0**exponent).float().clamp(-1e38, 1e38).to(dtype).clamp(-60000, 60000)
+    assert torch.equal(arrived(x), on_the_wire(x.float(), "float8"))
+
+
+def test_values_between_two_codes_round_to_even() -> None:
+    grid = torch.tensor(float8_grid(torch.float8_e4m3fn))
+    between = (grid[1:] + grid[:-1]) / 2
+    for part in between.split(127):
+        x = torch.cat([part, torch.tensor([448.0])])  # the largest fixes the scale at 1
+        assert torch.equal(arrived(x), on_the_wire(x, "float8"))
+
+
+@pytest.mark.parametrize("largest", [448.0, 448.5, 896.0, 896.5, 2.0**-126, 3.0e38, 1e-45])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_no_finite_value_saturates(largest: float, sign: int) -> None:
+    x = torch.tensor([sign * largest])
+    assert torch.equal(arrived(x), on_the_wire(x, "float8"))
+
+
+def test_the_largest_values_round_to_infinity() -> None:
+    limit = 248 * 2.0**120
+    assert arrived(torch.tensor([limit])).item() == INF
+    assert arrived(torch.tensor([limit * (1 - 2.0**-20)])).item() == 240 * 2.0**120
+
+
+@pytest.mark.parametrize("seed", [NEAREST, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_others_than_finite_values_arrive_and_change_no_other_one(
+    dtype: torch.dtype, seed: int
+) -> None:
+    x = torch.randn(3, 300).to(dtype)
+    special = x.clone()
+    special[0, :4] = torch.tensor([NAN, INF, -INF, -NAN])
+    special[2, 299] = INF
+    others = special.isfinite()
+    expected = arrived(torch.where(others, special, 0), seed)
+    found = arrived(special, seed)
+    assert torch.equal(found[others], expected[others])
+    assert found[0, [0, 3]].isnan().all()
+    assert found[0, 1:3].tolist() == [INF, -INF]
+    assert found[2, 299] == INF
+
+
+@pytest.mark.parametrize("seed", [NEAREST, 0])
+def test_zeros_are_exact(seed: int) -> None:
+    x = torch.zeros(2, 200)
+    x[1] = -0.0
+    found = arrived(x, seed)
+    assert torch.equal(found, torch.zeros(2, 200))
+    assert not found.signbit().any()
+    tiny = torch.tensor([-1e-30, 448.0])  # what rounds to -0 is no NaN
+    assert arrived(tiny).tolist() == [0.0, 448.0]
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5), (2, 3, 129), (128,)])
+def test_shapes(shape: tuple[int, ...]) -> None:
+    assert arrived(torch.randn(shape)).shape == shape
+
+
+def test_strides() -> None:
+    x = torch.randn(300, 4).t()
+    assert torch.equal(arrived(x), arrived(x.contiguous()))
+    assert torch.equal(arrived(x[:, 7:290]), arrived(x[:, 7:290].contiguous()))
+
+
+@pytest.mark.parametrize("value", [1.3, -1.3, 0.013, 440.0, 3e-3])
+def test_stochastic_rounding_is_unbiased(value: float) -> None:
+    x = torch.full((1 << 16,), value)
+    x[::128] = 448.0  # the scale of every block is 1; 3e-3 is among its subnormals
+    found = arrived(x, 5).view(-1, 128)[:, 1:]
+    grid = torch.tensor(float8_grid(torch.float8_e4m3fn))
+    below, above = grid[grid <= abs(value)].max(), grid[grid >= abs(value)].min()
+    assert {*found.abs().unique().tolist()} == {below.item(), above.item()}
+    deviation = ((above - below) / 2 / found.numel() ** 0.5).item()
+    assert abs(found.double().mean().item() - x[1].item()) < 5 * deviation
+
+
+def test_stochastic_rounding_repeats_itself() -> None:
+    x = torch.randn(1000)
+    assert torch.equal(arrived(x, 1), arrived(x, 1))
+    assert not torch.equal(arrived(x, 1), arrived(x, 2))
+    assert torch.equal(arrived(arrived(x), 1), arrived(x)), "what is exact is not changed"
+    rounded = stochastic_bfloat16(x, 1)
+    assert torch.equal(rounded, stochastic_bfloat16(x, 1))
+    assert not torch.equal(rounded, stochastic_bfloat16(x, 2))
+    assert torch.equal(stochastic_bfloat16(rounded, 3), rounded)
+
+
+def test_stochastic_rounding_changes_no_value_of_a_code() -> None:
+    # As many as it takes to meet the largest random numbers.
+    for value in (448.0, -56.0, 1.0, 2.0**-9):
+        x = torch.full((1 << 22,), value)
+        x[::128] = 448.0
+        assert torch.equal(arrived(x, 1), x)
+
+
+def test_stochastic_bfloat16_is_unbiased() -> None:
+    found = stochastic_bfloat16(torch.full((1 << 16,), -1.3001), 0).double()
+    assert len(found.unique()) == 2
+    assert abs(found.mean().item() + 1.3001) < 5 * 2.0**-8 / 256  # five standard errors
+    special = torch.tensor([INF, -INF, NAN, 0.0])
+    assert torch.equal(stochastic_bfloat16(special, 1).float().nan_to_num(7), special.nan_to_num(7))
+
+
+@pytest.mark.parametrize(("ranks", "own"), [(1, 0), (4, 2), (35, 16)])
+def test_the_sum_is_in_fp32_in_the_order_of_ranks(ranks: int, own: int) -> None:
+    x = torch.randn(ranks, 2, 200) * torch.logspace(4, -4, ranks).view(ranks, 1, 1)
+    codes, exponents = encode_float8(x, NEAREST)
+    values = decode_float8(codes, exponents)
+    values[own] = x[own]
+    expected = values[0].clone()
+    for value in values[1:]:
+        expected += value
+    assert torch.equal(sum_of_float8(codes, exponents, x[own], own), expected)
+
+
+def test_runs_keep_blocks_inside_of_parts() -> None:
+    parts = [(256, "float8"), (128, "float8"), (3, None), (0, "float8"), (5, None), (60, "float8")]
+    parts += [(128, "float8"), (1, "bf16"), (2, "bf16")]
+    assert runs_of(parts) == (  # type: ignore[arg-type]
+        Run(0, 384, "float8"),
+        Run(384, 8, None),
+        Run(392, 60, "float8"),
+        Run(452, 128, "float8"),
+        Run(580, 3, "bf16"),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_bytes(dtype: torch.dtype) -> None:
+    runs = runs_of([(200, "float8"), (7, None), (9, "bf16"), (128, "float8"), (1, None)])
+    x = torch.randn(3, 2, 345).to(dtype)
+    wire = encode(x, runs)
+    assert wire.shape == (3, 2, sum(run.bytes(dtype) for run in runs))
+    found = decode(wire, runs, dtype)
+    assert found.dtype is torch.float32
+    for row, whole in zip(found.flatten(0, 1), x.flatten(0, 1), strict=True):
+        expected = whole.float().clone()
+        expected[:200] = on_the_wire(whole[:200], "float8")
+        expected[207:216] = on_the_wire(whole[207:216], "bf16")
+        expected[216:344] = on_the_wire(whole[216:344], "float8")
+        assert torch.equal(row, expected)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1)])
+def test_rows_of_bytes_of_one_rank(shape: tuple[int, ...]) -> None:
+    runs = runs_of([(200, "float8"), (7, None), (9, "bf16")])  # 202 bytes, then 28: not aligned
+    x = torch.randn(*shape, 216)
+    found = decode(encode(x, runs), runs, torch.float32)
+    assert torch.equal(found[..., 200:207], x[..., 200:207])
+    assert torch.equal(found[..., 207:], x[..., 207:].bfloat16().float())
+
+
+def test_fake_tensors_have_the_same_shapes() -> None:
+    x = torch.randn(3, 200)
+    codes, exponents = encode_float8(x, 1)
+    torch.library.opcheck(encode_float8.overload, (x, 1))
+    torch.library.opcheck(decode_float8.overload, (codes, exponents))
+    torch.library.opcheck(sum_of_float8.overload, (codes, exponents, x[1], 1))
+    torch.library.opcheck(join_bytes.overload, (codes, [exponents, codes]))
+    torch.library.opcheck(sum_of_rows.overload, (x, x[1], 1))
+    torch.library.opcheck(stochastic_bfloat16.overload, (x, 1))
