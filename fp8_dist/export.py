@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8_dist.cast import amax_groups, local_exponents, quantize_local
 from fp8_dist.config import CastSpec
 from fp8_dist.cut_blocks import part_of_exponents, whole_exponents
-from fp8_dist.debug.module_path import WRAPPER_SEGMENTS
 from fp8_dist.granularity import Blocks
 from fp8_dist.kernels import powers_of_2
 from fp8_dist.linear.layer_repr import config_text
 from fp8_dist.linear.module import Float8Linear, float8_layers, other_users
 from fp8_dist.mesh import Layout, local_tensor, with_local
+from fp8_dist.names import without_wrappers
 from fp8_dist.torch_internals import fsdp_parameter_uses
 
 
@@ -108,18 +108,13 @@ def float8_quantization_config(model: nn.Module) -> dict[str, Any]:
         "activation_scheme": "dynamic",
         "weight_block_size": [blocks.rows, blocks.columns],
         "modules_to_not_convert": [
-            _key(name) for name, module in model.named_modules() if _is_left_out(module)
+            without_wrappers(name) for name, module in model.named_modules() if _is_left_out(module)
         ],
     }
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _key(name: str) -> str:
-    """The name of a module in the keys of a state dict."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
 
 
 def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
@@ -163,7 +158,7 @@ def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
             "unconverted (module_filter_fn), or untie the weights"
         )
     return {
-        f"{_key(name)}.weight".removeprefix("."): layer
+        f"{without_wrappers(name)}.weight".removeprefix("."): layer
         for name, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, Float8Linear)
     }

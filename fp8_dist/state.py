@@ -7,9 +7,9 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist.debug.module_path import WRAPPER_SEGMENTS
 from fp8_dist.fsdp.gradient_transport import gradient_errors
 from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.names import without_wrappers
 
 _ERRORS = "gradient_errors"
 
@@ -93,7 +93,7 @@ class Float8State:
     def _layers(self) -> dict[str, Float8Linear]:
         """The layers that have histories, by the names of their ``state_dict`` keys."""
         return {
-            ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS): layer
+            without_wrappers(name): layer
             for name, layer in float8_layers(self.model).items()
             if layer.histories
         }

@@ -9,10 +9,10 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from fp8_dist.debug.module_path import without_wrappers
 from fp8_dist.fsdp.encoded_reduction import EncodedReduction, errors_of_group, install, remove
 from fp8_dist.kernels.encoding import NEAREST
 from fp8_dist.linear.agreement import check_facts, has_stand_ins
+from fp8_dist.names import without_wrappers
 from fp8_dist.torch_internals import (
     fsdp_groups_of_module,
     fsdp_parameters_of_group,
@@ -81,17 +81,7 @@ def set_gradient_transport(
     groups = _groups_of(model)
     if hierarchy is not None:
         _check_hierarchy(hierarchy, groups)
-    names = _names(model)
-    encodings: dict[str, dict[str, Encoding]] = {}
-    for module, group in groups.items():
-        own = _names_of(group, names, _CALLER)
-        parameters = zip(own, fsdp_parameters_of_group(group), strict=True)
-        encodings[module] = {
-            name: None
-            if transport is None or p.ndim < 2 or (high_precision and high_precision(name, p))
-            else transport
-            for name, p in parameters
-        }
+    encodings = _encodings(model, groups, transport, high_precision)
     facts = {name: str(how) for of_group in encodings.values() for name, how in of_group.items()}
     nodes = hierarchy and tuple(hierarchy.shape)
     facts[_CALLER] = (
@@ -108,9 +98,9 @@ def set_gradient_transport(
         seed = NEAREST
         if stochastic_rounding is not False:
             seed = (int(stochastic_rounding) * 2654435761 + number * 65599) % 2**31
-        how = list(encodings[module].values())
+        of_group = list(encodings[module].values())
         shown = module or "the root module"
-        reduction = EncodedReduction(shown, group, how, seed, error_feedback, hierarchy)
+        reduction = EncodedReduction(shown, group, of_group, seed, error_feedback, hierarchy)
         install(reduction, error_feedback)
 
 
@@ -129,6 +119,24 @@ def gradient_errors(model: nn.Module) -> dict[str, torch.Tensor]:
                     shape = "x".join(map(str, tensor.shape))
                     found[f"{prefix}{own[number]}.{kind}.{shape}.rank{dist.get_rank()}"] = tensor
     return found
+
+
+def _encodings(
+    model: nn.Module,
+    groups: Mapping[str, Any],
+    transport: Transport | None,
+    high_precision: Filter | None,
+) -> dict[str, dict[str, Encoding]]:
+    """How the gradient of each parameter travels: by name, for each group, in its order."""
+    names = _names(model)
+    encodings: dict[str, dict[str, Encoding]] = {}
+    for module, group in groups.items():
+        of_group = encodings[module] = {}
+        own = _names_of(group, names, _CALLER)
+        for name, p in zip(own, fsdp_parameters_of_group(group), strict=True):
+            is_kept = p.ndim < 2 or (high_precision is not None and high_precision(name, p))
+            of_group[name] = None if is_kept else transport
+    return encodings
 
 
 def _names(model: nn.Module) -> dict[int, str]:

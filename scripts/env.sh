@@ -28,8 +28,9 @@ constraints() {
     if [ -z "${FP8_DIST_TORCH:-}" ]; then
         cat "$REPO_ROOT/constraints.txt"
     else
-        # Which setuptools it can do with differs between releases.
-        sed "s/^torch==.*/torch==$FP8_DIST_TORCH/; /^setuptools==/d" "$REPO_ROOT/constraints.txt"
+        # Which of these it can do with differs between releases.
+        sed "s/^torch==.*/torch==$FP8_DIST_TORCH/; /^setuptools==/d; /^triton==/d" \
+            "$REPO_ROOT/constraints.txt"
     fi
 }
 
@@ -50,7 +51,9 @@ ensure_env() {
         echo "== installing fp8-dist[$extras]${FP8_DIST_TORCH:+ with torch $FP8_DIST_TORCH}"
         # The package is built with the environment's own setuptools, so that it is pinned too:
         # whether constraints reach isolated builds depends on pip's version.
-        pip_install setuptools || return 1
+        local backend
+        backend="$(sed -n 's/^requires = \["\(.*\)"\]$/\1/p' "$REPO_ROOT/pyproject.toml")"
+        pip_install "$backend" || return 1
         pip_install --no-build-isolation -e "$REPO_ROOT[$extras]" || return 1
         printf '%s' "$wanted" > "$stamp"
     fi

@@ -12,10 +12,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
+from fp8_dist.names import without_wrappers
 from fp8_dist.torch_internals import tree_leaves, when_backward_ends
-
-# Path segments that wrappers add and ``state_dict`` keys leave out.
-WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 # Those that are entered now, and what they replaced. Not hooks of all modules: compiled graphs have
 # guards on these, and would be compiled anew.
@@ -122,11 +120,6 @@ class ModulePath:
     def _end_backward(self) -> None:
         self._backward_end_queued = False
         self.current = ""
-
-
-def without_wrappers(fqn: str) -> str:
-    """A module's name, less the segments that wrappers add."""
-    return ".".join(s for s in fqn.split(".") if s not in WRAPPER_SEGMENTS)
 
 
 def _register_first_hook(tensor: torch.Tensor, hook: Callable[..., None]) -> RemovableHandle:

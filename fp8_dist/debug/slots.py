@@ -8,9 +8,9 @@ from typing import NamedTuple, get_args
 from torch import nn
 
 from fp8_dist.config import CastSpec, Gemm, Operand
-from fp8_dist.debug.module_path import without_wrappers
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner, casts_of
+from fp8_dist.names import without_wrappers
 
 # One fnmatch pattern or several; None matches everything.
 Patterns = str | Iterable[str] | None

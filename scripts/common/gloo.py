@@ -19,10 +19,14 @@ from torch.distributed import distributed_c10d
 class _OneThread(dist.ProcessGroupGloo):
     """A gloo group whose collectives run one after the other, in the order of the calls."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, **since_2_15: bool
+    ) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._threads = 1
         options._timeout = timeout
+        for name, value in since_2_15.items():  # enable_reconfigure
+            setattr(options, name, value)
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         gloo = dist.ProcessGroupGloo
         options._devices = [gloo.create_device(interface=name) for name in names] or [

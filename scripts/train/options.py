@@ -30,6 +30,8 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--error-feedback", action="store_true", help="of --gradient-transport")
     seeded = "of --gradient-transport, with a seed; 0 if none is given"
     add("--stochastic-rounding", type=int, nargs="?", const=0, metavar="SEED", help=seeded)
+    sums = "how the sums of tensor parallelism's reduce-scatters travel; default: in bf16, by torch's"
+    add("--reduce-transport", choices=get_args(Transport), help=sums)
     add("--steps", type=positive, default=120)
     add("--batch-size", type=positive, default=16, help="rows of the global batch, over all ranks")
     add("--seq-len", type=positive, default=128, help="tokens (bytes) per row")
@@ -97,7 +99,7 @@ def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 def _check_transport(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Checks that what is asked for about gradients on the wire has an effect."""
+    """Checks that what is asked for about sums on the wire has an effect."""
     rounding = args.stochastic_rounding
     if rounding is not None and rounding < 0:
         parser.error(f"--stochastic-rounding must not be negative, got {rounding}")
@@ -109,6 +111,11 @@ def _check_transport(parser: argparse.ArgumentParser, args: argparse.Namespace) 
         parser.error(
             "--gradient-transport needs --dp 2 or more: a single data-parallel rank sends no "
             "gradients"
+        )
+    if args.reduce_transport is not None and (args.tp == 1 or args.recipe == BF16):
+        parser.error(
+            "--reduce-transport needs --tp 2 or more and a float8 --recipe: it is for the "
+            "reduce-scatters of float8 layers"
         )
 
 

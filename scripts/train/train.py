@@ -70,6 +70,7 @@ class Trainer:
             shard=True,
             compiled=args.compile,
             seed=args.seed,
+            reduce_transport=args.reduce_transport,
         )
         if args.gradient_transport is not None:
             rounding = args.stochastic_rounding
@@ -289,6 +290,7 @@ def end_early(saver: Checkpoints, step: int, signal: str) -> bool:
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:
     """What a manifest says of a run."""
     names = ("model", "recipe", "seed", "batch_size", "seq_len", "steps", "lr", "warmup")
+    names += ("reduce_transport",)
     facts = {name: getattr(args, name) for name in names}
     wire = None
     if args.gradient_transport is not None:

@@ -352,7 +352,7 @@ def test_statistics_of_some_steps(small_text: Path, tmp_path: Path) -> None:
     assert not (out / "float8_stats.jsonl").exists()
 
 
-def test_options_of_gradient_transport(
+def test_options_of_transports(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -362,6 +362,8 @@ def test_options_of_gradient_transport(
         options_error(capsys, "--gradient-transport", "fp16"),
         options_error(capsys, "--gradient-transport", "bf16", "--stochastic-rounding", "-1"),
         options_error(capsys, "--gradient-transport", "bf16", "--tp", "4"),
+        options_error(capsys, "--reduce-transport", "float8", "--tp", "2"),
+        options_error(capsys, "--reduce-transport", "float8", "--recipe", "tensorwise"),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -370,7 +372,9 @@ def test_options_of_gradient_transport(
 --stochastic-rounding needs --gradient-transport: fp32 gradients are not rounded
 argument --gradient-transport: invalid choice: 'fp16' (choose from 'float8', 'bf16')
 --stochastic-rounding must not be negative, got -1
---gradient-transport needs --dp 2 or more: a single data-parallel rank sends no gradients""",
+--gradient-transport needs --dp 2 or more: a single data-parallel rank sends no gradients
+--reduce-transport needs --tp 2 or more and a float8 --recipe: it is for the reduce-scatters of float8 layers
+--reduce-transport needs --tp 2 or more and a float8 --recipe: it is for the reduce-scatters of float8 layers""",
     )
     args = train.parse_args(["--gradient-transport", "float8", "--stochastic-rounding"])
     assert (args.error_feedback, args.stochastic_rounding) == (False, 0)

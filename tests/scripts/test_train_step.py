@@ -134,19 +134,19 @@ total                                    47            485,988
     assert unexpected_gathers(results[0]["comm"], results[0]) == []
 
 
-def sent_over_dp(*options: str) -> tuple[list[float], dict[str, int]]:
-    """Runs on every rank: the numbers of two steps, and bytes over dp of the second, by op."""
+def sent_over(axis: str, *options: str) -> tuple[list[float], dict[str, int]]:
+    """Runs on every rank: the numbers of two steps, and the second's bytes over an axis, by op."""
     numbers, audit = two_steps(trainer(*options))
     sent: dict[str, int] = {}
     for row in audit.rows:
-        if row.axis == "dp":
+        if row.axis == axis:
             sent[row.op] = sent.get(row.op, 0) + row.bytes
     return numbers, sent
 
 
 def test_gradients_travel_as_the_options_say(ranks: RankPools) -> None:
     def run(*options: str) -> tuple[list[float], dict[str, int]]:
-        return ranks(4).run(sent_over_dp, *options)[0]
+        return ranks(4).run(sent_over, "dp", *options)[0]
 
     numbers, sent = run()
     assert "all_to_all" not in sent
@@ -168,6 +168,25 @@ def test_gradients_travel_as_the_options_say(ranks: RankPools) -> None:
         assert numbers not in found
         found.append(numbers)
     assert run(*rounded)[0] == found[3], "a seed repeats"
+
+
+def test_sums_of_tensor_parallelism_travel_as_the_option_says(ranks: RankPools) -> None:
+    def run(*options: str) -> tuple[list[float], dict[str, int]]:
+        options = ("--recipe", "tensorwise", *options)
+        return ranks(4).run(sent_over, "tp", *options)[0]
+
+    expected, sent = run()
+    assert "all_to_all" not in sent
+    plain = sent["reduce_scatter"]
+    for transport, elements in (("bf16", 2), ("float8", 1 + 1 / 64)):
+        numbers, sent = run("--reduce-transport", transport)
+        # Those of the embedding's output and of the head's input stay as they are.
+        layers = plain - sent["reduce_scatter"]
+        assert 0 < sent["reduce_scatter"] < plain / 4
+        assert sent["all_to_all"] == layers // 2 * elements  # (blocks have 64 features here)
+        # Two bf16 summands have one rounded sum, in whichever dtype they are added.
+        assert (numbers == expected) == (transport == "bf16")
+        assert numbers == pytest.approx(expected, rel=1e-2)
 
 
 def compiled_and_eager() -> tuple[list[list[float]], list[str]]:

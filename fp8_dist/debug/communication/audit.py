@@ -2,12 +2,12 @@
 
 Terms: *collective* and *buffer* as in ``collectives``. FSDP2 copies parameters of several dtypes
 into one uint8 buffer and gathers that: a *mixed gather*. The *payload dtype* of a uint8 tensor is
-the dtype of what it is a view of: float8 travels as uint8. Rows of float8 travel in one message
-with their fp32 scales (``pack_rows``), and are counted apart from them. So are the parts of
-summands that travel encoded.
+the dtype of what it is a view of: float8 travels as uint8. Rows of float8 that travel in one
+message with their scales (``pack_rows``) are counted apart from them. So are the parts of summands
+that travel encoded.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Self
@@ -54,9 +54,7 @@ class CommAudit(CommTable):
         # Payload dtypes of the storages that were viewed as uint8, by the storage's address. (The
         # weak references keep an address from being given to another storage.)
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
-        # The bytes of fp32 numbers in the messages that ``pack_rows`` made, by the same.
-        self._packed: dict[int, tuple[StorageWeakRef, int]] = {}
-        # Bytes by payload dtype of messages that were joined of several tensors, by the same.
+        # Bytes by payload dtype of messages that were made of several tensors, by the same.
         self._joined: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
         # Bytes by payload dtype of the all-gather inputs that FSDP2 has filled, by the address of
         # their storage.
@@ -95,7 +93,6 @@ class CommAudit(CommTable):
 
     def _forget(self) -> None:
         self._payload_dtypes.clear()
-        self._packed.clear()
         self._joined.clear()
         self._copied_in.clear()
 
@@ -107,20 +104,16 @@ class CommAudit(CommTable):
         reference = StorageWeakRef(source.untyped_storage())
         self._payload_dtypes[storage_address(source)] = (reference, source.dtype)
 
-    def _note_packed(self, message: torch.Tensor, numbers: torch.Tensor) -> None:
-        """``message`` was made of float8 data and ``numbers``."""
-        reference = StorageWeakRef(message.untyped_storage())
-        self._packed[storage_address(message)] = (reference, numbers.nbytes)
-
     def _note_codes(self, codes: torch.Tensor) -> None:
         """``codes`` are float8 numbers as they travel."""
         reference = StorageWeakRef(codes.untyped_storage())
         self._payload_dtypes[storage_address(codes)] = (reference, torch.float8_e4m3fn)
 
-    def _note_joined(self, message: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        """``message`` was made of bytes, some of which may be those of other dtypes."""
-        sizes = self._bytes_by_dtype(pieces)
+    def _note_joined(self, message: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
+        """``message`` was made of the bytes of tensors."""
+        sizes = self._bytes_by_dtype(parts)
         if sizes.keys() - {torch.uint8}:
+            sizes[next(iter(sizes))] += message.nbytes - sum(sizes.values())  # padding
             reference = StorageWeakRef(message.untyped_storage())
             self._joined[storage_address(message)] = (reference, sizes)
 
@@ -179,15 +172,12 @@ class CommAudit(CommTable):
         """The dtypes in a tensor, and the bytes of each."""
         address, payload = storage_address(tensor), tensor.dtype
         if address in self._joined:
+            # A graph may reuse the memory for another message, so it is looked up once.
             yield from self._joined.pop(address)[1].items()
             return
         if payload == torch.uint8:
             payload = self._payload_dtypes.get(address, (None, payload))[1]
-        # A graph may reuse the memory for another message, so it is looked up once.
-        numbers = self._packed.pop(address, (None, 0))[1]
-        yield payload, tensor.nbytes - numbers
-        if numbers:
-            yield torch.float32, numbers
+        yield payload, tensor.nbytes
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
@@ -293,7 +283,7 @@ class _Recorder(TorchDispatchMode):
             self._audit._note_copy_in(inputs=args[0], output=args[1])
         elif func is pack_rows.overload:
             message = func(*args, **kwargs)
-            self._audit._note_packed(message, numbers=args[1])
+            self._audit._note_joined(message, args)
             return message
         elif func is encode_float8.overload:
             codes, exponents = func(*args, **kwargs)

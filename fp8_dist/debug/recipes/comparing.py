@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
-from fp8_dist.debug.module_path import without_wrappers
 from fp8_dist.debug.recipes.comparison import HIGH_PRECISION, RecipeComparison
 from fp8_dist.debug.recipes.recipe_runs import RecipeRuns
 from fp8_dist.linear.module import Float8Linear
+from fp8_dist.names import without_wrappers
 from fp8_dist.torch_internals import has_hooks_after_accumulation, tree_leaves
 
 Recipes = Iterable[Float8LinearRecipeName | str] | Mapping[str, Float8LinearConfig] | None

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.config import Float8LinearConfig, Gemm
-from fp8_dist.debug.module_path import without_wrappers
 from fp8_dist.debug.recipes.comparison import (
     HIGH_PRECISION,
     LayerSqnr,
@@ -23,6 +22,7 @@ from fp8_dist.debug.recipes.layer_runs import Arithmetic, Call, Seen, SeenCall, 
 from fp8_dist.debug.recipes.untouched import reshard, untouched
 from fp8_dist.debug.statistics.rows import decibels
 from fp8_dist.mesh import local_tensor, make_group
+from fp8_dist.names import without_wrappers
 from fp8_dist.torch_internals import resolve_process_group, tree_map_only
 
 # The recipe, the layer or parameter, and what of it is compared.

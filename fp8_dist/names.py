@@ -1,0 +1,9 @@
+"""Names of modules and parameters."""
+
+# Path segments that wrappers add and ``state_dict`` keys leave out.
+_WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+
+
+def without_wrappers(fqn: str) -> str:
+    """The name of a module or a parameter, as in the keys of ``state_dict()``."""
+    return ".".join(s for s in fqn.split(".") if s not in _WRAPPER_SEGMENTS)
