@@ -30,7 +30,9 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--error-feedback", action="store_true", help="of --gradient-transport")
     seeded = "of --gradient-transport, with a seed; 0 if none is given"
     add("--stochastic-rounding", type=int, nargs="?", const=0, metavar="SEED", help=seeded)
-    sums = "how the sums of tensor parallelism's reduce-scatters travel; default: in bf16, by torch's"
+    sums = (
+        "how the sums of tensor parallelism's reduce-scatters travel; default: in bf16, by torch's"
+    )
     add("--reduce-transport", choices=get_args(Transport), help=sums)
     add("--steps", type=positive, default=120)
     add("--batch-size", type=positive, default=16, help="rows of the global batch, over all ranks")

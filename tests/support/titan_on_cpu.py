@@ -60,6 +60,7 @@ from torchtitan.models.llama3 import config_registry  # noqa: E402
 
 from fp8_dist.debug import comm_audit  # noqa: E402
 from fp8_dist.integrations.torchtitan import config_registry as float8_registry  # noqa: E402
+from fp8_dist.integrations.torchtitan import with_float8  # noqa: E402
 from scripts.common.gloo import use_one_thread_per_group  # noqa: E402
 
 
@@ -129,8 +130,15 @@ def on_cpu(config: Any) -> Any:
     return config
 
 
+def llama3_debugmodel_encoded() -> Any:
+    """Gradients of FSDP2 and sums of tensor parallelism travel in float8, too."""
+    config = config_registry.llama3_debugmodel()
+    encoded = {"gradient_transport": "float8", "reduce_transport": "float8"}
+    return on_cpu(with_float8(config, "tensorwise", **encoded))
+
+
 def __getattr__(name: str) -> Callable[[], Any]:
-    """Configs by the names of torchtitan's, and of fp8_dist's plug-in."""
+    """Other configs, by the names of torchtitan's, and of fp8_dist's plug-in."""
     registry = config_registry if hasattr(config_registry, name) else float8_registry
     make = getattr(registry, name)
     return lambda: on_cpu(make())

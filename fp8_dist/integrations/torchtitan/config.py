@@ -8,12 +8,19 @@ from typing import Any
 from torch import nn
 
 from fp8_dist import attach_update, float8_layers
+from fp8_dist.fsdp.gradient_transport import Transport
 from fp8_dist.integrations.torchtitan.converter import Float8Converter
 from fp8_dist.integrations.torchtitan.parallelize import float8_parallelize
+from fp8_dist.transport import Encoding
 
 
 def with_float8(
-    config: Any, recipe_name: str = "tensorwise", filter_fqns: Sequence[str] = ("lm_head",)
+    config: Any,
+    recipe_name: str = "tensorwise",
+    filter_fqns: Sequence[str] = ("lm_head",),
+    *,
+    gradient_transport: Transport | None = None,
+    reduce_transport: Encoding = None,
 ) -> Any:
     """A torchtitan ``Trainer.Config`` whose model trains in float8.
 
@@ -21,6 +28,8 @@ def with_float8(
         config: of a function in a ``config_registry``; its ``model_spec`` is replaced.
         recipe_name: any recipe of ``Float8LinearConfig.from_recipe_name``.
         filter_fqns: layers with one of these in their name stay as they are.
+        gradient_transport: how FSDP2's gradients travel: of ``set_gradient_transport``.
+        reduce_transport: how the sums of tensor parallelism travel: as in ``llama_tp_plan``.
 
     Returns:
         ``config``. FSDP2 gathers weights in float8 where the recipe can; tensor parallelism
@@ -31,7 +40,11 @@ def with_float8(
     config.model_spec = replace(
         spec,
         model=converter.build().convert(spec.model),
-        parallelize_fn=float8_parallelize(spec.parallelize_fn),
+        parallelize_fn=float8_parallelize(
+            spec.parallelize_fn,
+            gradient_transport=gradient_transport,
+            reduce_transport=reduce_transport,
+        ),
         post_optimizer_build_fn=partial(_attach, spec.post_optimizer_build_fn),
     )
     return config

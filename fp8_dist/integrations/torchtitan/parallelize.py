@@ -11,30 +11,53 @@ from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import resolve_placements
 
+from fp8_dist.fsdp import set_gradient_transport
+from fp8_dist.fsdp.gradient_transport import Transport
 from fp8_dist.integrations.torchtitan.converter import TitanFloat8Linear
 from fp8_dist.tensor_parallel import declare_placements, share_input
+from fp8_dist.tensor_parallel.reductions import check_transport
+from fp8_dist.transport import Encoding
 
 
-def float8_parallelize(parallelize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def float8_parallelize(
+    parallelize: Callable[..., nn.Module],
+    *,
+    gradient_transport: Transport | None = None,
+    reduce_transport: Encoding = None,
+) -> Callable[..., nn.Module]:
     """A model's ``parallelize_fn`` with float8 tensor parallelism.
+
+    Args:
+        parallelize: torchtitan's.
+        gradient_transport: of ``set_gradient_transport``, which is called after it.
+        reduce_transport: how tensor parallelism's sums travel, as in ``llama_tp_plan``.
 
     Raises (what is returned):
         NotImplementedError: tensor parallelism with the back end ``full_dtensor``; with
             ``spmd_types``, converted layers that it does not shard, or row-parallel ones with a
             bias.
-        ValueError: some of the layers that take one input are converted, and some are not.
+        ValueError: some of the layers that take one input are converted, and some are not. Or a
+            transport is given and there is nothing that it applies to.
     """
-    return partial(_parallelize, parallelize)
+    check_transport(reduce_transport, "with_float8")
+    return partial(_parallelize, parallelize, gradient_transport, reduce_transport)
 
 
 def _parallelize(
-    parallelize: Callable[..., nn.Module], model: nn.Module, *, parallel_dims: Any, **others: Any
+    parallelize: Callable[..., nn.Module],
+    gradient_transport: Transport | None,
+    reduce_transport: Encoding,
+    model: nn.Module,
+    *,
+    parallel_dims: Any,
+    **others: Any,
 ) -> nn.Module:
     if parallel_dims.tp_enabled:
         if parallel_dims.spmd_backend == "full_dtensor":
@@ -45,8 +68,16 @@ def _parallelize(
         if parallel_dims.spmd_backend == "spmd_types":
             _check_local_layers(model)
         # (Before torchtitan wraps the forwards.)
-        _move_gathers(model, parallel_dims)
-    return parallelize(model, parallel_dims=parallel_dims, **others)
+        _move_gathers(model, parallel_dims, reduce_transport)
+    elif reduce_transport is not None:
+        raise ValueError(
+            f"with_float8: reduce_transport={reduce_transport!r} is for tensor parallelism; set "
+            "parallelism.tensor_parallel_degree, or drop it"
+        )
+    model = parallelize(model, parallel_dims=parallel_dims, **others)
+    if gradient_transport is not None:
+        set_gradient_transport(model, gradient_transport)
+    return model
 
 
 def _check_local_layers(model: nn.Module) -> None:
@@ -63,8 +94,8 @@ def _check_local_layers(model: nn.Module) -> None:
                 )
 
 
-def _move_gathers(model: nn.Module, parallel_dims: Any) -> None:
-    mesh = parallel_dims.get_mesh("tp")
+def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> None:
+    mesh, is_local = parallel_dims.get_mesh("tp"), parallel_dims.spmd_backend == "spmd_types"
     inputs: dict[nn.Module, Any] = {}  # of each layer: its placement before it is gathered
     for fqn, module in model.named_modules():
         sharding = getattr(module, "_sharding_config", None)
@@ -76,10 +107,14 @@ def _move_gathers(model: nn.Module, parallel_dims: Any) -> None:
             source = sharding.in_src_shardings[name]
             inputs |= dict.fromkeys(layers, resolve_placements(source, mesh)[0])
             module._sharding_config = replace(sharding, in_dst_shardings=None)
-            module.forward = _with_shared_input(module, name, layers)
+            # (Layers with local tensors declare it.)
+            share = partial(
+                share_input, layers=layers, reduce_transport=None if is_local else transport
+            )
+            module.forward = _with_prepared_input(module, name, share)
     for module in model.modules():
         if isinstance(module, TitanFloat8Linear):
-            _place(module, mesh, inputs, parallel_dims.spmd_backend == "spmd_types")
+            _place(module, mesh, inputs, is_local, transport)
 
 
 def _moved_input(sharding: Any, fqn: str) -> str:
@@ -124,22 +159,24 @@ def _column_parallel(module: nn.Module, fqn: str) -> list[TitanFloat8Linear]:
     return list(converted.values())
 
 
-def _with_shared_input(
-    module: Any, name: str, layers: list[TitanFloat8Linear]
+def _with_prepared_input(
+    module: Any, name: str, prepare: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[..., Any]:
     forward, position = module.forward, module._cache_pos_arg_names().index(name)
 
     @wraps(forward)
-    def with_shared_input(*args: Any, **kwargs: Any) -> Any:
+    def with_prepared_input(*args: Any, **kwargs: Any) -> Any:
         if name in kwargs:
-            return forward(*args, **kwargs | {name: share_input(kwargs[name], layers)})
-        x = share_input(args[position], layers)
+            return forward(*args, **kwargs | {name: prepare(kwargs[name])})
+        x = prepare(args[position])
         return forward(*args[:position], x, *args[position + 1 :], **kwargs)
 
-    return with_shared_input
+    return with_prepared_input
 
 
-def _place(layer: Any, mesh: Any, inputs: dict[nn.Module, Any], is_local: bool) -> None:
+def _place(
+    layer: Any, mesh: Any, inputs: dict[nn.Module, Any], is_local: bool, transport: Encoding
+) -> None:
     """Let a layer move its own output, and, of local tensors, know where they stand."""
     sharding = layer._sharding_config
     dim, moves = _weight_dim(layer), sharding.out_dst_shardings is not None
@@ -149,7 +186,15 @@ def _place(layer: Any, mesh: Any, inputs: dict[nn.Module, Any], is_local: bool) 
     (placement,) = resolve_placements(output, mesh)
     if not is_local:
         layer.output_placements = (placement,)
+        layer.reduce_transport = transport if dim == 1 else None
         return
     assert dim is not None
     source = inputs.get(layer, Replicate()) if dim == 0 else Shard(-1)
-    declare_placements(layer, mesh, weight=Shard(dim), input=source, output=placement)
+    declare_placements(
+        layer,
+        mesh,
+        weight=Shard(dim),
+        input=source,
+        output=placement,
+        reduce_transport=transport if dim == 1 or layer in inputs else None,
+    )

@@ -49,7 +49,7 @@ def train(folder: Path, config: str, ranks: int, tp: int, backend: str) -> tuple
     output = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
     losses = dict(re.findall(r"step: +(\d+) +loss: +([\d.]+)", output))
     assert len(losses) == titan_on_cpu.STEPS
-    rows = re.findall(r"^(?:op|all_gather|reduce_scatter) .*", output, re.MULTILINE)
+    rows = re.findall(r"^(?:op|all_gather|all_to_all|reduce_scatter) .*", output, re.MULTILINE)
     return [float(loss) for loss in losses.values()], "\n".join(rows)
 
 
@@ -93,6 +93,33 @@ all_gather      tp         float8_e4m3fn     24  1,572,864   1,572,864
 all_gather      tp         float32            +      9,216      36,864
 all_gather      tp         bfloat16           2    131,072     262,144
 reduce_scatter  fsdp       float32            9  3,083,520  12,334,080""",
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_and_sums_travel_in_float8(backend: str, tmp_path: Path) -> None:
+    expected, _ = train(tmp_path, "llama3_debugmodel_tensorwise", 4, 2, backend)
+    losses, rows = train(tmp_path, "llama3_debugmodel_encoded", 4, 2, backend)
+    assert losses[-1] < losses[0] - 2
+    assert max(abs(a - b) for a, b in zip(expected, losses, strict=True)) < 0.05
+    # The embedding and the output head keep torch's reduce-scatters.
+    assert_expected_inline(
+        rows.replace("dp_shard", "fsdp    "),
+        """\
+op              axis       dtype          count   elements       bytes
+all_gather      fsdp       bfloat16           5  1,311,488   2,622,976
+reduce_scatter  tp         bfloat16           2    131,072     262,144
+all_gather      fsdp       float8_e4m3fn     12  5,111,808   5,111,808
+all_gather      fsdp       bfloat16           +      6,144      12,288
+all_gather      tp         float8_e4m3fn     12    786,432     786,432
+all_to_all      tp         float8_e4m3fn     24  1,572,864   1,572,864
+all_to_all      tp         uint8              +     12,288      12,288
+all_gather      tp         bfloat16           2    131,072     262,144
+all_to_all      fsdp       float8_e4m3fn      8  3,080,192   3,080,192
+all_to_all      fsdp       uint8              +     24,064      24,064
+all_to_all      fsdp       float32            1        256       1,024
+all_gather      tp         float8_e5m2       12    786,432     786,432
+all_to_all      fsdp       float32            +      3,072      12,288""",
     )
 
 
@@ -167,10 +194,10 @@ def debug_model(w2_bias: bool = False, **arguments: Any) -> tuple[Any, nn.Module
 
 
 def test_what_is_refused() -> None:
-    def parallelize(backend: str, **arguments: Any) -> None:
+    def parallelize(backend: str, tp: int = 2, **arguments: Any) -> None:
         spec, model = debug_model(**arguments)
-        mesh = SimpleNamespace(mesh_dim_names=("tp",), size=lambda axis: 2)
-        dims = SimpleNamespace(tp_enabled=True, spmd_backend=backend, get_mesh=lambda name: mesh)
+        mesh = SimpleNamespace(mesh_dim_names=("tp",), size=lambda axis: tp)
+        dims = SimpleNamespace(tp_enabled=tp > 1, spmd_backend=backend, get_mesh=lambda name: mesh)
         spec.parallelize_fn(model, parallel_dims=dims)
 
     messages = [
@@ -178,6 +205,8 @@ def test_what_is_refused() -> None:
         raised(ValueError, lambda: parallelize("spmd_types", filter_fqns=["lm_head", "w3"])),
         raised(NotImplementedError, lambda: parallelize("spmd_types", w2_bias=True)),
         raised(ValueError, lambda: debug_model(filter_fqns=["layers", "lm_head"])),
+        raised(ValueError, lambda: debug_model(reduce_transport="fp8")),
+        raised(ValueError, lambda: parallelize("spmd_types", tp=1, reduce_transport="bf16")),
     ]
     assert_expected_inline(
         "\n".join(messages),
@@ -185,7 +214,9 @@ def test_what_is_refused() -> None:
 fp8_dist has no tensor parallelism for parallelism.spmd_backend=full_dtensor; use spmd_types or partial_dtensor
 layers.0.feed_forward: ['w1'] are converted to float8 and ['w3'] are not, but they share one gather of their input; convert all of them or none (filter_fqns)
 layers.1.feed_forward.w2: the bias is replicated over the tensor-parallel ranks, which fp8_dist does not handle with spmd_types; leave the layer unconverted (filter_fqns), or use parallelism.spmd_backend=partial_dtensor
-Float8Converter: the model has no linear layer to convert; its layers are not torchtitan's Linear, have sizes that are no multiples of 16, or have one of ['layers', 'lm_head'] in their names""",
+Float8Converter: the model has no linear layer to convert; its layers are not torchtitan's Linear, have sizes that are no multiples of 16, or have one of ['layers', 'lm_head'] in their names
+with_float8: reduce_transport is 'fp8'; it must be one of ('float8', 'bf16', None)
+with_float8: reduce_transport='bf16' is for tensor parallelism; set parallelism.tensor_parallel_degree, or drop it""",
     )
 
 
