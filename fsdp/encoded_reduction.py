@@ -24,11 +24,13 @@ from fp8_dist.transport import (
     all_reduce,
     reduce_scatter,
     runs_of,
+    seed_of,
     split_sizes,
     stages_over,
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OF_REPLICAS = 2  # in seeds, beside the numbers of the stages before
 
 
 class EncodedReduction(FsdpReduceScatter):
@@ -53,11 +55,15 @@ class EncodedReduction(FsdpReduceScatter):
         ]
         self.module = module
         self.group = group
-        self.seed = seed
+        shards, replicas = fsdp_reduce_scatter_group(group), fsdp_replicas(group)
+        replica = 0 if replicas is None else replicas.rank()
+        # By the rank among those that this one sums with. Its global rank would let tensor-parallel
+        # ranks round the gradient of a parameter that they replicate in different ways.
+        self.seed = seed_of(seed, replica * shards.size() + shards.rank())
         self.hierarchy = hierarchy
         self.errors: GradientErrors | None = None
         if error_feedback:
-            rows = [(fsdp_reduce_scatter_group(group).size(), 1)]
+            rows = [(shards.size(), 1)]
             if hierarchy is not None:
                 outer, inner = hierarchy.shape
                 rows = [(inner, outer), (outer, 1)]
@@ -139,7 +145,7 @@ class EncodedReplicas:
             self.errors.parts = self._split(self.shards.parts)
         divisor = fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
         parts = [(part.size, part.encoding) for part in self.shards.parts]
-        seed, errors = self.shards.seed, self.errors
+        seed, errors = seed_of(self.shards.seed, _OF_REPLICAS), self.errors
         x.copy_(all_reduce(x, parts, self.stage, divisor=divisor, seed=seed, errors=errors))
 
     def _split(self, parts: Sequence[Part]) -> list[Part]:
@@ -157,8 +163,9 @@ def install(reduction: EncodedReduction, error_feedback: bool) -> None:
 
 
 def remove(group: Any) -> None:
-    """Give a parameter group FSDP2's own reductions."""
-    set_fsdp_reduction(group, None, None)
+    """Give a parameter group FSDP2's own reductions; one that was set since then stays."""
+    found = fsdp_reduction(group)
+    set_fsdp_reduction(group, None if isinstance(found, EncodedReduction) else found, None)
     replicas = fsdp_replicas(group)
     if isinstance(replicas, EncodedReplicas):
         set_fsdp_replicas(group, replicas.replicas)

@@ -19,7 +19,7 @@ from fp8_dist.torch_internals import (
     fsdp_reduce_scatter_group,
     fsdp_reduction,
 )
-from fp8_dist.transport import Encoding
+from fp8_dist.transport import Encoding, seed_of
 
 Transport = Literal["float8", "bf16"]
 Filter = Callable[[str, nn.Parameter], bool]
@@ -41,7 +41,7 @@ def set_gradient_transport(
     FSDP2's reduce-scatter becomes an all-to-all of encoded pieces. The rank that owns a shard
     decodes them, and sums them in fp32, in the order of ranks; its own piece is not rounded. With
     HSDP the all-reduce over replicas becomes the same on parts of the shard, and an all-gather of
-    the sums in bf16.
+    the sums: in bf16 with ``"float8"``, in ``reduce_dtype`` with ``"bf16"``.
 
     **The result depends on the number of ranks**, so this is outside of the rule that training on
     a mesh gives the bits of one device. Repeated runs on one mesh are equal bit by bit.
@@ -53,16 +53,16 @@ def set_gradient_transport(
             bytes per element; None: FSDP2's own reduce-scatter.
         error_feedback: keep what encoding leaves out, and add it to the next gradient. It takes
             1.008 bytes per element of the *unsharded* gradients on every rank (of those that are
-            encoded), because each rank rounds its piece for every other one. A hierarchy adds
-            as much divided by the ranks of a node, HSDP divided by the ranks that shard; frozen
-            parameters take nothing. A loss scale that changes makes the errors of one step wrong by
-            as much. ``fp8_dist.Float8State`` saves them.
+            encoded; padding of uneven shards counts), because each rank rounds its piece for every
+            other one. A hierarchy adds as much divided by the ranks of a node, HSDP divided by the
+            ranks that shard; frozen parameters take nothing. A loss scale that changes makes the
+            errors of one step wrong by as much. ``fp8_dist.Float8State`` saves them.
         stochastic_rounding: round up or down with probabilities by which the expectation is the
             value, not to nearest. The choice is a hash of the value, its place, the rank and a
-            seed, so a repeated step repeats it. An int is the seed; True is 1.
+            seed, so a repeated step repeats it. An int is the seed, 0 too; True is 1.
         high_precision: ``f(name, parameter)``, true for a parameter whose gradient travels as it
             is, in the same message. Parameters of fewer than 2 dims always do. Names are those of
-            ``state_dict()``.
+            ``named_parameters()``, without the segments of wrappers (``_orig_mod``).
         hierarchy: a 2-D mesh, (nodes, ranks of a node), of the ranks over which FSDP2 shards. The
             all-to-all runs inside of a node first; sums travel between nodes then. For many ranks.
 
@@ -77,27 +77,27 @@ def set_gradient_transport(
             several parameter groups or with another custom reduce-scatter, or ranks that differ.
         NotImplementedError: in a backward, for gradients of other dtypes than fp32, bf16 and fp16.
     """
-    _check_arguments(transport, error_feedback, stochastic_rounding, high_precision)
-    groups = _groups_of(model)
+    _check_arguments(
+        model, transport, error_feedback, stochastic_rounding, high_precision, hierarchy
+    )
+    groups = _groups_of(model, transport)
     if hierarchy is not None:
         _check_hierarchy(hierarchy, groups)
     encodings = _encodings(model, groups, transport, high_precision)
-    facts = {name: str(how) for of_group in encodings.values() for name, how in of_group.items()}
-    nodes = hierarchy and tuple(hierarchy.shape)
-    facts[_CALLER] = (
-        f"error_feedback={error_feedback}, stochastic_rounding={stochastic_rounding}, "
-        f"a hierarchy of shape {nodes}"
-    )
     if not has_stand_ins([model]):
-        for mesh in dict.fromkeys(group.mesh_info.mesh for group in groups.values()):
-            check_facts(facts, mesh, _CALLER)
+        nodes = hierarchy and tuple(hierarchy.shape)
+        options = (
+            f"error_feedback={error_feedback}, stochastic_rounding={stochastic_rounding}, "
+            f"a hierarchy of shape {nodes}"
+        )
+        _check_agreement(groups, encodings, options)
     for number, (module, group) in enumerate(groups.items()):
         remove(group)
         if transport is None:
             continue
         seed = NEAREST
         if stochastic_rounding is not False:
-            seed = (int(stochastic_rounding) * 2654435761 + number * 65599) % 2**31
+            seed = seed_of(int(stochastic_rounding), number)
         of_group = list(encodings[module].values())
         shown = module or "the root module"
         reduction = EncodedReduction(shown, group, of_group, seed, error_feedback, hierarchy)
@@ -154,12 +154,42 @@ def _names_of(group: Any, names: Mapping[int, str], caller: str) -> list[str]:
     return [name for name in found if name is not None]
 
 
-def _check_arguments(
-    transport: Any, error_feedback: Any, stochastic_rounding: Any, high_precision: Any
+def _check_agreement(
+    groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, Encoding]], options: str
 ) -> None:
+    """Refuse ranks that differ, also those that only replicate or shard a parameter otherwise."""
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    facts: dict[tuple[int, ...], dict[str, str]] = {}
+    for module, group in groups.items():
+        # That of a parameter under tensor parallelism has the axes of both.
+        of_parameters = (getattr(p, "device_mesh", None) for p in fsdp_parameters_of_group(group))
+        for mesh in {group.mesh_info.mesh, *of_parameters} - {None}:
+            ranks = tuple(mesh.mesh.flatten().tolist())
+            meshes.setdefault(ranks, mesh)
+            of_mesh = facts.setdefault(ranks, {"options": options})
+            for name, how in encodings[module].items():
+                of_mesh[f"the transport of the gradient of {name}"] = str(how)
+    # The largest mesh first: the others may depend on what differs.
+    for ranks in sorted(meshes, key=lambda ranks: (-len(ranks), ranks)):
+        what, fix = "give it different arguments", "Give it the same ones on all ranks"
+        check_facts(facts[ranks], meshes[ranks], _CALLER, what=what, fix=fix)
+
+
+def _check_arguments(
+    model: Any,
+    transport: Any,
+    error_feedback: Any,
+    stochastic_rounding: Any,
+    high_precision: Any,
+    hierarchy: Any,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_CALLER} needs a module, got a {type(model).__name__}")
     allowed = (*get_args(Transport), None)
     if transport not in allowed:
         raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {allowed}")
+    if not isinstance(error_feedback, bool):
+        raise TypeError(f"{_CALLER}: error_feedback is {error_feedback!r}; it must be a bool")
     if not isinstance(stochastic_rounding, int) or stochastic_rounding < 0:
         raise ValueError(
             f"{_CALLER}: stochastic_rounding is {stochastic_rounding!r}; it must be a bool, or a "
@@ -170,14 +200,20 @@ def _check_arguments(
             f"{_CALLER}: high_precision is {high_precision!r}; it must be a function of a "
             "parameter's name and the parameter, such as lambda name, p: 'embed' in name"
         )
-    if transport is None and (error_feedback or stochastic_rounding is not False):
+    if hierarchy is not None and not isinstance(hierarchy, DeviceMesh):
+        raise TypeError(
+            f"{_CALLER}: hierarchy is {hierarchy!r}; it must be a 2-D DeviceMesh, such as "
+            "mesh['node', 'local']"
+        )
+    others = (error_feedback, stochastic_rounding is not False, high_precision, hierarchy)
+    if transport is None and any(other not in (None, False) for other in others):
         raise ValueError(
-            f"{_CALLER}: error_feedback and stochastic_rounding are about how gradients are "
-            "encoded, and transport=None encodes none; drop them"
+            f"{_CALLER}: the other arguments are about how gradients are encoded, and "
+            "transport=None encodes none; drop them"
         )
 
 
-def _groups_of(model: nn.Module) -> dict[str, Any]:
+def _groups_of(model: nn.Module, transport: Transport | None) -> dict[str, Any]:
     """The parameter groups of the model that reduce gradients, by the name of their module."""
     groups: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -200,7 +236,8 @@ def _groups_of(model: nn.Module) -> dict[str, Any]:
                     "are all-reduced, and there is no reduce-scatter"
                 )
             own = fsdp_reduction(group)
-            if own is not None and not isinstance(own, EncodedReduction):
+            is_foreign = own is not None and not isinstance(own, EncodedReduction)
+            if is_foreign and transport is not None:
                 raise ValueError(
                     f"{_CALLER}: {shown} has a reduce-scatter of its own "
                     f"({type(own).__name__}, of set_custom_reduce_scatter or of memory from the "

@@ -59,8 +59,19 @@ def layer_facts(layers: Mapping[str, Float8Linear]) -> dict[str, str]:
     return facts
 
 
-def check_facts(facts: Mapping[str, str], mesh: DeviceMesh, caller: str) -> None:
-    """Refuse facts that differ between the ranks of a mesh. Collectives: as first_difference."""
+def check_facts(
+    facts: Mapping[str, str],
+    mesh: DeviceMesh,
+    caller: str,
+    *,
+    what: str = "have set up the model in different ways",
+    fix: str = "Convert and parallelize it in the same way on all ranks",
+) -> None:
+    """Refuse facts that differ between the ranks of a mesh. Collectives: as first_difference.
+
+    Args:
+        what: ranks do when they differ; of the error, as ``fix`` is.
+    """
     try:
         difference = first_difference(facts, mesh)
     except RuntimeError as error:
@@ -69,10 +80,7 @@ def check_facts(facts: Mapping[str, str], mesh: DeviceMesh, caller: str) -> None
             f"The communication failed with: {error}"
         ) from error
     if difference is not None:
-        raise ValueError(
-            f"{caller}: the ranks of {mesh} have set up the model in different ways: {difference}. "
-            "Convert and parallelize it in the same way on all ranks"
-        )
+        raise ValueError(f"{caller}: the ranks of {mesh} {what}: {difference}. {fix}")
 
 
 def has_stand_ins(modules: Iterable[nn.Module]) -> bool:

@@ -4,7 +4,7 @@ Never a sum in the narrow type: ranks exchange encoded pieces (an all-to-all), a
 gets a sum decodes them and adds them in fp32, in the order of ranks.
 """
 
-from fp8_dist.transport.encoding import Encoding, Run, decode, encode, runs_of
+from fp8_dist.transport.encoding import Encoding, Run, decode, encode, runs_of, seed_of
 from fp8_dist.transport.exchange import (
     Errors,
     Stage,
@@ -28,6 +28,7 @@ __all__ = [
     "reduce_scatter",
     "reduced_to",
     "runs_of",
+    "seed_of",
     "split_sizes",
     "stages_over",
     "start_reduction",

@@ -20,6 +20,8 @@ from fp8_dist.kernels.encoding import (
 # How numbers travel: encoded, or in their own dtype (None).
 Encoding = Literal["float8", "bf16"] | None
 
+_LARGEST_SEED = 0x7FFFFFFF
+
 
 class Run(NamedTuple):
     """Numbers that lie beside each other in a row and travel alike."""
@@ -51,27 +53,41 @@ def runs_of(parts: Iterable[tuple[int, Encoding]]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def encode(x: torch.Tensor, runs: Sequence[Run], seed: int = NEAREST) -> torch.Tensor:
+def seed_of(seed: int, *numbers: int) -> int:
+    """Another seed for other numbers; ``NEAREST`` stays."""
+    if seed < 0:
+        return seed
+    for number in numbers:
+        seed = (seed * 2654435761 + number * 65599 + 1) & _LARGEST_SEED
+    return seed
+
+
+def encode(
+    x: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype, seed: int = NEAREST
+) -> torch.Tensor:
     """Rows ``[..., S]`` of any floating dtype as bytes ``[..., B]``: float8 with its exponents.
 
     Args:
+        dtype: of what is not encoded.
         seed: of stochastic rounding (see :mod:`fp8_dist.kernels.encoding`).
     """
     pieces: list[torch.Tensor] = []
     for place, (start, size, encoding) in enumerate(runs):
         part = x.narrow(-1, start, size)
-        own_seed = seed if seed < 0 else (seed + place * 7919) & 0x7FFFFFFF
+        own_seed = seed_of(seed, place)
         if encoding == "float8":
             pieces += encode_float8(part, own_seed)
             continue
         if encoding == "bf16":
             part = part.to(torch.bfloat16) if seed < 0 else stochastic_bfloat16(part, own_seed)
+        else:
+            part = part.to(dtype)
         pieces.append(part.contiguous().view(torch.uint8))
     return join_bytes(pieces[0], pieces[1:]) if len(pieces) > 1 else pieces[0]
 
 
 def decode(wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of :func:`encode`, fp32; ``dtype`` is that of the rows."""
+    """The numbers of :func:`encode`, fp32."""
     found = [
         decode_float8(numbers, exponents) if encoding == "float8" else numbers.to(torch.float32)
         for encoding, numbers, exponents in _parts(wire, runs, dtype)
@@ -85,7 +101,7 @@ def sum_of(
     """The sum over the first dim of rows of bytes ``[W, ..., B]``, in fp32 and in its order.
 
     Args:
-        dtype: of the rows that were encoded.
+        dtype: of :func:`encode`.
         own: ``[..., S]``: what this rank contributes, which is summed in place of its bytes.
         rank: whose they are.
     """

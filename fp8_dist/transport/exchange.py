@@ -9,9 +9,7 @@ from torch.nn.functional import pad
 
 from fp8_dist.kernels.encoding import NEAREST
 from fp8_dist.torch_internals import funcol
-from fp8_dist.transport.encoding import Encoding, Run, decode, encode, runs_of, sum_of
-
-_LARGEST_SEED = 0x7FFFFFFF
+from fp8_dist.transport.encoding import Encoding, Run, decode, encode, runs_of, seed_of, sum_of
 
 
 class Stage(NamedTuple):
@@ -68,7 +66,7 @@ def reduce_scatter(
     Args:
         x: ``[W, ..., S]``, floating point: row i is for rank i.
         runs: of each row.
-        seed: of stochastic rounding; other ranks and stages round in other ways.
+        seed: of stochastic rounding, another one on each of these ranks. (Each stage changes it.)
         errors: error feedback.
 
     Returns:
@@ -79,7 +77,7 @@ def reduce_scatter(
     """
     for number, stage in enumerate(stages):
         rows = x.view(len(x) // stage.size, stage.size, *x.shape[1:]).transpose(0, 1)
-        x = _exchange(rows, runs, stage, number, seed, errors)
+        x = _exchange(rows, runs, stage, number, seed_of(seed, number), errors)
     return x.view(x.shape[1:])
 
 
@@ -94,13 +92,14 @@ def all_reduce(
 ) -> torch.Tensor:
     """The sum over a group, divided: fp32, ``[S]``, the same bits on all ranks.
 
-    Each rank sums a part of it; sums travel in bf16, or in the dtype of x.
+    Each rank sums a part of it. Sums travel in the dtype of x; those of float8 summands, which have
+    a larger error than bf16, in bf16.
 
     Args:
         x: ``[S]``, floating point.
         parts: of it, as :func:`runs_of` takes them.
 
-    Collectives: an all-to-all of x as bytes, and an all-gather of 2 bytes per encoded element.
+    Collectives: an all-to-all of x as bytes, and an all-gather of the sums.
     """
     split = split_sizes(parts, stage.size)
     pieces = [
@@ -108,8 +107,8 @@ def all_reduce(
         for part, (size, _) in zip(x.split([size for size, _ in parts]), split, strict=True)
     ]
     own = reduce_scatter(torch.cat(pieces, -1), runs_of(split), [stage], seed=seed, errors=errors)
-    sums = runs_of((size, encoding and "bf16") for size, encoding in split)
-    wire = encode(own.div_(divisor).to(x.dtype), sums)
+    sums = runs_of((size, "bf16" if encoding == "float8" else None) for size, encoding in split)
+    wire = encode(own.div_(divisor).to(x.dtype), sums, x.dtype)
     gathered = funcol.wait_tensor(funcol.all_gather_into_tensor(wire, stage.size, stage.group))
     rows = decode(gathered.view(stage.size, -1), sums, x.dtype)
     columns = rows.split([size for size, _ in split], -1)
@@ -130,16 +129,15 @@ def _exchange(
     errors: Errors | None,
 ) -> torch.Tensor:
     """Rows ``[L, A, ..., S]`` for L ranks; the sum of those for this one, ``[A, ..., S]``."""
+    dtype = rows.dtype
     if errors is not None:
         rows = errors.added(number, rows)
-    if seed >= 0:
-        seed = (seed * 31 + dist.get_rank() * 65537 + number * 257) & _LARGEST_SEED
-    wire = encode(rows, runs, seed)
+    wire = encode(rows, runs, dtype, seed)
     if errors is not None:
-        left = rows - decode(wire, runs, rows.dtype)
+        left = rows - decode(wire, runs, dtype)
         # (Infinity and NaN arrive, and leave no error.)
         left.masked_fill_(left.isfinite().logical_not_(), 0.0)
         left[stage.rank] = 0.0
         errors.keep(number, left)
     received = all_to_all(wire, stage.group)
-    return sum_of(received, runs, rows.dtype, rows[stage.rank], stage.rank)
+    return sum_of(received, runs, dtype, rows[stage.rank], stage.rank)

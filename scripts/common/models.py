@@ -31,6 +31,7 @@ def build(
     shard: bool | None = None,
     compiled: bool = False,
     seed: int = 0,
+    param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
     reduce_transport: Encoding = None,
     **float8: Any,
@@ -43,10 +44,11 @@ def build(
         mesh: TP with sequence parallelism over its axis "tp", FSDP2 over the others. None: one
             process.
         device: where the model is; on "meta" it stays without values.
-        shard: with FSDP2: fp32 parameters, bf16 compute. Otherwise parameters are bf16. None: if
-            the axes but "tp" have more than one rank.
+        shard: with FSDP2: fp32 parameters, which are gathered in float8 or `param_dtype`. Otherwise
+            parameters are bf16. None: if the axes but "tp" have more than one rank.
         compiled: torch.compile each block.
         seed: of the parameters, which are the same for all candidates and meshes.
+        param_dtype: of what FSDP2 gathers, which is that of all computation but float8's.
         reduce_dtype: in which FSDP2 reduces gradients.
         reduce_transport: how the sums of tensor parallelism's reduce-scatters travel, in our
             recipes.
@@ -66,7 +68,7 @@ def build(
         assert mesh is not None
         # Casting the inputs of a block would only round the rotary tables.
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
         for module in (*model.layers, model):
             fully_shard(module, mesh=data_parallel_mesh(mesh), mp_policy=policy)

@@ -22,6 +22,8 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add = parser.add_argument
     add("--model", choices=MODELS, default="debug", help="size of the Llama")
     add("--recipe", choices=RECIPES, default=BF16, help="bf16, or a float8 recipe")
+    dtype = "of what is not in float8: of gathered weights, activations and their gradients"
+    add("--compute", choices=["bf16", "fp32"], default="bf16", help=f"dtype {dtype}")
     add("--dp", type=positive, help="data-parallel (FSDP2) ranks; default: all that --tp leaves")
     add("--tp", type=positive, default=1, help="tensor-parallel ranks, with sequence parallelism")
     add("--compile", action="store_true", help="torch.compile each transformer block")

@@ -104,7 +104,7 @@ def is_finished(out: Path, arguments: list[str], ranks: int) -> bool:
     """Whether a folder has all of a run of these arguments, by these releases."""
     asked: dict[str, Any] = vars(make_parser("scripts.train.train", None).parse_args(arguments))
     asked = json.loads(json.dumps(asked, default=str))
-    asked |= {"dp": ranks, "torch": torch.__version__, "fp8_dist": __version__}
+    asked |= {"dp": ranks // asked["tp"], "torch": torch.__version__, "fp8_dist": __version__}
     # The folder may have been moved, and the run names what it found at --data.
     del asked["out"], asked["data"]
     try:

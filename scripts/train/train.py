@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 4 -m scripts.train.train --recipe tensorwise --dp 2 --tp 2
 
-Byte-level language modelling. Masters and optimizer state are fp32 and compute is bf16 in every
-recipe. With the same --seed, --batch-size and --seq-len, runs of all recipes and meshes start
-from the same weights and see the same data. Runs on CUDA with NCCL, or on CPUs with gloo; without
-torchrun it is a single process. With --checkpoint-every the run can be stopped and continued.
+Byte-level language modelling. Masters and optimizer state are fp32. What is not in float8 computes
+in bf16, in every recipe, unless --compute says fp32. With the same --seed, --batch-size and
+--seq-len, runs of all recipes and meshes start from the same weights and see the same data. Runs on
+CUDA with NCCL, or on CPUs with gloo; without torchrun it is a single process. With
+--checkpoint-every the run can be stopped and continued.
 """
 
 import argparse
@@ -71,6 +72,7 @@ class Trainer:
             compiled=args.compile,
             seed=args.seed,
             reduce_transport=args.reduce_transport,
+            param_dtype=torch.bfloat16 if args.compute == "bf16" else torch.float32,
         )
         if args.gradient_transport is not None:
             rounding = args.stochastic_rounding
@@ -290,7 +292,7 @@ def end_early(saver: Checkpoints, step: int, signal: str) -> bool:
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:
     """What a manifest says of a run."""
     names = ("model", "recipe", "seed", "batch_size", "seq_len", "steps", "lr", "warmup")
-    names += ("reduce_transport",)
+    names += ("compute", "reduce_transport")
     facts = {name: getattr(args, name) for name in names}
     wire = None
     if args.gradient_transport is not None:

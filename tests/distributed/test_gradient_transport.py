@@ -21,12 +21,18 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from fp8_dist import Float8LinearConfig, Float8State
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from fp8_dist.mesh import local_tensor
-from fp8_dist.torch_internals import fsdp_groups_of_module
+from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_reduction
 from scripts.common.llama import MODELS, Llama
 
 Gradients = dict[str, torch.Tensor]
@@ -391,12 +397,73 @@ def replicas(transport: Any, partial: bool, error_feedback: bool) -> tuple[float
 
 
 @pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize(("transport", "least"), [("bf16", 50), ("float8", 28)])
+# (Sums are rounded a second time. The smallest parameter has 111 elements.)
+@pytest.mark.parametrize(("transport", "least"), [("bf16", 54), ("float8", 29)])
 def test_replicas(ranks: RankPools, transport: str, least: int, partial: bool) -> None:
     for error_feedback in (False, True):
         lowest, same = ranks(4).run_same(replicas, transport, partial, error_feedback)
         assert lowest > least
         assert same
+
+
+def wire_of_replicas(transport: Any) -> str:
+    """The collectives of HSDP's reductions on 2 x 2."""
+    net = nn.Linear(256, 512)
+    mesh = device_mesh(replicas=2, dp=2)
+    fully_shard(net, mesh=mesh)
+    set_gradient_transport(net, transport)
+    output = net(torch.randn(4, 256)).sum()
+    with comm_audit(mesh) as audit:
+        output.backward()
+    return "".join(f"{r.op} {r.dtype} over {r.axis}: {r.bytes:,} B\n" for r in audit.rows)
+
+
+def test_bytes_of_replicas(ranks: RankPools) -> None:
+    # 131,072 elements of a matrix, 512 of a bias; a shard has half of them.
+    found = "".join(
+        f"{how}\n{ranks(4).run_same(wire_of_replicas, how)}" for how in (None, "bf16", "float8")
+    )
+    assert_expected_inline(
+        found,
+        """\
+None
+reduce_scatter torch.float32 over dp: 526,336 B
+all_reduce torch.float32 over replicas: 263,168 B
+bf16
+all_to_all torch.bfloat16 over dp: 262,144 B
+all_to_all torch.float32 over dp: 2,048 B
+all_to_all torch.bfloat16 over replicas: 131,072 B
+all_to_all torch.float32 over replicas: 1,024 B
+all_gather torch.float32 over replicas: 263,168 B
+float8
+all_to_all torch.float8_e4m3fn over dp: 131,072 B
+all_to_all torch.uint8 over dp: 1,024 B
+all_to_all torch.float32 over dp: 2,048 B
+all_to_all torch.float8_e4m3fn over replicas: 65,536 B
+all_to_all torch.uint8 over replicas: 512 B
+all_to_all torch.float32 over replicas: 1,024 B
+all_gather torch.bfloat16 over replicas: 131,072 B
+all_gather torch.float32 over replicas: 1,024 B
+""",
+    )
+
+
+def sums_set_afterwards() -> list[str]:
+    """A reduce-scatter that a user sets after ours stays, and its replicas get FSDP2's all-reduce."""
+    mesh = device_mesh(replicas=2, dp=2)
+    net = fully_shard(nn.Linear(64, 64), mesh=mesh)
+    set_gradient_transport(net, "float8")
+    own = type("Own", (DefaultReduceScatter,), {})()
+    net.set_custom_reduce_scatter(own)
+    set_gradient_transport(net, None)
+    assert fsdp_reduction(fsdp_groups_of_module(net)[0]) is own
+    with comm_audit(mesh) as audit:
+        net(data(dist.get_rank())[:, :64]).sum().backward()
+    return sorted(row.op for row in audit.rows if row.op != "all_gather")
+
+
+def test_a_reduce_scatter_that_is_set_afterwards(ranks: RankPools) -> None:
+    assert ranks(4).run_same(sums_set_afterwards) == ["all_reduce", "reduce_scatter"]
 
 
 def in_hierarchy(nodes: int, local: int, transport: Any, **arguments: Any) -> dict[str, float]:
@@ -438,6 +505,52 @@ def test_with_tensor_parallelism(ranks: RankPools) -> None:
     assert ranks(4).run_same(tensor_parallel) > 30
 
 
+class Gated(nn.Module):
+    """With a gate that tensor parallelism replicates."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.up = nn.Linear(64, 256, bias=False)
+            self.down = nn.Linear(256, 64, bias=False)
+            self.gate = nn.Linear(64, 64, bias=False)
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(self, mesh["tp"], plan)
+        fully_shard(self, mesh=mesh["dp"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(x))) * self.gate(x)
+
+
+def gate_differs(transport: Any) -> bool:
+    """Whether tensor-parallel ranks have other gradients of what they replicate."""
+    mesh = device_mesh(dp=2, tp=2)
+    net = Gated(mesh)
+    set_gradient_transport(net, transport, stochastic_rounding=True)
+    net(data(mesh.get_local_rank("dp"))[:, :64]).pow(2).mean().backward()
+    own = local_tensor(net.gate.weight.grad).contiguous()
+    both = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(both, own, group=mesh.get_group("tp"))
+    return not torch.equal(*both)
+
+
+def test_replicated_parameters_round_alike_on_tensor_parallel_ranks(ranks: RankPools) -> None:
+    for transport in ("bf16", "float8"):
+        assert not ranks(4).run_same(gate_differs, transport)
+
+
+def differ_over_tp() -> str:
+    mesh = device_mesh(dp=2, tp=2)
+    how: Any = "float8" if mesh.get_local_rank("tp") else "bf16"
+    return raised(ValueError, lambda: set_gradient_transport(Gated(mesh), how))
+
+
+def test_tensor_parallel_ranks_that_differ(ranks: RankPools) -> None:
+    message = ranks(4).run_same(differ_over_tp)
+    assert "the transport of the gradient of up.weight: bf16 on rank" in message, message
+
+
 def feedback(error_feedback: bool) -> float:
     """SQNR of the mean over steps with one gradient."""
     mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
@@ -453,6 +566,28 @@ def feedback(error_feedback: bool) -> float:
 def test_error_feedback_makes_up_for_what_was_left_out(ranks: RankPools) -> None:
     without = ranks(3).run_same(feedback, False)
     assert ranks(3).run_same(feedback, True) > without + 20
+
+
+def bytes_with_reduce_dtype(error_feedback: bool) -> str:
+    mesh, policy = device_mesh(dp=2), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    net = fully_shard(nn.Linear(256, 128), mesh=mesh, mp_policy=policy)
+    set_gradient_transport(net, "float8", error_feedback=error_feedback)
+    with comm_audit(mesh) as audit:
+        net(torch.randn(4, 256)).sum().backward()
+    return "".join(f"{r.op} {r.dtype}: {r.bytes:,} B\n" for r in audit.rows if "to" in r.op)
+
+
+def test_what_is_not_encoded_travels_in_reduce_dtype(ranks: RankPools) -> None:
+    found = [ranks(2).run_same(bytes_with_reduce_dtype, feedback) for feedback in (False, True)]
+    assert found[0] == found[1]
+    assert_expected_inline(
+        found[0],
+        """\
+all_to_all torch.float8_e4m3fn: 32,768 B
+all_to_all torch.uint8: 256 B
+all_to_all torch.bfloat16: 256 B
+""",
+    )
 
 
 def nan_leaves_no_error() -> bool:
@@ -563,6 +698,7 @@ def refusals() -> dict[str, str]:
         "transport": lambda: call(net, "fp8"),
         "not sharded": lambda: call(nn.Linear(2, 2), "bf16"),
         "feedback of nothing": lambda: call(net, None, error_feedback=True),
+        "filter of nothing": lambda: call(net, None, high_precision=_is_spare),
         "seed": lambda: call(net, "bf16", stochastic_rounding=-1),
         "custom": lambda: call(own, "bf16"),
         "replicated": lambda: call(copied, "bf16"),
@@ -576,8 +712,13 @@ def refusals() -> dict[str, str]:
     for case, module in {"fp64": of_fp64, "fp64, replicas": copies_of_fp64}.items():
         sum_of_fp64 = module(torch.ones(2, 8).double()).sum()
         found[case] = raised(NotImplementedError, sum_of_fp64.backward)
-    found["filter"] = raised(TypeError, lambda: call(net, "bf16", high_precision="norm"))
-    return found
+    types: dict[str, Callable[[], None]] = {
+        "filter": lambda: call(net, "bf16", high_precision="norm"),
+        "model": lambda: call([net], "bf16"),
+        "flag": lambda: call(net, "bf16", error_feedback="yes"),
+        "tuple": lambda: call(net, "bf16", hierarchy=(1, 2)),
+    }
+    return found | {name: raised(TypeError, each) for name, each in types.items()}
 
 
 def test_refusals(ranks: RankPools) -> None:
@@ -590,16 +731,20 @@ def test_refusals(ranks: RankPools) -> None:
         """\
 transport: set_gradient_transport: transport is 'fp8'; it must be one of ('float8', 'bf16', None)
 not sharded: set_gradient_transport: the Linear has no module that fully_shard was called on; call it after fully_shard
-feedback of nothing: set_gradient_transport: error_feedback and stochastic_rounding are about how gradients are encoded, and transport=None encodes none; drop them
+feedback of nothing: set_gradient_transport: the other arguments are about how gradients are encoded, and transport=None encodes none; drop them
+filter of nothing: set_gradient_transport: the other arguments are about how gradients are encoded, and transport=None encodes none; drop them
 seed: set_gradient_transport: stochastic_rounding is -1; it must be a bool, or a seed: an int that is not negative
 custom: set_gradient_transport: wide has a reduce-scatter of its own (OwnReduceScatter, of set_custom_reduce_scatter or of memory from the process group), which would be replaced
 replicated: set_gradient_transport: the root module is replicated (replicate, not fully_shard): its gradients are all-reduced, and there is no reduce-scatter
 two groups: set_gradient_transport: the root module has 2 parameter groups (a shard_placement_fn that gives parameters meshes of their own); torch takes no custom reduce-scatter for such a module. Shard its parts apart, with one mesh each
 hierarchy: set_gradient_transport: hierarchy is a mesh of shape (2,) of the ranks [0, 1], but the root module is sharded over the ranks [0, 1]; it must be a 2-D mesh, (nodes, ranks of a node), of the same ranks in the same order: flatten it for fully_shard
-ranks differ: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') have set up the model in different ways: flat.weight: float8 on rank 0; bf16 on rank 1. Convert and parallelize it in the same way on all ranks
-hierarchies differ: set_gradient_transport: the ranks of DeviceMesh((dp1x2=2), 'cpu') have set up the model in different ways: set_gradient_transport: error_feedback=False, stochastic_rounding=False, a hierarchy of shape (1, 2) on rank 0; error_feedback=False, stochastic_rounding=False, a hierarchy of shape (2, 1) on rank 1. Convert and parallelize it in the same way on all ranks
+ranks differ: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') give it different arguments: the transport of the gradient of flat.weight: float8 on rank 0; bf16 on rank 1. Give it the same ones on all ranks
+hierarchies differ: set_gradient_transport: the ranks of DeviceMesh((dp1x2=2), 'cpu') give it different arguments: options: error_feedback=False, stochastic_rounding=False, a hierarchy of shape (1, 2) on rank 0; error_feedback=False, stochastic_rounding=False, a hierarchy of shape (2, 1) on rank 1. Give it the same ones on all ranks
 shared group: set_gradient_transport: a parameter group of FSDP2 (fully_shard of a list) has parameters outside of the module that was passed; pass one that holds all of them
 fp64: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
 fp64, replicas: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
-filter: set_gradient_transport: high_precision is 'norm'; it must be a function of a parameter's name and the parameter, such as lambda name, p: 'embed' in name""",
+filter: set_gradient_transport: high_precision is 'norm'; it must be a function of a parameter's name and the parameter, such as lambda name, p: 'embed' in name
+model: set_gradient_transport needs a module, got a list
+flag: set_gradient_transport: error_feedback is 'yes'; it must be a bool
+tuple: set_gradient_transport: hierarchy is (1, 2); it must be a 2-D DeviceMesh, such as mesh['node', 'local']""",
     )

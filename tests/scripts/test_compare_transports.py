@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 
 from scripts.common.blocks import read_block
 from scripts.train import compare_transports, seeded_runs
-from scripts.train.compare_transports import VARIANTS, checks, parse
+from scripts.train.compare_transports import COMPARISONS, checks, parse
 from scripts.train.seeded_runs import Losses, results_table
 
 QUICK = ["--steps", "2", "--seeds", "2", "--batch-size", "4", "--seq-len", "16", "--reuse"]
@@ -22,14 +22,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_on_ranks(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer = {name: VARIANTS[name] for name in ("fp32", "float8, error feedback")}
+    gradients = COMPARISONS["gradients"]
+    fewer = {name: gradients.variants[name] for name in ("fp32", "float8, error feedback")}
     fewer["bf16"] = {"gradient_transport": "bf16", "stochastic_rounding": 5}
-    monkeypatch.setattr(compare_transports, "VARIANTS", fewer)
-    monkeypatch.setattr(compare_transports, "RANKS", 2)
+    on_2_ranks = gradients._replace(ranks=2, variants=fewer)
+    monkeypatch.setitem(COMPARISONS, "gradients", on_2_ranks)
     assert compare_transports.main([*QUICK, "--write"]) == 0
     assert "| bf16 " in read_block(documents / "numerics.md", "losses by transport")
     sent = {}
-    for folder in Path("runs/transports").glob("*-0"):
+    for folder in Path("runs/transports/gradients").glob("*-0"):
         rows = json.loads((folder / "comm.json").read_text())
         sent[folder.name] = {
             row["op"]: sum(r["bytes"] for r in rows if r["op"] == row["op"])
@@ -40,6 +41,21 @@ def test_runs_on_ranks(documents: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert sent["bf16-0"].keys() == sent["float8_error_feedback-0"].keys() == {"all_to_all"}
     assert 0.5 * whole < sent["bf16-0"]["all_to_all"] < 0.51 * whole  # norms travel in fp32
     assert 0.25 * whole < sent["float8_error_feedback-0"]["all_to_all"] < 0.26 * whole
+
+
+def test_runs_of_tensor_parallelism(documents: Path) -> None:
+    assert compare_transports.main([*QUICK, "--of", "tensor-parallel", "--write"]) == 0
+    block = read_block(documents / "numerics.md", "losses by transport of tensor parallelism")
+    assert "difference to reduce-scatter" in block
+    ops = {}
+    for folder in Path("runs/transports/tensor-parallel").glob("*-1"):
+        rows = json.loads((folder / "comm.json").read_text())
+        ops[folder.name] = {r["op"] for r in rows if r["axis"] == "tp" and r["op"] != "all_gather"}
+    assert ops["reduce-scatter-1"] >= {"reduce_scatter"}
+    assert ops["float8-1"] == ops["reduce-scatter-1"] | {"all_to_all"}
+    finished = {path: path.stat().st_mtime for path in Path("runs").rglob("config.json")}
+    assert compare_transports.main([*QUICK, "--of", "tensor-parallel"]) == 0  # with --reuse
+    assert finished == {path: path.stat().st_mtime for path in Path("runs").rglob("config.json")}
 
 
 def test_finished_runs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +96,7 @@ def test_finished_runs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_refused_options(capsys: pytest.CaptureFixture[str]) -> None:
     messages = []
+    parse(["--batch-size", "6", "--of", "tensor-parallel"])
     for options in ("--seeds 1", "--batch-size 6"):
         with pytest.raises(SystemExit, match=r"^2$"):
             parse(options.split())
@@ -88,7 +105,7 @@ def test_refused_options(capsys: pytest.CaptureFixture[str]) -> None:
         "\n".join(messages),
         """\
 --seeds must be at least 2: differences have a standard error
---batch-size must be a multiple of the 4 ranks""",
+--batch-size must be a multiple of the 4 data-parallel ranks""",
     )
 
 
@@ -101,7 +118,9 @@ GOOD: Losses = {
 
 def test_table_and_verdict() -> None:
     shown = results_table(GOOD, "fp32", "gradients on the wire", spread=True)
-    sentences = [f"{check.holds}: {check.sentence}" for check in checks(GOOD)]
+    sentences = [
+        f"{check.holds}: {check.sentence}" for check in checks(GOOD, COMPARISONS["gradients"])
+    ]
     assert_expected_inline(
         "\n".join([shown, *sentences]),
         """\

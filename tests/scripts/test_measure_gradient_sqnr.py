@@ -6,18 +6,20 @@ from ranks import RankPools
 
 from scripts.common.blocks import read_block
 from scripts.measure import gradient_sqnr
-from scripts.measure.gradient_sqnr import NODES, WAYS, Found, checks, on_ranks, sqnr_table
+from scripts.measure.gradient_sqnr import WAYS, Found, checks, on_ranks, sqnr_table
 
 GOOD: Found = {name: (30.5 if "float8" in name else 55.5, 60.0) for name in WAYS}
-TWO = {name: each for name, each in GOOD.items() if name != NODES}
+TWO = {k: each for k, each in GOOD.items() if not (WAYS[k].replicas or WAYS[k].nodes)}
 
 
 def test_figures(ranks: RankPools) -> None:
-    found = ranks(2).run_same(on_ranks)
-    assert found.keys() == TWO.keys()
-    assert all(check.holds for check in checks({2: found}))
-    assert all(worst <= median < 70 for worst, median in found.values())
-    assert found["float8, stochastic rounding"][1] < found["float8"][1] < found["bf16"][1]
+    for world_size, expected in ((2, TWO), (4, GOOD)):
+        found = ranks(world_size).run_same(on_ranks)
+        assert found.keys() == expected.keys()
+        assert all(check.holds for check in checks({world_size: found}))
+        assert all(worst <= median < 70 for worst, median in found.values())
+        assert found["float8, stochastic rounding"][1] < found["float8"][1] < found["bf16"][1]
+        assert found["float8, error feedback"][1] < found["float8"][1]
 
 
 def test_table_and_verdict() -> None:

@@ -155,6 +155,8 @@ def test_gradients_travel_as_the_options_say(ranks: RankPools) -> None:
     exact, sent = run("--gradient-transport", "bf16")
     assert exact == numbers
     assert 2 < sent["all_to_all"] / elements < 2.02  # norms travel in fp32
+    fp32 = ["--compute", "fp32"]
+    assert run(*fp32)[0] != run(*fp32, "--gradient-transport", "bf16")[0]
     found = [numbers]
     float8 = ["--gradient-transport", "float8"]
     rounded = [*float8, "--stochastic-rounding"]

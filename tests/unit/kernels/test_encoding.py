@@ -18,7 +18,7 @@ from fp8_dist.kernels.encoding import (
     sum_of_float8,
     sum_of_rows,
 )
-from fp8_dist.transport import Run, decode, encode, runs_of
+from fp8_dist.transport import Run, decode, encode, runs_of, seed_of
 
 INF, NAN = math.inf, math.nan
 
@@ -177,7 +177,7 @@ def test_runs_keep_blocks_inside_of_parts() -> None:
 def test_rows_of_bytes(dtype: torch.dtype) -> None:
     runs = runs_of([(200, "float8"), (7, None), (9, "bf16"), (128, "float8"), (1, None)])
     x = torch.randn(3, 2, 345).to(dtype)
-    wire = encode(x, runs)
+    wire = encode(x, runs, dtype)
     assert wire.shape == (3, 2, sum(run.bytes(dtype) for run in runs))
     found = decode(wire, runs, dtype)
     assert found.dtype is torch.float32
@@ -193,9 +193,25 @@ def test_rows_of_bytes(dtype: torch.dtype) -> None:
 def test_rows_of_bytes_of_one_rank(shape: tuple[int, ...]) -> None:
     runs = runs_of([(200, "float8"), (7, None), (9, "bf16")])  # 202 bytes, then 28: not aligned
     x = torch.randn(*shape, 216)
-    found = decode(encode(x, runs), runs, torch.float32)
+    found = decode(encode(x, runs, torch.float32), runs, torch.float32)
     assert torch.equal(found[..., 200:207], x[..., 200:207])
     assert torch.equal(found[..., 207:], x[..., 207:].bfloat16().float())
+
+
+def test_what_is_not_encoded_has_a_dtype_of_its_own() -> None:
+    runs = runs_of([(128, "float8"), (5, None)])
+    x = torch.randn(2, 133)
+    wire = encode(x, runs, torch.bfloat16)
+    assert wire.shape == (2, 129 + 10)
+    assert torch.equal(decode(wire, runs, torch.bfloat16)[:, 128:], x[:, 128:].bfloat16().float())
+
+
+def test_seeds_of_other_places() -> None:
+    assert seed_of(NEAREST, 3) == NEAREST
+    numbers = [(), (0,), (1,), (0, 0), (0, 1), (1, 0)]
+    found = {seed_of(seed, *each) for seed in (0, 1, 2**31 - 1) for each in numbers}
+    assert len(found) == 18
+    assert all(0 <= each < 2**31 for each in found)
 
 
 def test_fake_tensors_have_the_same_shapes() -> None:

@@ -120,8 +120,10 @@ def _sum(
         if w == rank:
             v = as_fp32(tl.load(own + row * own_stride + j, mask=mask, other=0.0))
         else:
-            code = tl.load(codes + w * stride_w + j, mask=mask, other=0)
-            exponent = tl.load(exponents + w * exponents_stride_w + b, mask=b < count, other=127)
+            w64 = tl.cast(w, tl.int64)
+            code = tl.load(codes + w64 * stride_w + j, mask=mask, other=0)
+            at = exponents + w64 * exponents_stride_w + b
+            exponent = tl.load(at, mask=b < count, other=127)
             scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
             v = from_float8(code, BIAS, SOFT)
             c = code.to(tl.int32)
@@ -148,7 +150,8 @@ def _sum_rows(
         if w == rank:
             v = as_fp32(tl.load(own + j, mask=j < size, other=0.0))
         else:
-            v = as_fp32(tl.load(rows + w * size + j, mask=j < size, other=0.0))
+            at = rows + tl.cast(w, tl.int64) * size + j
+            v = as_fp32(tl.load(at, mask=j < size, other=0.0))
         found = found + v
     tl.store(total + j, found, mask=j < size)
 
@@ -181,18 +184,24 @@ def sum_of_float8(
     codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
     """:func:`fp8_dist.kernels.encoding.sum_of_float8`."""
+    return _sum_of(codes, exponents, _rows(own), rank)
+
+
+def _sum_of(
+    codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """The sum, with ``own`` as ``[rows, n]``; it is not read with a negative rank."""
     shape, size, count = codes.shape[1:], codes.shape[-1], exponents.shape[-1]
     total = torch.empty(shape, dtype=torch.float32, device=codes.device)
     if total.numel():
         codes, exponents = (_rows_of_each(given) for given in (codes, exponents))
-        rows = _rows(own)
         _sum(
-            lambda chosen: (len(rows) * programs(count, chosen["BB"]),),
+            lambda chosen: (total.numel() // size * programs(count, chosen["BB"]),),
             ("sum", own.dtype, *size_class(len(codes), total.numel())),
             codes.device,
             codes,
             exponents,
-            rows,
+            own,
             total,
             len(codes),
             rank,
@@ -200,7 +209,7 @@ def sum_of_float8(
             count,
             *codes.stride()[:2],
             *exponents.stride()[:2],
-            rows.stride(0),
+            own.stride(0),
             **float8_constants(_FLOAT8, codes.device),
         )
     return total
@@ -227,8 +236,8 @@ def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tenso
 
 def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """:func:`fp8_dist.kernels.encoding.decode_float8`."""
-    none = codes.new_empty(1, dtype=torch.float32).expand(codes.shape)
-    return sum_of_float8(codes.unsqueeze(0), exponents.unsqueeze(0), none, -1)
+    none = codes.new_empty(1, 1, dtype=torch.float32)
+    return _sum_of(codes.unsqueeze(0), exponents.unsqueeze(0), none, -1)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
