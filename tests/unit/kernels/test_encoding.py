@@ -1,5 +1,6 @@
 """Numbers as they travel: float8 codes with exponents of blocks, stochastic rounding, rows."""
 
+import itertools
 import math
 
 import pytest
@@ -208,9 +209,9 @@ def test_what_is_not_encoded_has_a_dtype_of_its_own() -> None:
 
 def test_seeds_of_other_places() -> None:
     assert seed_of(NEAREST, 3) == NEAREST
-    numbers = [(), (0,), (1,), (0, 0), (0, 1), (1, 0)]
-    found = {seed_of(seed, *each) for seed in (0, 1, 2**31 - 1) for each in numbers}
-    assert len(found) == 18
+    chains = itertools.product((0, 1, 2**31 - 1), range(3), range(16), range(16))
+    found = {seed_of(*chain) for chain in chains}
+    assert len(found) == 3 * 3 * 16 * 16
     assert all(0 <= each < 2**31 for each in found)
 
 
