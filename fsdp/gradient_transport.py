@@ -171,8 +171,8 @@ def _check_agreement(
                 of_mesh[f"the transport of the gradient of {name}"] = str(how)
     # The largest mesh first: the others may depend on what differs.
     for ranks in sorted(meshes, key=lambda ranks: (-len(ranks), ranks)):
-        what, fix = "give it different arguments", "Give it the same ones on all ranks"
-        check_facts(facts[ranks], meshes[ranks], _CALLER, what=what, fix=fix)
+        fix = "Give it the same arguments on all ranks"
+        check_facts(facts[ranks], meshes[ranks], _CALLER, fix=fix)
 
 
 def _check_arguments(
@@ -184,7 +184,9 @@ def _check_arguments(
     hierarchy: Any,
 ) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{_CALLER} needs a module, got a {type(model).__name__}")
+        raise TypeError(
+            f"{_CALLER} needs a module that fully_shard was called on, got a {type(model).__name__}"
+        )
     allowed = (*get_args(Transport), None)
     if transport not in allowed:
         raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {allowed}")

@@ -64,14 +64,9 @@ def check_facts(
     mesh: DeviceMesh,
     caller: str,
     *,
-    what: str = "have set up the model in different ways",
     fix: str = "Convert and parallelize it in the same way on all ranks",
 ) -> None:
-    """Refuse facts that differ between the ranks of a mesh. Collectives: as first_difference.
-
-    Args:
-        what: ranks do when they differ; of the error, as ``fix`` is.
-    """
+    """Refuse facts that differ between the ranks of a mesh. Collectives: as first_difference."""
     try:
         difference = first_difference(facts, mesh)
     except RuntimeError as error:
@@ -80,7 +75,10 @@ def check_facts(
             f"The communication failed with: {error}"
         ) from error
     if difference is not None:
-        raise ValueError(f"{caller}: the ranks of {mesh} {what}: {difference}. {fix}")
+        raise ValueError(
+            f"{caller}: the ranks of {mesh} have set up the model in different ways: {difference}. "
+            f"{fix}"
+        )
 
 
 def has_stand_ins(modules: Iterable[nn.Module]) -> bool:

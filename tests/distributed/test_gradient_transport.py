@@ -738,13 +738,13 @@ custom: set_gradient_transport: wide has a reduce-scatter of its own (OwnReduceS
 replicated: set_gradient_transport: the root module is replicated (replicate, not fully_shard): its gradients are all-reduced, and there is no reduce-scatter
 two groups: set_gradient_transport: the root module has 2 parameter groups (a shard_placement_fn that gives parameters meshes of their own); torch takes no custom reduce-scatter for such a module. Shard its parts apart, with one mesh each
 hierarchy: set_gradient_transport: hierarchy is a mesh of shape (2,) of the ranks [0, 1], but the root module is sharded over the ranks [0, 1]; it must be a 2-D mesh, (nodes, ranks of a node), of the same ranks in the same order: flatten it for fully_shard
-ranks differ: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') give it different arguments: the transport of the gradient of flat.weight: float8 on rank 0; bf16 on rank 1. Give it the same ones on all ranks
-hierarchies differ: set_gradient_transport: the ranks of DeviceMesh((dp1x2=2), 'cpu') give it different arguments: options: error_feedback=False, stochastic_rounding=False, a hierarchy of shape (1, 2) on rank 0; error_feedback=False, stochastic_rounding=False, a hierarchy of shape (2, 1) on rank 1. Give it the same ones on all ranks
+ranks differ: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') have set up the model in different ways: the transport of the gradient of flat.weight: float8 on rank 0; bf16 on rank 1. Give it the same arguments on all ranks
+hierarchies differ: set_gradient_transport: the ranks of DeviceMesh((dp1x2=2), 'cpu') have set up the model in different ways: options: error_feedback=False, stochastic_rounding=False, a hierarchy of shape (1, 2) on rank 0; error_feedback=False, stochastic_rounding=False, a hierarchy of shape (2, 1) on rank 1. Give it the same arguments on all ranks
 shared group: set_gradient_transport: a parameter group of FSDP2 (fully_shard of a list) has parameters outside of the module that was passed; pass one that holds all of them
 fp64: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
 fp64, replicas: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
 filter: set_gradient_transport: high_precision is 'norm'; it must be a function of a parameter's name and the parameter, such as lambda name, p: 'embed' in name
-model: set_gradient_transport needs a module, got a list
+model: set_gradient_transport needs a module that fully_shard was called on, got a list
 flag: set_gradient_transport: error_feedback is 'yes'; it must be a bool
 tuple: set_gradient_transport: hierarchy is (1, 2); it must be a 2-D DeviceMesh, such as mesh['node', 'local']""",
     )
