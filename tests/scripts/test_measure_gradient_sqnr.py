@@ -31,10 +31,14 @@ def test_table_and_verdict() -> None:
 | gradients on the wire       | 2 ranks: worst | 2 ranks: median | 4 ranks: worst | 4 ranks: median |
 | --------------------------- | -------------: | --------------: | -------------: | --------------: |
 | bf16                        |           55.5 |            60.0 |           55.5 |            60.0 |
+| bf16, HSDP                  |                |                 |           55.5 |            60.0 |
+| bf16, 2 nodes               |                |                 |           55.5 |            60.0 |
 | float8                      |           30.5 |            60.0 |           30.5 |            60.0 |
 | float8, bf16 compute        |           30.5 |            60.0 |           30.5 |            60.0 |
-| float8, stochastic rounding |           30.5 |            60.0 |           30.5 |            60.0 |
+| float8, HSDP                |                |                 |           30.5 |            60.0 |
 | float8, 2 nodes             |                |                 |           30.5 |            60.0 |
+| float8, error feedback      |           30.5 |            60.0 |           30.5 |            60.0 |
+| float8, stochastic rounding |           30.5 |            60.0 |           30.5 |            60.0 |
 bf16 on 2 ranks: nan dB, at least 55
 float8 on 2 ranks: 29.9 dB, at least 30""",
     )

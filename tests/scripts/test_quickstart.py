@@ -110,7 +110,7 @@ def test_environment_is_made_once_and_relative_to_the_current_folder(tmp_path):
     assert first.stdout.splitlines() == [
         f"== creating the environment {tmp_path}/venv",
         "== installing fp8-dist[train]",
-        "pip install setuptools",
+        "pip install setuptools>=77",
         f"pip install --no-build-isolation -e {ROOT}[train]",
         f"PY={tmp_path}/venv/bin/python",
     ]
