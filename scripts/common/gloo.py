@@ -7,10 +7,16 @@ thread may free the characters that the other writes: the heap is damaged, and t
 little later. It was seen in 3 of 33 trainings on 4 ranks, with FSDP2 x TP and overlapping
 collectives. torch offers no option for the number of threads of the groups that it makes for
 meshes, so that its constructor is replaced here. NCCL has no such threads.
+
+Each group by default also has a device of its own, with a thread that waits for its sockets and
+wakes up 100 times a second. The groups of a process share one here: with 60 groups, an idle rank
+takes 0.2 % of a core instead of 4 %.
 """
 
+import functools
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -27,12 +33,16 @@ class _OneThread(dist.ProcessGroupGloo):
         options._timeout = timeout
         for name, value in since_2_15.items():  # enable_reconfigure
             setattr(options, name, value)
-        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        gloo = dist.ProcessGroupGloo
-        options._devices = [gloo.create_device(interface=name) for name in names] or [
-            gloo.create_default_device()
-        ]
+        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
         super().__init__(store, rank, size, options)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _devices(interfaces: str, process: int) -> list[Any]:
+    """One device per interface, or the default one; a forked process has none of its threads."""
+    gloo = dist.ProcessGroupGloo
+    names = [name for name in interfaces.split(",") if name]
+    return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
 
 def set_default_timeout(seconds: float) -> None:
