@@ -29,6 +29,8 @@ FLAGS = [
 LINES = ("loss", "learning_rate", "tokens_per_second", "memory_bytes", "grad_norm", "amax-lines")
 INPUT, GRAD_OUTPUT, GEMM = "0", "2", "3"  # of the selection of operands
 SIZE = {"width": 1400, "height": 900}
+# A page of 5 MB beside ranks that compile, on few cores.
+TIMEOUT_MS = 150_000
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,7 @@ class Reports:
         """The open report of a run's folder; place: the end of its address, from "#" on."""
         assert report.main([str(folder)]) == 0
         page = self.browser.new_page(viewport=SIZE, color_scheme=scheme)
+        page.set_default_timeout(TIMEOUT_MS)
         self.pages.append(page)
         page.on("console", lambda message: self.complaints.append(message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
