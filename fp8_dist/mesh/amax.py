@@ -1,8 +1,9 @@
 """Reducing amaxes over a mesh: the one place that does."""
 
+import atexit
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -35,19 +36,23 @@ class AmaxReduction:
 
     (Of several groups the last one alone: each needs what the one before found.)
 
-    A reduction that is never waited for is waited for when it is freed, or when the process exits:
-    torch keeps its buffers until then. (Not when an exception ends the process: other ranks may
-    never join the reduction, and the process has to exit for the launcher to see the failure.)
+    torch keeps the buffer of a reduction until someone waits for it. So one that is freed before is
+    waited for when the next one starts, or when the process exits. (Not at once: the garbage
+    collector may free it while a process group holds the lock that the wait needs.) One that still
+    lives at exit is waited for then, but not if an exception ends the process: other ranks may
+    never join it, and the process has to exit for the launcher to see the failure.
     """
 
     def __init__(self, amax: torch.Tensor, groups: Sequence[str]) -> None:
+        _wait_for([reduction for reduction in list(_unwaited) if reduction() is None])
         *others, last = groups
         self._bits = _start(all_reduce_max(amax, others), last)
-        self._finalizer = weakref.finalize(self, _wait_quietly, self._bits)
+        self._reference = weakref.ref(self)
+        _unwaited[self._reference] = self._bits
 
     def wait(self) -> torch.Tensor:
         """The maximum, fp32."""
-        self._finalizer.detach()
+        _unwaited.pop(self._reference, None)
         return _wait(self._bits)
 
     @property
@@ -69,10 +74,21 @@ def _wait(bits: torch.Tensor) -> torch.Tensor:
     return found if found.dtype is torch.uint8 else found.view(torch.float32)
 
 
-def _wait_quietly(bits: torch.Tensor) -> None:
+# The buffers of reductions that nobody has waited for.
+_unwaited: dict[weakref.ref[AmaxReduction], torch.Tensor] = {}
+
+
+def _wait_for(reductions: Iterable[weakref.ref[AmaxReduction]]) -> None:
+    # It may be in a mode that counts operators. The wait fails if another rank is gone.
+    for reduction in reductions:
+        bits = _unwaited.pop(reduction, None)
+        if bits is not None:
+            with suppress(Exception), without_dispatch_modes():
+                _wait(bits)
+
+
+@atexit.register
+def _wait_for_all() -> None:
     if hasattr(sys, "last_value") and not hasattr(sys, "ps1"):
         return  # an exception that nobody caught ends the process, which is not interactive
-    # The garbage collector may call this in the middle of a mode that counts operators. The wait
-    # fails if another rank is gone.
-    with suppress(Exception), without_dispatch_modes():
-        _wait(bits)
+    _wait_for(list(_unwaited))

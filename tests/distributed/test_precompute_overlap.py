@@ -1,6 +1,9 @@
 """precompute's all-reduce is under way when the call returns; who first needs a scale waits."""
 
+import gc
+import sys
 from collections import Counter
+from subprocess import run
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8_dist import invalidate_float8_scales, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
-from fp8_dist.mesh import AmaxReduction
+from fp8_dist.mesh import AmaxReduction, all_reduce_max
 
 
 class Waits(TorchDispatchMode):
@@ -60,21 +63,74 @@ def test_the_first_use_waits(ranks: RankPools, dp: int, tp: int) -> None:
         assert forward == {"all_reduce": 0 if tp == 1 else forward["all_reduce"]}
 
 
-def unwaited() -> tuple[int, int, bool]:
-    """Collectives nobody waited for: before, once a reduction was dropped; and its exit handler."""
+def unwaited() -> list[int]:
+    """Collectives that nobody waited for: a reduction begun, dropped, another begun, waited for."""
     in_flight = torch._C._distributed_c10d._get_work_registry_size
     before = in_flight()
     assert dist.group.WORLD is not None
-    reduction = AmaxReduction(torch.ones(2), [dist.group.WORLD.group_name])
-    begun = in_flight() - before
-    waits_at_exit = reduction._finalizer.atexit
+    groups = [dist.group.WORLD.group_name]
+    reduction = AmaxReduction(torch.ones(2), groups)
+    counts = [in_flight()]
     del reduction
-    return begun, in_flight() - before, waits_at_exit
+    counts.append(in_flight())
+    reduction = AmaxReduction(torch.ones(2), groups)
+    counts.append(in_flight())
+    reduction.wait()
+    counts.append(in_flight())
+    return [count - before for count in counts]
 
 
-def test_what_nobody_waits_for_is_waited_for_in_the_end(ranks: RankPools) -> None:
-    # torch would complain of it when the process exits.
-    assert ranks(2).run(unwaited) == [(1, 0, True)] * 2
+def test_what_nobody_waits_for_is_waited_for_by_the_next_one(ranks: RankPools) -> None:
+    assert ranks(2).run(unwaited) == [[1, 1, 1, 0]] * 2
+
+
+class Cycle:
+    """What the garbage collector alone frees."""
+
+    def __init__(self, held: object) -> None:
+        self.held, self.itself = held, self
+
+
+def freed_anywhere() -> float:
+    """Reductions that the garbage collector frees at many places of the start of the next one."""
+    assert dist.group.WORLD is not None
+    groups, amax, thresholds = [dist.group.WORLD.group_name], torch.ones(2), gc.get_threshold()
+    for allocations in range(1, 120):
+        gc.collect()
+        gc.disable()
+        Cycle(AmaxReduction(amax, groups))
+        gc.set_threshold(allocations)
+        gc.enable()
+        found = all_reduce_max(amax, groups)
+        gc.set_threshold(*thresholds)
+    return found.sum().item()
+
+
+def test_a_reduction_may_be_freed_while_another_starts(ranks: RankPools) -> None:
+    # A wait in the collector would never end where gloo records the stack of a new collective.
+    assert ranks(2).run(freed_anywhere, timeout=40) == [2.0, 2.0]
+
+
+ENDS = """
+import atexit, sys, torch, torch.distributed as dist
+from torch._C._distributed_c10d import _get_work_registry_size as in_flight
+
+atexit.register(lambda: print("in flight:", in_flight()))  # runs last
+from fp8_dist.mesh import AmaxReduction
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+kept, freed = (AmaxReduction(torch.ones(2), [dist.group.WORLD.group_name]) for _ in range(2))
+del freed
+if sys.argv[1:]:
+    raise KeyError(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(("error", "left"), [([], 0), (["an error"], 2)])
+def test_at_exit_all_are_waited_for_but_after_an_error(error: list[str], left: int) -> None:
+    done = run([sys.executable, "-c", ENDS, *error], capture_output=True, text=True)
+    assert f"in flight: {left}" in done.stdout, done.stderr
+    assert done.returncode == len(error)
 
 
 def scales_after(what: str) -> bool:
