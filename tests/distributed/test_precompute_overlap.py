@@ -95,6 +95,8 @@ def freed_anywhere() -> float:
     """Reductions that the garbage collector frees at many places of the start of the next one."""
     assert dist.group.WORLD is not None
     groups, amax, thresholds = [dist.group.WORLD.group_name], torch.ones(2), gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # collections of what other tests left behind would take long
     for allocations in range(1, 120):
         gc.collect()
         gc.disable()
@@ -103,6 +105,7 @@ def freed_anywhere() -> float:
         gc.enable()
         found = all_reduce_max(amax, groups)
         gc.set_threshold(*thresholds)
+    gc.unfreeze()
     return found.sum().item()
 
 
