@@ -349,7 +349,8 @@ class Float8LinearConfig:
 
     def copies(self, operand: Operand, device: torch.device) -> dict[Gemm, CopySpec]:
         """The float8 copy of ``operand`` that each GEMM takes; others take it in high precision."""
-        return self._copies[not self.emulate and takes_transposed(device)][operand]
+        # (int: Dynamo of torch 2.11 takes no bool for an index.)
+        return self._copies[int(not self.emulate and takes_transposed(device))][operand]
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """How one of the three GEMMs is run: (use_fast_accum, pad_inner_dim, emulate).

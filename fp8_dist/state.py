@@ -26,8 +26,9 @@ class Float8State:
 
     It is small (an entry per operand of a layer), and empty for recipes without histories. With
     the error feedback of ``set_gradient_transport`` it also holds each rank's errors, 1 byte per
-    element of the unsharded gradients. Their keys say the rank and the shape, so that a checkpoint
-    of another mesh has none of them.
+    element of the unsharded gradients. Their keys say the rank, its place among those that shard,
+    and the shape, so that a checkpoint of another mesh has none of them. Load it after
+    ``set_gradient_transport``.
 
     DCP insists that a checkpoint has every key that is asked for. For a checkpoint that may lack
     them (one of bf16, of another recipe or mesh), load it in a call of its own, with
@@ -50,7 +51,8 @@ class Float8State:
     def state_dict(self) -> dict[str, Any]:
         """Amaxes by name of layer and operand, the newest first; empty before the first sync.
 
-        Errors of gradients by name, under ``"gradient_errors"``; no such key if none are kept.
+        Errors of gradients by name, under ``"gradient_errors"``; no such key if none are kept. They
+        are the tensors themselves, which the next step changes: clone what is kept in memory.
         """
         layers = self._layers()
         histories = [h for layer in layers.values() for h in layer.histories.values()]

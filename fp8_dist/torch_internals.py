@@ -369,8 +369,11 @@ def fsdp_replicas(group: Any) -> Any:
 def set_fsdp_replicas(group: Any, replicas: Any) -> None:
     """Give FSDP2 what it all-reduces over in the place of that group."""
     # (Other parameter groups share the object.)
-    group.mesh_info = copy(group.mesh_info)
+    before = group.mesh_info
+    group.mesh_info = copy(before)
     group.mesh_info.replicate_process_group = replicas
+    if group.post_forward_mesh_info is before:
+        group.post_forward_mesh_info = group.mesh_info
 
 
 def fsdp_reduction(group: Any) -> Any:
@@ -388,7 +391,9 @@ def set_fsdp_reduction(
         call: runs before it, with the numbers of the parameters whose gradients it reduces. (FSDP2
             tells a custom reduce-scatter of none.)
     """
-    vars(group).pop("post_backward", None)
+    found = vars(group).get("post_backward")
+    if hasattr(found, "in_place_of"):  # ours, and not of someone who has replaced it since then
+        group.post_backward = found.in_place_of
     group._reduce_scatter_comm = DefaultReduceScatter() if comm is None else comm
     if call is None:
         return
@@ -400,6 +405,7 @@ def set_fsdp_reduction(
             note([i for i, p in enumerate(group.fsdp_params) if _is_reduced(p, group)])
         post_backward(*unused)
 
+    with_call.in_place_of = post_backward
     group.post_backward = with_call
 
 

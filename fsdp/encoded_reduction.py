@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.fsdp.gradient_errors import GradientErrors, Part
+from fp8_dist.fsdp.gradient_errors import GradientErrors
 from fp8_dist.torch_internals import (
     FsdpReduceScatter,
     fsdp_divisor,
@@ -21,11 +21,12 @@ from fp8_dist.torch_internals import (
 )
 from fp8_dist.transport import (
     Encoding,
+    Part,
     all_reduce,
     reduce_scatter,
     runs_of,
     seed_of,
-    split_sizes,
+    split,
     stages_over,
 )
 
@@ -47,12 +48,8 @@ class EncodedReduction(FsdpReduceScatter):
     ) -> None:
         sizes_and_encodings = zip(fsdp_padded_sizes(group), encodings, strict=True)
         self.all_parts = [Part(i, *each) for i, each in enumerate(sizes_and_encodings)]
-        self.parts = self.all_parts  # of the reduction that is next, or under way
-        self.trained_parts = [
-            part
-            for part, p in zip(self.all_parts, fsdp_parameters_of_group(group), strict=True)
-            if p.requires_grad
-        ]
+        self.parts = self.all_parts  # of the reduction that is under way
+        self.is_noted = False  # they are those of the next one
         self.module = module
         self.group = group
         shards, replicas = fsdp_reduce_scatter_group(group), fsdp_replicas(group)
@@ -67,13 +64,22 @@ class EncodedReduction(FsdpReduceScatter):
             if hierarchy is not None:
                 outer, inner = hierarchy.shape
                 rows = [(inner, outer), (outer, 1)]
-            self.errors = GradientErrors(self.trained_parts, rows, group.device)
+            self.errors = GradientErrors(rows, group.device)
 
     def note(self, reduced: Sequence[int]) -> None:
         """Take the numbers of the parameters whose gradients FSDP2 is about to reduce."""
+        self.is_noted = True
         self.parts = [self.all_parts[i] for i in reduced]
         if self.errors is not None:
             self.errors.parts = self.parts
+            self.errors.keep_for(self.parts_with_errors(self.parts))
+
+    def parts_with_errors(self, reduced: Sequence[Part] = ()) -> list[Part]:
+        """Those of parameters that are trained now, and of what is reduced all the same."""
+        parameters = fsdp_parameters_of_group(self.group)
+        trained = {i for i, parameter in enumerate(parameters) if parameter.requires_grad}
+        trained.update(part.number for part in reduced)
+        return [part for part in self.all_parts if part.number in trained]
 
     def check_dtype(self, gradients: torch.Tensor) -> None:
         """Refuse gradients whose sums fp32 would spoil."""
@@ -98,8 +104,15 @@ class EncodedReduction(FsdpReduceScatter):
         async_op: bool = False,
     ) -> None:
         self.check_dtype(input_tensor)
+        if not self.is_noted:
+            raise RuntimeError(
+                f"set_gradient_transport: {self.module} reduces gradients, and FSDP2 has not told "
+                "of which parameters, because something has put back the post_backward of its "
+                "parameter group (FSDPMemTracker does). Call set_gradient_transport again"
+            )
+        self.is_noted = False
         rows = input_tensor.view(group.size(), -1)
-        runs = runs_of((part.size, part.encoding) for part in self.parts)
+        runs = runs_of(self.parts, self.seed)
         assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
         groups = [group]
         if self.hierarchy is not None:
@@ -120,8 +133,7 @@ class EncodedReplicas:
         (self.stage,) = stages_over(replicas)
         self.errors: GradientErrors | None = None
         if error_feedback:
-            parts = self._split(shards.trained_parts)
-            self.errors = GradientErrors(parts, [(replicas.size(), 1)], shards.group.device)
+            self.errors = GradientErrors([(replicas.size(), 1)], shards.group.device)
 
     def __eq__(self, other: object) -> bool:
         """Equal to the group in whose place it is, so that torch finds its name and backend.
@@ -141,16 +153,13 @@ class EncodedReplicas:
         """What ``dist.all_reduce`` calls."""
         (x,) = tensors
         self.shards.check_dtype(x)
+        parts, ranks = self.shards.parts, self.replicas.size()
         if self.errors is not None:
-            self.errors.parts = self._split(self.shards.parts)
+            self.errors.parts = split(parts, ranks)
+            self.errors.keep_for(split(self.shards.parts_with_errors(parts), ranks))
         divisor = fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
-        parts = [(part.size, part.encoding) for part in self.shards.parts]
         seed, errors = seed_of(self.shards.seed, _OF_REPLICAS), self.errors
         x.copy_(all_reduce(x, parts, self.stage, divisor=divisor, seed=seed, errors=errors))
-
-    def _split(self, parts: Sequence[Part]) -> list[Part]:
-        sizes = split_sizes([(part.size, part.encoding) for part in parts], self.replicas.size())
-        return [p._replace(size=size) for p, (size, _) in zip(parts, sizes, strict=True)]
 
 
 def install(reduction: EncodedReduction, error_feedback: bool) -> None:
@@ -173,6 +182,12 @@ def remove(group: Any) -> None:
 
 def errors_of_group(group: Any) -> Iterator[tuple[str, GradientErrors]]:
     """The errors that a parameter group's reductions keep, with a prefix for their names."""
-    for owner, prefix in ((fsdp_reduction(group), ""), (fsdp_replicas(group), "replicas.")):
-        if isinstance(owner, EncodedReduction | EncodedReplicas) and owner.errors is not None:
-            yield prefix, owner.errors
+    shards, replicas = fsdp_reduction(group), fsdp_replicas(group)
+    if not isinstance(shards, EncodedReduction) or shards.errors is None:
+        return
+    parts = shards.parts_with_errors()
+    shards.errors.keep_for(parts)
+    yield "", shards.errors
+    if isinstance(replicas, EncodedReplicas) and replicas.errors is not None:
+        replicas.errors.keep_for(split(parts, replicas.size()))
+        yield "replicas.", replicas.errors

@@ -35,6 +35,7 @@ def set_gradient_transport(
     stochastic_rounding: bool | int = False,
     high_precision: Filter | None = None,
     hierarchy: DeviceMesh | None = None,
+    recurse: bool = True,
 ) -> None:
     """Let the gradients of FSDP2's parameters travel in fewer bytes.
 
@@ -55,8 +56,8 @@ def set_gradient_transport(
             1.008 bytes per element of the *unsharded* gradients on every rank (of those that are
             encoded; padding of uneven shards counts), because each rank rounds its piece for every
             other one. A hierarchy adds as much divided by the ranks of a node, HSDP divided by the
-            ranks that shard; frozen parameters take nothing. A loss scale that changes makes the
-            errors of one step wrong by as much. ``fp8_dist.Float8State`` saves them.
+            ranks that shard; a parameter that is frozen loses its errors. A loss scale that changes
+            makes the errors of one step wrong by as much. ``fp8_dist.Float8State`` saves them.
         stochastic_rounding: round up or down with probabilities by which the expectation is the
             value, not to nearest. The choice is a hash of the value, its place, the rank and a
             seed, so a repeated step repeats it. An int is the seed, 0 too; True is 1.
@@ -65,6 +66,9 @@ def set_gradient_transport(
             ``named_parameters()``, without the segments of wrappers (``_orig_mod``).
         hierarchy: a 2-D mesh, (nodes, ranks of a node), of the ranks over which FSDP2 shards. The
             all-to-all runs inside of a node first; sums travel between nodes then. For many ranks.
+        recurse: set all modules in ``model`` that ``fully_shard`` was called on; False: ``model``
+            alone, as in FSDP2's own setters. Modules sharded over other ranks (experts) may so have
+            another ``hierarchy``, or none.
 
     Gradients that are NaN or infinite arrive as such, and change no other one; zeros stay zeros.
     What FSDP2 is told (``reduce_dtype``, ``set_gradient_divide_factor``, ...) holds as before: the
@@ -74,16 +78,22 @@ def set_gradient_transport(
 
     Raises:
         TypeError, ValueError: for arguments that don't fit, a model without FSDP2, modules with
-            several parameter groups or with another custom reduce-scatter, or ranks that differ.
+            several parameter groups or with another custom reduce-scatter, a model none of whose
+            gradients would be encoded, or ranks that differ.
         NotImplementedError: in a backward, for gradients of other dtypes than fp32, bf16 and fp16.
     """
     _check_arguments(
         model, transport, error_feedback, stochastic_rounding, high_precision, hierarchy
     )
-    groups = _groups_of(model, transport)
+    groups = _groups_of(model, transport, recurse)
     if hierarchy is not None:
         _check_hierarchy(hierarchy, groups)
     encodings = _encodings(model, groups, transport, high_precision)
+    if transport is not None and not any(any(how.values()) for how in encodings.values()):
+        raise ValueError(
+            f"{_CALLER}: transport={transport!r} would encode no gradient: all parameters have "
+            "fewer than 2 dims, or high_precision is true for them"
+        )
     if not has_stand_ins([model]):
         nodes = hierarchy and tuple(hierarchy.shape)
         options = (
@@ -107,7 +117,8 @@ def set_gradient_transport(
 def gradient_errors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The errors that a model's gradients keep, which are this rank's own: uint8, by name.
 
-    Names say the rank and the shape, so that a checkpoint of other ranks has none of these.
+    Names say the rank, its place among those that shard, and the shape, so that a checkpoint of
+    other ranks or of another mesh has none of these.
     """
     found: dict[str, torch.Tensor] = {}
     names = _names(model)
@@ -115,9 +126,10 @@ def gradient_errors(model: nn.Module) -> dict[str, torch.Tensor]:
         for group in fsdp_groups_of_module(module) if isinstance(module, FSDPModule) else ():
             for prefix, errors in errors_of_group(group):
                 own = _names_of(group, names, "Float8State")
+                rank = f"rank{dist.get_rank()}.shard{fsdp_reduce_scatter_group(group).rank()}"
                 for number, kind, tensor in errors.tensors():
                     shape = "x".join(map(str, tensor.shape))
-                    found[f"{prefix}{own[number]}.{kind}.{shape}.rank{dist.get_rank()}"] = tensor
+                    found[f"{prefix}{own[number]}.{kind}.{shape}.{rank}"] = tensor
     return found
 
 
@@ -215,15 +227,15 @@ def _check_arguments(
         )
 
 
-def _groups_of(model: nn.Module, transport: Transport | None) -> dict[str, Any]:
+def _groups_of(model: nn.Module, transport: Transport | None, recurse: bool) -> dict[str, Any]:
     """The parameter groups of the model that reduce gradients, by the name of their module."""
     groups: dict[str, Any] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if recurse else [("", model)]:
         if not isinstance(module, FSDPModule):
             continue
         of_module = fsdp_groups_of_module(module)
         shown = name or "the root module"
-        if len(of_module) > 1:
+        if len(of_module) > 1 and transport is not None:
             raise ValueError(
                 f"{_CALLER}: {shown} has {len(of_module)} parameter groups (a shard_placement_fn "
                 "that gives parameters meshes of their own); torch takes no custom reduce-scatter "
@@ -233,6 +245,8 @@ def _groups_of(model: nn.Module, transport: Transport | None) -> dict[str, Any]:
             if group in groups.values():  # of several modules
                 continue
             if fsdp_reduce_scatter_group(group) is None:
+                if transport is None:
+                    continue
                 raise ValueError(
                     f"{_CALLER}: {shown} is replicated (replicate, not fully_shard): its gradients "
                     "are all-reduced, and there is no reduce-scatter"

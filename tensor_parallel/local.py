@@ -44,7 +44,7 @@ def declare_placements(
             you (without a bias).
         reduce_transport: as in the two styles: of the output of a row-parallel layer, of grad_input
             of a column-parallel one, where these are sharded. ``share_input`` takes it from the
-            layers.
+            layers. The result then depends on the number of ranks.
 
     A gradient is at the placement of its tensor. The gradient of a replicated tensor is the whole
     one on every rank: those of a replicated input, weight or bias are summed over the mesh, and

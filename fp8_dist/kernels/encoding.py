@@ -131,7 +131,8 @@ def stochastic_bfloat16(x: torch.Tensor, seed: int) -> torch.Tensor:
 def _stochastic_float8(values: torch.Tensor, scaled: torch.Tensor, seed: int) -> torch.Tensor:
     """``scaled`` to one of the two values of e4m3fn beside it, fp32."""
     # 20 bits: added to what is below 16, they are exact, so that a code's own value is not changed.
-    uniform = (_hash(values.contiguous().view(torch.int32), seed) & 0xFFFFF) * 2.0**-20
+    bits = _hash(values.contiguous().view(torch.int32), seed) & 0xFFFFF
+    uniform = bits.to(torch.float32).mul_(2.0**-20)
     # Neighbors are 2 ** (exponent - 3) apart, 2 ** -9 among subnormals.
     bits = scaled.contiguous().view(torch.int32)
     step = (((bits >> 23 & 0xFF) - 3).clamp_(127 - 9, 254) << 23).view(torch.float32)

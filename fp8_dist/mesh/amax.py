@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.mesh.groups import groups_over
-from fp8_dist.torch_internals import funcol, without_dispatch_modes
+from fp8_dist.torch_internals import funcol, is_captured, without_dispatch_modes
 
 
 def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
@@ -44,7 +44,8 @@ class AmaxReduction:
     """
 
     def __init__(self, amax: torch.Tensor, groups: Sequence[str]) -> None:
-        _wait_for([reduction for reduction in list(_unwaited) if reduction() is None])
+        if not is_captured(amax):  # a graph can't wait for what was started outside of it
+            _wait_for([reduction for reduction in list(_unwaited) if reduction() is None])
         *others, last = groups
         self._bits = _start(all_reduce_max(amax, others), last)
         self._reference = weakref.ref(self)

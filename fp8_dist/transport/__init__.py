@@ -4,13 +4,13 @@ Never a sum in the narrow type: ranks exchange encoded pieces (an all-to-all), a
 gets a sum decodes them and adds them in fp32, in the order of ranks.
 """
 
-from fp8_dist.transport.encoding import Encoding, Run, decode, encode, runs_of, seed_of
+from fp8_dist.transport.encoding import Encoding, Part, Run, decode, encode, runs_of, seed_of
 from fp8_dist.transport.exchange import (
     Errors,
     Stage,
     all_reduce,
     reduce_scatter,
-    split_sizes,
+    split,
     stages_over,
 )
 from fp8_dist.transport.shards import Scattering, finish_reduction, reduced_to, start_reduction
@@ -18,6 +18,7 @@ from fp8_dist.transport.shards import Scattering, finish_reduction, reduced_to, 
 __all__ = [
     "Encoding",
     "Errors",
+    "Part",
     "Run",
     "Scattering",
     "Stage",
@@ -29,7 +30,7 @@ __all__ = [
     "reduced_to",
     "runs_of",
     "seed_of",
-    "split_sizes",
+    "split",
     "stages_over",
     "start_reduction",
 ]

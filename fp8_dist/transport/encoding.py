@@ -23,9 +23,18 @@ Encoding = Literal["float8", "bf16"] | None
 _LARGEST_SEED = 0x7FFFFFFF
 
 
+class Part(NamedTuple):
+    """A parameter's piece in a row."""
+
+    number: int  # of the parameter
+    size: int
+    encoding: Encoding
+
+
 class Run(NamedTuple):
     """Numbers that lie beside each other in a row and travel alike."""
 
+    number: int  # of the first parameter
     start: int
     size: int
     encoding: Encoding
@@ -37,18 +46,27 @@ class Run(NamedTuple):
         return self.size * (2 if self.encoding == "bf16" else dtype.itemsize)
 
 
-def runs_of(parts: Iterable[tuple[int, Encoding]]) -> tuple[Run, ...]:
-    """The runs of a row of parts (size, encoding): as few as keep blocks inside of parts."""
+def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Run, ...]:
+    """The runs of a row of parts: as few as keep blocks inside of parts.
+
+    Args:
+        seed: of :func:`encode`. For stochastic rounding each encoded part is a run, so that what is
+            rounded in which way depends on no other part: tensor-parallel ranks have other sizes of
+            a parameter that they shard unevenly, and round one that they replicate alike.
+    """
     runs: list[Run] = []
     start = 0
-    for size, encoding in parts:
+    for number, size, encoding in parts:
         last = runs[-1] if runs else None
         if not size:
             continue
-        if last and last.encoding == encoding and (encoding != "float8" or not last.size % BLOCK):
+        may_join = encoding is None or (
+            seed < 0 and not (encoding == "float8" and last and last.size % BLOCK)
+        )
+        if last and last.encoding == encoding and may_join:
             runs[-1] = last._replace(size=last.size + size)
         else:
-            runs.append(Run(start, size, encoding))
+            runs.append(Run(number, start, size, encoding))
         start += size
     return tuple(runs)
 
@@ -72,9 +90,9 @@ def encode(
         seed: of stochastic rounding (see :mod:`fp8_dist.kernels.encoding`).
     """
     pieces: list[torch.Tensor] = []
-    for place, (start, size, encoding) in enumerate(runs):
+    for number, start, size, encoding in runs:
         part = x.narrow(-1, start, size)
-        own_seed = seed_of(seed, place)
+        own_seed = seed_of(seed, number)
         if encoding == "float8":
             pieces += encode_float8(part, own_seed)
             continue

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from fp8_dist.kernels.encoding import NEAREST
 from fp8_dist.torch_internals import funcol
-from fp8_dist.transport.encoding import Encoding, Run, decode, encode, runs_of, seed_of, sum_of
+from fp8_dist.transport.encoding import Part, Run, decode, encode, runs_of, seed_of, sum_of
 
 
 class Stage(NamedTuple):
@@ -73,9 +73,13 @@ def reduce_scatter(
         fp32, ``[..., S]``. A rank's own summand is not rounded.
 
     Collectives: an all-to-all of W rows of bytes, for each stage; after the first one, of W /
-    (product of the sizes of stages before).
+    (product of the sizes of stages before). None in a stage of one rank.
     """
+    if all(stage.size == 1 for stage in stages):
+        return x[0].to(torch.float32, copy=True)
     for number, stage in enumerate(stages):
+        if stage.size == 1:
+            continue
         rows = x.view(len(x) // stage.size, stage.size, *x.shape[1:]).transpose(0, 1)
         x = _exchange(rows, runs, stage, number, seed_of(seed, number), errors)
     return x.view(x.shape[1:])
@@ -83,7 +87,7 @@ def reduce_scatter(
 
 def all_reduce(
     x: torch.Tensor,
-    parts: Sequence[tuple[int, Encoding]],
+    parts: Sequence[Part],
     stage: Stage,
     *,
     divisor: float = 1,
@@ -97,27 +101,30 @@ def all_reduce(
 
     Args:
         x: ``[S]``, floating point.
-        parts: of it, as :func:`runs_of` takes them.
+        parts: of it.
 
     Collectives: an all-to-all of x as bytes, and an all-gather of the sums.
     """
-    split = split_sizes(parts, stage.size)
+    own_parts = split(parts, stage.size)
     pieces = [
-        pad(part, (0, stage.size * size - len(part))).view(stage.size, size)
-        for part, (size, _) in zip(x.split([size for size, _ in parts]), split, strict=True)
+        pad(piece, (0, stage.size * own.size - len(piece))).view(stage.size, own.size)
+        for piece, own in zip(x.split([part.size for part in parts]), own_parts, strict=True)
     ]
-    own = reduce_scatter(torch.cat(pieces, -1), runs_of(split), [stage], seed=seed, errors=errors)
-    sums = runs_of((size, "bf16" if encoding == "float8" else None) for size, encoding in split)
+    runs = runs_of(own_parts, seed)
+    own = reduce_scatter(torch.cat(pieces, -1), runs, [stage], seed=seed, errors=errors)
+    sums = runs_of(
+        part._replace(encoding="bf16" if part.encoding == "float8" else None) for part in own_parts
+    )
     wire = encode(own.div_(divisor).to(x.dtype), sums, x.dtype)
     gathered = funcol.wait_tensor(funcol.all_gather_into_tensor(wire, stage.size, stage.group))
     rows = decode(gathered.view(stage.size, -1), sums, x.dtype)
-    columns = rows.split([size for size, _ in split], -1)
-    return torch.cat([c.flatten()[:size] for c, (size, _) in zip(columns, parts, strict=True)])
+    columns = rows.split([part.size for part in own_parts], -1)
+    return torch.cat([c.flatten()[: p.size] for c, p in zip(columns, parts, strict=True)])
 
 
-def split_sizes(parts: Sequence[tuple[int, Encoding]], ranks: int) -> list[tuple[int, Encoding]]:
+def split(parts: Sequence[Part], ranks: int) -> list[Part]:
     """What one of the ranks that :func:`all_reduce` runs on sums of each part, with padding."""
-    return [(-(-size // ranks), encoding) for size, encoding in parts]
+    return [part._replace(size=-(-part.size // ranks)) for part in parts]
 
 
 def _exchange(

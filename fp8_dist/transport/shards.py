@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
 from fp8_dist.torch_internals import funcol
-from fp8_dist.transport.encoding import Encoding, Run, encode, runs_of, sum_of
+from fp8_dist.transport.encoding import Encoding, Part, Run, encode, runs_of, sum_of
 from fp8_dist.transport.exchange import start_all_to_all
 
 
@@ -52,7 +52,7 @@ def start_reduction(
     if chunk * ranks != size:
         local = pad(local, (0, 0) * (local.ndim - 1 - dim) + (0, chunk * ranks - size))
     pieces = local.unflatten(dim, (ranks, chunk)).movedim(dim, 0).contiguous()
-    runs = runs_of([(pieces.shape[-1], transport)])
+    runs = runs_of([Part(0, pieces.shape[-1], transport)])
     received = start_all_to_all(
         encode(pieces, runs, pieces.dtype), str(mesh.get_group().group_name)
     )

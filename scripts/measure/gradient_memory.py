@@ -67,7 +67,13 @@ def reduction_of(group: Any) -> Callable[[], None]:
     gradients = torch.randn(ranks.size() * len(shard))
     if comm is None:
         return partial(dist.reduce_scatter_tensor, shard, gradients, group=ranks)
-    return partial(comm, shard, gradients, ranks, dist.ReduceOp.SUM)
+    every = range(len(fsdp_padded_sizes(group)))
+
+    def reduce() -> None:
+        comm.note(every)
+        comm(shard, gradients, ranks, dist.ReduceOp.SUM)
+
+    return reduce
 
 
 def peak_bytes(function: Callable[[], object]) -> int:

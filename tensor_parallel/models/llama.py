@@ -47,7 +47,8 @@ def llama_tp_plan(
             tensor.
         reduce_transport: as in the styles, for all reduce-scatters of converted layers: of the
             outputs of ``wo`` and ``w2``, of the input gradients of blocks and of the head. Those of
-            the embedding and of unconverted layers stay in high precision.
+            the embedding and of unconverted layers stay in high precision. The result then depends
+            on the number of ranks.
 
     Raises:
         ValueError: modules are missing; all of them are listed. Or ``reduce_transport`` is given

@@ -18,6 +18,7 @@ from nets import Distributed
 from ranks import RankPools, device_mesh
 from reference import raised
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -508,14 +509,14 @@ def test_with_tensor_parallelism(ranks: RankPools) -> None:
 class Gated(nn.Module):
     """With a gate that tensor parallelism replicates."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, hidden: int = 256) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.up = nn.Linear(64, 256, bias=False)
-            self.down = nn.Linear(256, 64, bias=False)
+            self.up = nn.Linear(64, hidden, bias=False)
+            self.down = nn.Linear(hidden, 64, bias=False)
             self.gate = nn.Linear(64, 64, bias=False)
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         parallelize_module(self, mesh["tp"], plan)
         fully_shard(self, mesh=mesh["dp"])
 
@@ -523,10 +524,10 @@ class Gated(nn.Module):
         return self.down(F.relu(self.up(x))) * self.gate(x)
 
 
-def gate_differs(transport: Any) -> bool:
+def gate_differs(transport: Any, hidden: int) -> bool:
     """Whether tensor-parallel ranks have other gradients of what they replicate."""
     mesh = device_mesh(dp=2, tp=2)
-    net = Gated(mesh)
+    net = Gated(mesh, hidden)
     set_gradient_transport(net, transport, stochastic_rounding=True)
     net(data(mesh.get_local_rank("dp"))[:, :64]).pow(2).mean().backward()
     own = local_tensor(net.gate.weight.grad).contiguous()
@@ -537,7 +538,8 @@ def gate_differs(transport: Any) -> bool:
 
 def test_replicated_parameters_round_alike_on_tensor_parallel_ranks(ranks: RankPools) -> None:
     for transport in ("bf16", "float8"):
-        assert not ranks(4).run_same(gate_differs, transport)
+        for hidden in (256, 251, 3):  # what comes before is sharded evenly, or not
+            assert not ranks(4).run_same(gate_differs, transport, hidden)
 
 
 def differ_over_tp() -> str:
@@ -642,7 +644,7 @@ def test_checkpoints_have_errors(ranks: RankPools, tmp_path: Path) -> None:
 def names_of_errors() -> dict[str, list[str]]:
     """The parameters that keep errors, by what was passed."""
     mesh, found = device_mesh(dp=dist.get_world_size()), {}
-    for case in ("apart", "wrapped", "frozen", "unfrozen", "together"):
+    for case in ("apart", "wrapped", "frozen", "unfrozen", "frozen later", "together"):
         net = Uneven()
         net.wide.weight.requires_grad_(case not in ("frozen", "unfrozen"))
         if case == "together":
@@ -657,7 +659,9 @@ def names_of_errors() -> dict[str, list[str]]:
             set_gradient_transport(module, "float8", error_feedback=True)
         if case == "unfrozen":
             net.wide.weight.requires_grad_(True)
+        if case == "frozen later":
             backward(net, dist.get_rank())
+            net.wide.weight.requires_grad_(False)
         found[case] = sorted({key.partition(".0.")[0] for key in errors_of(net)})
     return found
 
@@ -669,8 +673,119 @@ def test_errors_have_the_names_of_trained_parameters(ranks: RankPools) -> None:
         "wrapped": every,
         "frozen": every[:3],
         "unfrozen": every,
+        "frozen later": every[:3],
         "together": every,
     }
+
+
+def errors_after_freezing() -> bool:
+    """Whether the errors of a parameter are zero once it was frozen, and no one else's are."""
+    mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
+    net = sharded(mesh)
+    set_gradient_transport(net, "float8", error_feedback=True)
+    backward(net, rank)
+    net.wide.weight.requires_grad_(False)
+    net.zero_grad()
+    backward(net, rank)
+    net.wide.weight.requires_grad_(True)
+    codes = {key: t for key, t in errors_of(net).items() if ".codes." in key and "spare" not in key}
+    return [key.partition(".0.")[0] for key, t in codes.items() if not t.any()] == ["wide.weight"]
+
+
+def test_errors_of_a_frozen_parameter_are_forgotten(ranks: RankPools) -> None:
+    assert ranks(2).run_same(errors_after_freezing)
+
+
+def keys_by_mesh() -> list[set[str]]:
+    """The keys of errors on a mesh of 2 x 2, and on one with its axes swapped."""
+    found = []
+    for axes in ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}):
+        net = Gated(device_mesh(**axes))
+        set_gradient_transport(net, "float8", error_feedback=True)
+        found.append(set(errors_of(net)))
+    return found
+
+
+def test_errors_of_another_mesh_have_other_keys(ranks: RankPools) -> None:
+    same = [one == other for one, other in ranks(4).run(keys_by_mesh)]
+    assert same == [True, False, False, True]  # on the diagonal a rank has the same part of both
+
+
+def sent_and_kept(nodes: int, local: int) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
+    """All-to-alls of a backward, gradients, errors; without a hierarchy if ``nodes`` is 0."""
+    flat, hierarchy = device_mesh(dp=dist.get_world_size()), None
+    if nodes:
+        flat, hierarchy = flat_mesh(nodes, local), device_mesh(nodes=nodes, local=local)
+    net = sharded(flat)
+    set_gradient_transport(net, "float8", error_feedback=True, hierarchy=hierarchy)
+    with comm_audit(flat) as audit:
+        backward(net, dist.get_rank())
+    kept = Float8State(net).state_dict().get("gradient_errors", {})
+    sent = sum(row.count for row in audit.rows if row.op == "all_to_all")
+    return sent, [*gradients_of(net).values()], [*kept.values()]
+
+
+def test_a_rank_sends_nothing_to_itself(ranks: RankPools) -> None:
+    exact = Uneven()
+    backward(exact, 0)
+    for nodes in (0, 1):
+        ((sent, gradients, errors),) = ranks(1).run(sent_and_kept, nodes, 1)
+        assert (sent, errors) == (0, [])
+        expected = [p.grad for p in exact.parameters() if p.grad is not None]
+        assert all(map(torch.equal, gradients, expected))
+    flat = ranks(2).run(sent_and_kept, 0, 0)
+    for shape in ((1, 2), (2, 1)):
+        for one, other in zip(flat, ranks(2).run(sent_and_kept, *shape), strict=True):
+            assert one[0] == other[0] == 2  # a group of parameters each
+            for these, those in zip(one[1:], other[1:], strict=True):
+                assert len(these) == len(those) > 0
+                assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(these, those))  # noqa: B905
+
+
+def experts() -> set[str]:
+    """The dtypes and axes of exchanges of modules that were set one by one."""
+    hierarchy, flat = device_mesh(nodes=2, local=2), flat_mesh(2, 2)
+    net = Uneven()
+    fully_shard(net.wide, mesh=hierarchy["local"])
+    fully_shard(net, mesh=flat)
+    call: Any = set_gradient_transport
+    message = raised(ValueError, lambda: call(net, "bf16", hierarchy=hierarchy))
+    set_gradient_transport(net.wide, "float8")
+    set_gradient_transport(net, "bf16", hierarchy=hierarchy, recurse=False)
+    with comm_audit(hierarchy) as audit:
+        net(data(dist.get_rank())).sum().backward()
+    assert "wide is sharded over the ranks" in message
+    set_gradient_transport(net, None, recurse=False)
+    left = [fsdp_reduction(group) for m in (net, net.wide) for group in fsdp_groups_of_module(m)]
+    assert [found is None for found in left] == [True, False]
+    return {f"{row.dtype} over {row.axis}" for row in audit.rows if row.op == "all_to_all"}
+
+
+def test_modules_that_are_sharded_over_other_ranks(ranks: RankPools) -> None:
+    assert ranks(4).run_same(experts) == {
+        "torch.float8_e4m3fn over local",
+        "torch.uint8 over local",
+        "torch.float32 over local",
+        "torch.bfloat16 over local",
+        "torch.bfloat16 over nodes",
+        "torch.float32 over nodes",
+    }
+
+
+def tracked() -> str:
+    """What a step says after a tool that puts back FSDP2's methods; the next one works."""
+    mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
+    net = sharded(mesh)
+    with FSDPMemTracker(net):
+        set_gradient_transport(net, "float8")
+        backward(net, rank)
+    message = raised(RuntimeError, lambda: backward(net, rank, spare=True))
+    return message
+
+
+def test_a_tool_that_puts_back_what_it_found(ranks: RankPools) -> None:
+    message = ranks(2).run_same(tracked)
+    assert "has put back the post_backward of its parameter group (FSDPMemTracker does)" in message
 
 
 class OwnReduceScatter:
@@ -686,6 +801,8 @@ def refusals() -> dict[str, str]:
     state._fsdp_param_groups = [*fsdp_groups_of_module(of_two_groups)] * 2
     together = Uneven()
     fully_shard([together.wide, together.flat], mesh=mesh)
+    for without_sums in (copied, of_two_groups):
+        set_gradient_transport(nn.Sequential(sharded(mesh), without_sums), None)
     of_fp64 = fully_shard(nn.Linear(8, 8).double(), mesh=mesh)
     replicas = device_mesh(replicas=2, dp=1)
     copies_of_fp64 = fully_shard(nn.Linear(8, 8).double(), mesh=replicas)
@@ -707,6 +824,7 @@ def refusals() -> dict[str, str]:
         "ranks differ": lambda: call(net, "bf16" if dist.get_rank() else "float8"),
         "hierarchies differ": lambda: call(sharded(flat), "bf16", hierarchy=axes[dist.get_rank()]),
         "shared group": lambda: call(together.flat, "bf16"),
+        "filter of all": lambda: call(net, "bf16", high_precision=lambda name, p: True),
     }
     found = {name: raised(ValueError, each) for name, each in calls.items()}
     for case, module in {"fp64": of_fp64, "fp64, replicas": copies_of_fp64}.items():
@@ -723,7 +841,7 @@ def refusals() -> dict[str, str]:
 
 def test_refusals(ranks: RankPools) -> None:
     found = {
-        name: re.sub(r", stride=\(?1,?\)?", "", message)  # torch's releases differ in it
+        name: re.sub(r", stride=(\(1,\)|1)", "", message)  # torch's releases differ in it
         for name, message in ranks(2).run_same(refusals).items()
     }
     assert_expected_inline(
@@ -741,6 +859,7 @@ hierarchy: set_gradient_transport: hierarchy is a mesh of shape (2,) of the rank
 ranks differ: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') have set up the model in different ways: the transport of the gradient of flat.weight: float8 on rank 0; bf16 on rank 1. Give it the same arguments on all ranks
 hierarchies differ: set_gradient_transport: the ranks of DeviceMesh((dp1x2=2), 'cpu') have set up the model in different ways: options: error_feedback=False, stochastic_rounding=False, a hierarchy of shape (1, 2) on rank 0; error_feedback=False, stochastic_rounding=False, a hierarchy of shape (2, 1) on rank 1. Give it the same arguments on all ranks
 shared group: set_gradient_transport: a parameter group of FSDP2 (fully_shard of a list) has parameters outside of the module that was passed; pass one that holds all of them
+filter of all: set_gradient_transport: transport='bf16' would encode no gradient: all parameters have fewer than 2 dims, or high_precision is true for them
 fp64: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
 fp64, replicas: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
 filter: set_gradient_transport: high_precision is 'norm'; it must be a function of a parameter's name and the parameter, such as lambda name, p: 'embed' in name

@@ -29,7 +29,8 @@ def with_float8(
         recipe_name: any recipe of ``Float8LinearConfig.from_recipe_name``.
         filter_fqns: layers with one of these in their name stay as they are.
         gradient_transport: how FSDP2's gradients travel: of ``set_gradient_transport``.
-        reduce_transport: how the sums of tensor parallelism travel: as in ``llama_tp_plan``.
+        reduce_transport: how the sums of tensor parallelism travel: as in ``llama_tp_plan``. With
+            either of them the result depends on the number of ranks.
 
     Returns:
         ``config``. FSDP2 gathers weights in float8 where the recipe can; tensor parallelism

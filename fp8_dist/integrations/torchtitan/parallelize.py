@@ -37,7 +37,8 @@ def float8_parallelize(
     Args:
         parallelize: torchtitan's.
         gradient_transport: of ``set_gradient_transport``, which is called after it.
-        reduce_transport: how tensor parallelism's sums travel, as in ``llama_tp_plan``.
+        reduce_transport: how tensor parallelism's sums travel, as in ``llama_tp_plan``. With either
+            of them the result depends on the number of ranks.
 
     Raises (what is returned):
         NotImplementedError: tensor parallelism with the back end ``full_dtensor``; with

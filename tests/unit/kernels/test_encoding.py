@@ -19,7 +19,7 @@ from fp8_dist.kernels.encoding import (
     sum_of_float8,
     sum_of_rows,
 )
-from fp8_dist.transport import Run, decode, encode, runs_of, seed_of
+from fp8_dist.transport import Encoding, Part, Run, decode, encode, runs_of, seed_of
 
 INF, NAN = math.inf, math.nan
 
@@ -162,21 +162,64 @@ def test_the_sum_is_in_fp32_in_the_order_of_ranks(ranks: int, own: int) -> None:
     assert torch.equal(sum_of_float8(codes, exponents, x[own], own), expected)
 
 
+def parts_of(*sizes_and_encodings: tuple[int, Encoding]) -> list[Part]:
+    return [Part(number, *each) for number, each in enumerate(sizes_and_encodings)]
+
+
 def test_runs_keep_blocks_inside_of_parts() -> None:
-    parts = [(256, "float8"), (128, "float8"), (3, None), (0, "float8"), (5, None), (60, "float8")]
-    parts += [(128, "float8"), (1, "bf16"), (2, "bf16")]
-    assert runs_of(parts) == (  # type: ignore[arg-type]
-        Run(0, 384, "float8"),
-        Run(384, 8, None),
-        Run(392, 60, "float8"),
-        Run(452, 128, "float8"),
-        Run(580, 3, "bf16"),
+    parts = parts_of((256, "float8"), (128, "float8"), (3, None), (0, "float8"), (5, None))
+    parts += [Part(5, 60, "float8"), Part(6, 128, "float8"), Part(7, 1, "bf16"), Part(8, 2, "bf16")]
+    assert runs_of(parts) == (
+        Run(0, 0, 384, "float8"),
+        Run(2, 384, 8, None),
+        Run(5, 392, 60, "float8"),
+        Run(6, 452, 128, "float8"),
+        Run(7, 580, 3, "bf16"),
     )
+    assert runs_of(parts, seed=0) == (
+        Run(0, 0, 256, "float8"),
+        Run(1, 256, 128, "float8"),
+        Run(2, 384, 8, None),
+        Run(5, 392, 60, "float8"),
+        Run(6, 452, 128, "float8"),
+        Run(7, 580, 1, "bf16"),
+        Run(8, 581, 2, "bf16"),
+    )
+
+
+@pytest.mark.parametrize("how", ["float8", "bf16"])
+def test_rounding_depends_on_no_other_part(how: Encoding) -> None:
+    x, seed, found = torch.randn(3, 128), 5, []
+    for before in (0, 128, 200):
+        runs = runs_of([Part(0, before, how), Part(1, 128, how)], seed)
+        rows = torch.cat([torch.ones(3, before), x], -1)
+        wire = encode(rows, runs, torch.float32, seed)
+        found.append(decode(wire, runs, torch.float32)[:, before:])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], on_the_wire(x, how))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    x = torch.randn(8, 300)
+    x[::2] = 0.0
+    x[1] = 1.0
+    expected = encode_float8(x, 3)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = encode_float8(x, 3)
+    finally:
+        torch.set_default_dtype(default)
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(decode_float8(*found)[::2], x[::2])
+    assert torch.equal(decode_float8(*found)[1], x[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_of_bytes(dtype: torch.dtype) -> None:
-    runs = runs_of([(200, "float8"), (7, None), (9, "bf16"), (128, "float8"), (1, None)])
+    runs = runs_of(parts_of((200, "float8"), (7, None), (9, "bf16"), (128, "float8"), (1, None)))
     x = torch.randn(3, 2, 345).to(dtype)
     wire = encode(x, runs, dtype)
     assert wire.shape == (3, 2, sum(run.bytes(dtype) for run in runs))
@@ -192,7 +235,9 @@ def test_rows_of_bytes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1)])
 def test_rows_of_bytes_of_one_rank(shape: tuple[int, ...]) -> None:
-    runs = runs_of([(200, "float8"), (7, None), (9, "bf16")])  # 202 bytes, then 28: not aligned
+    runs = runs_of(
+        parts_of((200, "float8"), (7, None), (9, "bf16"))
+    )  # 202 bytes, then 28: not aligned
     x = torch.randn(*shape, 216)
     found = decode(encode(x, runs, torch.float32), runs, torch.float32)
     assert torch.equal(found[..., 200:207], x[..., 200:207])
@@ -200,7 +245,7 @@ def test_rows_of_bytes_of_one_rank(shape: tuple[int, ...]) -> None:
 
 
 def test_what_is_not_encoded_has_a_dtype_of_its_own() -> None:
-    runs = runs_of([(128, "float8"), (5, None)])
+    runs = runs_of(parts_of((128, "float8"), (5, None)))
     x = torch.randn(2, 133)
     wire = encode(x, runs, torch.bfloat16)
     assert wire.shape == (2, 129 + 10)
