@@ -45,7 +45,7 @@ def start_reduction(
             return tensor
         return tensor.redistribute(placements=placements, async_op=True)
     mesh, local = tensor.device_mesh, local_tensor(tensor)
-    (ranks,), coordinate = mesh.shape, mesh.get_coordinate()
+    ranks, coordinate = mesh.size(), mesh.get_coordinate()
     assert coordinate is not None
     size = local.shape[dim]
     chunk = -(-size // ranks)
