@@ -9,8 +9,8 @@ collectives. torch offers no option for the number of threads of the groups that
 meshes, so that its constructor is replaced here. NCCL has no such threads.
 
 Each group by default also has a device of its own, with a thread that waits for its sockets and
-wakes up 100 times a second. The groups of a process share one here: with 60 groups, an idle rank
-takes 0.2 % of a core instead of 4 %.
+wakes up 100 times a second. The groups of a process share one here: idle ranks that keep the groups
+of many meshes would take a good part of few cores.
 """
 
 import functools

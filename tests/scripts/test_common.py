@@ -114,6 +114,17 @@ def test_gloo_runs_the_collectives_of_a_group_one_by_one(ranks: RankPools) -> No
     assert run_on_ranks(1, gloo_threads) == ranks(1).run(gloo_threads) == [{1}]
 
 
+def gloo_devices() -> int:
+    """How many TCP devices the default group, and one made for a mesh, have together."""
+    groups = [dist.group.WORLD, device_mesh(cp=1).get_group()]
+    options = [group._get_backend(torch.device("cpu")).options for group in groups]
+    return len({id(device) for each in options for device in each._devices})
+
+
+def test_the_gloo_groups_of_a_process_share_a_device(ranks: RankPools) -> None:
+    assert run_on_ranks(1, gloo_devices) == ranks(1).run(gloo_devices) == [1]
+
+
 def test_gloo_takes_the_interface_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
     with pytest.raises(ProcessRaisedException, match="no_such_interface"):

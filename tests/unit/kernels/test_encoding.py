@@ -235,9 +235,8 @@ def test_rows_of_bytes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1)])
 def test_rows_of_bytes_of_one_rank(shape: tuple[int, ...]) -> None:
-    runs = runs_of(
-        parts_of((200, "float8"), (7, None), (9, "bf16"))
-    )  # 202 bytes, then 28: not aligned
+    # 202 bytes, then 28: not aligned
+    runs = runs_of(parts_of((200, "float8"), (7, None), (9, "bf16")))
     x = torch.randn(*shape, 216)
     found = decode(encode(x, runs, torch.float32), runs, torch.float32)
     assert torch.equal(found[..., 200:207], x[..., 200:207])
