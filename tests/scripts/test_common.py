@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,10 +105,15 @@ def test_sqnr() -> None:
     assert sqnr(exact, torch.tensor([3.0, 4.5])) == pytest.approx(20.0)
 
 
+def gloo_options() -> list[Any]:
+    """Those of the default group, and of another one."""
+    groups = [dist.group.WORLD, dist.new_group([0])]
+    return [group._get_backend(torch.device("cpu")).options for group in groups]
+
+
 def gloo_threads() -> set[int]:
-    """How many threads run the collectives of the default group, and of one made for a mesh."""
-    groups = [dist.group.WORLD, device_mesh(cp=1).get_group()]
-    return {group._get_backend(torch.device("cpu")).options._threads for group in groups}
+    """How many threads run the collectives of a group."""
+    return {options._threads for options in gloo_options()}
 
 
 def test_gloo_runs_the_collectives_of_a_group_one_by_one(ranks: RankPools) -> None:
@@ -115,10 +121,9 @@ def test_gloo_runs_the_collectives_of_a_group_one_by_one(ranks: RankPools) -> No
 
 
 def gloo_devices() -> int:
-    """How many TCP devices the default group, and one made for a mesh, have together."""
-    groups = [dist.group.WORLD, device_mesh(cp=1).get_group()]
-    options = [group._get_backend(torch.device("cpu")).options for group in groups]
-    return len({id(device) for each in options for device in each._devices})
+    """How many TCP devices two groups have together."""
+    devices = [device for options in gloo_options() for device in options._devices]
+    return len(set(map(id, devices)))
 
 
 def test_the_gloo_groups_of_a_process_share_a_device(ranks: RankPools) -> None:
