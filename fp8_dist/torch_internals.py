@@ -278,6 +278,16 @@ def fsdp_groups() -> list[Any]:
     return [group for state in states for group in _groups_of_state(state)]
 
 
+def fsdp_init_shards(module: FSDPModule) -> None:
+    """Let FSDP2 bring the local tensors of a module's parameters into their final form.
+
+    It does so by itself before the first gather: it replaces those that it pads or pins.
+    """
+    for group in fsdp_groups_of_module(module):
+        if not any(parameter.sharded_param.is_meta for parameter in group.fsdp_params):
+            group.lazy_init()
+
+
 def _groups_of_state(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None) or [
         getattr(state, "_fsdp_param_group", None)

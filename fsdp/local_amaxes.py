@@ -1,7 +1,7 @@
 """The amaxes of the local shards of many weights, and where they stand among those of all ranks."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -110,16 +110,6 @@ def _with_position(layer: Float8Linear, local: torch.Tensor, granularity: Granul
     if shape and axes:  # the ranks of a mesh have no values under FakeTensorMode
         offset = granularity.offset(global_offset(layout))
     return Amaxes(layout.mesh, local, shape, offset, axes)
-
-
-def axes_of(layers: Iterable[Float8Linear]) -> Iterator[tuple[DeviceMesh, tuple[int, ...]]]:
-    """The meshes of weights, each with the axes over which amaxes are reduced, if any are."""
-    for layer in layers:
-        layout = layer.float8_weight.layout()
-        if layout is not None:
-            for cast in layer.config.casts("weight"):
-                if axes := _axes_that_decide(layer, layout, cast.granularity):
-                    yield layout.mesh, axes
 
 
 def _axes_that_decide(

@@ -24,7 +24,7 @@ from fp8_dist.config import CastSpec
 from fp8_dist.fsdp.attach import attach
 from fp8_dist.fsdp.groups import common_groups
 from fp8_dist.fsdp.joining import joined
-from fp8_dist.fsdp.local_amaxes import Amaxes, axes_of, local_amaxes
+from fp8_dist.fsdp.local_amaxes import Amaxes, local_amaxes
 from fp8_dist.fsdp.resharding import check_outside_of_backward, check_sharded_module
 from fp8_dist.fsdp.streams import note_made
 from fp8_dist.granularity import Granularity
@@ -34,6 +34,7 @@ from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
 from fp8_dist.mesh import AmaxReduction, local_tensor
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.torch_internals import fsdp_init_shards
 
 
 class _Reduction(NamedTuple):
@@ -51,8 +52,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     tensor parallelism, by both, or not at all. ``module`` may be a part of the model. Code that is
     compiled may call it: the graph breaks there. Graphs that use scales are not compiled anew.
 
-    A frozen weight (``requires_grad=False``) that FSDP2 gathers in float8 keeps its scale, and its
-    float8 copy, as long as training steps alone use it and no change is noticed.
+    A frozen weight that FSDP2 does not gather in float8 is left out: it is scaled in each forward,
+    since it may be changed by means that go unnoticed (a merge of adapters).
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per scale that needs it (1 byte if all of
     them are of blocks, where the weights are those whose blocks are cut; more for weights
@@ -83,6 +84,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     reason="precompute_float8_dynamic_scale looks at weights, which graphs write to when they end; "
     "call it outside of code that is compiled with fullgraph=True"
 )
+@torch.inference_mode(False)  # autograd can't save inference tensors
 @torch.no_grad()
 def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None = None) -> None:
     """:func:`precompute_float8_dynamic_scale` for some layers of ``module``, by name; None: all."""
@@ -90,17 +92,19 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
         layers = _float8_layers(module, "precompute_float8_dynamic_scale")
     # Unsharded weights are those of before the optimizer step.
     reshard(module, "precompute_float8_dynamic_scale")
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            fsdp_init_shards(part)
     _check_weights(layers)
     check_agreement(module, "precompute_float8_dynamic_scale")
     # By the parameter that each layer has now: FSDP2 will put another in its place.
     weights = {
         layer: id(layer.weight)
         for layer in layers.values()
-        if not layer.float8_weight.cache.outlives_steps(layer.weight)
+        if not layer.float8_weight.may_change_unnoticed(layer.weight)
     }
     amaxes = local_amaxes(weights)
-    left_out = [layer for layer in layers.values() if layer not in weights]
-    reduction = _start(list(amaxes.values()), left_out)
+    reduction = _start(list(amaxes.values()))
 
     def find() -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
         reduced = _reduced(list(amaxes.values()), reduction)
@@ -194,17 +198,13 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
         )
 
 
-def _start(amaxes: Sequence[Amaxes], others: Iterable[Float8Linear]) -> _Reduction | None:
-    """Begin the one all-reduce, of the amaxes that need it.
-
-    It runs over the axes of ``others`` too, the layers that are left out this time: the groups that
-    the first call made serve all later ones.
-    """
+def _start(amaxes: Sequence[Amaxes]) -> _Reduction | None:
+    """Begin the one all-reduce, of the amaxes that need it."""
     chosen = [a for a in amaxes if a.axes]
     if not chosen:
         return None
     pairs = [(a.mesh, a.axes) for a in chosen if a.mesh is not None]
-    groups, missing = common_groups(_axes_by_mesh([*pairs, *axes_of(others)]))
+    groups, missing = common_groups(_axes_by_mesh(pairs))
     rank = dist.get_rank()
     sizes: list[int] = []
     parts: list[torch.Tensor] = []

@@ -55,9 +55,7 @@ def cast_together(layer: Float8Linear, evaluates: bool) -> None:
             cache.is_cast_ahead = True
         if _lacks_cast(other):
             (cast,), shard = other.config.casts("weight"), other.float8_weight.shard()
-            # A frozen weight's cast outlives those of the others, and so would their buffer.
-            frozen = not other.weight.requires_grad
-            alike.setdefault((cast, shard.dtype, shard.device, frozen), []).append(other)
+            alike.setdefault((cast, shard.dtype, shard.device), []).append(other)
     for same in alike.values():
         for part in _parts(same):
             _cast_alike(part)

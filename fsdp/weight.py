@@ -52,19 +52,9 @@ from fp8_dist.torch_internals import (
 
 aten = torch.ops.aten
 
-# Ops whose results share the memory of their argument.
-_ALIASES = {
-    aten.alias.default,
-    aten.as_strided.default,
-    aten.detach.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.view.default,
-}
-
-# Ops whose result is the same weight, moved, viewed, or about to be filled: it stays gathered in
-# float8. Results of all others (zeros_like for optimizer state, arithmetic) are plain tensors.
-_SAME_WEIGHT = _ALIASES | {
+# Ops whose result is the same weight, moved or about to be filled: it stays gathered in float8, as
+# views do. Results of all others (zeros_like for optimizer state, arithmetic) are plain tensors.
+_SAME_WEIGHT = {
     aten.clone.default,
     aten.copy_.default,
     aten.empty_like.default,
@@ -92,8 +82,8 @@ _together: "WeakKeyDictionary[Any, TransposedTogether]" = WeakKeyDictionary()
 
 def _refilled(layer: Float8Linear, qdata: torch.Tensor) -> None:
     """The weight of a layer was gathered."""
-    if not in_backward():
-        layer.float8_weight.cache.gathered(trains=torch.is_grad_enabled())
+    if not (in_backward() or torch.is_grad_enabled()):
+        layer.float8_weight.cache.end_of_evaluation()
     group = group_of(layer)
     if group is not None and takes_transposed(qdata.device):
         _together.setdefault(group, TransposedTogether()).refilled(id(layer), qdata)
@@ -231,12 +221,12 @@ class Float8AllGatherWeight(torch.Tensor):
             return args[0]
         if func is aten.clone.default and kwargs_.get("memory_format") is torch.preserve_format:
             return out  # how optimizers make state that starts as a copy; clone() makes a shard
-        if func not in _SAME_WEIGHT:
+        if not (func.is_view or func in _SAME_WEIGHT):
             return out
         wrapped = tree_map_only(torch.Tensor, cls, out)
-        if func in _ALIASES:
-            for alias in [wrapped] if isinstance(wrapped, cls) else wrapped:
-                alias._writes = args[0]._writes
+        if func.is_view:
+            for view in [wrapped] if isinstance(wrapped, cls) else wrapped:
+                view._writes = args[0]._writes
         return wrapped
 
     def fsdp_pre_all_gather(

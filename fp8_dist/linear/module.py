@@ -25,6 +25,7 @@ from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
 from fp8_dist.linear.saved_histories import load_from_metadata, save_to_metadata
 from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import has_functorch_transforms
@@ -200,7 +201,7 @@ class Float8Linear(nn.Linear):
                 input = input.to(torch.get_autocast_dtype(device))
             input = input if plain else reduced(input)
         training = torch.is_grad_enabled()
-        if not training and not compiling:
+        if not compiling and not self.float8_weight.leaves_something(weight, training):
             self.float8_weight.end_of_evaluation(weight)
         # In a graph the name would be guarded (torch 2.11): no two layers could share one.
         fqn = "" if compiling else self.fqn
@@ -278,7 +279,7 @@ class Float8Linear(nn.Linear):
         if assign and key in state_dict and self.config.fsdp_float8_all_gather:
             state_dict[key] = self.float8_weight.wrapped(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        self.float8_weight.cache.drop()
+        self.float8_weight.cache.drop(Change.LOAD)
         load_from_metadata(self.histories, local_metadata, self.meshes(), self.fqn)
 
 
@@ -287,8 +288,8 @@ def invalidate_float8_scales(module: nn.Module) -> None:
 
     For changes that can't be noticed: writes to a numpy array of a weight, and, if FSDP2 does not
     gather it in float8, writes into its ``.data``, collectives into it (``dist.broadcast``), and
-    for DTensors in-place foreach ops outside an optimizer. Of a frozen weight, precompute does not
-    notice them either. Call it on all ranks; it issues no collectives.
+    for DTensors in-place foreach ops outside an optimizer. (The table of docs/state.md has all.)
+    Call it on all ranks; it issues no collectives.
     """
     for layer in float8_layers(module).values():
         layer.float8_weight.cache.drop()

@@ -59,6 +59,7 @@ from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import (
     in_backward,
     is_captured,
+    is_plain,
     is_selectively_checkpointed,
     set_dtensor_local,
     storage_address,
@@ -150,7 +151,7 @@ class Float8Weight:
         compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
         # No end_of_evaluation follows in a graph: what it finds without gradients is not kept.
         keeps = training or not compiling
-        if not training and not compiling:
+        if not compiling and not self.leaves_something(parameter, training):
             self.begin_evaluation()
         shard = self.gather_type.unwrap(local)
         if not compiling:
@@ -197,17 +198,32 @@ class Float8Weight:
             keep_for_current_stream([found.qdata, found.scale, *kept.get(cast, ())])
         return found
 
+    def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
+        """Whether a write to ``parameter`` may go unnoticed for ever.
+
+        That is so for a frozen one, of which no optimizer step ends what is known, where torch does
+        not count all writes: PEFT merges adapters through ``.data``.
+        """
+        return not parameter.requires_grad and is_plain(local_tensor(parameter))
+
+    def leaves_something(self, parameter: torch.Tensor, training: bool) -> bool:
+        """Whether later forwards may use what this one finds; an evaluation leaves nothing."""
+        return training and (self._is_exchanged or not self.may_change_unnoticed(parameter))
+
     def begin_evaluation(self) -> None:
-        """A pass without gradients begins: it must not use bytes that a training pass has left.
+        """A pass begins that must not use bytes that another pass has left.
 
         (The casts and scales of a backward, which runs without gradients too, are those of its
-        forward.)
+        forward.) Nor does it use a precomputed scale if this rank has the whole weight, and needs
+        no other rank to find it again, or if the weight may have changed unnoticed.
         """
         if not in_backward():
-            self.cache.begin_evaluation()
+            parameter = self.parameter()
+            forgets = self.layout(parameter) is None or self.may_change_unnoticed(parameter)
+            self.cache.begin_evaluation(forgets and not self._is_exchanged)
 
     def end_of_evaluation(self, parameter: torch.Tensor) -> None:
-        """A forward without gradients has taken its casts of the parameter.
+        """A forward has taken its casts of the parameter, and leaves nothing to later ones.
 
         (Of a weight that FSDP2 gathers in float8 the gather tells. Ranks agree about gathers, but
         not about forwards: experts may lack tokens.)
@@ -342,10 +358,11 @@ class Float8Weight:
         A graph may reuse the memory of what it is given: none of it is kept here. (So a cached
         float8 copy does not serve: to copy it moves as many bytes as to cast the weight again.)
         """
-        if not keep:
-            self.begin_evaluation()
         is_own = self._is_own(shard)
         shard, parameter, casts = shard.detach(), self.parameter(), self.config.casts("weight")
+        leaves_something = self.leaves_something(parameter, keep)
+        if not leaves_something:
+            self.begin_evaluation()
         copies = tuple(CopySpec(casts[i], t) for i, t in zip(of, transposed, strict=True))
         history = self._histories.get("weight")
         known = self.cache.scaling if is_own and self._is_fresh(parameter, shard) else None
@@ -365,6 +382,8 @@ class Float8Weight:
             multipliers = {cast: m.clone() if m is s else m for cast, (m, s) in scalings.items()}
             later = partial(_scalings_by, multipliers)
             self._note(parameter, shard, later, ScaleState.FROM_FORWARD if keeps else None, whole)
+            if keeps and not leaves_something:
+                self.end_of_evaluation(parameter)
         if history is not None and keep:
             history.record_later()
         return flat_copies(float8)

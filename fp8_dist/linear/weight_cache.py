@@ -4,35 +4,29 @@ A scale, and the float8 copy made with it, may be used only for the values it wa
 What can change a weight, and how it is noticed:
 
 * Any ``torch.optim`` step: a global post-step hook drops what is known of the optimizer's
-  parameters, but for frozen ones without a gradient. Version counters alone would not do: foreach
-  and fused steps change a DTensor without raising them. The hook also drops what a forward or a
-  gather found out about trained parameters that no optimizer was seen to update. They may be
-  copies of such parameters: mixed-precision optimizers that own the masters copy them back through
-  ``.data``.
+  parameters. Version counters alone would not do: foreach and fused steps change a DTensor without
+  raising them. The hook also drops what a forward or a gather found out about parameters that no
+  optimizer was seen to update. They may be copies of such parameters: mixed-precision optimizers
+  that own the masters copy them back through ``.data``.
 * FSDP2 replaces sharded parameters by unsharded ones and back: the layer notices each exchange.
   The values of an unsharded parameter are unknown the next time, except in the backward. There
   they are what the forward gathered, unless the versions of the two tell of a write since.
 * In-place ops on the parameter, on its ``to_local()`` or on what ``state_dict()`` gave out: version
-  counters. A weight that FSDP2 gathers in float8 counts what torch does not: in-place foreach ops,
-  writes into ``.data``, collectives into it.
+  counters, from the moment when the amax is taken. A weight that FSDP2 gathers in float8 counts
+  what torch does not: in-place foreach ops, writes into ``.data``, collectives into it. Of other
+  frozen weights a forward leaves nothing to later ones, as no optimizer step ends what is known
+  (PEFT merges adapters through ``.data``).
 * ``parameter.data = tensor``, if the parameter is no DTensor (torch lets those be as they were),
   and ``swap_tensors``: another storage.
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops what is known, or the
   identity of the parameter differs.
 
-Nothing that Python can read changes, so it is not noticed, with
-
-* writes into ``.data`` (``vector_to_parameters`` makes such) of other weights;
-* collectives into other weights: ``dist.broadcast(weight, 0)``, ``all_reduce``, ``recv``;
-* in-place foreach ops outside an optimizer on other DTensors;
-* writes through a numpy array;
-* a write to ``to_local()`` between precompute and the first gather or use of a scale.
-
-For these there is :func:`fp8_dist.invalidate_float8_scales`. Without it the next training forward
-uses the old scale, and the old float8 copy if there is one. An evaluation uses neither, but for a
-precomputed scale. (FSDP2 gathers without gradients in training too: there ``model.eval()`` tells.)
-Every change, noticed or not, must be made on all ranks: a rank that drops its scales alone waits
-alone for the all-reduce of new ones.
+What is not noticed is in the table of docs/state.md: the writes of which Python can read no trace.
+For these there is :func:`fp8_dist.invalidate_float8_scales`. Without it a training forward uses the
+old scale, and the old float8 copy if there is one, until the next optimizer step or precompute. An
+evaluation uses neither, but for a precomputed scale. (FSDP2 gathers without gradients in training
+too: there ``model.eval()`` tells.) Every change, noticed or not, must be made on all ranks: a rank
+that drops its scales alone waits alone for the all-reduce of new ones.
 
 All of it depends on the sequence of calls alone, which is the same on all ranks, so ranks agree
 about which of them need a collective. A compiled graph asks when it runs, by an operator.
@@ -72,6 +66,14 @@ class ScaleState(Enum):
     STALE = auto()
     FROM_GATHER = auto()
     FROM_FORWARD = auto()
+
+
+class Change(Enum):
+    """How a weight has changed, in the words of the warning about its precomputed scale."""
+
+    STEP = "an optimizer has taken a step"
+    LOAD = "a state_dict was loaded"
+    WRITE = "the weight was written to"
 
 
 # (Not sets: the hash of an enum's member is computed in Python.)
@@ -114,16 +116,16 @@ class WeightCache:
     optimizer; a new version
     step of another optimizer                                             UNKNOWN (b)
     ``parameter_replaced``                                                UNKNOWN (c)
-    ``begin_evaluation``                                                  UNKNOWN
-    ``end_of_evaluation``                                                 UNKNOWN (d)
+    ``begin_evaluation``                      UNKNOWN (d)                 UNKNOWN
+    ``end_of_evaluation``                                                 UNKNOWN (e)
     ``warn_if_stale``                                        UNKNOWN
     ``reset``                  UNKNOWN        UNKNOWN        UNKNOWN      UNKNOWN
     =========================  =============  =============  ===========  =========================
 
     An empty cell: the state stays. (a) The layer used another tensor than the parameter that the
-    scales were precomputed for. (b) Unless an optimizer was seen to update the parameter, or it is
-    frozen. (c) FROM_FORWARD alone, and not where a backward gathers again what the forward
-    gathered. (d) When it is next asked for, if not by a backward.
+    scales were precomputed for. (b) Unless an optimizer was seen to update the parameter. (c)
+    FROM_FORWARD alone, and not where a backward gathers again what the forward gathered. (d) If it
+    is asked to forget it. (e) When it is next asked for, if not by a backward.
 
     Attributes:
         state: see the table.
@@ -151,7 +153,7 @@ class WeightCache:
         self._origin: _Values | None = None
         self._gathered: _Values | None = None
         self._optimized = False  # an optimizer was seen to update the parameter
-        self._last_gather_trained = False  # the last gather since precompute was a training step's
+        self._change = Change.WRITE  # the one that made the scale STALE
         self._steps_since_sync = 0
 
     @property
@@ -178,11 +180,6 @@ class WeightCache:
     def store_pending(self, param: torch.Tensor, pending: PendingScales) -> None:
         """The scaling of the values that ``param`` has now is being precomputed."""
         self.store(param, pending, ScaleState.PENDING)
-        self._last_gather_trained = False
-        # FSDP2 replaces the local tensor of a padded shard when it first runs, on some ranks only.
-        self._local_version = None
-        if not is_plain(param):
-            self._storage = None
 
     def store(
         self,
@@ -215,10 +212,6 @@ class WeightCache:
         if self._of_evaluation and not in_backward():
             self._forget_found()
             return False
-        if self._local_version is None:
-            self._local_version = _version(local_tensor(param))
-            if self._storage is None:
-                self._note_storage(param)
         if not self._has_same_values(param):
             self.drop()
             return False
@@ -228,13 +221,7 @@ class WeightCache:
         """The state that a use of ``param`` would find now; it is left as it is."""
         if self._param is not param:
             return ScaleState.UNKNOWN
-        local_version = self._local_version
-        same = (
-            self._version == _version(param)
-            and (local_version is None or local_version == _version(local_tensor(param)))
-            and self._has_same_storage(param)
-        )
-        if same and not (self._of_evaluation and not in_backward()):
+        if self._has_same_values(param) and not (self._of_evaluation and not in_backward()):
             return self.state
         return ScaleState.STALE if self.state in _OF_PRECOMPUTE else ScaleState.UNKNOWN
 
@@ -253,43 +240,25 @@ class WeightCache:
         # (The weak reference keeps the storage's address from being given to another.)
         self._storage = StorageWeakRef(innermost(param).untyped_storage())
 
-    def gathered(self, trains: bool) -> None:
-        """FSDP2 gathered the weight for a forward: of a training step, or without gradients."""
-        self._last_gather_trained = trains
-        if not trains:
-            self.end_of_evaluation()
-
-    def outlives_steps(self, param: torch.Tensor) -> bool:
-        """True if precompute need not look at ``param`` again: frozen, and in a training's use.
-
-        That is the base beside trained adapters. A frozen weight that was evaluated since may be
-        changed by means that go unnoticed, as the teacher that averages a student's weights is.
-        (Gathers are collective, so ranks agree. Forwards are not: experts may lack tokens.)
-        """
-        return (
-            self._last_gather_trained
-            and not param.requires_grad
-            and self.state is ScaleState.PRECOMPUTED
-            and self._param is param
-            and self._has_same_values(param)
-        )
-
     def precomputed_for_another(self, param: torch.Tensor) -> bool:
         """True if a scale was precomputed for a parameter, and ``param`` is another."""
         return self.state in _OF_PRECOMPUTE and self._param is not param
 
-    def begin_evaluation(self) -> None:
+    def begin_evaluation(self, forget_precomputed: bool = False) -> None:
         """Forget, before a pass without gradients, what others have found out.
 
         A model may be changed by means that go unnoticed before it is evaluated (an EMA by foreach
-        ops). A precomputed scale stays: all ranks would have to ask for another one.
+        ops). A precomputed scale stays by default: all ranks would have to ask for another one.
         """
         self.float8 = None
         if self.state not in _OF_PRECOMPUTE:
             self._forget_found()
+        elif forget_precomputed and self.state is not ScaleState.STALE:
+            self.drop()
+            self.state = ScaleState.UNKNOWN
 
     def end_of_evaluation(self) -> None:
-        """After a pass without gradients: what it has found out is not for the next one.
+        """Forget, after a pass without gradients, what it has found out.
 
         A backward may still use the scale: the pass may have been the first half of reentrant
         activation checkpointing.
@@ -327,18 +296,16 @@ class WeightCache:
         is_own = id(self._param) in updated
         self._optimized |= is_own
         self._steps_since_sync += is_own
-        if is_own or not (self._optimized or self._is_frozen() or self.state in _OF_PRECOMPUTE):
-            self.drop()
+        if is_own or not (self._optimized or self.state in _OF_PRECOMPUTE):
+            self.drop(Change.STEP)
 
-    def _is_frozen(self) -> bool:
-        return self._param is not None and not self._param.requires_grad
-
-    def drop(self) -> None:
-        """Forget everything but that there once was a precomputed scale."""
+    def drop(self, change: Change = Change.WRITE) -> None:
+        """Forget everything but that there once was a precomputed scale, and what changed since."""
         if isinstance(self._scaling, PendingScales):
             self._scaling.wait()  # torch wants every collective waited for
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
+        self._change = change
         self._scaling = self.float8 = self.all_scales = self._origin = None
         self._of_evaluation = False
 
@@ -352,12 +319,14 @@ class WeightCache:
         """Warn once if the precomputed scale of ``param`` was dropped and none followed."""
         if self.state is ScaleState.STALE and self._param is param:
             self.state = ScaleState.UNKNOWN
+            when = "such a change"
+            if self._change is Change.STEP:
+                when = "every optimizer.step(), or attach_update(optimizer, model) once"
             warn_once(
                 "stale scale",
-                f"{name}: the weight changed after precompute_float8_dynamic_scale, so its scale "
-                "is computed again in this step, with one all-reduce per weight. Call "
-                "precompute_float8_dynamic_scale(model) after every optimizer.step(), or "
-                "attach_precompute(optimizer, model) once",
+                f"{name}: {self._change.value} after the scales were precomputed, so they are "
+                "computed again in this step, with one all-reduce per sharded weight. Call "
+                f"precompute_float8_dynamic_scale(model) after {when}",
             )
 
     def synced(self) -> None:

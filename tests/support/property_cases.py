@@ -47,6 +47,9 @@ ACTIONS = (
     "deepcopy",
     "checkpointing",
     "precompute",
+    "precompute, write",
+    "merge",
+    "dcp.load",
     "sync",
     "invalidate",
 )
@@ -102,7 +105,11 @@ class LayerCase:
 
 @dataclass(frozen=True)
 class TrainCase:
-    """Actions on a model on a mesh; each pass is compared with a twin in one process."""
+    """Actions on a model on a mesh; each pass is compared with a twin in one process.
+
+    Attributes:
+        differs: the last of several ranks has another config, which all of them must refuse.
+    """
 
     mesh: str = "one process"
     recipe: str = "tensorwise"
@@ -116,6 +123,7 @@ class TrainCase:
     values: str = "normal"
     optimizer: str = "SGD"
     actions: tuple[str, ...] = ("step",)
+    differs: bool = False
     seed: int = 0
 
 
@@ -252,6 +260,7 @@ def train_cases(draw: st.DrawFn, max_ranks: int) -> TrainCase:
         values=draw(st.sampled_from(["normal", *(FINITE[:-2] if of_many else VALUES)])),
         optimizer=draw(st.sampled_from(["SGD", "AdamW", "AdamW foreach"])),
         actions=tuple(draw(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=5))),
+        differs=mesh != "one process" and draw(st.sampled_from([*[False] * 11, True])),
         seed=draw(st.integers(0, 99)),
     )
 

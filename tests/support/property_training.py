@@ -9,12 +9,15 @@ ranks. A pass is right if
 """
 
 import copy
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from nets import MLP, full
 from property_cases import MESHES, TrainCase, ranks_of
@@ -31,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
     Float8LinearConfig,
+    Float8State,
     Float8Tensor,
     convert_to_float8_training,
     invalidate_float8_scales,
@@ -38,6 +42,7 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
     update_float8_scales,
 )
+from fp8_dist.fsdp.weight import Float8AllGatherWeight
 from fp8_dist.linear.recording import GemmRecord, record_gemms
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import (
@@ -73,6 +78,8 @@ def run_training(case: TrainCase) -> list[str]:
             world.take(action)
         except WrongResult as error:
             raise WrongResult(f"after {list(case.actions[: i + 1])}: {error}") from None
+    if case.differs:
+        raise WrongResult("a rank with another config was not noticed")
     return world.refused
 
 
@@ -88,6 +95,8 @@ class World:
         self.checkpointing = False
         self.refused: list[str] = []
         config = replace(Float8LinearConfig.from_recipe_name(case.recipe), **dict(case.flags))
+        if case.differs and self.rank == ranks_of(case) - 1:
+            config = replace(config, emulate=not config.emulate)
         self.twin = self.model(config)
         gather = case.gather if self.replicas > 1 else False
         self.net = self.model(replace(config, enable_fsdp_float8_all_gather=gather))
@@ -339,6 +348,62 @@ def write_data(net: nn.Module) -> None:
     invalidate_float8_scales(net)
 
 
+def write_after_precompute(world: World) -> None:
+    """A write between precompute and the next pass, of one of the kinds that are noticed there."""
+    precompute_float8_dynamic_scale(world.net)
+    weights = [parameter for parameter in world.net.parameters() if parameter.ndim == 2]
+    local = [local_tensor(weight) for weight in weights]
+    counted = all(isinstance(each, Float8AllGatherWeight) for each in local)
+    kinds: list[Callable[[], object]] = [
+        lambda: torch._foreach_mul_(weights, 3.0),
+        lambda: [weight.data.mul_(3) for weight in weights],
+        lambda: [weight.data[1:].mul_(3) for weight in weights],
+        lambda: [each.detach().mul_(3) for each in local],
+        lambda: [weight.copy_(weight.detach() * 3) for weight in weights],
+    ]
+    write = world.case.seed + world.passes
+    with torch.no_grad():
+        kinds[write % 5 if counted else 3 + write % 2]()
+    world.run(training=write % 3 > 0)
+
+
+def merge(world: World) -> None:
+    """What PEFT does to frozen weights, in the midst of training: it writes through ``.data``."""
+    weights = [layer.w1.weight for layer in world.net]
+    world.both(partial(freeze, True))
+    for factor in (None, 3.0, 1 / 3):
+        for weight in weights if factor else ():
+            weight.data *= factor
+        world.run(training=True)
+    world.both(partial(freeze, False))
+
+
+def load_checkpoint(world: World) -> None:
+    """One ``dcp.load`` takes the model and its histories back to where they were saved."""
+    # (The twin is in a state_dict of its own: its histories are the same.)
+    histories = Float8State(world.twin).state_dict()
+    with checkpoint_folder(ranks_of(world.case)) as folder:
+        state = {"model": world.net, "float8": Float8State(world.net)}
+        no_dist = ranks_of(world.case) == 1
+        dcp.save(state, checkpoint_id=folder, no_dist=no_dist)
+        step(world)
+        dcp.load(state, checkpoint_id=folder, no_dist=no_dist)
+    Float8State(world.twin).load_state_dict(histories)
+    world.run(training=True)
+
+
+@contextmanager
+def checkpoint_folder(ranks: int) -> Iterator[str]:
+    """A folder that exists until all ranks are done with it."""
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        if ranks > 1:
+            dist.broadcast_object_list(folders)
+        yield folders[0]
+        if ranks > 1:
+            dist.barrier()
+
+
 def freeze(frozen: bool, net: nn.Module) -> None:
     for layer in net:
         layer.w1.weight.requires_grad_(not frozen)
@@ -397,6 +462,9 @@ ACTIONS: dict[str, Callable[[World], None]] = {
     "deepcopy": deep_copy,
     "checkpointing": toggle_checkpointing,
     "precompute": changed(precompute_float8_dynamic_scale),
+    "precompute, write": write_after_precompute,
+    "merge": merge,
+    "dcp.load": load_checkpoint,
     "sync": changed(sync_float8_amax_and_scale_history),
     "invalidate": changed(invalidate_float8_scales),
 }

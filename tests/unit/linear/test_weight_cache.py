@@ -27,7 +27,11 @@ X = torch.ones(4, 32)
 
 
 def forward(layer: Float8Linear) -> None:
-    layer(X).sum().backward()
+    layer(X.clone().requires_grad_()).sum().backward()
+
+
+def freeze(layer: Float8Linear) -> None:
+    layer.weight.requires_grad_(False)
 
 
 def evaluate(layer: Float8Linear) -> None:
@@ -94,12 +98,16 @@ precompute = precompute_float8_dynamic_scale
         ((forward, step_of_another), ScaleState.UNKNOWN),
         ((forward, step, forward, step_of_another), ScaleState.FROM_FORWARD),
         ((forward, evaluate, look), ScaleState.UNKNOWN),
-        ((precompute, evaluate), ScaleState.PRECOMPUTED),
+        # A rank that has the whole weight needs no other to find its scale again.
+        ((precompute, evaluate), ScaleState.FROM_FORWARD),
+        ((freeze, forward, look), ScaleState.UNKNOWN),
+        ((precompute, freeze, forward, look), ScaleState.UNKNOWN),
+        ((freeze, precompute), ScaleState.UNKNOWN),
         ((precompute, Float8Linear.double), ScaleState.UNKNOWN),
         ((forward, Float8Linear.double), ScaleState.UNKNOWN),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*the weight changed")
+@pytest.mark.filterwarnings("ignore:.*after the scales were")
 def test_states(events: Events, state: ScaleState) -> None:
     layer = Float8Linear(32, 16)
     for event in events:

@@ -1,0 +1,208 @@
+"""The table of docs/state.md, row by row: which writes to a weight are noticed."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from nets import Distributed, Net
+from ranks import RankPools, device_mesh
+from reference import same_cast, weights_used
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_layers,
+    invalidate_float8_scales,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.mesh import local_tensor
+
+PAGE = Path(__file__).parents[2] / "docs" / "state.md"
+
+
+def column_of_page(column: str) -> dict[str, str]:
+    """By change, the cell of the table."""
+    page = PAGE.read_text()
+    table = page[page.index("| change |") :].partition("\n\n")[0]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    return {cells[0]: cells[head.index(column)] for cells in rows}
+
+
+def of_each(write: Callable[[Tensor], object]) -> Callable[[nn.Module], None]:
+    """Write to each weight."""
+    return lambda net: [write(layer.weight) for layer in float8_layers(net).values()] and None
+
+
+def of_state(write: Callable[[list[Tensor]], object]) -> Callable[[nn.Module], None]:
+    """Write to the weights that ``state_dict()`` returns."""
+    return lambda net: write([v for k, v in net.state_dict().items() if "weight" in k]) and None
+
+
+def replace_data(weight: Tensor) -> None:
+    weight.data = weight.data.clone() * 10
+
+
+def write_to_numpy(weight: Tensor) -> None:
+    array = getattr(local_tensor(weight), "_tensor", local_tensor(weight)).detach().numpy()
+    array *= 10
+
+
+def replace(net: nn.Module) -> None:
+    for layer in float8_layers(net).values():
+        layer.weight = nn.Parameter(layer.weight.detach().clone() * 10)
+
+
+def swap(net: nn.Module) -> None:
+    """Exchange weights for others with equal version counters."""
+    for layer in float8_layers(net).values():
+        detached, gathers = layer.weight.detach() * 10, layer.config.fsdp_float8_all_gather
+        other = layer.float8_weight.wrapped(detached) if gathers else nn.Parameter(detached)
+        while other._version < layer.weight._version:
+            increment_version(other)
+        torch.utils.swap_tensors(layer.weight, other)
+
+
+def step(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, -10.0)
+    torch.optim.SGD(net.parameters(), lr=1.0, foreach=True).step()
+
+
+def load(net: nn.Module) -> None:
+    net.load_state_dict({k: v * 10 for k, v in net.state_dict().items()})
+
+
+REPLACE_DATA = of_each(replace_data)
+WRITES: dict[str, Callable[[nn.Module], None]] = {
+    "a step of its optimizer": step,
+    "`load_state_dict`": load,
+    "another parameter: `layer.weight = ...`": replace,
+    "`torch.utils.swap_tensors(weight, other)`": swap,
+    "`weight.mul_(2)`, `weight.copy_(ema)`, also of `weight.detach()`": of_each(
+        lambda w: w.mul_(10)
+    ),
+    "`weight[0].mul_(2)`": of_each(lambda w: w[:4].mul_(10)),
+    "`weight.to_local().mul_(2)`": of_each(lambda w: local_tensor(w).detach().mul_(10)),
+    "`torch._foreach_mul_(weights, 2)`": lambda net: torch._foreach_mul_(
+        [layer.weight for layer in float8_layers(net).values()], 10.0
+    ),
+    "`weight.data.mul_(2)`, `weight.data += delta`": of_each(lambda w: w.data.mul_(10)),
+    "`weight.data[0].mul_(2)`": of_each(lambda w: w.data[:4].mul_(10)),
+    "`weight.data = other`": REPLACE_DATA,
+    "`dist.all_reduce(weight)`, of a DTensor `weight.to_local()`": of_each(
+        lambda w: dist.all_reduce(local_tensor(w))
+    ),
+    "in-place operations on what `state_dict()` returned": of_state(
+        lambda s: [v.mul_(10) for v in s]
+    ),
+    "foreach operations on what `state_dict()` returned": of_state(
+        lambda s: torch._foreach_mul_(s, 10.0)
+    ),
+    "`.data` of what `state_dict()` returned": of_state(lambda s: [v.data.mul_(10) for v in s]),
+    "collectives into what `state_dict()` returned": of_state(
+        lambda s: [dist.all_reduce(local_tensor(v)) for v in s]
+    ),
+    "a numpy array that shares its memory": of_each(write_to_numpy),
+}
+
+MODES: dict[str, tuple[bool, Callable[[], AbstractContextManager[object]]]] = {
+    "train": (True, nullcontext),
+    "no_grad": (True, torch.no_grad),
+    "eval": (False, torch.no_grad),
+    "inference_mode": (False, torch.inference_mode),
+}
+
+
+def net_on(column: str, config: Float8LinearConfig, write: str) -> tuple[nn.Module, Tensor]:
+    """A model of a column of the table, and its input on this rank."""
+    x = torch.randn(6, 8, 64)
+    if column == "one device, DDP":
+        net = convert_to_float8_training(Net(layers=1), config=config)
+        if WRITES[write] in (replace, swap):  # DDP keeps the parameters that it found
+            return net, x
+        return DistributedDataParallel(net, process_group=device_mesh(dp=2).get_group("dp")), x
+    dp, tp = (1, 2) if column == "tensor parallelism" else (dist.get_world_size(), 1)
+    # Three ranks: of unequal shards FSDP2 pads some when it first runs.
+    arguments = {"layers": 1, "hidden": 100 if dp == 3 else 96}
+    gather = column == "FSDP2, float8 gathers"
+    world = Distributed(dp, tp, config=config, gather=gather, net_arguments=arguments)
+    return world.net, world.mine(x)
+
+
+def values_used(net: nn.Module, x: Tensor, forward: AbstractContextManager[object]) -> dict:  # type: ignore[type-arg]
+    with weights_used(net) as used, forward:
+        net(x)
+    return used
+
+
+def is_stale(column: str, config: Float8LinearConfig, write: str, when: str, mode: str) -> bool:
+    """Whether a forward multiplies another cast than one that knows nothing would."""
+    net, x = net_on(column, config, write)
+    trains, context = MODES[mode]
+    if when != "after a forward":
+        precompute_float8_dynamic_scale(net)
+    if when != "after precompute":
+        net(x).sum().backward()
+    with torch.no_grad():
+        WRITES[write](net)
+    net.train(trains)
+    used = values_used(net, x, context())
+    invalidate_float8_scales(net)
+    fresh = values_used(net, x, context())
+    assert used.keys() == fresh.keys() == float8_layers(net).keys()
+    return not all(same_cast(used[name], fresh[name]) for name in used)
+
+
+WHEN = ["after precompute", "after precompute and a forward", "after a forward"]
+
+
+def cells(column: str, config: Float8LinearConfig) -> dict[str, str]:
+    """By change, what the table's cell must be; where it is stale, if it is."""
+    return {write: cell(column, config, write) for write in WRITES}
+
+
+def cell(column: str, config: Float8LinearConfig, write: str) -> str:
+    if WRITES[write] is REPLACE_DATA and column != "one device, DDP":
+        return "no effect"
+    if "all_reduce" in write and dist.get_world_size() == 3:
+        return "yes"  # shards are unequal: they can't be reduced
+    stale = [
+        f"{when}, {mode}"
+        for when in WHEN
+        for mode in MODES
+        if is_stale(column, config, write, when, mode)
+    ]
+    return f"no: {stale}" if stale else "yes"
+
+
+FLOAT8 = "FSDP2, float8 gathers"
+COLUMNS = [
+    ("one device, DDP", 2, "tensorwise"),
+    ("tensor parallelism", 2, "tensorwise"),
+    ("FSDP2, high-precision gathers", 2, "tensorwise"),
+    (FLOAT8, 2, "tensorwise"),
+    (FLOAT8, 3, "rowwise_folded"),
+    (FLOAT8, 2, "blockwise"),
+    (FLOAT8, 3, "mxfp8"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("column", "world_size", "recipe"), COLUMNS)
+def test_the_table(ranks: RankPools, column: str, world_size: int, recipe: str) -> None:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    found = ranks(world_size).run(cells, column, config)[0]
+    assert list(found) == list(column_of_page(column))
+    differs = {
+        write: said
+        for write, is_cell in column_of_page(column).items()
+        if not (said := found[write]).startswith(is_cell)
+    }
+    assert not differs
