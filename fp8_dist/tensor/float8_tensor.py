@@ -151,10 +151,10 @@ class Float8Tensor(torch.Tensor):
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-            raise NotImplementedError(
-                f"{func} is not supported on a Float8Tensor; "
-                "call .dequantize() and use the high-precision tensor"
-            )
+            remedy = "call .dequantize() and use the high-precision tensor"
+            if func._schema.is_mutable:
+                remedy += ". (To write to a weight that FSDP2 has gathered, reshard() it first)"
+            raise NotImplementedError(f"{func} is not supported on a Float8Tensor; {remedy}")
         return handler(func, args, kwargs or {})
 
 

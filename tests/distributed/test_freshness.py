@@ -16,6 +16,7 @@ from nets import Distributed, Net, blocks, full, wrong_casts
 from ranks import RankPools, device_mesh
 from reference import raised, weights_used
 from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -144,6 +145,27 @@ def test_a_forgotten_precompute_is_said_once(ranks: RankPools) -> None:
         text,
         """layers.0.w1: an optimizer has taken a step after the scales were precomputed, so they are computed again in this step, with one all-reduce per sharded weight. Call precompute_float8_dynamic_scale(model) after every optimizer.step(), or attach_update(optimizer, model) once""",
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda net: load_into(net, False), "a state_dict was loaded"),
+        (
+            lambda net: set_model_state_dict(net, get_model_state_dict(net)),
+            "a state_dict was loaded",
+        ),
+        (mul_in_place, "the weight was written to"),
+    ],
+)
+def test_the_warning_says_what_has_changed(change: Callable[[nn.Module], None], said: str) -> None:
+    fp8_dist.warn._warned.clear()
+    net = convert_to_float8_training(Net())
+    precompute_float8_dynamic_scale(net)
+    change(net)
+    advice = "Call precompute_float8_dynamic_scale\\(model\\) after such a change"
+    with pytest.warns(UserWarning, match=f"{said} after the scales were precomputed.*{advice}"):
+        net(torch.randn(2, 4, 64))
 
 
 def test_a_model_that_never_precomputes_is_not_warned() -> None:

@@ -115,6 +115,18 @@ def test_states(events: Events, state: ScaleState) -> None:
     assert layer.float8_weight.cache.state is state
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_precompute_in_inference_mode_serves_training(recipe: str) -> None:
+    layer = Float8Linear(32, 16, config=Float8LinearConfig.from_recipe_name(recipe))
+    forward(layer)
+    expected, layer.weight.grad = layer.weight.grad, None
+    with torch.inference_mode():
+        precompute(layer)
+    forward(layer)
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, expected)
+
+
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
 )
