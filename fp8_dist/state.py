@@ -1,15 +1,17 @@
 """What the layers of a model keep beside its parameters, for distributed checkpoints (DCP)."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist.fsdp.gradient_transport import gradient_errors
+from fp8_dist.linear.amax_history import saved_rows
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.names import without_wrappers
+from fp8_dist.warn import warn_once
 
 _ERRORS = "gradient_errors"
 
@@ -19,10 +21,13 @@ class Float8State:
 
     ``model.state_dict()`` has the keys of nn.Linear alone, and keeps histories in its metadata,
     which ``torch.distributed.checkpoint`` drops. Save this object beside the model, and load it in
-    the same way, on the same or another mesh::
+    the same way, on the same or another mesh, under any key, before the model or after it::
 
         state = {"model": ..., "optimizer": ..., "float8": Float8State(model)}
         dcp.save(state, checkpoint_id=folder)
+
+    DCP takes it as a value of the outermost dict alone; in a nested one use what ``state_dict``
+    returns.
 
     It is small (an entry per operand of a layer), and empty for recipes without histories. With
     the error feedback of ``set_gradient_transport`` it also holds each rank's errors, 1 byte per
@@ -77,20 +82,35 @@ class Float8State:
         """Continue with saved histories, each cut to the length that this model keeps, and errors.
 
         Histories and errors that are not in ``state_dict`` start anew. Those of layers and operands
-        that this model has no history of are ignored, as are errors of other ranks.
+        that this model has no history of are ignored, as are errors of other ranks. Histories stay
+        until a forward uses them: no ``load_state_dict`` of the model replaces them before.
+
+        Raises:
+            ValueError: a history or an error is damaged; nothing is changed then.
         """
-        saved_errors = state_dict.get(_ERRORS, {})
-        for key, errors in gradient_errors(self.model).items():
+        layers, own_errors = self._layers(), gradient_errors(self.model)
+        rows = {
+            name: saved_rows(state_dict.get(name, {}), layer.histories, layer.fqn)
+            for name, layer in layers.items()
+        }
+        saved_errors = _matching_errors(state_dict.get(_ERRORS, {}), own_errors)
+        for key, errors in own_errors.items():
             if key in saved_errors:
                 errors.copy_(saved_errors[key])
             else:
                 errors.zero_()
-        for name, layer in self._layers().items():
-            saved, device = state_dict.get(name, {}), layer.weight.device
+        for name, layer in layers.items():
             for operand, history in layer.histories.items():
-                amaxes = saved.get(operand, ())
-                history.load(torch.tensor(amaxes, dtype=torch.float32, device=device))
+                history.load(rows[name][operand].to(layer.weight.device))
+                history.restored = True
             layer.float8_weight.cache.drop()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "Float8State can't be pickled: DCP calls state_dict() for the values of the outermost "
+            "dict alone, and pickles other objects. Put Float8State(model) there; elsewhere call "
+            "its state_dict() and load_state_dict() yourself"
+        )
 
     def _layers(self) -> dict[str, Float8Linear]:
         """The layers that have histories, by the names of their ``state_dict`` keys."""
@@ -99,3 +119,38 @@ class Float8State:
             for name, layer in float8_layers(self.model).items()
             if layer.histories
         }
+
+
+def _matching_errors(saved: Any, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The saved errors of gradients that this rank keeps; warns once if some are not saved.
+
+    Raises:
+        ValueError: one is not a tensor of the same shape and dtype.
+    """
+    saved = saved if isinstance(saved, Mapping) else dict.fromkeys(own, saved)
+    found = {key: saved[key] for key in own if key in saved}
+    for key, errors in found.items():
+        expected, shown = own[key], f"a {type(errors).__name__}"
+        if isinstance(errors, torch.Tensor):
+            if (errors.shape, errors.dtype) == (expected.shape, expected.dtype):
+                continue
+            shown = f"{list(errors.shape)} of {errors.dtype}"
+        raise ValueError(
+            f"Float8State: the saved gradient errors {key} are damaged: expected a tensor "
+            f"{list(expected.shape)} of {expected.dtype}, found {shown}; load an undamaged "
+            "checkpoint, or leave them out"
+        )
+    if saved and not own:
+        warn_once(
+            "gradient errors dropped",
+            "Float8State: the state has errors of gradients, and the model keeps none; call "
+            "set_gradient_transport(..., error_feedback=True) before the state is loaded",
+        )
+    elif len(found) < len(own):
+        warn_once(
+            "gradient errors missing",
+            f"Float8State: {len(own) - len(found)} of this rank's {len(own)} errors of gradients "
+            "are not in the state, which is of another rank or mesh, or of a run without error "
+            "feedback: they start at zero",
+        )
+    return found

@@ -8,6 +8,7 @@ from fp8_dist.fsdp.precompute import check_agreement, reshard
 from fp8_dist.fsdp.streams import note_made
 from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear.saved_histories import warn_if_not_restored
 from fp8_dist.mesh import all_reduce_max
 
 
@@ -22,7 +23,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     Call it once per optimizer step, on all ranks, outside of forward and backward (after the last
     micro-batch; before or after ``optimizer.step()``). Scales become the same on all ranks that
     share the model: those of the meshes that its weights, and inputs prepared in float8, live on.
-    (Data-parallel ranks of plain weights, as in DDP, keep histories of their own.)
+    (Data-parallel ranks of plain weights, as in DDP, keep histories of their own.) A call
+    without a forward since the last one changes nothing.
 
     Args:
         module: the model, or a part of it.
@@ -51,6 +53,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     values = torch.stack([zero if h.current is None else h.current.to(device) for h in histories])
     groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
     values = all_reduce_max(values, groups)
+    for layer in layers:
+        warn_if_not_restored(layer.histories, layer.fqn)
     advance(histories, values)
     note_made(layers)
     for layer in layers:

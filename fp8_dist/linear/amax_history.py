@@ -11,6 +11,7 @@ activation checkpointing repeats changes nothing.
 """
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ from fp8_dist.linear.streams import keep_for_current_stream
 from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.torch_internals import is_captured, is_selectively_checkpointed
 
+_DAMAGED = 2.0  # of what ranks say of saved histories: 0, not told; 1, told
+
 
 class AmaxHistory:
     """The amaxes of one operand of one layer, and the scale that follows from them.
@@ -44,7 +47,11 @@ class AmaxHistory:
         scaling: (multiplier, scale) that follow from the history; ``None`` without one.
         current: fp32, 0-dim, the local amax since the last sync; ``None`` if there was no cast.
         mesh: where the operand is a DTensor whatever the layer's weight is; else ``None``.
+        restored: True from ``Float8State.load_state_dict`` to the next cast; False from a load of
+            the parameters without histories to the end of a step; else ``None``.
     """
+
+    restored: bool | None = None
 
     def __init__(
         self, cast: CastSpec, length: int, power_of_2: bool, mesh: DeviceMesh | None = None
@@ -99,6 +106,8 @@ class AmaxHistory:
     def _copies_of_local(
         self, x: torch.Tensor, copies: Sequence[CopySpec], record: bool, groups: Sequence[str]
     ) -> tuple[Scaling, Copies]:
+        if self.restored:
+            self.restored = None
         if self.scaling is None or is_captured(x):
             scaling = self._scaling_of_local(x, record, groups)
             return scaling, copies_by(x, copies, {self.cast_as: scaling})
@@ -127,6 +136,8 @@ class AmaxHistory:
                 "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
                 "amax history is kept by Python. Use ScalingType.DYNAMIC, or torch.compile"
             )
+        if self.restored:
+            self.restored = None
         value = amax(x)
         if self.scaling is None:
             value = all_reduce_max(value, groups)
@@ -154,7 +165,7 @@ class AmaxHistory:
 
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to this one's length; without values: anew."""
-        self.current = self.history = self.scaling = self._last = None
+        self.current = self.history = self.scaling = self._last = self.restored = None
         history = history.detach()[: self.length]
         if len(history):
             advance_to([self], history.to(torch.float32).clone().unsqueeze(0))
@@ -212,49 +223,106 @@ history_scaling.register_fake(
 record_amax.register_fake(lambda scale, handle: torch.empty_like(scale))
 
 
+def saved_rows(saved: Any, histories: Iterable[str], fqn: str) -> dict[str, torch.Tensor]:
+    """The saved amaxes of a layer's histories, fp32 ``[amaxes]``; empty where none were saved.
+
+    Raises:
+        ValueError: ``saved`` is not a mapping of operands to amaxes that a history can have had.
+    """
+    if not isinstance(saved, Mapping):
+        raise ValueError(
+            f"{fqn}: the saved amax histories are damaged: expected a dict of operands, got a "
+            f"{type(saved).__name__}; load an undamaged checkpoint, or leave them out"
+        )
+    rows = {}
+    for name in histories:
+        amaxes = saved.get(name, ())
+        try:
+            row = torch.as_tensor(amaxes, dtype=torch.float32).detach()
+            wrong = [value for value in row.flatten().tolist() if not 0 < value < math.inf]
+            is_damaged = row.ndim != 1 or bool(wrong)
+            found = wrong[0] if wrong else f"the shape {list(row.shape)}"
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            is_damaged, found = True, f"{type(amaxes).__name__} {reprlib.repr(amaxes)}"
+        if is_damaged:
+            raise ValueError(
+                f"{fqn}: the saved amax history of {name!r} is damaged: expected amaxes in one "
+                f"dimension, positive and finite, found {found}; load an undamaged checkpoint, or "
+                "leave it out"
+            )
+        rows[name] = row
+    return rows
+
+
 def load_histories(
     histories: Mapping[str, AmaxHistory],
-    saved: Mapping[str, torch.Tensor] | None,
+    saved: Any,
     meshes: Iterable[DeviceMesh],
+    device: torch.device,
+    fqn: str,
 ) -> bool:
     """Continue the histories of a layer from saved ones; those that were not saved start anew.
 
+    Histories that are ``restored`` stay as they are, and other ranks take them.
+
     Args:
         histories: by name.
-        saved: by name, fp32 ``[amaxes]``, the newest first. ``None``: this rank was not told.
+        saved: amaxes by name, the newest first. ``None``: this rank was not told.
         meshes: where the layer's operands are distributed. Ranks that were not told (a checkpoint
             that rank 0 broadcasts comes without histories) take those of the others.
+        device: where histories are if there are no meshes.
+        fqn: the layer's name, for messages.
 
     Returns:
         Whether any rank was told. If none was, the histories stay as they are.
 
     Collectives: an all-reduce of 4 bytes per amax that histories can hold, and 4 more per history,
     over each mesh.
+
+    Raises:
+        ValueError: ``saved`` is damaged, on any rank of these meshes; on all of them.
     """
-    none, told = torch.zeros(0, device="cpu"), saved is not None
-    rows = [(saved or {}).get(name, none) for name in histories]
+    error, none = None, torch.zeros(0, device="cpu")
+    rows, answer = [none] * len(histories), float(saved is not None)
+    try:
+        rows = list(saved_rows({} if saved is None else saved, histories, fqn).values())
+    except ValueError as damage:
+        error, answer = damage, _DAMAGED
+    restored = all(history.restored for history in histories.values())
+    if restored and not error:
+        rows = [none if h.history is None else h.history for h in histories.values()]
+        answer = 1.0
     meshes = list(dict.fromkeys(meshes))
     if meshes:
         length = max(history.length for history in histories.values())
-        padded = [pad(row.float().cpu(), (0, length - len(row))) for row in rows]
-        merged = torch.stack([pad(row, (0, 1), value=float(told)) for row in padded])
+        padded = [pad(row.cpu(), (0, length - len(row))) for row in rows]
+        merged = torch.stack([pad(row, (0, 1), value=answer) for row in padded])
         for mesh in meshes:
             merged = reduce_amax(merged.to(mesh.device_type), mesh, range(mesh.ndim))
-        told = bool(merged[0, -1] > 0)
+        answer = merged[0, -1].item()
         # What was padded is 0, and an amax in a history is not.
         rows = [row[row > 0] for row in merged[:, :-1]]
-    if told:
+    if answer == _DAMAGED:
+        raise error or ValueError(
+            f"{fqn}: the amax histories that another rank was given are damaged, as its error says"
+        )
+    if answer:
         for history, row in zip(histories.values(), rows, strict=True):
-            history.load(row)
-    return told
+            history.load(row if meshes else row.to(device))
+            history.restored = restored or None
+    return bool(answer)
 
 
 def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
     """End a step in which the operands had the given global amaxes (fp32, one for each).
 
     A non-finite amax is left out: it has been seen in the step itself, whose update may have been
-    skipped for that reason. So is 0, which is also what a rank without a cast reports.
+    skipped for that reason. So is 0, which is also what a rank without a cast reports. A step
+    without any cast changes nothing: DCP makes one to give a new optimizer its state.
     """
+    # (The host waits for values only where this rank had no cast.)
+    if all(history.current is None for history in histories) and not values.any():
+        return
     same_size: dict[Any, list[int]] = {}
     on_host: list[float] = []
     for i, history in enumerate(histories):

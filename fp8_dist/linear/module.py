@@ -28,7 +28,7 @@ from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import has_functorch_transforms
+from fp8_dist.torch_internals import has_functorch_transforms, innermost, storage_address
 from fp8_dist.transport import Encoding
 
 
@@ -275,12 +275,15 @@ class Float8Linear(nn.Linear):
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
     ) -> None:
         key = prefix + "weight"
+        given, own = state_dict.get(key), storage_address(innermost(self.weight))
+        is_own = isinstance(given, torch.Tensor) and storage_address(innermost(given)) == own
         assign = local_metadata.get("assign_to_params_buffers", False)
         if assign and key in state_dict and self.config.fsdp_float8_all_gather:
             state_dict[key] = self.float8_weight.wrapped(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         self.float8_weight.cache.drop(Change.LOAD)
-        load_from_metadata(self.histories, local_metadata, self.meshes(), self.fqn)
+        device = self.weight.device
+        load_from_metadata(self.histories, local_metadata, self.meshes(), device, self.fqn, is_own)
 
 
 def invalidate_float8_scales(module: nn.Module) -> None:

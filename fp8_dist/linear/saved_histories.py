@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.linear.amax_history import AmaxHistory, load_histories
+from fp8_dist.linear.amax_history import AmaxHistory, load_histories, saved_rows
 from fp8_dist.warn import warn_once
 
 _KEY = "float8_amax_histories"
@@ -25,40 +25,70 @@ def load_from_metadata(
     histories: Mapping[str, AmaxHistory],
     metadata: Mapping[str, Any],
     meshes: Iterable[DeviceMesh],
+    device: torch.device,
     fqn: str,
+    is_own: bool,
 ) -> None:
     """Continue a layer's histories from its metadata of a ``state_dict``.
 
-    A plain dict, or one that DCP has read, has no metadata: then histories stay as they are.
-    Warns once in a process where histories are not those of what was loaded.
+    Those that ``Float8State`` has loaded stay until they are used: metadata may be older, as in the
+    ``state_dict()`` that DCP reads into. A plain dict has no metadata: then histories stay as they
+    are. Warns once in a process where histories are not those of what was loaded.
 
     Args:
         histories: of the layer, by name of the operand.
         metadata: that nn.Module gives to ``_load_from_state_dict``.
-        meshes, Collectives: see :func:`load_histories`.
+        meshes, device, Collectives, Raises: see :func:`load_histories`.
         fqn: the layer's name, for messages.
+        is_own: whether the loaded weight is the layer's own memory, so that metadata says what was
+            known when ``state_dict()`` was called.
     """
-    saved: Mapping[str, torch.Tensor] = metadata.get(_KEY, {})
+    saved = metadata.get(_KEY, {})
     if not histories:
-        if saved:
+        if _KEY in metadata:
             warn_once(
                 "histories dropped",
                 f"{fqn}: the state_dict has amax histories, and this layer's recipe keeps none: "
                 "they are dropped, and the parameters loaded",
             )
         return
-    # nn.Module writes its version into all metadata.
-    told = load_histories(histories, saved if "version" in metadata else None, meshes)
-    if not told:
-        if any(history.history is not None for history in histories.values()):
+    has_metadata = "version" in metadata  # nn.Module writes its version into all of it
+    before, restored = _amaxes(histories), all(h.restored for h in histories.values())
+    told = load_histories(histories, saved if has_metadata else None, meshes, device, fqn)
+    if restored:
+        rows = saved_rows(saved, histories, fqn)
+        others = {name: row[: histories[name].length].tolist() for name, row in rows.items()}
+        if not is_own and any(row and row != before[name] for name, row in others.items()):
             warn_once(
-                "histories kept",
-                f"{fqn}: the state_dict is a plain dict, which says nothing of amax histories: "
-                "those of the layer are kept. Load what state_dict() returned, or use "
-                "fp8_dist.Float8State, to load histories too",
+                "histories of Float8State",
+                f"{fqn}: the state_dict has other amax histories than those that Float8State has "
+                "loaded, which are kept until a forward has used them. Load one of the two",
             )
-    elif "version" in metadata and (message := difference(histories, saved)):
+    elif not told or (is_own and _amaxes(histories) == before):
+        for history in histories.values():
+            history.restored = False
+    elif has_metadata and (message := difference(histories, saved)):
         warn_once("histories differ", f"{fqn}: {message}")
+
+
+def warn_if_not_restored(histories: Mapping[str, AmaxHistory], fqn: str) -> None:
+    """Warn once, at the end of a step, if parameters were loaded before it without histories."""
+    used = [history for history in histories.values() if history.current is not None]
+    if any(history.restored is False for history in used):
+        known = any(history.history is not None for history in used)
+        state = "go on from before the load" if known else "start anew"
+        warn_once(
+            "histories not loaded",
+            f"{fqn}: the parameters were loaded without amax histories, from a plain dict or a "
+            f"distributed checkpoint: they {state}. To continue a run with its histories, save "
+            "fp8_dist.Float8State(model) with the model, and load it too",
+        )
+        for history in histories.values():
+            history.restored = None
+
+
+def _amaxes(histories: Mapping[str, AmaxHistory]) -> dict[str, list[float]]:
+    return {name: [] if h.history is None else h.history.tolist() for name, h in histories.items()}
 
 
 def difference(own: Iterable[str], saved: Iterable[str]) -> str:

@@ -1,6 +1,8 @@
 """Delayed scales and state on several ranks: shards, a broadcast full state, DCP."""
 
 import copy
+import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoint_patterns import NAMES, load, save
 from delayed_steps import DELAYED, amaxes, through_a_file
-from nets import Distributed
+from nets import Distributed, Net
 from ranks import RankPools
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,10 +22,19 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist import Float8LinearConfig, Float8State, update_float8_scales
+import fp8_dist
+from fp8_dist import (
+    Float8LinearConfig,
+    Float8State,
+    attach_update,
+    convert_to_float8_training,
+    update_float8_scales,
+)
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
+from fp8_dist.fsdp import set_gradient_transport
 
 TENSORWISE = Float8LinearConfig()
 
@@ -93,88 +105,205 @@ def test_a_checkpoint_that_rank_0_broadcasts(ranks: RankPools, dp: int, tp: int)
         assert set(expected) == set(found["kept"]) - prepared
 
 
-def distributed_checkpoint(folder: str, dp: int, tp: int, as_dict: bool) -> dict[str, Any]:
-    """DCP leaves histories out of a model's state: scales are dynamic in a new model's next step."""
-    old = world_of(dp, tp, 0)
-    steps(old, 2, seed=1)
-    dcp.save({"net": old.net.state_dict()}, checkpoint_id=folder)
-    found = {}
-    for config in (DELAYED, TENSORWISE):
-        new = world_of(dp, tp, 1, config)
-        state = {"net": get_model_state_dict(new.net) if as_dict else new.net.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
-        if as_dict:
-            set_model_state_dict(new.net, state["net"])
-        else:
-            new.net.load_state_dict(state["net"])
-        x = new.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(3)))
-        loss = new.net(x).square().mean()
-        loss.backward()
-        found[config.cast_config_input.scaling_type.value] = loss.item()
-        if config is DELAYED:
-            found["histories"] = any(amaxes(new.net).values())
-            sync(new.net)
-    return found
+class Run:
+    """A net on a mesh and its optimizer, with all that its recipe keeps between steps."""
+
+    def __init__(
+        self,
+        dp: int,
+        tp: int,
+        seed: int,
+        config: Float8LinearConfig = DELAYED,
+        feedback: bool = False,
+    ) -> None:
+        self.world = world_of(dp, tp, seed, config)
+        self.net = self.world.net
+        if feedback:
+            set_gradient_transport(self.net, "float8", error_feedback=True)
+        # DCP steps an optimizer without state to give it one, and SGD will never have any.
+        make = torch.optim.SGD if tp > 1 else torch.optim.AdamW
+        self.optimizer = make(self.net.parameters(), lr=1e-2)
+        attach_update(self.optimizer, self.net)
+
+    def train(self, steps: int, seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        losses = []
+        for _ in range(steps):
+            loss = self.net(self.world.mine(torch.randn(4, 8, 64))).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return losses
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
-def test_distributed_checkpoints(
-    ranks: RankPools, tmp_path: Path, dp: int, tp: int, as_dict: bool
-) -> None:
-    for found in ranks(dp * tp).run(distributed_checkpoint, str(tmp_path), dp, tp, as_dict):
-        assert found["delayed"] == found["dynamic"]
-        assert found["histories"] is False
-
-
-def loaded_with_histories(
-    folder: str, dp: int, tp: int, config: Float8LinearConfig, partial: bool
-) -> tuple[Distributed, list[str]]:
-    """A new world that continues from a checkpoint; what was refused."""
-    new, refused = world_of(dp, tp, 1, config), []
-    dcp.load({"net": new.net}, checkpoint_id=folder)
-    planner = DefaultLoadPlanner(allow_partial_load=partial)
-    try:
-        dcp.load({"float8": Float8State(new.net)}, checkpoint_id=folder, planner=planner)
-    except CheckpointException as error:
-        refused = [str(each) for each in error.failures.values()]
-    return new, refused
-
-
-def saved_with_histories(folder: str, dp: int, tp: int) -> dict[str, Any]:
-    """A run that is saved, and goes on."""
-    old = world_of(dp, tp, 0)
-    steps(old, 2, seed=1)
+def resumed_from_dcp(folder: str, dp: int, tp: int) -> None:
+    """Every pattern gives the losses and histories of an uninterrupted run."""
+    old = Run(dp, tp, 0, feedback=dp > 1)
+    old.train(2, seed=1)
     before = amaxes(old.net)
-    dcp.async_save({"net": old.net, "float8": Float8State(old.net)}, checkpoint_id=folder).result()
-    return {"amaxes": before, "losses": steps(old, 3, seed=3)}
+    for name in NAMES:
+        save(name, old.net, old.optimizer, folder)
+    assert amaxes(old.net) == before
+    losses = old.train(2, seed=3)
+    for name, steps in (("docs", 0), *((name, 2) for name in NAMES)):
+        new = Run(dp, tp, 1, feedback=dp > 1)
+        new.train(steps, seed=2)
+        load(name, new.net, new.optimizer, folder)
+        assert amaxes(new.net) == before, (name, steps)
+        assert new.train(2, seed=3) == losses, (name, steps)
+        assert amaxes(new.net) == amaxes(old.net), (name, steps)
 
 
-def resumed_from(
-    folder: str, dp: int, tp: int, config: Float8LinearConfig = DELAYED, partial: bool = False
-) -> dict[str, Any]:
-    new, refused = loaded_with_histories(folder, dp, tp, config, partial)
-    return {"amaxes": amaxes(new.net), "refused": refused, "losses": steps(new, 3, seed=3)}
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+def test_resuming_from_dcp(ranks: RankPools, tmp_path: Path, dp: int, tp: int) -> None:
+    ranks(2).run(resumed_from_dcp, str(tmp_path), dp, tp, timeout=180)
+
+
+ELSEWHERE = ("aaa", "model_state_dict", "app_state, float8 first")
+
+
+def saved_with_histories(folder: str, dp: int, tp: int) -> dict[str, list[float]]:
+    old = Run(dp, tp, 0)
+    old.train(2, seed=1)
+    for name in ELSEWHERE:
+        save(name, old.net, old.optimizer, folder)
+    before = amaxes(old.net)
+    state = {"model": old.net, "float8": Float8State(old.net)}
+    pending = dcp.async_save(state, checkpoint_id=f"{folder}/async")
+    pending.result()
+    old.train(2, seed=2)
+    return before
+
+
+def loaded_elsewhere(
+    folder: str, dp: int, tp: int, config: Float8LinearConfig
+) -> dict[str, dict[str, list[float]]]:
+    found = {}
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    for name in ELSEWHERE:
+        new = Run(dp, tp, 1, config)
+        load(name, new.net, new.optimizer, folder, planner)
+        found[name] = amaxes(new.net)
+        new.train(1, seed=3)
+    new = Run(dp, tp, 1, config)
+    state = {"model": new.net, "float8": Float8State(new.net)}
+    dcp.load(state, checkpoint_id=f"{folder}/async", planner=planner)
+    return found | {"async": amaxes(new.net)}
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(4, 1), (2, 2)])
-def test_histories_through_dcp(ranks: RankPools, tmp_path: Path, dp: int, tp: int) -> None:
-    """The same bits on the same mesh; the same histories on another."""
+def test_histories_on_another_mesh(ranks: RankPools, tmp_path: Path, dp: int, tp: int) -> None:
     folder = str(tmp_path)
-    expected = ranks(4).run(saved_with_histories, folder, dp, tp)
+    expected = ranks(4).run_same(saved_with_histories, folder, dp, tp)
     # Where TP prepares an input, the layers behind it record none.
-    filled = [name for name, row in expected[0]["amaxes"].items() if row]
+    filled = [name for name, row in expected.items() if row]
     assert len(filled) == 18 - 4 * (tp > 1) + 2 * (tp > 1)
-    for found, old in zip(ranks(4).run(resumed_from, folder, dp, tp), expected, strict=True):
-        assert found == old | {"refused": []}
     shorter = replace(DELAYED, amax_history_len=1)
-    for other, config in (((2, 1), DELAYED), ((1, 2), DELAYED), ((2, 1), shorter)):
-        for found in ranks(2).run(resumed_from, folder, *other, config, partial=True):
-            # Only TP prepares inputs.
-            kept = {name: expected[0]["amaxes"].get(name, []) for name in found["amaxes"]}
-            length = config.amax_history_len
-            assert found["amaxes"] == {name: row[:length] for name, row in kept.items()}
-            assert any(kept.values())
+    for mesh, config in (((2, 1), DELAYED), ((1, 2), DELAYED), ((2, 1), shorter)):
+        for found in ranks(2).run(loaded_elsewhere, folder, *mesh, config):
+            for pattern, kept in found.items():
+                # Only TP prepares inputs.
+                rows = {name: expected.get(name, []) for name in kept}
+                length = config.amax_history_len
+                assert kept == {name: row[:length] for name, row in rows.items()}, pattern
+                assert any(kept.values())
+
+
+def lost_histories(folder: str, dp: int, tp: int) -> list[str]:
+    """What is said of parameters that come without histories, at the end of the next step."""
+    fp8_dist.warn._warned.clear()
+    net = Run(dp, tp, 0).net
+    dcp.save({"net": net}, checkpoint_id=folder)
+    found = []
+    for steps, options in ((0, None), (2, None), (0, StateDictOptions(full_state_dict=True))):
+        new = Run(dp, tp, 1)
+        new.train(steps, seed=2)
+        before = amaxes(new.net)
+        if options is None:
+            dcp.load({"net": new.net}, checkpoint_id=folder)
+        else:
+            set_model_state_dict(
+                new.net, get_model_state_dict(net, options=options), options=options
+            )
+        assert amaxes(new.net) == before
+        fp8_dist.warn._warned.clear()
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            new.train(2, seed=3)
+        found += [str(each.message) for each in given if "histor" in str(each.message)]
+    return found
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+def test_lost_histories_are_told(ranks: RankPools, tmp_path: Path, dp: int, tp: int) -> None:
+    told = (
+        "layers.0.w1: the parameters were loaded without amax histories, from a plain dict or a "
+        "distributed checkpoint: they {}. To continue a run with its histories, save "
+        "fp8_dist.Float8State(model) with the model, and load it too"
+    )
+    states = ("start anew", "go on from before the load", "start anew")
+    found = ranks(2).run_same(lost_histories, str(tmp_path), dp, tp)
+    assert found == [told.format(state) for state in states]
+
+
+def in_ddp(folder: str) -> list[dict[str, list[float]]]:
+    """Histories of DDP's ranks, which are their own, before and after a checkpoint."""
+    nets = []
+    for seed in (0, 1):
+        net = convert_to_float8_training(Net(seed=seed), config=DELAYED)
+        nets.append(DistributedDataParallel(net))
+        for _ in range(2):
+            x = torch.randn(4, 8, 64) * (1 + seed + dist.get_rank())
+            nets[-1](x).sum().backward()
+            sync(net)
+    old, new = nets
+    dcp.save({"model": old, "float8": Float8State(old)}, checkpoint_id=folder)
+    dcp.load({"model": new, "float8": Float8State(new)}, checkpoint_id=folder)
+    state = {"model": get_model_state_dict(old), "float8": Float8State(old)}
+    dcp.save(state, checkpoint_id=f"{folder}/again")
+    dcp.load(state, checkpoint_id=f"{folder}/again")
+    set_model_state_dict(old, state["model"])
+    return [amaxes(net) for net in nets]
+
+
+def test_all_ranks_of_ddp_continue_with_the_histories_of_one(
+    ranks: RankPools, tmp_path: Path
+) -> None:
+    first, second = ranks(2).run_same(in_ddp, str(tmp_path))
+    assert {f"module.{name}" for name in first} == {f"module.{name}" for name in second}
+    assert first == second
+
+
+def damaged(how: str) -> list[str]:
+    """What each rank says of a state_dict that is damaged on one of them, and what it keeps."""
+    found = []
+    for dp, tp in ((2, 1), (1, 2)):
+        world = world_of(dp, tp, 0)
+        steps(world, 2, seed=1)
+        before, state = amaxes(world.net), world.net.state_dict()
+        rows = state._metadata["layers.1.w3"]["float8_amax_histories"]  # type: ignore[attr-defined]
+        if dist.get_rank() == 1:
+            rows["weight"] = DAMAGED[how]
+        with pytest.raises(ValueError, match="damaged") as error:
+            world.net.load_state_dict(state)
+        assert amaxes(world.net) == before
+        found.append(str(error.value))
+        steps(world, 1, seed=1)  # the ranks go on together
+    return found
+
+
+DAMAGED = {"nan": torch.tensor([math.nan]), "text": "1.0", "two dims": torch.ones(2, 2)}
+
+
+def test_damage_on_one_rank_ends_the_load_on_all(ranks: RankPools) -> None:
+    founds = {how: ranks(2).run(damaged, how) for how in DAMAGED}
+    other = "layers.1.w3: the amax histories that another rank was given are damaged"
+    for how, (first, second) in founds.items():
+        assert all(text.startswith(other) for text in first)
+        shown = {"nan": "found nan", "text": "found str '1.0'", "two dims": "the shape [2, 2]"}
+        start = "layers.1.w3: the saved amax history of 'weight' is damaged"
+        assert all(text.startswith(start) and shown[how] in text for text in second)
 
 
 def saved_without_histories(folder: str) -> None:
@@ -182,12 +311,23 @@ def saved_without_histories(folder: str) -> None:
     dcp.save({"net": old.net, "float8": Float8State(old.net)}, checkpoint_id=folder)
 
 
+def resumed_from(folder: str, config: Float8LinearConfig, partial: bool) -> dict[str, Any]:
+    new, refused = world_of(2, 1, 1, config), []
+    state = {"net": new.net, "float8": Float8State(new.net)}
+    planner = DefaultLoadPlanner(allow_partial_load=partial)
+    try:
+        dcp.load(state, checkpoint_id=folder, planner=planner)
+    except CheckpointException as error:
+        refused = [str(each) for each in error.failures.values()]
+    return {"amaxes": amaxes(new.net), "refused": refused}
+
+
 def test_dcp_of_another_recipe(ranks: RankPools, tmp_path: Path) -> None:
     folder = str(tmp_path)
     ranks(2).run(saved_without_histories, folder)
     for partial in (True, False):
-        for found in ranks(2).run(resumed_from, folder, 2, 1, partial=partial):
+        for found in ranks(2).run(resumed_from, folder, DELAYED, partial):
             assert not any(found["amaxes"].values())
             assert any("Missing key" in text for text in found["refused"]) is not partial
-    for found in ranks(2).run(resumed_from, folder, 2, 1, TENSORWISE):
+    for found in ranks(2).run(resumed_from, folder, TENSORWISE, False):
         assert found["refused"] == []

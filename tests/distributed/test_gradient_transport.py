@@ -1,7 +1,9 @@
 """Gradients of FSDP2 on the wire: what arrives, what it takes, and what else FSDP2 does with them."""
 
+import copy
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import fp8_dist
 from fp8_dist import Float8LinearConfig, Float8State
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
@@ -613,8 +616,8 @@ def resumed(folder: str) -> bool:
     for net in (old, new):
         set_gradient_transport(net, "float8", error_feedback=True)
     backward(old, rank)
-    dcp.save({"float8": Float8State(old)}, checkpoint_id=folder)
-    dcp.load({"float8": Float8State(new)}, checkpoint_id=folder)
+    dcp.save({"float8": Float8State(old), "model": old}, checkpoint_id=folder)
+    dcp.load({"float8": Float8State(new), "model": new}, checkpoint_id=folder)
     for net in (old, new):
         net.zero_grad()
         backward(net, rank, 1)
@@ -632,6 +635,41 @@ def loaded_elsewhere(folder: str, partial: bool) -> None:
 
 def errors_of(net: nn.Module) -> Gradients:
     return Float8State(net).state_dict()["gradient_errors"]
+
+
+def errors_that_do_not_fit() -> list[str]:
+    """What is said of them, in the order of the test."""
+    net = sharded(device_mesh(dp=dist.get_world_size()))
+    state, found = Float8State(net), []
+    set_gradient_transport(net, "float8", error_feedback=True)
+    backward(net, dist.get_rank())
+    saved = copy.deepcopy(state.state_dict()["gradient_errors"])
+    key = next(key for key in saved if ".codes." in key)
+    for damaged in (saved | {key: saved[key][:1]}, saved | {key: [1.0]}, [1.0]):
+        with pytest.raises(ValueError, match=r"gradient errors .* are damaged") as error:
+            state.load_state_dict({"gradient_errors": damaged})
+        found.append(str(error.value).replace(f".rank{dist.get_rank()}.shard{dist.get_rank()}", ""))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in errors_of(net).items())
+    fp8_dist.warn._warned.clear()
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        state.load_state_dict({"gradient_errors": saved})
+        state.load_state_dict({})
+        set_gradient_transport(net, None)
+        state.load_state_dict({"gradient_errors": saved})
+    return found + [str(each.message) for each in given]
+
+
+def test_errors_that_do_not_fit_are_told(ranks: RankPools) -> None:
+    assert_expected_inline(
+        "\n".join(ranks(2).run_same(errors_that_do_not_fit)),
+        """\
+Float8State: the saved gradient errors flat.weight.0.codes.2x1x74 are damaged: expected a tensor [2, 1, 74] of torch.uint8, found [1, 1, 74] of torch.uint8; load an undamaged checkpoint, or leave them out
+Float8State: the saved gradient errors flat.weight.0.codes.2x1x74 are damaged: expected a tensor [2, 1, 74] of torch.uint8, found a list; load an undamaged checkpoint, or leave them out
+Float8State: the saved gradient errors flat.weight.0.codes.2x1x74 are damaged: expected a tensor [2, 1, 74] of torch.uint8, found a list; load an undamaged checkpoint, or leave them out
+Float8State: 8 of this rank's 8 errors of gradients are not in the state, which is of another rank or mesh, or of a run without error feedback: they start at zero
+Float8State: the state has errors of gradients, and the model keeps none; call set_gradient_transport(..., error_feedback=True) before the state is loaded""",
+    )
 
 
 def test_checkpoints_have_errors(ranks: RankPools, tmp_path: Path) -> None:

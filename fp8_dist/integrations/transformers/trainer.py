@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-import torch
 import torch.nn as nn
 from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
@@ -109,7 +108,8 @@ class Float8Callback(TrainerCallback, ExportableState):
             raise ValueError(
                 f"Float8Callback: the Trainer has {len(saved)} of these callbacks; leave one"
             )
-        _restore_histories(model, saved.get("attributes", {}).get("histories", {}))
+        histories = saved.get("attributes", {}).get("histories", {})
+        _restore_histories(model, histories, is_new=state.global_step == 0)
         update_float8_scales(model)
 
     def on_step_end(self, *_: Any, model: nn.Module, **kwargs: Any) -> None:
@@ -144,11 +144,16 @@ def _histories(model: nn.Module) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def _restore_histories(model: nn.Module, saved: dict[str, dict[str, list[float]]]) -> None:
-    for name, layer in float8_layers(model).items() if saved else ():
-        device = layer.weight.device
-        rows = {op: torch.tensor(row, device=device) for op, row in saved.get(name, {}).items()}
-        load_histories(layer.histories, rows, layer.meshes())
+def _restore_histories(
+    model: nn.Module, saved: dict[str, dict[str, list[float]]], is_new: bool
+) -> None:
+    for name, layer in float8_layers(model).items():
+        if saved:
+            rows, device = saved.get(name, {}), layer.weight.device
+            load_histories(layer.histories, rows, layer.meshes(), device, layer.fqn)
+        elif is_new:  # accelerate may have loaded what rank 0 has read: nothing is missing
+            for history in layer.histories.values():
+                history.restored = None
 
 
 def _default_config() -> Float8LinearConfig:

@@ -63,7 +63,12 @@ def trained_and_resumed(
 ) -> dict[str, Any]:
     """Six steps; the last three again from the checkpoint, with a model of other weights."""
     config = Float8LinearConfig.from_recipe_name(recipe) if recipe else None
-    with launched(fsdp="fsdp" in arguments):
+    fp8_dist.warn._warned.clear()
+    with (
+        launched(fsdp="fsdp" in arguments),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
         audit = Audit()
         callbacks = [Float8Callback(config), audit]
         trainer, losses = train(folder, callbacks, llama().to(dtype), **arguments)
@@ -80,6 +85,7 @@ def trained_and_resumed(
         "evaluated": evaluated,
         "head": type(trainer.model.lm_head).__name__,
         "layers": len(float8_layers(trainer.model)),
+        "warnings": [str(w.message) for w in caught if "amax histories" in str(w.message)],
     }
 
 
@@ -156,10 +162,11 @@ total                           3            329,108
 
 def test_delayed_scales(ranks: RankPools, tmp_path: Path) -> None:
     """One sync for each step; a resumed run goes on with the histories of the first."""
-    arguments = FSDP | {"recipe": "delayed"}
+    arguments = FSDP | {"recipe": "delayed", "fsdp_config": FSDP["fsdp_config"] | LARGER}
     found = ranks(2).run_same(trained_and_resumed, str(tmp_path), **arguments, timeout=180.0)
     check_run(found)
     assert found["amax messages"] == [1] * 6
+    assert found["warnings"] == []
 
 
 def lora(folder: str) -> dict[str, Any]:

@@ -2,21 +2,27 @@
 
 import copy
 import io
+import math
 import re
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from checkpoint_patterns import NAMES, load, save
 from delayed_steps import DELAYED, amaxes, delayed, histories, recorded, through_a_file, train
 from nets import Net
 from reference import same_bits
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fp8_dist import (
     Float8LinearConfig,
     Float8State,
+    attach_update,
     convert_to_float8_training,
     float8_layers,
     warn,
@@ -88,13 +94,21 @@ def test_checkpoints_of_other_recipes_start_anew(warned: set[str]) -> None:
 
 def test_a_plain_dict_keeps_histories(warned: set[str]) -> None:
     net, other = new(), new(seed=3)
-    new().load_state_dict(dict(net.state_dict()))  # there are none: nothing to say
-    assert not warned
     train(net, 2)
     before = amaxes(net)
-    with pytest.warns(UserWarning, match="plain dict, which says nothing of amax histories"):
-        net.load_state_dict(dict(other.state_dict()))
+    for each in (net, other):
+        each.load_state_dict(dict(new(seed=3).state_dict()))
+        sync(each)  # before the next step nothing is said: they may be loaded yet
+        assert not warned
     assert amaxes(net) == before
+    for each, state in ((net, "go on from before the load"), (other, "start anew")):
+        warned.clear()
+        each(torch.randn(2, 8, 64)).sum().backward()
+        with pytest.warns(UserWarning, match=f"loaded without amax histories, .* they {state}"):
+            sync(each)
+    net, other = new(), new(seed=3)
+    train(net, 2)
+    net.load_state_dict(dict(other.state_dict()))
     # The weights are the new ones: what was cast of the old ones is gone.
     other.load_state_dict(net.state_dict())
     assert losses_after(net) == losses_after(other)
@@ -216,3 +230,122 @@ def test_float8_state_continues_a_run() -> None:
     assert losses_after(resumed) == losses_after(net)
     Float8State(resumed).load_state_dict({})
     assert not any(amaxes(resumed).values())
+
+
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    attach_update(optimizer, net)
+    return optimizer
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", NAMES)
+def test_dcp_on_one_device(tmp_path: Path, warned: set[str], name: str) -> None:
+    net = new()
+    optimizer = optimizer_of(net)
+    train(net, 2, optimizer=optimizer)
+    save(name, net, optimizer, str(tmp_path))
+    before, expected = amaxes(net), train(net, 3, seed=5, optimizer=optimizer)
+    for steps in (0, 2):
+        resumed = new(seed=1)
+        optimizer = optimizer_of(resumed)
+        train(resumed, steps, seed=2, optimizer=optimizer)
+        load(name, resumed, optimizer, str(tmp_path))
+        assert amaxes(resumed) == before
+        assert train(resumed, 3, seed=5, optimizer=optimizer) == expected
+    assert amaxes(resumed) == amaxes(net)
+    assert not warned
+
+
+def test_a_step_without_a_cast_changes_no_history() -> None:
+    net = new()
+    train(net, 2)
+    before = amaxes(net)
+    sync(net)
+    assert amaxes(net) == before
+
+
+def test_a_run_goes_back_to_what_it_has_kept(warned: set[str]) -> None:
+    net, other = new(), new(seed=1)
+    train(other, 2, seed=7)
+    Float8State(net).load_state_dict(Float8State(other).state_dict())
+    train(net, 2)
+    kept, before = copy.deepcopy(net.state_dict()), amaxes(net)
+    train(net, 2)
+    net.load_state_dict(kept)
+    assert amaxes(net) == before
+    # An evaluation uses histories too.
+    Float8State(net).load_state_dict(Float8State(other).state_dict())
+    with torch.no_grad():
+        net(torch.randn(2, 8, 64))
+    net.load_state_dict(kept)
+    assert amaxes(net) == before
+    assert not warned
+    Float8State(net).load_state_dict(Float8State(other).state_dict())
+    with pytest.warns(UserWarning, match="other amax histories than those that Float8State has"):
+        net.load_state_dict(kept)
+    assert amaxes(net) == amaxes(other)
+
+
+def test_float8_state_is_not_pickled(tmp_path: Path) -> None:
+    """As an object that DCP would do so with, whose state nothing would load."""
+    state = {"run": {"float8": Float8State(new())}}
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(CheckpointException, match="Float8State can't be pickled: DCP calls state_d"),
+    ):
+        dcp.save(state, checkpoint_id=tmp_path)
+
+
+DAMAGED = {
+    "nan": ([1.0, math.nan], "found nan"),
+    "inf": ([math.inf], "found inf"),
+    "beyond fp32": ([1e39], "found inf"),
+    "no float": ([10**400], "found list [1000"),
+    "negative": (torch.tensor([1.0, -2.0]), "found -2.0"),
+    "zero": ([0.0], "found 0.0"),
+    "two dims": (torch.ones(2, 3), r"found the shape [2, 3]"),
+    "no dims": (1.0, "found the shape []"),
+    "uneven": ([[1.0], [1.0, 2.0]], "found list [[1.0], [1.0, 2.0]]"),
+    "text": ("1.0", "found str '1.0'"),
+    "texts": (["1.0"], "found list ['1.0']"),
+    "nothing": (None, "found NoneType None"),
+    "a dict": ({"a": 1.0}, "found dict {'a': 1.0}"),
+    "meta": (torch.ones(2, device="meta"), "found Tensor tensor("),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+@pytest.mark.parametrize("place", ["Float8State", "metadata"])
+def test_damaged_histories_are_refused(place: str, how: str) -> None:
+    net, other = new(), new(seed=1)
+    for each in (net, other):
+        train(each, 2)
+    amaxes_of_other, found = DAMAGED[how]
+    before, state = amaxes(net), other.state_dict()
+    load = net.load_state_dict
+    if place == "metadata":
+        rows = state._metadata["layers.1.w2"]["float8_amax_histories"]  # type: ignore[attr-defined]
+        rows["grad_output"] = amaxes_of_other
+    else:
+        load, state = Float8State(net).load_state_dict, Float8State(other).state_dict()
+        state["layers.1.w2"]["grad_output"] = amaxes_of_other
+    message = "layers.1.w2: the saved amax history of 'grad_output' is damaged: "
+    with pytest.raises(ValueError, match=f"^{message}.*{re.escape(found)}"):
+        load(state)
+    kept = amaxes(net)
+    if place == "metadata":  # nn.Module has loaded the layers before
+        before = {n: row for n, row in before.items() if n.startswith("layers.1.w2")}
+    assert before.items() <= kept.items()
+
+
+def test_damaged_dicts_are_refused() -> None:
+    net = new()
+    train(net, 2)
+    state = net.state_dict()
+    state._metadata["layers.0.w1"]["float8_amax_histories"] = torch.ones(2)  # type: ignore[attr-defined]
+    told = "layers.0.w1: the saved amax histories are damaged: expected a dict of operands, got a"
+    with pytest.raises(ValueError, match=f"{told} Tensor"):
+        net.load_state_dict(state)
+    with pytest.raises(ValueError, match=f"{told} list"):
+        Float8State(net).load_state_dict({"layers.0.w1": [1.0]})

@@ -1,0 +1,131 @@
+"""Ways to save and load a model, its optimizer and its Float8State with DCP, each in one call."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from fp8_dist import Float8State
+
+# What is given to dcp.save or dcp.load, and what is done after the load.
+Pattern = tuple[dict[str, Any], Callable[[], object]]
+DOCS = Path(__file__).parents[2] / "docs" / "state.md"
+
+
+class OptimizerState:
+    """An optimizer as a value of its own."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state)
+
+
+class AppState:
+    """Everything in one value, as in torch's tutorial."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, first: str) -> None:
+        self.model, self.optimizer, self.first = model, optimizer, first
+        self.float8 = Float8State(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "float8": self.float8.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.first == "float8":
+            self.float8.load_state_dict(state["float8"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        if self.first == "model":
+            self.float8.load_state_dict(state["float8"])
+
+
+def stateful(model: nn.Module, optimizer: Optimizer, key: str) -> Pattern:
+    state = {"model": model, "optimizer": OptimizerState(model, optimizer)}
+    return state | {key: Float8State(model)}, lambda: None
+
+
+def model_state_dict(model: nn.Module, optimizer: Optimizer) -> Pattern:
+    """get_model_state_dict and set_model_state_dict."""
+    state, _ = stateful(model, optimizer, "float8")
+    own = state["model"] = get_model_state_dict(model)
+    return state, lambda: set_model_state_dict(model, own)
+
+
+def state_dict(model: nn.Module, optimizer: Optimizer) -> Pattern:
+    state, _ = stateful(model, optimizer, "float8")
+    own = state["model"] = model.state_dict()
+    return state, lambda: model.load_state_dict(own)
+
+
+def nested(model: nn.Module, optimizer: Optimizer) -> Pattern:
+    float8 = Float8State(model)
+    state = {"model": model, "optimizer": OptimizerState(model, optimizer)}
+    inner = {"float8": float8.state_dict()}
+    return state | {"run": inner}, lambda: float8.load_state_dict(inner["float8"])
+
+
+def app_state(model: nn.Module, optimizer: Optimizer, first: str) -> Pattern:
+    return {"app": AppState(model, optimizer, first)}, lambda: None
+
+
+PATTERNS: dict[str, Callable[[nn.Module, Optimizer], Pattern]] = {
+    "aaa": lambda model, optimizer: stateful(model, optimizer, "aaa"),
+    "zzz": lambda model, optimizer: stateful(model, optimizer, "zzz"),
+    "model_state_dict": model_state_dict,
+    "state_dict": state_dict,
+    "nested": nested,
+    "app_state": lambda model, optimizer: app_state(model, optimizer, "model"),
+    "app_state, float8 first": lambda model, optimizer: app_state(model, optimizer, "float8"),
+}
+NAMES = ("docs", *PATTERNS)
+
+
+def save(name: str, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
+    """Save by the pattern of this name, in a folder of its own."""
+    if name == "docs":
+        _of_docs()["save"](model, optimizer, f"{folder}/docs")
+        return
+    state, _ = PATTERNS[name](model, optimizer)
+    dcp.save(state, checkpoint_id=f"{folder}/{name}")
+
+
+def load(
+    name: str, model: nn.Module, optimizer: Optimizer, folder: str, planner: Any = None
+) -> None:
+    """Load what :func:`save` has saved, in one dcp.load."""
+    if name == "docs":
+        _of_docs()["load"](model, optimizer, f"{folder}/docs")
+        return
+    state, after = PATTERNS[name](model, optimizer)
+    dcp.load(state, checkpoint_id=f"{folder}/{name}", planner=planner)
+    after()
+
+
+def _of_docs() -> dict[str, Any]:
+    """The functions that docs/state.md shows."""
+    (shown,) = re.findall(r"^  ```python\n(.*?)^  ```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(re.sub(r"^  ", "", shown, flags=re.MULTILINE), names)
+    return names
