@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.linear.module import Float8Linear, other_users
+from fp8_dist.linear.weight import Float8Weight
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -135,6 +136,10 @@ def _unconvertible(layer: nn.Linear) -> str:
         return f"its class {type(layer).__name__} has a forward of its own"
     if not layer.weight.dtype.is_floating_point:
         return f"its weight is {layer.weight.dtype}, not floating point"
+    if not Float8Weight.can_be(layer.weight):
+        return (
+            f"its weight is a {type(layer.weight).__name__}, which multiplies in a way of its own"
+        )
     return ""
 
 

@@ -7,6 +7,7 @@ imported, not an AttributeError in the middle of a step.
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import lru_cache, wraps
+from hashlib import blake2b
 from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -106,25 +107,39 @@ def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _tell_local_types_apart() -> None:
+def stable_hash(tensor: torch.Tensor) -> str:
+    """The key of a tensor in torch's cache of compiled graphs: all that a graph may depend on.
+
+    It is the whole key of a tensor of a subclass, so it has shapes and dtypes, those of the tensors
+    inside too. A subclass has it as its method ``_stable_hash_for_caching``.
+    """
+    key: list[Any] = [type(tensor).__qualname__, tensor.device, tensor.dtype, tensor.requires_grad]
+    key += [tensor.shape, tensor.stride(), tensor.storage_offset()]
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, static = tensor.__tensor_flatten__()
+        key += [static, [(name, stable_hash(getattr(tensor, name))) for name in names]]
+    return blake2b(repr(key).encode(), digest_size=16).hexdigest()
+
+
+def _tell_local_tensors_apart() -> None:
     """Let torch's cache of compiled graphs see what the local tensor of a DTensor is.
 
     Its key (torch 2.13) has the placements and the shape of a DTensor alone. A compiled optimizer
     that was traced with plain shards would be run on tensors of another class, and read their
-    address, which they don't have.
+    address, which they don't have; a graph of e4m3 bytes would be run on e5m2 bytes.
     """
     of_dtensor = getattr(DTensor, "_stable_hash_for_caching", None)
 
-    def with_local_type(self: DTensor) -> str:
-        kind = type(self._local_tensor)
-        name = "" if kind in (torch.Tensor, *STAND_INS) else f"{kind.__module__}.{kind.__name__}"
-        return of_dtensor(self) + name  # type: ignore[misc]
+    def with_local(self: DTensor) -> str:
+        local = self._local_tensor
+        is_plain = type(local) in (torch.Tensor, *STAND_INS)
+        return of_dtensor(self) + ("" if is_plain else stable_hash(local))  # type: ignore[misc]
 
     if of_dtensor is not None:
-        DTensor._stable_hash_for_caching = with_local_type  # type: ignore[method-assign]
+        DTensor._stable_hash_for_caching = with_local  # type: ignore[method-assign]
 
 
-_tell_local_types_apart()
+_tell_local_tensors_apart()
 
 
 def dtensor_local(tensor: DTensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ from fp8_dist.torch_internals import (
     in_backward,
     is_captured,
     make_wrapper_subclass,
+    stable_hash,
     tensor_data,
     tensor_version,
     tree_leaves,
@@ -157,6 +158,7 @@ class Float8AllGatherWeight(torch.Tensor):
     ) -> "Float8AllGatherWeight":
         return Float8AllGatherWeight(inner["_tensor"])
 
+    _stable_hash_for_caching = stable_hash
     __torch_function__ = disabled_torch_function
 
     def data_ptr(self) -> int:

@@ -30,6 +30,21 @@ from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import has_functorch_transforms, innermost, storage_address
 from fp8_dist.transport import Encoding
+from fp8_dist.warn import warn_once
+
+# What a Float8Linear has besides the attributes of an nn.Linear.
+_OWN_ATTRIBUTES = (
+    "config",
+    "fqn",
+    "output_placements",
+    "reduce_transport",
+    "siblings",
+    "local_placements",
+    "histories",
+    "float8_weight",
+    "prepared_by",
+    "prepared_power_of_2",
+)
 
 
 class Float8Linear(nn.Linear):
@@ -43,6 +58,9 @@ class Float8Linear(nn.Linear):
     Collectives: none on one device. On DTensors those of the table in :mod:`fp8_dist.mesh.rules`.
     If what a scale of an operand covers is sharded, and the scale is not known yet, there is an
     all-reduce of 4 bytes per scale as well.
+
+    A layer whose ``weight`` is replaced by a quantized one (``torchao.quantization.quantize_``)
+    turns into an nn.Linear.
 
     Attributes:
         config: what is cast, and how.
@@ -94,10 +112,17 @@ class Float8Linear(nn.Linear):
             fqn: the layer's name, for messages.
 
         Raises:
-            TypeError: ``mod`` is no nn.Linear, or ``config`` no Float8LinearConfig.
+            TypeError: ``mod`` is no nn.Linear or has a quantized weight, or ``config`` is no
+                Float8LinearConfig.
         """
         if not isinstance(mod, nn.Linear):
             raise TypeError(f"Float8Linear.from_float: expected an nn.Linear, got {type(mod)}")
+        if not Float8Weight.can_be(mod.weight):
+            raise TypeError(
+                f"Float8Linear.from_float: {fqn or 'the layer'} has a weight of the type "
+                f"{type(mod.weight).__name__}, which multiplies in a way of its own; convert a "
+                "layer with a weight in high precision"
+            )
         new = cls.__new__(cls)
         for name, value in mod.__dict__.items():
             # Containers (parameters, hooks) are the module's own, what they hold is shared.
@@ -243,10 +268,29 @@ class Float8Linear(nn.Linear):
         if "float8_weight" in self.__dict__:
             # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
             if name == "weight":
-                self.float8_weight.parameter_replaced(self._parameters.get("weight"), value)
+                if not Float8Weight.can_be(value):
+                    self._become_linear(type(value).__name__)
+                else:
+                    self.float8_weight.parameter_replaced(self._parameters.get("weight"), value)
             elif name in ("config", "fqn"):
                 setattr(self.float8_weight, name, value)
-        super().__setattr__(name, value)
+        nn.Linear.__setattr__(self, name, value)
+
+    def _become_linear(self, weight_type: str) -> None:
+        """Turn into an nn.Linear, which leaves the product to a weight of another type."""
+        if self.float8_weight.is_exchanged or self.meshes():
+            raise NotImplementedError(
+                f"{self.fqn}: a {weight_type} can't replace the weight of a layer that is "
+                "distributed. Load the state dict into a model on one device, and quantize that"
+            )
+        warn_once(
+            "replaced weight",
+            f"{self.fqn}: the weight was replaced by a {weight_type}, which multiplies in a way of "
+            "its own. This layer, and others whose weights are replaced so, turn into nn.Linear",
+        )
+        for name in _OWN_ATTRIBUTES:
+            self.__dict__.pop(name, None)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = {"float8_weight": None, "siblings": None}
@@ -278,9 +322,12 @@ class Float8Linear(nn.Linear):
         given, own = state_dict.get(key), storage_address(innermost(self.weight))
         is_own = isinstance(given, torch.Tensor) and storage_address(innermost(given)) == own
         assign = local_metadata.get("assign_to_params_buffers", False)
-        if assign and key in state_dict and self.config.fsdp_float8_all_gather:
+        assign &= key in state_dict and Float8Weight.can_be(state_dict[key])
+        if assign and self.config.fsdp_float8_all_gather:
             state_dict[key] = self.float8_weight.wrapped(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if "float8_weight" not in self.__dict__:
+            return  # it has turned into an nn.Linear
         self.float8_weight.cache.drop(Change.LOAD)
         device = self.weight.device
         load_from_metadata(self.histories, local_metadata, self.meshes(), device, self.fqn, is_own)

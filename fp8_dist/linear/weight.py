@@ -57,6 +57,8 @@ from fp8_dist.linear.weight_queries import shard_scalings, weight_copies, weight
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import (
+    AsyncCollectiveTensor,
+    dtensor_local,
     in_backward,
     is_captured,
     is_plain,
@@ -86,6 +88,7 @@ class Float8Weight:
         config, fqn: the layer's.
         handle: names this object in operators (``scale_query``).
         cache: scalings and float8 casts, while they are known to be fresh.
+        is_exchanged: FSDP2 has put an unsharded parameter in the place of the sharded one.
         made: on a GPU, the event after which what precompute or sync made of the weight (scales,
             and casts made together) is there for streams other than the one that made it.
         gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
@@ -108,7 +111,7 @@ class Float8Weight:
         self._histories = histories
         self.handle = register_handle(self)
         # FSDP2 exchanges the parameter: nothing made of an unsharded one may outlive it.
-        self._is_exchanged = False
+        self.is_exchanged = False
         self._sharded: torch.Tensor | None = None  # the parameter, while another is in its place
         self.made: torch.cuda.Event | None = None
 
@@ -156,7 +159,7 @@ class Float8Weight:
         shard = self.gather_type.unwrap(local)
         if not compiling:
             self._warn_if_flags_have_no_effect(parameter, shard is not local)
-        if self._is_exchanged:
+        if self.is_exchanged:
             return self._casts_of_unsharded(shard, ScaleState.FROM_FORWARD if keeps else None)
         by_gemm = self.config.copies("weight", shard.device)
         if not (training and needs_grad_input):
@@ -243,11 +246,24 @@ class Float8Weight:
         """The layer's parameter is about to be replaced: by FSDP2, or by anyone."""
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
-        self._is_exchanged |= gathered
+        self.is_exchanged |= gathered
         self._sharded = old if gathered else None
         if gathered and self.config.fsdp_float8_all_gather:
             self._warn_if_type_is_lost(old)
         self.cache.parameter_replaced(new, old if gathered else None)
+
+    @classmethod
+    def can_be(cls, tensor: torch.Tensor | None) -> bool:
+        """Whether a layer can cast a tensor: not a subclass that multiplies in a way of its own.
+
+        Such are the quantized weights of torchao.
+        """
+        local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
+        return (
+            isinstance(local, Float8Tensor | AsyncCollectiveTensor)
+            or not hasattr(local, "__tensor_flatten__")
+            or cls.gather_type.unwrap(local) is not local
+        )
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter on the same storage as a plain tensor or DTensor, detached.
@@ -558,7 +574,7 @@ class Float8Weight:
                 "FSDP2 does not manage its weight. Call fully_shard on the model (after "
                 "convert_to_float8_training), or leave the flag off",
             )
-        elif self._is_exchanged and self.config.fsdp_float8_all_gather:
+        elif self.is_exchanged and self.config.fsdp_float8_all_gather:
             return  # the parameter has lost its type, which was said when FSDP2 gathered it
         elif self.cache.precomputed_for_another(parameter):
             warn_once(

@@ -13,7 +13,12 @@ import torch
 from fp8_dist.dtypes import is_float8, short_name
 from fp8_dist.granularity import ROW, TENSOR, Granularity, covering, granularity_named
 from fp8_dist.kernels import powers_of_2, scaled_by
-from fp8_dist.torch_internals import STAND_INS, disabled_torch_function, make_wrapper_subclass
+from fp8_dist.torch_internals import (
+    STAND_INS,
+    disabled_torch_function,
+    make_wrapper_subclass,
+    stable_hash,
+)
 
 # aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.tensor.ops.
 FLOAT8_OPS: dict[Any, Callable[..., Any]] = {}
@@ -131,6 +136,7 @@ class Float8Tensor(torch.Tensor):
     ) -> "Float8Tensor":
         return Float8Tensor(**(inner | static))
 
+    _stable_hash_for_caching = stable_hash
     __torch_function__ = disabled_torch_function
 
     @classmethod

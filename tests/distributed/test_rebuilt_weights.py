@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 
 import pytest
@@ -15,6 +16,7 @@ from ranks import RankPools, device_mesh
 from reference import raised, same_bits, weights_used
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fp8_dist.warn
 from fp8_dist import (
@@ -30,6 +32,7 @@ from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, apply_tp_plan
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -335,3 +338,33 @@ def gathered_already() -> list[str]:
 
 def test_unsharded_weights_are_left_alone(ranks: RankPools) -> None:
     assert ranks(2).run_same(gathered_already) == []
+
+
+def replaced_by_another_type() -> list[str]:
+    """What is said of a weight that multiplies in its own way, as torchao's quantized ones do."""
+
+    def replace(layer: Float8Linear) -> None:
+        plain = torch.zeros(layer.out_features, layer.in_features)
+        layer.weight = nn.Parameter(TwoTensor(plain, plain), requires_grad=False)
+
+    sharded, resident, parallel, alone = net(), net(), net(), net()
+    shard(sharded)
+    fully_shard(resident, mesh=device_mesh(dp=2))
+    with torch.no_grad():
+        resident(torch.randn(2, 8, 64))  # the root's weights stay unsharded until the backward
+    apply_tp_plan(parallel, device_mesh(tp=2), {"layers.0.w1": Float8ColwiseParallel()})
+    layers = [model.layers[0].w1 for model in (sharded, resident, parallel)]
+    found = [raised(NotImplementedError, partial(replace, layer)) for layer in layers]
+    replace(alone.layers[0].w1)
+    kinds = [type(layer).__name__ for layer in (*layers, alone.layers[0].w1)]
+    return [*found, *kinds]
+
+
+def test_a_weight_of_another_type_is_refused_on_a_mesh(ranks: RankPools) -> None:
+    sharded, resident, parallel, *kinds = ranks(2).run_same(replaced_by_another_type)
+    assert sharded == resident == parallel
+    assert_expected_inline(
+        sharded,
+        """layers.0.w1: a TwoTensor can't replace the weight of a layer that is distributed. Load the state dict into a model on one device, and quantize that""",
+    )
+    assert kinds == ["Float8Linear"] * 3 + ["Linear"]

@@ -1,0 +1,56 @@
+"""Torch's cache of compiled graphs has a key of its own for each kind of float8 tensor."""
+
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from ranks import RankPools, device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from fp8_dist.fsdp import Float8AllGatherWeight
+from fp8_dist.tensor import Float8Tensor
+
+
+def casts() -> dict[str, torch.Tensor]:
+    """Tensors of one shape and dtype, whose graphs differ."""
+    values, rows = torch.randn(16, 16), torch.arange(1.0, 17).view(16, 1)
+    e4m3, e5m2 = values.to(torch.float8_e4m3fn), values.to(torch.float8_e5m2)
+    return {
+        "e4m3 by row": Float8Tensor(e4m3, rows, torch.float32),
+        "e5m2 by row": Float8Tensor(e5m2, rows, torch.float32),
+        "e4m3 by column": Float8Tensor(e4m3, rows.t(), torch.float32),
+    }
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return 2 * (local.dequantize() if isinstance(local, Float8Tensor) else local)
+
+
+def wrong_graphs(folder: str) -> list[str]:
+    """What a compiled function, found in one cache, computes otherwise than eager; and warnings."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    mesh, found = device_mesh(dp=1), []
+    tensors = casts()
+    placed = {
+        f"{name}, in a DTensor": DTensor.from_local(tensor, mesh, [Replicate()])
+        for name, tensor in tensors.items()
+    }
+    first, *_ = tensors
+    tensors = {first: tensors[first], "shard": Float8AllGatherWeight(torch.randn(16, 16)), **placed}
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        for name, tensor in tensors.items():
+            torch.compiler.reset()  # so that only the cache can know a graph
+            try:
+                same = torch.equal(torch.compile(doubled)(tensor), doubled(tensor))
+            except AssertionError as error:
+                same, name = False, f"{name}: {error}"
+            found += [] if same else [name]
+    texts = dict.fromkeys(str(warning.message).splitlines()[0] for warning in caught)
+    return found + [text for text in texts if "_stable_hash_for_caching" in text]
+
+
+def test_no_tensor_runs_the_graph_of_another(ranks: RankPools, tmp_path: Path) -> None:
+    assert ranks(1).run(wrong_graphs, str(tmp_path), timeout=240) == [[]]
