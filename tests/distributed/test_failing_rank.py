@@ -5,6 +5,8 @@ import sys
 import time
 from pathlib import Path
 
+from processes import ending_all
+
 GROUP_TIMEOUT_S = 100  # a rank that waits for the other one would need as long
 
 PROGRAM = f"""
@@ -36,31 +38,30 @@ if how == "raises":
 """
 
 
-def start(folder: Path, rank: int, how: str) -> subprocess.Popen[str]:
+def start(folder: Path, rank: int, how: str, env: dict[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(folder / "store"), str(rank), how]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
 
 
 def test_a_rank_that_raises_does_not_wait_for_the_others(tmp_path: Path) -> None:
-    failing, other = (start(tmp_path, rank, "raises") for rank in (0, 1))
-    try:
+    with ending_all() as env:
+        failing, other = (start(tmp_path, rank, "raises", env) for rank in (0, 1))
         assert failing.stdout is not None
         assert failing.stdout.readline() == "reached the end\n"
         raised_at = time.monotonic()
         error = failing.communicate(timeout=GROUP_TIMEOUT_S)[1]
         assert time.monotonic() - raised_at < GROUP_TIMEOUT_S / 4
         assert other.poll() is None, "the other rank ended: nothing was left to wait for"
-    finally:
-        other.kill()
-        other.communicate()
+    other.communicate()
     assert failing.returncode == 1
     assert "RuntimeError: this rank fails" in error
 
 
 def test_a_program_that_ends_well_waits(tmp_path: Path) -> None:
     """Torch warns of a collective that nobody waited for."""
-    for process in [start(tmp_path, rank, "ends well") for rank in (0, 1)]:
-        error = process.communicate(timeout=GROUP_TIMEOUT_S)[1]
-        assert process.returncode == 0
-        assert "unwaited" not in error
+    with ending_all() as env:
+        for process in [start(tmp_path, rank, "ends well", env) for rank in (0, 1)]:
+            error = process.communicate(timeout=GROUP_TIMEOUT_S)[1]
+            assert process.returncode == 0
+            assert "unwaited" not in error

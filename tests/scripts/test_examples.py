@@ -4,12 +4,12 @@ import argparse
 import inspect
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run
 from transformers import LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -39,13 +39,13 @@ def output_of(name: str, folder: Path) -> str:
     text = (EXAMPLES / f"{name}.py").read_text()
     found = re.search(r"^torchrun (--nproc-per-node \d) (scripts/examples/\w+\.py)$", text, re.M)
     assert found, "the docstring names no command"
-    run = f"-m torch.distributed.run --standalone {found[1]} -m one_gloo_thread {ROOT / found[2]}"
-    command = [sys.executable, *run.split()]
+    program = (
+        f"-m torch.distributed.run --standalone {found[1]} -m one_gloo_thread {ROOT / found[2]}"
+    )
+    command = [sys.executable, *program.split()]
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run(command, cwd=folder, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

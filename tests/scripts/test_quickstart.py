@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run
 
 from scripts.train import quickstart
 from scripts.train.quickstart import ROOT
@@ -54,13 +55,10 @@ def test_help(capsys):
 def test_two_runs_and_their_comparison(text):
     """The whole command but for its installation, on one rank each."""
     argv = "--data text.txt --out base --dp 1 --tp 1 --steps 2 --batch-size 2 --seq-len 16"
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-P", "-m", "scripts.train.quickstart", *argv.split()],
         env=dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "loss of tensorwise against bf16" in done.stdout

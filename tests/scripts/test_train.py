@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from processes import run
 from ranks import RankPools, device_mesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch_releases import uneven_sequence_in_torchs_linear
@@ -189,13 +189,10 @@ def test_learning_rate_rises_and_falls():
 
 def run_script(out: Path, *options: str) -> list[dict[str, float]]:
     """Trains in a process of its own, without torchrun; returns its metrics."""
-    finished = subprocess.run(
+    finished = run(
         [sys.executable, "-m", "scripts.train.train", *QUICK, *options, "--out", str(out)],
         env=dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert finished.returncode == 0, finished.stderr
     assert "Collectives of one training step" in finished.stdout

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from processes import run
 
 from scripts.common.ranks import LOOPBACK
 from scripts.train import fault_test, roll
@@ -109,7 +110,7 @@ def test_a_killed_rank_under_torchrun(tmp_path: Path) -> None:
     """torchrun starts the ranks again, and they continue from the last complete checkpoint."""
     out = tmp_path / "out"
     fault = Fault(signal="SIGKILL", point="gather", rank=1, step=4)
-    finished = subprocess.run(
+    finished = run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"),
             *("2", "--max-restarts", "1", "-m", "scripts.train.faulty", "--steps", "4"),
@@ -125,10 +126,7 @@ def test_a_killed_rank_under_torchrun(tmp_path: Path) -> None:
             CUDA_VISIBLE_DEVICES="",
             PYTHONPATH=str(ROOT),
         ),
-        capture_output=True,
-        text=True,
         timeout=240,
-        check=False,
     )
     assert finished.returncode == 0, finished.stderr
     assert "rank 1 of 2 died or hangs: no answer since step 4" in finished.stderr

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 import titan_on_cpu
 import torch
 from expecttest import assert_expected_inline
+from processes import run
 from reference import raised
 from torch import nn
 from torchtitan.config.manager import ConfigManager
@@ -36,14 +36,11 @@ def train(folder: Path, config: str, ranks: int, tp: int, backend: str) -> tuple
         f"--parallelism.tensor_parallel_degree {tp} --parallelism.spmd_backend {backend}"
     )
     paths = [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
+    done = run(
         [sys.executable, *command.split()],
         cwd=folder,  # torchtitan writes its logs there
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     output = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
