@@ -211,7 +211,7 @@ class Float8Weight:
 
     def leaves_something(self, parameter: torch.Tensor, training: bool) -> bool:
         """Whether later forwards may use what this one finds; an evaluation leaves nothing."""
-        return training and (self._is_exchanged or not self.may_change_unnoticed(parameter))
+        return training and (self.is_exchanged or not self.may_change_unnoticed(parameter))
 
     def begin_evaluation(self) -> None:
         """A pass begins that must not use bytes that another pass has left.
@@ -223,7 +223,7 @@ class Float8Weight:
         if not in_backward():
             parameter = self.parameter()
             forgets = self.layout(parameter) is None or self.may_change_unnoticed(parameter)
-            self.cache.begin_evaluation(forgets and not self._is_exchanged)
+            self.cache.begin_evaluation(forgets and not self.is_exchanged)
 
     def end_of_evaluation(self, parameter: torch.Tensor) -> None:
         """A forward has taken its casts of the parameter, and leaves nothing to later ones.
