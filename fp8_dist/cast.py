@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.config import CastConfig, CastSpec, CopySpec, ScalingGranularity, ScalingType
@@ -46,6 +47,7 @@ from fp8_dist.mesh import (
     with_local,
 )
 from fp8_dist.tensor import Float8Tensor, Quantized
+from fp8_dist.torch_internals import has_functorch_transforms
 
 # For each cast: (quantization multiplier, scale). For each copy: the copy.
 Scalings = dict[CastSpec, Scaling]
@@ -87,6 +89,8 @@ def cast_to_float8(
         TypeError: ``tensor`` is no tensor, not floating point, or float8 already.
         ValueError: ``dim`` does not fit the granularity or the tensor, or the scale is DELAYED,
             whose history a Float8Linear has.
+        NotImplementedError: a transform of ``torch.func`` is active, or the tensor has a tangent
+            of forward-mode differentiation.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"cast_to_float8: expected a tensor, got a {type(tensor).__name__}")
@@ -98,6 +102,7 @@ def cast_to_float8(
         raise TypeError(f"cast_to_float8: expected a floating-point tensor, got {tensor.dtype}")
     if not cast_config.enabled:
         return tensor
+    check_transforms("cast_to_float8", tensor)
     _check_dim(tensor, cast_config, dim)
     if cast_config.scaling_type is ScalingType.DELAYED:
         raise ValueError(
@@ -109,6 +114,21 @@ def cast_to_float8(
         granularity = covering((dim % tensor.ndim,), tensor.ndim)
     cast = CastSpec(cast_config.dtype_for("input"), granularity)
     return _CastToFloat8.apply(reduced(tensor), cast, round_scales_to_power_of_2)
+
+
+def check_transforms(name: str, *tensors: torch.Tensor | None) -> None:
+    """Raise NotImplementedError under torch.func's transforms, or if a tensor has a tangent."""
+    if torch.compiler.is_compiling():
+        return
+    if has_functorch_transforms() or any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+    ):
+        raise NotImplementedError(
+            f"{name}: float8 has no forward-mode derivatives, and can't run under the transforms "
+            "of torch.func (vmap, grad, jvp, jacrev, hessian); leave the layer unconverted, or use "
+            "reverse-mode torch.autograd"
+        )
 
 
 def _check_dim(tensor: torch.Tensor, cast_config: CastConfig, dim: int | None) -> None:

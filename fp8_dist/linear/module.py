@@ -8,6 +8,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fp8_dist.cast import check_transforms
 from fp8_dist.config import Float8LinearConfig, Operand
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory
@@ -28,7 +29,7 @@ from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import has_functorch_transforms, innermost, storage_address
+from fp8_dist.torch_internals import innermost, storage_address
 from fp8_dist.transport import Encoding
 from fp8_dist.warn import warn_once
 
@@ -193,11 +194,7 @@ class Float8Linear(nn.Linear):
                 f"got an input of shape {tuple(input.shape)}"
             )
         compiling = torch.compiler.is_compiling()
-        if not compiling and has_functorch_transforms():
-            raise NotImplementedError(
-                f"{self.fqn}: a float8 layer can't run under the transforms of torch.func (vmap, "
-                "grad, jvp, jacrev, hessian); leave it unconverted, or use torch.autograd"
-            )
+        check_transforms(self.fqn, input, weight, bias)
         if self.histories and torch.compiler.is_exporting():
             raise NotImplementedError(
                 f"{self.fqn}: a layer with DELAYED scales can't be exported, because its amax "

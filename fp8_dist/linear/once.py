@@ -14,7 +14,7 @@ class _NoSecondDerivative(torch.autograd.Function):
     """A gradient of a layer, which can't be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, fqn: str, *leaves: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gradient: torch.Tensor, fqn: str, *origins: torch.Tensor) -> torch.Tensor:
         ctx.fqn = fqn
         return gradient
 
@@ -38,11 +38,12 @@ def differentiable_once(backward: Backward) -> Backward:
             return backward(ctx, grad)
         with torch.no_grad():
             gradients = backward(ctx, grad)
-        # The gradient is a function of all that the output depends on: to differentiate it by any
-        # of these raises. (Torch would take a gradient that depends on none of them as constant.)
-        leaves, fqn = _leaves(ctx), ctx.spec.fqn
+        # The gradient is a function of all that the output depends on, and of grad_output: to
+        # differentiate it by any of these raises. (Torch would take a gradient that depends on
+        # none of them as constant.)
+        origins, fqn = (*_leaves(ctx), grad), ctx.spec.fqn
         return tuple(
-            g if g is None else _NoSecondDerivative.apply(g, fqn, *leaves) for g in gradients
+            g if g is None else _NoSecondDerivative.apply(g, fqn, *origins) for g in gradients
         )
 
     return once

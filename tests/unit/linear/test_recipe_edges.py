@@ -18,8 +18,9 @@ from recipe_algebra import (
     step,
 )
 from reference import same_bits, sqnr
+from torch.autograd import forward_ad
 
-from fp8_dist import Float8Linear, Float8LinearConfig
+from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float8
 
 all_recipes = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -314,6 +315,40 @@ def test_no_gradient_of_a_gradient_counts_as_unused(by_weight: bool) -> None:
     other = layer.weight if by_weight else x
     with pytest.raises(NotImplementedError, match="differentiated twice"):
         torch.autograd.grad(gradient.sum(), other, allow_unused=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_derivative_by_the_gradient_of_the_output(recipe: str) -> None:
+    layer = Float8Linear(16, 16, config=Float8LinearConfig.from_recipe_name(recipe))
+    x = torch.randn(4, 16)
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        torch.autograd.functional.jvp(layer, x, x)  # it differentiates the backward
+    # A gradient that was asked for with create_graph is as good as another.
+    output, grad = layer(x.requires_grad_()), torch.randn(4, 16, requires_grad=True)
+    (first,) = torch.autograd.grad(output, x, grad, retain_graph=True)
+    (second,) = torch.autograd.grad(output, x, grad, create_graph=True)
+    assert same_bits(first, second.detach())
+
+
+@pytest.mark.parametrize("where", ["input", "weight", "bias", "no_grad", "cast"])
+def test_forward_mode_is_refused_by_name(where: str) -> None:
+    layer, x = Float8Linear(16, 16), torch.randn(4, 16)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.randn(4, 16))
+        others = {
+            name: forward_ad.make_dual(p.detach(), torch.randn_like(p))
+            for name, p in layer.named_parameters()
+        }
+        calls: dict[str, Callable[[], object]] = {
+            "input": lambda: layer(dual),
+            "weight": lambda: torch.func.functional_call(layer, {"weight": others["weight"]}, x),
+            "bias": lambda: torch.func.functional_call(layer, {"bias": others["bias"]}, x),
+            "no_grad": torch.no_grad()(lambda: layer(dual)),
+            "cast": lambda: cast_to_float8(dual, CastConfig()),
+        }
+        with pytest.raises(NotImplementedError, match="float8 has no forward-mode derivatives"):
+            calls[where]()
+        layer(x)  # what has no tangent can be computed
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "jacrev"])
