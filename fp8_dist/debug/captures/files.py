@@ -16,6 +16,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import quote
+from zipfile import ZipFile
 
 import torch
 
@@ -133,17 +134,19 @@ def load_capture(path: str | Path) -> CapturedCast:
     """Read a file that :func:`capture` wrote, onto the CPU. Nothing in it is run.
 
     Raises:
-        OSError: the file can't be opened.
-        ValueError: it holds something else, or is damaged.
+        OSError: the file can't be read.
+        ValueError: it holds something else, or is damaged. (A safetensors file has no checksums:
+            other values of a tensor are not noticed there.)
         ImportError: it is a safetensors file, and the package is not installed.
     """
     path = Path(path)
-    read = _read_safetensors if path.suffix == SUFFIXES["safetensors"] else _read_torch
+    content, read = path.read_bytes(), _read_torch
+    if path.suffix == SUFFIXES["safetensors"]:
+        check_format("load_capture", "safetensors")
+        read = _read_safetensors
     try:
-        text, tensors = read(path)
+        text, tensors = read(content)
         return _checked(json.loads(text), tensors)
-    except (ImportError, OSError):
-        raise
     except Exception as error:  # whatever reading foreign bytes raises
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
@@ -152,16 +155,19 @@ def load_capture(path: str | Path) -> CapturedCast:
         ) from error
 
 
-def _read_torch(path: Path) -> tuple[str, dict[str, Any]]:
-    found = torch.load(path, map_location="cpu", weights_only=True)
+def _read_torch(content: bytes) -> tuple[str, dict[str, Any]]:
+    with ZipFile(io.BytesIO(content)) as file:  # torch.load ignores the checksums
+        if damaged := file.testzip():
+            raise ValueError(f"the checksum of {damaged} is another")
+    found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return found[_KEY], {name: found[name] for name in _TENSORS}
 
 
-def _read_safetensors(path: Path) -> tuple[str, dict[str, Any]]:
-    path.open("rb").close()  # an OSError of its own kind
-    check_format("load_capture", "safetensors")
-    with _safetensors("safetensors").safe_open(path, framework="pt") as file:
-        return file.metadata()[_KEY], {name: file.get_tensor(name) for name in _TENSORS}
+def _read_safetensors(content: bytes) -> tuple[str, dict[str, Any]]:
+    found = _safetensors("safetensors.torch").load(content)
+    length = int.from_bytes(content[:8], "little")
+    metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+    return metadata[_KEY], {name: found[name] for name in _TENSORS}
 
 
 def _safetensors(module: str) -> Any:
@@ -190,6 +196,10 @@ def _checked(others: dict[str, Any], tensors: dict[str, Any]) -> CapturedCast:
     for name, is_valid in _VALUES.items():
         if not is_valid(others[name]):
             raise ValueError(f"{name}={others[name]!r} is not what a capture holds")
+    for name, tensor in tensors.items():
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if not plain or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"{name} is not a plain, contiguous tensor with data")
     high, qdata, scale = (tensors[name] for name in _TENSORS)
     granularity = granularity_named(others["granularity"])
     if not high.dtype.is_floating_point or not is_float8(qdata.dtype) or high.shape != qdata.shape:

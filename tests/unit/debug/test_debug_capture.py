@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -324,6 +325,11 @@ def saved(tmp_path: Path, **changes: object) -> Path:
         ({"qdata": torch.zeros(2, 16)}, "qdata, torch.float32 [2, 16], is no float8 copy of high"),
         ({"high": torch.zeros(3, 16)}, "is no float8 copy of high, torch.float32 [3, 16]"),
         ({"high": torch.zeros(2, 16).int()}, "is no float8 copy of high, torch.int32 [2, 16]"),
+        ({"high": torch.eye(2, 16).to_sparse()}, "high is not a plain, contiguous tensor"),
+        ({"high": torch.zeros(1, 16).expand(2, 16)}, "high is not a plain, contiguous tensor"),
+        ({"high": nn.Parameter(torch.zeros(2, 16))}, "high is not a plain, contiguous tensor"),
+        ({"scale": torch.ones((), device="meta")}, "scale is not a plain, contiguous tensor"),
+        ({"high": [0.0] * 16}, "high is not a plain, contiguous tensor"),
     ],
     ids=str,
 )
@@ -350,6 +356,39 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
     assert "or is damaged" in raised(ValueError, lambda: load_capture(foreign))
     for missing in (tmp_path / "none.pt", tmp_path / "none.safetensors"):
         raised(FileNotFoundError, lambda missing=missing: load_capture(missing))
+
+
+def damage(content: bytes, random: Random) -> bytes:
+    """A file's content with its end lost, bits flipped, or a part overwritten or lost."""
+    start, kind = random.randrange(len(content)), random.randrange(4)
+    length = random.choice([1, 8, 200])
+    part, rest = content[start : start + length], content[start + length :]
+    if kind == 0:
+        return content[:start]
+    replaced = bytes(byte ^ 1 << random.randrange(8) for byte in part[:1]) + part[1:]
+    parts = {1: replaced, 2: random.randbytes(len(part)), 3: b""}
+    return content[:start] + parts[kind] + rest
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+def test_random_damage_is_a_value_error(tmp_path: Path, format: files.FileFormat) -> None:
+    captured, random = load_capture(saved(tmp_path)), Random(0)
+    refused = accepted = 0
+    path = files.save_capture(captured, tmp_path, format)
+    content = path.read_bytes()
+    for _ in range(400):
+        path.write_bytes(damage(content, random))
+        try:
+            found = load_capture(path)
+        except ValueError as error:
+            refused += str(error).startswith(f"{path} holds no cast that fp8_dist.debug.capture")
+            continue
+        accepted += 1
+        if format == "torch":  # what was hit is padding
+            for name in ("high", "qdata", "scale"):
+                assert same_bits(getattr(found, name), getattr(captured, name))
+    assert refused > 150
+    assert refused + accepted == 400
 
 
 def test_no_warning_where_nothing_is_left_out(tmp_path: Path) -> None:
