@@ -43,6 +43,14 @@ def is_float8(dtype: torch.dtype) -> bool:
     return dtype in FLOAT8_DTYPES
 
 
+def autocast(x: torch.Tensor) -> torch.Tensor:
+    """A floating-point tensor in the dtype of autocast, where that is on; fp64 stays fp64."""
+    device = x.device.type
+    if device == "meta" or x.dtype is torch.float64 or not torch.is_autocast_enabled(device):
+        return x  # (torch raises if it is asked for the autocast of the meta device.)
+    return x.to(torch.get_autocast_dtype(device))
+
+
 def short_name(dtype: torch.dtype) -> str:
     """``torch.float8_e4m3fn`` -> ``"e4m3fn"``; other dtypes lose only their ``torch.`` prefix."""
     return str(dtype).removeprefix("torch.").removeprefix("float8_")

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fp8_dist.cast import as_float8_of, quantize_over
 from fp8_dist.config import CastSpec, CopySpec
+from fp8_dist.dtypes import autocast
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Owner, is_observed
@@ -39,8 +40,7 @@ def cast_input(
     castable = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
     if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
         return x
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = autocast(x)
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, (layout,), run_check=False)
     sharded = [sharded_dim(placement, x.ndim) for placement in x.placements]

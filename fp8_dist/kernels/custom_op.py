@@ -65,6 +65,7 @@ class CustomOp(Generic[P, R]):
 
     def register_fake(self, fake: Callable[P, R]) -> Callable[P, R]:
         """A decorator: shapes and dtypes of the result, for tensors without data."""
+        self._direct["meta"] = fake
         return torch.library.register_fake(f"fp8_dist::{self._name}", fake, lib=_LIB)
 
 

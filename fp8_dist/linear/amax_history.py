@@ -114,7 +114,7 @@ class AmaxHistory:
         multiplier, scale = (number.to(x.device) for number in self.scaling)
         transposed = [copy.transposed for copy in copies]
         recorded = self.current.to(x.device) if record and self.current is not None else None
-        dtype = self.cast_as.dtype
+        dtype, record = self.cast_as.dtype, record and not x.is_meta
         value, scale, largest, *data = cast_and_record(
             x, multiplier, scale, dtype, transposed, recorded
         )
@@ -152,7 +152,7 @@ class AmaxHistory:
 
     def _record_last(self) -> None:
         value, self._last = self._last, None
-        if value is not None:
+        if value is not None and not value.is_meta:
             # The same op the first time too: selective activation checkpointing counts them.
             current = value if self.current is None else self.current.to(value.device)
             self.current = torch.maximum(current, value)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import check_transforms
 from fp8_dist.config import Float8LinearConfig, Operand
+from fp8_dist.dtypes import autocast
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.autograd import float8_linear
@@ -218,9 +219,7 @@ class Float8Linear(nn.Linear):
             check_prepared(self.config, local, self.prepared_power_of_2, self.fqn)
             siblings = None if compiling else self.siblings
         else:
-            device = input.device.type
-            if torch.is_autocast_enabled(device) and dtype is not torch.float64:
-                input = input.to(torch.get_autocast_dtype(device))
+            input = autocast(input)
             input = input if plain else reduced(input)
         training = torch.is_grad_enabled()
         if not compiling and not self.float8_weight.leaves_something(weight, training):

@@ -20,7 +20,13 @@ from recipe_algebra import (
 from reference import same_bits, sqnr
 from torch.autograd import forward_ad
 
-from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float8
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    cast_to_float8,
+    update_float8_scales,
+)
 
 all_recipes = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -328,6 +334,30 @@ def test_no_derivative_by_the_gradient_of_the_output(recipe: str) -> None:
     (first,) = torch.autograd.grad(output, x, grad, retain_graph=True)
     (second,) = torch.autograd.grad(output, x, grad, create_graph=True)
     assert same_bits(first, second.detach())
+
+
+@all_recipes
+def test_shapes_on_the_meta_device(recipe: str) -> None:
+    config = config_of(recipe)
+    layer = Float8Linear(48, 32, device="meta", dtype=torch.bfloat16, config=config)
+    x = torch.empty(2, 8, 48, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    output = layer(x)
+    output.sum().backward()
+    for found, like in ((output, (2, 8, 32)), (x.grad, x.shape), (layer.weight.grad, (32, 48))):
+        assert found.device.type == "meta"
+        assert (found.shape, found.dtype) == (like, torch.bfloat16)
+    assert cast_to_float8(x, CastConfig()).qdata.shape == x.shape
+    # Nothing of it is left when the layer gets its values.
+    layers = [layer, Float8Linear(48, 32, device="meta", dtype=torch.bfloat16, config=config)]
+    x, outputs = torch.randn(4, 48, dtype=torch.bfloat16), []
+    for each in layers:
+        torch.manual_seed(0)
+        each.to_empty(device="cpu").reset_parameters()
+        for _ in range(2):
+            outputs.append(each(x))
+            outputs[-1].sum().backward()
+            update_float8_scales(each)
+    assert same_bits(outputs[1], outputs[3])
 
 
 @pytest.mark.parametrize("where", ["input", "weight", "bias", "no_grad", "cast"])
