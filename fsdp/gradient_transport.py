@@ -60,7 +60,9 @@ def set_gradient_transport(
             makes the errors of one step wrong by as much. ``fp8_dist.Float8State`` saves them.
         stochastic_rounding: round up or down with probabilities by which the expectation is the
             value, not to nearest. The choice is a hash of the value, its place, the rank and a
-            seed, so a repeated step repeats it. An int is the seed, 0 too; True is 1.
+            seed, so a repeated step repeats it. An int is the seed, 0 too; True is 1. With HSDP and
+            ``"float8"`` the sums of replicas are still rounded to nearest, in bf16, which leaves a
+            bias of up to 2^-9 of a value.
         high_precision: ``f(name, parameter)``, true for a parameter whose gradient travels as it
             is, in the same message. Parameters of fewer than 2 dims always do. Names are those of
             ``named_parameters()``, without the segments of wrappers (``_orig_mod``).
