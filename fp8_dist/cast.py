@@ -78,7 +78,7 @@ def cast_to_float8(
         formula of :mod:`fp8_dist.kernels.scale`, or the exponents of blocks. Its ``redistribute``
         moves 1 byte per element, and scales of the last dim with their rows; tensors with scales
         along other dims, in square blocks or in blocks that shards cut can't be redistributed. The
-        gradient passes unchanged.
+        gradient passes unchanged. On a rank outside of a DTensor's mesh the local tensor is empty.
 
     Collectives: an all-reduce of 4 bytes per scale (1 for blocks that shards cut, none for others)
     over the axes that shard what a scale covers
@@ -90,7 +90,8 @@ def cast_to_float8(
         ValueError: ``dim`` does not fit the granularity or the tensor, or the scale is DELAYED,
             whose history a Float8Linear has.
         NotImplementedError: a transform of ``torch.func`` is active, or the tensor has a tangent
-            of forward-mode differentiation.
+            of forward-mode differentiation; or ranks have several pieces of a DTensor
+            (``_StridedShard``), some of which begin inside of a block.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"cast_to_float8: expected a tensor, got a {type(tensor).__name__}")
@@ -497,6 +498,12 @@ class _CastToFloat8(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, cast: CastSpec, round_scales_to_power_of_2: bool
     ) -> torch.Tensor:
+        layout = Layout.of(tensor)
+        if layout is not None and layout.mesh.get_coordinate() is None:
+            # As after DTensor's operators: a rank outside of the mesh has an empty local tensor.
+            local = local_tensor(tensor)
+            scale = local.new_ones((), dtype=torch.float32)
+            return as_float8_of(tensor, Quantized(local.to(cast.dtype), scale, TENSOR))
         return as_float8_of(tensor, quantize_over(tensor, cast, round_scales_to_power_of_2))
 
     @staticmethod

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from nets import Distributed, Net, full, sharded_net, wrong_casts
@@ -11,12 +12,13 @@ from ranks import RankPools, device_mesh
 from reference import raised, same_cast, sqnr, weights_used
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist import (
     CastConfig,
     Float8LinearConfig,
+    ScalingGranularity,
     cast_to_float8,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
@@ -405,3 +407,25 @@ def test_converting_after_fully_shard_is_refused(ranks: RankPools) -> None:
         ranks(2).run(converted_too_late)[0],
         """convert_to_float8_training: these weights are distributed already: 0, 2. Convert the model first, then apply tensor parallelism, then fully_shard""",
     )
+
+
+def beside_the_mesh() -> list[str]:
+    """The dtypes of casts of a DTensor that the last of three ranks has no part of."""
+    mesh, found = DeviceMesh("cpu", [0, 1]), []
+    axiswise = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
+    blocks = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
+    for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+        tensor = DTensor.from_local(torch.ones(4, 64), mesh, [placement], run_check=False)
+        for config, dim in ((CastConfig(), None), (axiswise, -1), (axiswise, 0), (blocks, None)):
+            cast = cast_to_float8(tensor, config, dim=dim)
+            local = cast.to_local()
+            inside = dist.get_rank() < 2
+            assert list(local.shape) == ([4, 64] if inside else [0])
+            assert list(cast.shape) == list(tensor.shape)
+            assert local.dequantize().shape == local.shape
+            found.append(str(local.qdata.dtype))
+    return found
+
+
+def test_a_rank_beside_the_mesh_has_an_empty_cast(ranks: RankPools) -> None:
+    assert ranks(3).run_same(beside_the_mesh) == ["torch.float8_e4m3fn"] * 16
