@@ -14,6 +14,7 @@ from fp8_dist.mesh import (
     Layout,
     all_reduce_max,
     global_offset,
+    is_packed,
     local_sizes,
     narrowed,
     shard_starts,
@@ -23,20 +24,41 @@ from fp8_dist.torch_internals import cached_but_in_graphs
 
 
 def granularity_at(granularity: Granularity, layout: Layout | None) -> Granularity:
-    """That of a rank's part of a tensor, which may begin inside of blocks."""
+    """That of a rank's part of a tensor, which may begin inside of blocks.
+
+    Raises:
+        NotImplementedError: a part has several pieces, which cut blocks; on all ranks alike.
+    """
     if not isinstance(granularity, Blocks) or layout is None:
         return granularity
     if not granularity.amax_axes(layout.placements, len(layout.shape)):
         return granularity
+    _check_pieces(layout, granularity)
     return granularity.at(global_offset(layout), _are_unequal(layout, granularity))
 
 
 @cached_but_in_graphs
-def _are_unequal(layout: Layout, granularity: Granularity) -> bool:
-    """Whether shards cut blocks, or are of different sizes; the same on all ranks."""
-    dims = (-1, -2) if isinstance(granularity, Blocks) and granularity.rows > 1 else (-1,)
-    unequal = any(len(local_sizes(layout, dim % len(layout.shape))) > 1 for dim in dims)
-    return unequal or are_cut(layout, granularity)
+def _check_pieces(layout: Layout, granularity: Blocks) -> None:
+    if are_cut(layout, granularity) and any(is_packed(layout, dim) for dim in _dims(granularity)):
+        raise NotImplementedError(
+            f"a tensor of shape {tuple(layout.shape)} placed as {list(layout.placements)} can't be "
+            f"cast with one scale per {granularity.name}: ranks have several pieces of it "
+            "(_StridedShard), and some begin inside of a block; redistribute it to Shard or "
+            "Replicate first, or choose sizes of which all pieces have whole blocks"
+        )
+
+
+@cached_but_in_graphs
+def _are_unequal(layout: Layout, granularity: Blocks) -> bool:
+    """Whether the parts of ranks don't fit together again as float8; the same on all ranks."""
+    return are_cut(layout, granularity) or any(
+        is_packed(layout, dim) or len(local_sizes(layout, dim)) > 1 for dim in _dims(granularity)
+    )
+
+
+def _dims(granularity: Blocks) -> tuple[int, ...]:
+    """The dims along which shards may cut blocks."""
+    return (-1, -2) if granularity.rows > 1 else (-1,)
 
 
 @cached_but_in_graphs
@@ -44,7 +66,7 @@ def cut_blocks(layout: Layout, granularity: Granularity, dim: int) -> tuple[int,
     """The blocks along a dim (``-1``, ``-2``) that shards cut; the same on all ranks."""
     assert isinstance(granularity, Blocks)
     size = granularity.columns if dim == -1 else granularity.rows
-    starts = shard_starts(layout, dim % len(layout.shape))
+    starts = shard_starts(layout, dim)
     return tuple(sorted({start // size for start in starts if start % size}))
 
 

@@ -13,7 +13,7 @@ from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Owner, is_observed
 from fp8_dist.linear.observing_prepared import observe_prepared_cast
-from fp8_dist.mesh import local_tensor, reduced, sharded_dim
+from fp8_dist.mesh import has_pieces, local_tensor, reduced, sharded_dim
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.warn import warn_once
 
@@ -44,12 +44,13 @@ def cast_input(
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, (layout,), run_check=False)
     sharded = [sharded_dim(placement, x.ndim) for placement in x.placements]
-    if cast.granularity.blocks is not None and x.ndim - 1 in sharded:
+    in_parts = cast.granularity.blocks is not None and x.ndim - 1 in sharded
+    if in_parts or has_pieces(tuple(x.placements)):
         warn_once(
             "prepared in parts",
             f"{owner.fqn}: PrepareFloat8ModuleInput leaves its input in high precision, because "
-            f"it has one scale per {cast.granularity.name} and is sharded along its last dim "
-            "(Shard(-1)); shard the sequence or the batch instead (Shard(0), Shard(1))",
+            f"it has one scale per {cast.granularity.name} and is placed as {list(x.placements)}; "
+            "shard the sequence or the batch instead (Shard(0), Shard(1))",
         )
         return x
     return _CastInput.apply(reduced(x), cast, power_of_2, history, torch.is_grad_enabled(), owner)

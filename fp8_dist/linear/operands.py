@@ -22,7 +22,14 @@ from fp8_dist.linear.observing import Owner, is_observed, observe_copies
 from fp8_dist.linear.observing_prepared import observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
-from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim, with_local
+from fp8_dist.mesh import (
+    Layout,
+    Placements,
+    has_pieces,
+    local_tensor,
+    sharded_dim,
+    with_local,
+)
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
 from fp8_dist.transport import Encoding
@@ -104,7 +111,8 @@ def plan_operand(
             axes += (axis,)
             dims.append(dim)
     moves, everywhere = now != then, amax_scope == "global"
-    first = casts[0]
+    # Float8 data does not leave shards of several pieces.
+    first = None if has_pieces(now) else casts[0]
     if first is not None and all(cast == first for cast in casts):
         granularity = first.granularity
         if granularity.can_move(dims, ndim) and (granularity.can_gather or not moves):
@@ -127,12 +135,20 @@ def _plan_of(
     plan = plan_operand(casts, now, placements, tensor.ndim, scope)
     one_copy = spec.config.gather_cast(operand)
     if plan.first_cast is None and one_copy is not None:
+        if has_pieces(now):
+            why = (
+                "ranks have several pieces of it (_StridedShard); redistribute it to Shard or "
+                "Replicate first"
+            )
+        else:
+            why = (
+                f"it has one scale per {one_copy.granularity.name} and is sharded along its last "
+                "dim (Shard(-1)); shard the sequence or the batch instead (Shard(0), Shard(1)), or "
+                "use a recipe with one scale per tensor"
+            )
         warn_once(
             f"scales in parts: {operand}",
-            f"{spec.fqn}: {operand} is gathered in high precision, because it has one scale per "
-            f"{one_copy.granularity.name} and is sharded along its last "
-            "dim (Shard(-1)); shard the sequence or the batch instead (Shard(0), Shard(1)), or use "
-            "a recipe with one scale per tensor",
+            f"{spec.fqn}: {operand} is gathered in high precision, because {why}",
         )
     return plan
 

@@ -44,7 +44,7 @@ from fp8_dist.granularity import COLUMN, ROW
 from fp8_dist.kernels import quantize, scaling_from_amax
 from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes, unit_scales
 from fp8_dist.linear.observing import Owner, is_observed, observe
-from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
+from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, sharded_dim
 from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
 
@@ -198,13 +198,14 @@ def _unit_scale(*operands: Quantized | None) -> torch.Tensor:
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:
     """A grad whose rows are cast where they are: moved first if rows themselves are in parts.
 
-    (Where an output was sharded along its columns, or is to be.)
+    (Where an output was sharded along its columns, or is to be.) Or if ranks have several pieces.
     """
     if not isinstance(grad, DTensor):
         return grad
     assert placements is not None
     now = tuple(grad.placements)
     in_parts = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*now, *placements)]
+    in_parts = in_parts or has_pieces(now)
     return grad.redistribute(placements=placements) if in_parts and now != placements else grad
 
 

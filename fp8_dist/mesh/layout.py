@@ -92,6 +92,11 @@ def sharded_dim(placement: Placement, ndim: int) -> int | None:
     return placement.dim % ndim if isinstance(placement, (Shard, StridedShard)) else None
 
 
+def has_pieces(placements: Placements | None) -> bool:
+    """Whether placements give ranks several pieces of an activation."""
+    return any(isinstance(placement, StridedShard) for placement in placements or ())
+
+
 def normalized(placements: Placements, ndim: int) -> Placements:
     """Placements of a tensor with the dims of shards counted from its first one."""
     return tuple(Shard(p.dim % ndim) if type(p) is Shard else p for p in placements)
@@ -111,59 +116,91 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def local_sizes(layout: Layout, dim: int) -> set[int]:
     """The sizes that a dim has on the ranks of a mesh; the same answer on all of them."""
-    sizes, ndim = {layout.shape[dim]}, len(layout.shape)
-    for axis, p in enumerate(layout.placements):
-        if sharded_dim(p, ndim) == dim % ndim:
-            n = layout.mesh.size(axis)
-            # As torch.chunk: equal chunks of the size rounded up, then what is left, then none.
-            sizes = {
-                min(chunk, max(size - rank * chunk, 0))
-                for size in sizes
-                for chunk in [-(-size // n)]
-                for rank in range(n)
-            }
-    return sizes
+    return {sum(end - begin for begin, end in shard) for shard in _shards(layout, dim)}
 
 
-@cached_but_in_graphs
 def shard_starts(layout: Layout, dim: int) -> tuple[int, ...]:
-    """Where the shards of all ranks begin along a dim, ascending; the same on all ranks."""
-    ndim, parts = len(layout.shape), [(0, layout.shape[dim])]
-    for axis in _axes_in_order(layout.placements):
-        if sharded_dim(layout.placements[axis], ndim) != dim % ndim:
-            continue
-        n = layout.mesh.size(axis)
-        parts = [
-            (begin + rank * chunk, min(begin + (rank + 1) * chunk, end))
-            for begin, end in parts
-            for chunk in [-(-(end - begin) // n)]
-            for rank in range(n)
-            if rank * chunk < end - begin
-        ]
-    return tuple(sorted({begin for begin, _ in parts}))
+    """Where the pieces of all ranks begin along a dim, ascending; the same on all ranks."""
+    return tuple(sorted({begin for shard in _shards(layout, dim) for begin, _ in shard}))
+
+
+def is_packed(layout: Layout, dim: int) -> bool:
+    """Whether some rank's shard has several pieces along a dim; the same on all ranks."""
+    return any(len(shard) > 1 for shard in _shards(layout, dim))
 
 
 def global_offset(layout: Layout) -> list[int]:
     """Where this rank's shard begins in the global tensor, per dim. (0 where it is empty.)"""
     # (torch's compute_local_shape_and_global_offset computes with tensors: slowly on many ranks,
     # and in graphs their values are unknown.)
-    ndim, coordinate = len(layout.shape), layout.mesh.get_coordinate()
+    coordinate = layout.mesh.get_coordinate()
     assert coordinate is not None
-    begin, end = [0] * ndim, [*layout.shape]
-    for axis in _axes_in_order(layout.placements):
-        dim = sharded_dim(layout.placements[axis], ndim)
-        assert dim is not None
-        chunk = -(-(end[dim] - begin[dim]) // layout.mesh.size(axis))
-        begin[dim] = min(begin[dim] + coordinate[axis] * chunk, end[dim])
-        end[dim] = min(begin[dim] + chunk, end[dim])
-    return [start if start < stop else 0 for start, stop in zip(begin, end, strict=True)]
+    own: list[_Pieces] = [((0, size),) for size in layout.shape]
+    for axis, dim, parts in _cuts(layout):
+        own[dim] = _shard(own[dim], layout.mesh.size(axis), coordinate[axis], parts)
+    return [pieces[0][0] if pieces else 0 for pieces in own]
 
 
-def _axes_in_order(placements: Placements) -> list[int]:
-    """The axes that shard, in the order in which they cut a tensor."""
-    # FSDP2 shards what tensor parallelism left, though its axis comes first.
-    strided = [i for i, p in enumerate(placements) if isinstance(p, StridedShard)]
-    return [*(i for i, p in enumerate(placements) if type(p) is Shard), *reversed(strided)]
+# What a rank has of a dim: (begin, end) of each piece, ascending.
+_Pieces = tuple[tuple[int, int], ...]
+
+
+@cached_but_in_graphs
+def _shards(layout: Layout, dim: int) -> tuple[_Pieces, ...]:
+    """What each rank has of a dim, in the order in which the axes cut it."""
+    dim %= len(layout.shape)
+    shards: tuple[_Pieces, ...] = (((0, layout.shape[dim]),),)
+    for axis, cut_dim, parts in _cuts(layout):
+        if cut_dim == dim:
+            n = layout.mesh.size(axis)
+            shards = tuple(_shard(shard, n, rank, parts) for shard in shards for rank in range(n))
+    return shards
+
+
+def _cuts(layout: Layout) -> list[tuple[int, int, int]]:
+    """The cuts that make a rank's shard, in order: axis, dim, and into how many parts at first."""
+    ndim, inner = len(layout.shape), [1] * len(layout.shape)
+    cuts: list[tuple[int, int, int]] = []
+    last: list[tuple[int, int, int]] = []
+    for axis in reversed(range(len(layout.placements))):
+        placement = layout.placements[axis]
+        dim = sharded_dim(placement, ndim)
+        if dim is None:
+            continue
+        parts = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+        # FSDP2 shards what tensor parallelism left, though its axis comes first.
+        of_fsdp = 1 < parts == inner[dim]
+        if of_fsdp:
+            last.append((axis, dim, 1))
+        else:
+            cuts.append((axis, dim, parts))
+        inner[dim] *= layout.mesh.size(axis) if of_fsdp or parts == 1 else 0
+    return [*reversed(cuts), *last]
+
+
+def _shard(pieces: _Pieces, n: int, rank: int, parts: int) -> _Pieces:
+    """Of what ``n`` ranks share a rank's chunk; of each of ``parts`` chunks, if there are more."""
+    if parts == 1:
+        return _chunk(pieces, n, rank)
+    shard: list[tuple[int, int]] = []
+    for part in range(parts):
+        for begin, end in _chunk(_chunk(pieces, parts, part), n, rank):
+            if shard and shard[-1][1] == begin:
+                begin = shard.pop()[0]
+            shard.append((begin, end))
+    return tuple(shard)
+
+
+def _chunk(pieces: _Pieces, n: int, index: int) -> _Pieces:
+    """As torch.chunk: chunks of equal size (rounded up), then what is left, then nothing."""
+    size = -(-sum(end - begin for begin, end in pieces) // n)
+    taken, first = [], index * size
+    for begin, end in pieces:
+        start, stop = max(begin, begin + first), min(end, begin + first + size)
+        if start < stop:
+            taken.append((start, stop))
+        first -= end - begin
+    return tuple(taken)
 
 
 def narrowed(whole: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:

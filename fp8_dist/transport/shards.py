@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import pad
 
-from fp8_dist.mesh import Layout, Placements, local_tensor, sharded_dim
+from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, sharded_dim
 from fp8_dist.torch_internals import funcol
 from fp8_dist.transport.encoding import Encoding, Part, Run, encode, runs_of, sum_of
 from fp8_dist.transport.exchange import start_all_to_all
@@ -83,5 +83,5 @@ def _scattered_dim(tensor: DTensor, placements: Placements, transport: Encoding)
     if transport is None or tensor.device_mesh.size() == 1 or tensor.numel() == 0:
         return None
     assert tensor.device_mesh.ndim == 1, tensor.device_mesh
-    is_sum = tensor.placements[0] == Partial()
+    is_sum = tensor.placements[0] == Partial() and not has_pieces(placements)
     return sharded_dim(placements[0], tensor.ndim) if is_sum else None

@@ -1,0 +1,236 @@
+"""Shards of several pieces (``_StridedShard``), as of a projection that holds both gate and up."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits, sqnr
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    cast_to_float8,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.mesh import Layout, global_offset, local_sizes, shard_starts
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    PrepareFloat8ModuleInput,
+    apply_tp_plan,
+)
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+
+
+def placed(tensor: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    """A tensor that all ranks have, each with its own part of it."""
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def packed(dim: int, parts: int = 2) -> Placement:
+    return _StridedShard(dim, split_factor=parts)  # type: ignore[return-value]
+
+
+def found_otherwise() -> list[str]:
+    """Placements whose pieces are not where DTensor has them."""
+    wrong = []
+    meshes = {1: device_mesh(tp=4), 2: device_mesh(dp=2, tp=2)}
+    ways = [(packed(0),), (packed(0, 3),), (packed(0), Shard(0)), (Shard(0), packed(0))]
+    ways += [(packed(0), packed(0)), (packed(0, 3), Replicate()), (packed(0, 3), packed(0, 4))]
+    for placements in ways:
+        # FSDP2's order of cuts, packed(0) over Shard(0), gives other parts where they are uneven.
+        uneven = () if placements == (packed(0), Shard(0)) else (1, 3, 13, 30)
+        for rows in (8, 16, 48, *uneven):
+            tensor = placed(torch.arange(rows), meshes[len(placements)], *placements)
+            values, layout = tensor.to_local().tolist(), Layout.of(tensor)
+            assert layout is not None
+            starts = [n for i, n in enumerate(values) if i == 0 or n != values[i - 1] + 1]
+            every: list[tuple[list[int], int]] = [([], 0)] * 4
+            dist.all_gather_object(every, (starts, len(values)))
+            expected = (
+                sorted({start for others, _ in every for start in others}),
+                {size for _, size in every},
+                [*starts, 0][:1],
+            )
+            found = [*shard_starts(layout, 0)], local_sizes(layout, 0), global_offset(layout)
+            if found != expected:
+                wrong.append(f"{rows} {placements}: {found}, not {expected}")
+    return wrong
+
+
+def test_pieces_are_those_of_dtensor(ranks: RankPools) -> None:
+    assert ranks(4).run(found_otherwise) == [[]] * 4
+
+
+CASTS: dict[str, tuple[CastConfig, int | None]] = {
+    "tensor": (CastConfig(), None),
+    "rows": (CastConfig(scaling_granularity=ScalingGranularity.AXISWISE), -1),
+    "columns": (CastConfig(scaling_granularity=ScalingGranularity.AXISWISE), 0),
+    **{
+        f"{rows} x {columns}": (
+            CastConfig(
+                scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(rows, columns)
+            ),
+            None,
+        )
+        for rows, columns in ((1, 32), (32, 32), (1, 128), (128, 128))
+    },
+}
+
+
+def casts_of(shape: tuple[int, int]) -> dict[str, str]:
+    """By placements and cast: whether this rank has its part of one device's bits, or the error."""
+    found = {}
+    # Each row and column has another size, so that no two blocks have one scale.
+    tensor = torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]
+    tensor = tensor * torch.logspace(-3, 3, shape[1])
+    if dist.get_world_size() == 2:
+        mesh = device_mesh(tp=2)
+        ways: list[tuple[Placement, ...]] = [(packed(1),), (packed(0),), (packed(1, 3),)]
+    else:
+        mesh = device_mesh(dp=2, tp=2)
+        ways = [(packed(0), Shard(0)), (packed(0), packed(1)), (Shard(1), packed(0))]
+    for placements in ways:
+        part = placed(tensor, mesh, *placements)
+        for name, (config, dim) in CASTS.items():
+            whole = cast_to_float8(tensor, config, dim=dim).dequantize()
+            expected = placed(whole, mesh, *placements).to_local()
+            try:
+                local = cast_to_float8(part, config, dim=dim).to_local().dequantize()
+                verdict = "same" if same_bits(local, expected) else "WRONG"
+            except NotImplementedError as error:
+                verdict = "refused" if "whole blocks" in str(error) else str(error)
+            found[f"{placements} {name}"] = verdict
+    return found
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (256, 300), (130, 96)])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_casts_are_one_devices_or_refused_on_all_ranks(
+    ranks: RankPools, world_size: int, shape: tuple[int, int]
+) -> None:
+    first, *others = ranks(world_size).run(casts_of, shape)
+    assert others == [first] * (world_size - 1)
+    assert set(first.values()) <= {"same", "refused"}, first
+    refused = {name for name, verdict in first.items() if verdict == "refused"}
+    if shape == (512, 512):  # all pieces but thirds have whole blocks
+        assert all("3" in name for name in refused), refused
+    # Rows are whole, and what FSDP2 places so is of one piece.
+    assert not any(name.endswith(("tensor", "rows", "columns")) for name in refused)
+    assert not any(str((packed(0), Shard(0))) in name for name in refused)
+
+
+def text_of_refusal() -> str:
+    part = placed(torch.randn(64, 96), device_mesh(tp=2), packed(1))
+    return raised(NotImplementedError, lambda: cast_to_float8(part, CASTS["1 x 32"][0]))
+
+
+def test_the_error_says_what_to_do(ranks: RankPools) -> None:
+    text = ranks(2).run_same(text_of_refusal)
+    assert text.startswith("a tensor of shape (64, 96) placed as [_StridedShard(")
+    assert "ranks have several pieces of it (_StridedShard), and some begin inside of a" in text
+
+
+def layer_of(recipe: str, weight: torch.Tensor) -> Float8Linear:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    layer = Float8Linear(weight.shape[1], weight.shape[0], bias=False, config=config)
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+def gemms(recipe: str, features: tuple[int, int]) -> dict[str, list[float]]:
+    """SQNR of the three results against one device, by placements of the operands."""
+    mesh, found = device_mesh(tp=dist.get_world_size()), {}
+    torch.manual_seed(0)
+    x, grad = torch.randn(2, 8, features[0]), torch.randn(2, 8, features[1])
+    w = torch.randn(features[1], features[0])
+    inputs, layer = x.clone().requires_grad_(), layer_of(recipe, w)
+    expected = layer(inputs)
+    expected.backward(grad)
+    ways = [(packed(2), packed(1)), (packed(1), packed(2)), (Replicate(), packed(2))]
+    for weight in (Replicate(), Shard(0), Shard(1)):
+        for of_input, of_grad in ways:
+            other = layer_of(recipe, placed(w, mesh, weight))
+            part = placed(x, mesh, of_input).requires_grad_()
+            output = other(part)
+            output.backward(placed(grad, mesh, of_grad))
+            pairs = [(expected, output), (inputs.grad, part.grad)]
+            pairs.append((layer.weight.grad, other.weight.grad))
+            found[f"{weight} {of_input} {of_grad}"] = [
+                float(sqnr(a.detach(), b.detach().full_tensor())) for a, b in pairs
+            ]
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.filterwarnings("ignore:.*is gathered in high precision, because ranks have several")
+def test_layers_take_packed_inputs_and_gradients(ranks: RankPools, recipe: str) -> None:
+    world_size, features = (4, (130, 90)) if recipe in ("mxfp8", "rowwise") else (2, (256, 512))
+    for found in ranks(world_size).run(gemms, recipe, features):
+        assert min(min(each) for each in found.values()) > 100, found
+
+
+def refusals(recipe: str, gathered: bool, ahead: bool) -> str:
+    """The error of a forward of a layer whose own weight is packed."""
+    mesh = device_mesh(dp=2, tp=2)
+    config = replace(
+        Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathered
+    )
+    model = nn.Sequential(Float8Linear(96, 64, bias=False, config=config))
+    weight = placed(torch.randn(64, 96), mesh["tp"], packed(0))
+    model[0].weight = nn.Parameter(model[0].float8_weight.wrapped(weight) if gathered else weight)
+    if gathered:
+        fully_shard(model, mesh=mesh["dp"])
+
+    def forward() -> None:
+        if ahead:
+            precompute_float8_dynamic_scale(model)
+        model(DTensor.from_local(torch.randn(8, 96), mesh["tp"], [Replicate()]))
+
+    try:
+        forward()
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "blockwise", "mxfp8"])
+def test_packed_weights_are_refused_on_all_ranks(ranks: RankPools, recipe: str) -> None:
+    for gathered, ahead in ((False, False), (False, True), (True, True)):
+        text = ranks(4).run_same(refusals, recipe, gathered, ahead)
+        assert "can't be multiplied; distribute it as" in text or "have several pieces" in text
+
+
+def gradient_on_the_wire(prepared: bool) -> float:
+    """SQNR of an input's gradient that is to be reduced and scattered to several pieces."""
+    mesh, x = device_mesh(tp=2), torch.randn(2, 8, 64)
+    model = nn.Sequential(nn.Linear(64, 96, bias=False))
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("mxfp8"))
+    inputs, part = x.clone().requires_grad_(), placed(x, mesh, packed(1)).requires_grad_()
+    model(inputs).square().sum().backward()
+    transport = None if prepared else "float8"
+    style = Float8ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+    prepare = PrepareFloat8ModuleInput(
+        input_layouts=packed(1), desired_input_layouts=Replicate(), use_local_output=False
+    )
+    apply_tp_plan(model, mesh, {"0": style} | ({"": prepare} if prepared else {}))
+    model[0].reduce_transport = transport
+    model(part).square().sum().backward()
+    return float(sqnr(inputs.grad, part.grad.full_tensor()))
+
+
+@pytest.mark.filterwarnings("ignore:.*in high precision, because")
+@pytest.mark.parametrize("prepared", [False, True])
+def test_gradients_return_to_packed_inputs(ranks: RankPools, prepared: bool) -> None:
+    assert min(ranks(2).run(gradient_on_the_wire, prepared)) > 100
