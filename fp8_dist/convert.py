@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig
+from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.module import Float8Linear, other_users
 from fp8_dist.linear.weight import Float8Weight
 
@@ -73,6 +74,7 @@ def convert_to_float8_training(
         for name, child in list(parent._modules.items()):
             if child in converted:
                 setattr(parent, name, converted[child])  # type: ignore[index]
+    note_converted(module)
     return module
 
 

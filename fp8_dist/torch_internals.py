@@ -33,6 +33,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as FsdpState
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -301,6 +302,33 @@ def fsdp_init_shards(module: FSDPModule) -> None:
     for group in fsdp_groups_of_module(module):
         if not any(parameter.sharded_param.is_meta for parameter in group.fsdp_params):
             group.lazy_init()
+
+
+def before_fsdp_gathers(call: Callable[[Any], None]) -> None:
+    """Let FSDP2 make a call with each parameter group before its first gather.
+
+    It is made where FSDP2 prepares the groups of a model, when its root first runs, and where a
+    module is unsharded by hand, each time.
+    """
+    lazy_init = FSDPParamGroup.lazy_init
+
+    @wraps(lazy_init)
+    def with_call(self: Any) -> None:
+        lazy_init(self)
+        call(self)
+
+    FSDPParamGroup.lazy_init = with_call  # type: ignore[method-assign]
+
+
+def fsdp_roots_of(group: Any) -> list[nn.Module]:
+    """The modules below which FSDP2 runs a parameter group, and the group's own modules.
+
+    (Roots may share their streams: then others are among them.)
+    """
+    states: list[Any] = [reference() for reference in list(_module_state_mapping.values())]
+    roots = [state for state in states if getattr(state, "_is_root", False)]
+    of_roots = [m for root in roots if root._comm_ctx is group.comm_ctx for m in root._modules]
+    return list(dict.fromkeys([*of_roots, *group.modules]))
 
 
 def _groups_of_state(state: Any) -> list[Any]:

@@ -6,6 +6,7 @@ if __name__ != "fp8_dist.fsdp":
         "checkout, or after pip install)"
     )
 
+import fp8_dist.fsdp.first_gather  # noqa: F401  (its import lets FSDP2 call it)
 from fp8_dist.fsdp.clip import clip_grad_norm_
 from fp8_dist.fsdp.gradient_transport import set_gradient_transport
 from fp8_dist.fsdp.groups import make_amax_group

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fp8_dist.fsdp.encoded_reduction import EncodedReduction, errors_of_group, install, remove
 from fp8_dist.kernels.encoding import NEAREST
-from fp8_dist.linear.agreement import check_facts, has_stand_ins
+from fp8_dist.linear.agreement import Facts, has_stand_ins
 from fp8_dist.names import without_wrappers
 from fp8_dist.torch_internals import (
     fsdp_groups_of_module,
@@ -96,7 +96,7 @@ def set_gradient_transport(
             f"{_CALLER}: transport={transport!r} would encode no gradient: all parameters have "
             "fewer than 2 dims, or high_precision is true for them"
         )
-    if not has_stand_ins([model]):
+    if not has_stand_ins(model.parameters()):
         nodes = hierarchy and tuple(hierarchy.shape)
         options = (
             f"error_feedback={error_feedback}, stochastic_rounding={stochastic_rounding}, "
@@ -172,21 +172,16 @@ def _check_agreement(
     groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, Encoding]], options: str
 ) -> None:
     """Refuse ranks that differ, also those that only replicate or shard a parameter otherwise."""
-    meshes: dict[tuple[int, ...], DeviceMesh] = {}
-    facts: dict[tuple[int, ...], dict[str, str]] = {}
+    facts = Facts()
     for module, group in groups.items():
         # That of a parameter under tensor parallelism has the axes of both.
         of_parameters = (getattr(p, "device_mesh", None) for p in fsdp_parameters_of_group(group))
         for mesh in {group.mesh_info.mesh, *of_parameters} - {None}:
-            ranks = tuple(mesh.mesh.flatten().tolist())
-            meshes.setdefault(ranks, mesh)
-            of_mesh = facts.setdefault(ranks, {"options": options})
+            of_mesh = facts.of(mesh)
+            of_mesh["options"] = options
             for name, how in encodings[module].items():
                 of_mesh[f"the transport of the gradient of {name}"] = str(how)
-    # The largest mesh first: the others may depend on what differs.
-    for ranks in sorted(meshes, key=lambda ranks: (-len(ranks), ranks)):
-        fix = "Give it the same arguments on all ranks"
-        check_facts(facts[ranks], meshes[ranks], _CALLER, fix=fix)
+    facts.check(_CALLER, fix="Give it the same arguments on all ranks")
 
 
 def _check_arguments(

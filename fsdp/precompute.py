@@ -89,6 +89,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None = None) -> None:
     """:func:`precompute_float8_dynamic_scale` for some layers of ``module``, by name; None: all."""
     if layers is None:
+        check_agreement(module, "precompute_float8_dynamic_scale")
         layers = _float8_layers(module, "precompute_float8_dynamic_scale")
     # Unsharded weights are those of before the optimizer step.
     reshard(module, "precompute_float8_dynamic_scale")
@@ -96,7 +97,6 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
         if isinstance(part, FSDPModule):
             fsdp_init_shards(part)
     _check_weights(layers)
-    check_agreement(module, "precompute_float8_dynamic_scale")
     # By the parameter that each layer has now: FSDP2 will put another in its place.
     weights = {
         layer: id(layer.weight)
@@ -121,10 +121,14 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
 
 
 def check_agreement(module: nn.Module, caller: str) -> None:
-    """Compare the layers of a module between ranks when it is first updated (see check_layers)."""
+    """Compare the layers of a module that is updated before it has run (see check_layers).
+
+    (Before ranks that have converted nothing refuse it.)
+    """
     if needs_comparison(module):
+        layers = float8_layers(module)
         reshard(module, caller)
-        check_layers(module, caller)
+        check_layers(module, layers, caller)
 
 
 def reshard(module: nn.Module, caller: str) -> None:

@@ -37,6 +37,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
         ValueError: ranks differ in the layers of ``module``, or no operand in it is DELAYED.
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
     """
+    check_agreement(module, "sync_float8_amax_and_scale_history")
     layers = [layer for layer in float8_layers(module).values() if layer.histories]
     if not layers:
         raise ValueError(
@@ -44,7 +45,6 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
             "operand; convert it with the recipe 'delayed', or drop the call"
         )
     reshard(module, "sync_float8_amax_and_scale_history")
-    check_agreement(module, "sync_float8_amax_and_scale_history")
     histories = [history for layer in layers for history in layer.histories.values()]
     meshes = {mesh for layer in layers for mesh in layer.meshes()}
     # (Where the mesh is; offloaded weights are elsewhere.)

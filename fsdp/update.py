@@ -43,8 +43,8 @@ def update_float8_scales(module: nn.Module) -> None:
             the two refuses a weight.
         NotImplementedError, torch._dynamo.exc.Unsupported: as the two do.
     """
-    layers = _converted_layers(module, "update_float8_scales")
     check_agreement(module, "update_float8_scales")
+    layers = _converted_layers(module, "update_float8_scales")
     precomputed = _layers_to_precompute(module, layers)
     if precomputed:
         precompute_layers(module, precomputed)

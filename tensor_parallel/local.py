@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.mesh import layout_over
@@ -61,6 +62,11 @@ def declare_placements(
             ``reduce_transport`` is given and nothing is reduce-scattered, the weight has been
             distributed over ``mesh`` already, or its shape does not fit.
     """
+    if isinstance(mesh, DeviceMesh):
+        # First of all: ranks may differ in what is refused below.
+        converted = {"": layer} if isinstance(layer, Float8Linear) else {}
+        declared = f"{weight=}, {input=}, {output=}, {reduce_transport=}"
+        check_placed(converted, mesh, "declare_placements", {"placements": declared})
     if not isinstance(layer, Float8Linear):
         raise TypeError(
             f"declare_placements needs a Float8Linear, got a {type(layer).__name__}; convert it "

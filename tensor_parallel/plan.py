@@ -19,27 +19,18 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.linear.agreement import check_facts, has_stand_ins, layer_facts
+from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
+    described,
 )
 from fp8_dist.tensor_parallel.ties import find_ties, tie_again, untied_by
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
 _HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
-
-# Attributes of torch's styles and ours that say where tensors go.
-_STYLE_ATTRIBUTES = (
-    "input_layouts",
-    "desired_input_layouts",
-    "output_layouts",
-    "desired_output_layouts",
-    "use_local_output",
-    "reduce_transport",
-)
 
 
 class CheckedStyle(ParallelStyle):
@@ -86,8 +77,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 f"the plan's entry {pattern!r} is {style!r}, not a parallel style: give an "
                 f"instance, such as ColwiseParallel()"
             )
-    if not has_stand_ins([model]):
-        check_facts(layer_facts(float8_layers(model)) | _facts(plan), mesh, "apply_tp_plan")
+    check_placed(float8_layers(model), mesh, "apply_tp_plan", _facts(plan))
     # By the first name of each module: torch knows no other.
     names = {module: name for name, module in model.named_modules()}
     matches = {
@@ -128,11 +118,7 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
 
 def _facts(plan: dict[str, ParallelStyle]) -> dict[str, str]:
     """What all ranks must agree about in a plan, by name."""
-    facts = {}
-    for pattern, style in plan.items():
-        known = {n: getattr(style, n) for n in _STYLE_ATTRIBUTES if hasattr(style, n)}
-        facts[f"the plan's entry {pattern!r}"] = f"{type(style).__name__} {known}"
-    return facts
+    return {f"the plan's entry {pattern!r}": described(style) for pattern, style in plan.items()}
 
 
 def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:

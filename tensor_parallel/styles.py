@@ -13,14 +13,26 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.config import CastSpec
+from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.tensor_parallel.reductions import ModuleInput, check_transport
 from fp8_dist.tensor_parallel.shared_casts import cast_input, shared_input_cast
 from fp8_dist.tensor_parallel.siblings import make_no_siblings, make_siblings
 from fp8_dist.transport import Encoding
+
+# Attributes of torch's styles and ours that say where tensors go.
+_ATTRIBUTES = (
+    "input_layouts",
+    "desired_input_layouts",
+    "output_layouts",
+    "desired_output_layouts",
+    "use_local_output",
+    "reduce_transport",
+)
 
 _PREPARED_INPUT = "prepared_input"  # the name of its history among those of a layer
 
@@ -168,6 +180,7 @@ class PrepareFloat8ModuleInput(ModuleInput):
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_placed(self, module, device_mesh)
         layers = self._followed_layers(module)
         cast, power_of_2 = self._agreed_cast(layers)
         name, first = next(iter(layers.items()))
@@ -246,9 +259,23 @@ class PrepareFloat8ModuleInput(ModuleInput):
         return agreed
 
 
+def described(style: ParallelStyle) -> str:
+    """A style in words, by which ranks can tell whether they have the same."""
+    known = {name: getattr(style, name) for name in _ATTRIBUTES if hasattr(style, name)}
+    return f"{type(style).__name__} {known}"
+
+
+def _check_placed(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Compare the layers that a style is applied to between ranks (``apply_tp_plan`` has)."""
+    layers = float8_layers(module)
+    if not layers or any(not layer.float8_weight.is_compared for layer in layers.values()):
+        check_placed(layers, mesh, "parallelize_module", {"the style": described(style)})
+
+
 def _distribute(
     style: Float8ColwiseParallel | Float8RowwiseParallel, module: nn.Module, mesh: DeviceMesh
 ) -> nn.Module:
+    _check_placed(style, module, mesh)
     if not isinstance(module, Float8Linear):
         raise ValueError(
             f"{type(style).__name__} needs a Float8Linear, found a {type(module).__name__}; "

@@ -204,6 +204,8 @@ class Float8Linear(nn.Linear):
             )
         if not plain or isinstance(weight, DTensor):
             check_mesh(weight, input, self.fqn)
+            if not (self.float8_weight.is_compared or compiling):
+                self.float8_weight.compare()
         transport = self.reduce_transport
         if transport is not None:
             check_summed_in_fp32(input, transport, self.fqn)

@@ -45,6 +45,7 @@ from fp8_dist.cast import (
 from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig
 from fp8_dist.cut_blocks import are_cut, granularity_at
 from fp8_dist.kernels import Scaling
+from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.local_placements import LocalPlacements
@@ -91,6 +92,7 @@ class Float8Weight:
         is_exchanged: FSDP2 has put an unsharded parameter in the place of the sharded one.
         made: on a GPU, the event after which what precompute or sync made of the weight (scales,
             and casts made together) is there for streams other than the one that made it.
+        is_compared: ranks were found to agree about the layer (``agreement``).
         gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
             it.
     """
@@ -114,6 +116,17 @@ class Float8Weight:
         self.is_exchanged = False
         self._sharded: torch.Tensor | None = None  # the parameter, while another is in its place
         self.made: torch.cuda.Event | None = None
+        self.is_compared = False
+
+    def compare(self) -> None:
+        """Compare the layer between the ranks of its mesh, if that has not happened.
+
+        For layers that were placed by other code than this library's, when they first run.
+        """
+        layer: Any = self._layer()
+        layout = None if self.is_compared else self.layout()
+        if layout is not None:
+            check_placed({self.fqn: layer}, layout.mesh, f"the first forward of {self.fqn}")
 
     def parameter(self) -> torch.Tensor:
         """The parameter, as it is registered now."""
@@ -374,6 +387,7 @@ class Float8Weight:
         A graph may reuse the memory of what it is given: none of it is kept here. (So a cached
         float8 copy does not serve: to copy it moves as many bytes as to cast the weight again.)
         """
+        self.compare()
         is_own = self._is_own(shard)
         shard, parameter, casts = shard.detach(), self.parameter(), self.config.casts("weight")
         leaves_something = self.leaves_something(parameter, keep)
@@ -448,6 +462,7 @@ class Float8Weight:
 
     def answer_for_graph(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
         """:meth:`_scalings` of a tensor that a graph read in the place of the weight."""
+        self.compare()
         if source is None:
             self.begin_evaluation()
         if self._is_own(shard):

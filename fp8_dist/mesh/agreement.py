@@ -9,13 +9,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.torch_internals import without_dispatch_modes
 
+_KNOWN = ""  # the name of a difference among facts
 
-def first_difference(facts: Mapping[str, str], mesh: DeviceMesh) -> str | None:
+
+def first_difference(
+    facts: Mapping[str, str], mesh: DeviceMesh, known: str | None = None
+) -> str | None:
     """The first fact that is not the same on all ranks of a mesh, in words; None if there is none.
 
     Args:
         facts: values by name. The order counts.
         mesh: this rank is on it. All of its ranks get the same answer.
+        known: a difference from other ranks, of this mesh or not, that was found before. If some
+            ranks of the mesh know one, it is the answer.
 
     Collectives: one all-reduce of 16 bytes for each axis of two ranks or more. They are not seen by
     dispatch modes, and so by no ``comm_audit``. If there is a difference, an all-reduce of 8 bytes
@@ -24,6 +30,7 @@ def first_difference(facts: Mapping[str, str], mesh: DeviceMesh) -> str | None:
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if not axes or mesh.get_coordinate() is None:
         return None
+    facts = facts if known is None else {_KNOWN: known, **facts}
     text = "".join(f"\n{name}\t{value}" for name, value in facts.items())
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
     with without_dispatch_modes(), torch.inference_mode(False):
@@ -56,6 +63,9 @@ def _gathered(texts: list[str], group: dist.ProcessGroup, device: str) -> list[s
 
 
 def _described(by_rank: Mapping[int, Mapping[str, str]]) -> str:
+    for facts in by_rank.values():
+        if _KNOWN in facts:
+            return facts[_KNOWN]
     for name in dict.fromkeys(name for facts in by_rank.values() for name in facts):
         ranks: dict[str, list[int]] = {}
         for rank, facts in by_rank.items():

@@ -1,5 +1,10 @@
 """Ranks that have set up a model in different ways are told what differs, all with one error."""
 
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -7,10 +12,16 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
+from local_nets import LocalMLP
 from nets import Distributed, Net, net_plan
 from ranks import RankPools, device_mesh
 from reference import raised
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import share_comm_ctx
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -20,7 +31,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import update_float8_scales
-from fp8_dist.tensor_parallel import apply_tp_plan
+from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements
 
 
 def config_of(difference: str, is_other: bool) -> Float8LinearConfig:
@@ -85,51 +96,294 @@ def test_a_plan_is_compared_before_it_is_applied(ranks: RankPools, difference: s
     assert expected[difference] in ranks(2).run_same(error_of_plan, difference)
 
 
-def comparisons(recipe: str, update: str) -> list[int]:
-    """All-reduces of int64 in two updates, counted where no mode can hide them."""
+def shard_all(net: Net, mesh: DeviceMesh, **arguments: Any) -> None:
+    for module in (*net.layers, net):
+        fully_shard(module, mesh=mesh, **arguments)
+
+
+def shard_and_prefetch(net: Net, mesh: DeviceMesh) -> None:
+    shard_all(net, mesh)
+    first, second = net.layers
+    first.set_modules_to_forward_prefetch([second])  # type: ignore[operator]
+
+
+def shard_parts(net: Net, mesh: DeviceMesh) -> None:
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh)
+
+
+def shard_with_common_streams(net: Net, mesh: DeviceMesh) -> None:
+    shard_parts(net, mesh)
+    share_comm_ctx([*net.layers])  # type: ignore[list-item]
+
+
+def shard_checkpointed(net: Net, mesh: DeviceMesh) -> None:
+    for i, layer in enumerate(net.layers):
+        net.layers[i] = checkpoint_wrapper(layer)
+    shard_all(net, mesh)
+
+
+def shard_on_meta_device(net: Net, mesh: DeviceMesh) -> None:
+    net.to("meta")
+    shard_all(net, mesh)
+    net.to_empty(device="cpu")
+
+
+SHARD: dict[str, Callable[[Net, DeviceMesh], object]] = {
+    "all": shard_all,
+    "unsharded once": partial(shard_all, reshard_after_forward=False),
+    "offloaded": partial(shard_all, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "prefetched": shard_and_prefetch,
+    "parts": shard_parts,
+    "parts with common streams": shard_with_common_streams,
+    "one group": lambda net, mesh: fully_shard(net, mesh=mesh),
+    "checkpointed": shard_checkpointed,
+    "meta": shard_on_meta_device,
+}
+
+
+def train(net: Any) -> None:
+    net(torch.randn(2, 8, 64)).sum().backward()
+
+
+def evaluate(net: Net) -> None:
+    with torch.no_grad():
+        net.eval()(torch.randn(2, 8, 64))
+
+
+RUN: dict[str, Callable[[Any], object]] = {
+    "train": train,
+    "evaluate": evaluate,
+    "compiled": lambda net: train(torch.compile(net, backend="aot_eager")),
+    "a part": lambda net: net.layers[1](torch.randn(2, 8, 64)),
+    "unshard by hand": lambda net: net.layers[1].unshard(),
+    "precompute": precompute_float8_dynamic_scale,
+    "sync": sync_float8_amax_and_scale_history,
+}
+
+NAMED = {
+    "config": "config.round_scales_to_power_of_2: False on ",
+    "recipe": "config.cast_config_input: ",
+    "layer": "layers.1.w2: a Float8Linear with a weight of shape [64, 96] on ",
+    "block": "layers.1.w1: a Float8Linear with a weight of shape [96, 64] on ",
+}
+
+
+def converted(difference: str, gather: bool, other_rank: int, net: Net | None = None) -> Net:
+    """A net that one rank converts in another way."""
+    is_other = torch.distributed.get_rank() == other_rank
+    config = config_of(difference, is_other)
+    if not gather:
+        config = replace(config, enable_fsdp_float8_all_gather=False)
+    left_out = {"layer": "layers.1.w2", "block": "layers.1."}.get(difference)
+    converted_net = convert_to_float8_training(
+        net or Net(),
+        config=config,
+        module_filter_fn=lambda _, name: not (is_other and left_out and name.startswith(left_out)),
+    )
+    assert isinstance(converted_net, Net)
+    return converted_net
+
+
+def error_of_first_use(
+    axes: dict[str, int], shard: str, run: str, difference: str, gather: bool, other_rank: int
+) -> str:
+    net = converted(difference, gather, other_rank)
+    SHARD[shard](net, device_mesh(**axes))
+    return raised(ValueError, lambda: RUN[run](net))
+
+
+@pytest.mark.parametrize(
+    ("axes", "shard", "run", "difference", "gather"),
+    [
+        ({"dp": 2}, "all", "train", "config", True),
+        ({"dp": 2}, "all", "train", "config", False),
+        ({"dp": 2}, "all", "train", "layer", True),
+        ({"dp": 2}, "all", "train", "layer", False),
+        ({"dp": 2}, "all", "train", "recipe", True),
+        ({"dp": 2}, "unsharded once", "evaluate", "layer", True),
+        ({"dp": 2}, "offloaded", "train", "config", True),
+        ({"dp": 3}, "offloaded", "train", "layer", False),
+        ({"dp": 3}, "prefetched", "train", "layer", True),
+        ({"dp": 2}, "parts", "train", "block", True),
+        ({"dp": 2}, "parts", "a part", "block", False),
+        ({"dp": 2}, "parts with common streams", "a part", "config", True),
+        ({"dp": 2}, "all", "unshard by hand", "layer", True),
+        ({"dp": 3}, "one group", "evaluate", "config", False),
+        ({"dp": 2}, "all", "compiled", "config", True),
+        ({"dp": 2}, "one group", "compiled", "layer", False),
+        ({"dp": 2}, "checkpointed", "train", "block", True),
+        ({"dp": 2}, "meta", "train", "layer", True),
+        ({"replicas": 2, "dp": 2}, "all", "train", "config", True),
+        ({"replicas": 2, "dp": 2}, "all", "evaluate", "layer", False),
+        ({"dp": 2}, "all", "precompute", "block", True),
+        ({"dp": 2}, "all", "sync", "block", True),
+    ],
+)
+def test_the_first_use_compares(
+    ranks: RankPools, axes: dict[str, int], shard: str, run: str, difference: str, gather: bool
+) -> None:
+    size = math.prod(axes.values())
+    error = ranks(size).run_same(error_of_first_use, axes, shard, run, difference, gather, size - 1)
+    assert NAMED[difference] in error
+    assert f"on rank {size - 1}" in error
+
+
+def error_on_two_axes(sharded: str, difference: str) -> str:
+    """Of FSDP2 over tensor parallelism by torch's styles, or of it over a part of the layers."""
+    mesh = device_mesh(dp=2, tp=2)
+    net = converted(difference, True, 3)
+    column, row = ColwiseParallel(), RowwiseParallel()
+    first: Any = {"w1": column, "w3": column, "w2": row}
+    parallelize_module(net.layers[0], mesh["tp"], first)
+    if sharded == "all":
+        parallelize_module(net.layers[1], mesh["tp"], first)
+    shard_all(net, mesh["dp"])
+    return raised(ValueError, lambda: train(net))
+
+
+@pytest.mark.parametrize(("sharded", "difference"), [("all", "layer"), ("part", "block")])
+def test_ranks_of_the_other_axis_are_told(ranks: RankPools, sharded: str, difference: str) -> None:
+    """Also where the layer that differs lives on one axis, and so not on the ranks 0 and 2."""
+    assert NAMED[difference] in ranks(4).run_same(error_on_two_axes, sharded, difference)
+
+
+def by_torch(net: Net, mesh: DeviceMesh) -> None:
+    plan: Any = {
+        f"layers.{i}.{name}": RowwiseParallel() if name == "w2" else ColwiseParallel()
+        for i in range(2)
+        for name in ("w1", "w3", "w2")
+    }
+    parallelize_module(net, mesh, plan)
+
+
+def by_hand(net: Net, mesh: DeviceMesh) -> None:
+    for mlp in net.layers:
+        for layer in (mlp.w1, mlp.w3, mlp.w2):
+            is_row: Any = layer is mlp.w2
+            declare_placements(
+                layer,  # type: ignore[arg-type]
+                mesh,
+                weight=Shard(int(is_row)),
+                input=Shard(-1) if is_row else Shard(1),
+                output=Shard(1) if is_row else Shard(-1),
+            )
+
+
+PARALLELIZE: dict[str, Callable[[Net, DeviceMesh], object]] = {
+    "float8 styles": lambda net, mesh: parallelize_module(net, mesh, net_plan(net, True)),
+    "torch's styles": by_torch,
+    "declared": by_hand,
+}
+
+
+def error_of_tensor_parallelism(how: str, run: str, difference: str) -> str:
+    mesh, net = device_mesh(tp=2)["tp"], Net()
+    if how == "declared":
+        net.layers = nn.ModuleList(LocalMLP(64, 96) for _ in net.layers)
+    converted(difference, False, 1, net)
+
+    def use() -> None:
+        PARALLELIZE[how](net, mesh)
+        RUN[run](net)
+
+    return raised(ValueError, use)
+
+
+@pytest.mark.parametrize(
+    ("how", "run", "difference"),
+    [
+        ("float8 styles", "train", "config"),
+        ("float8 styles", "train", "layer"),
+        ("float8 styles", "evaluate", "recipe"),
+        ("torch's styles", "train", "config"),
+        ("torch's styles", "evaluate", "recipe"),
+        ("torch's styles", "compiled", "config"),
+        ("declared", "train", "config"),
+        ("declared", "compiled", "layer"),
+    ],
+)
+def test_tensor_parallel_layers_are_compared_when_placed_or_first_run(
+    ranks: RankPools, how: str, run: str, difference: str
+) -> None:
+    error = ranks(2).run_same(error_of_tensor_parallelism, how, run, difference)
+    assert NAMED[difference] in error
+
+
+@contextmanager
+def comparisons_counted() -> Iterator[list[int]]:
+    """All-reduces of int64 so far, counted where no mode can hide them."""
+    count = [0]
+    original = torch.distributed.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        count[0] += tensor.dtype is torch.int64
+        return original(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = counting
+    try:
+        yield count
+    finally:
+        torch.distributed.all_reduce = original
+
+
+def comparisons(recipe: str, update: str, updates_first: bool) -> int:
+    """How often a model of two ranks is compared from its conversion on."""
     updates: dict[str, Any] = {
         "precompute": precompute_float8_dynamic_scale,
         "sync": sync_float8_amax_and_scale_history,
         "update": update_float8_scales,
+        "none": lambda net: None,
     }
-    world = Distributed(2, 1, config=Float8LinearConfig.from_recipe_name(recipe))
-    dtypes: list[torch.dtype] = []
-    original = torch.distributed.all_reduce
-
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        dtypes.append(tensor.dtype)
-        return original(tensor, *args, **kwargs)
-
-    counts = []
-    torch.distributed.all_reduce = counting
-    try:
-        for _ in range(2):
-            world.net(world.mine(torch.randn(4, 8, 64))).sum().backward()
-            dtypes.clear()
-            with comm_audit() as audit:
+    with comparisons_counted() as count, comm_audit() as audit:
+        world = Distributed(2, 1, config=Float8LinearConfig.from_recipe_name(recipe))
+        for step in range(3):
+            if step or updates_first:
                 updates[update](world.net)
-            assert all(row.dtype is not torch.int64 for row in audit.rows)
-            counts.append(dtypes.count(torch.int64))
-    finally:
-        torch.distributed.all_reduce = original
-    return counts
+            train(world.net)
+    assert all(row.dtype is not torch.int64 for row in audit.rows)
+    return count[0]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "update"),
+    ("recipe", "update", "updates_first"),
     [
-        ("tensorwise", "precompute"),
-        ("tensorwise", "update"),
-        ("delayed", "sync"),
-        ("delayed", "update"),
-        ("rowwise", "update"),
+        ("tensorwise", "precompute", True),
+        ("tensorwise", "update", False),
+        ("delayed", "sync", False),
+        ("delayed", "update", True),
+        ("rowwise", "update", True),
+        ("tensorwise", "none", False),
     ],
 )
-def test_a_model_is_compared_once(ranks: RankPools, recipe: str, update: str) -> None:
-    assert ranks(2).run_same(comparisons, recipe, update) == [1, 0]
+def test_a_model_is_compared_once(
+    ranks: RankPools, recipe: str, update: str, updates_first: bool
+) -> None:
+    assert ranks(2).run_same(comparisons, recipe, update, updates_first) == 1
 
 
-def stages_with_other_layers() -> list[bool]:
+def comparisons_by_hand() -> list[int]:
+    """In each of two steps of a model whose parts are unsharded by hand; of one in bf16."""
+    mesh, counts = device_mesh(dp=2)["dp"], []
+    net = converted("none", True, 0)
+    shard_parts(net, mesh)
+    plain = Net()
+    shard_all(plain, mesh)
+    with comparisons_counted() as count:
+        for _ in range(2):
+            for layer in net.layers:
+                layer.unshard()  # type: ignore[operator]
+            train(net)
+            train(plain)
+            counts.append(count[0])
+    return counts
+
+
+def test_other_models_and_later_steps_have_no_comparison(ranks: RankPools) -> None:
+    assert ranks(2).run_same(comparisons_by_hand) == [2, 2]
+
+
+def stages_with_other_layers(runs_first: bool) -> list[bool]:
     """Each stage of a pipeline has layers of its own; its axis has no rank in common."""
     mesh = device_mesh(pp=2, dp=2)
     stage = mesh.get_local_rank("pp")
@@ -138,12 +392,15 @@ def stages_with_other_layers() -> list[bool]:
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=stage == 1)
     convert_to_float8_training(net, config=config)
     fully_shard(net, mesh=mesh["dp"])
+    if runs_first:
+        net(torch.randn(4, 32))
     update_float8_scales(net)
     return [True]
 
 
-def test_stages_of_a_pipeline_may_differ(ranks: RankPools) -> None:
-    assert ranks(4).run(stages_with_other_layers) == [[True]] * 4
+@pytest.mark.parametrize("runs_first", [True, False])
+def test_stages_of_a_pipeline_may_differ(ranks: RankPools, runs_first: bool) -> None:
+    assert ranks(4).run(stages_with_other_layers, runs_first) == [[True]] * 4
 
 
 def told_when_another_rank_stays_away() -> str:
@@ -159,5 +416,5 @@ def told_when_another_rank_stays_away() -> str:
 def test_a_comparison_that_fails_says_what_it_waited_for(ranks: RankPools) -> None:
     assert_expected_inline(
         ranks(2).run_same(told_when_another_rank_stays_away),
-        """update_float8_scales: another rank of DeviceMesh((dp=2), 'cpu', stride=(1,)) has not called it, or has ended: all of them must. The communication failed with: timed out""",
+        """update_float8_scales: another rank of DeviceMesh((dp=2), 'cpu', stride=(1,)) did not come here, or has ended: all of them must, with a model that was converted in the same way. The communication failed with: timed out""",
     )
