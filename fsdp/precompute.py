@@ -62,9 +62,9 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     A stage of a pipeline has no group over its axes at first. The first call makes the groups of
     all stages, so all ranks of the world must make it (or see ``fp8_dist.fsdp.make_amax_group``).
     If the mesh was sliced from one that leaves out ranks of the world, each axis has an all-reduce.
-    On CPUs it runs in the background; the first use of a scale waits for it. The first call for a
-    module also compares its layers between the ranks of their meshes: an all-reduce of 16 bytes for
-    each axis, which ``comm_audit`` does not count.
+    On CPUs it runs in the background; the first use of a scale waits for it. For a module that has
+    not run yet, the first call also compares its layers between the ranks of their meshes: an
+    all-reduce of 16 bytes for each axis, which ``comm_audit`` does not count.
 
     Raises:
         ValueError: ranks differ in the layers of ``module`` or in their configs (the error names

@@ -31,7 +31,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per operand, over all axes of these
     meshes; none if there are none. Groups of a pipeline's stages are made as in precompute, and the
-    first call for a module compares its layers as there.
+    first call for a module may compare its layers as there.
 
     Raises:
         ValueError: ranks differ in the layers of ``module``, or no operand in it is DELAYED.

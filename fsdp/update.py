@@ -36,7 +36,7 @@ def update_float8_scales(module: nn.Module) -> None:
         module: the model, or a part of it that contains the FSDP modules of its layers.
 
     Collectives: those of the two, if they run, which is the same on all ranks. The first call for a
-    module compares its layers between ranks, as precompute does.
+    module may compare its layers between ranks, as in precompute.
 
     Raises:
         ValueError: ranks differ in the layers of ``module``, it has no converted layer, or one of

@@ -54,13 +54,14 @@ def declare_placements(
     Returns:
         ``layer``. Calling this again replaces what was declared.
 
-    Collectives: none here; in forward and backward those of the two styles.
+    Collectives: in forward and backward those of the two styles. Here one all-reduce of 16 bytes,
+    which ``comm_audit`` does not count, compares the layer and the arguments between ranks.
 
     Raises:
         TypeError: ``layer`` is no Float8Linear, ``mesh`` no DeviceMesh, or a placement is none.
         ValueError: the mesh is not 1-D, a placement is not among those above,
             ``reduce_transport`` is given and nothing is reduce-scattered, the weight has been
-            distributed over ``mesh`` already, or its shape does not fit.
+            distributed over ``mesh`` already, its shape does not fit, or ranks differ.
     """
     if isinstance(mesh, DeviceMesh):
         # First of all: ranks may differ in what is refused below.

@@ -4,6 +4,9 @@ Parameters are partitioned as by torch's styles. Activations are moved elsewhere
 redistribute them in hooks around the layer, in high precision. Here the hooks only annotate
 tensors with their placements, and the layer's autograd function casts, moves and multiplies them
 (:mod:`fp8_dist.linear.autograd`), so that all gathers, forward and backward, are float8.
+
+Where torch's ``parallelize_module`` applies a style, an all-reduce of 16 bytes compares the layers
+and the style between ranks first; ValueError if they differ.
 """
 
 from typing import Any

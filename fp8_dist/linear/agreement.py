@@ -33,14 +33,14 @@ class Facts:
 
     def __init__(self) -> None:
         self._by_ranks: dict[tuple[int, ...], tuple[DeviceMesh, dict[str, str]]] = {}
-        self._by_mesh: dict[int, dict[str, str]] = {}
+        self._by_mesh: dict[int, tuple[DeviceMesh, dict[str, str]]] = {}
 
     def of(self, mesh: DeviceMesh) -> dict[str, str]:
         """The facts of the ranks of a mesh, by name; to be added to."""
         if id(mesh) not in self._by_mesh:  # (to list the ranks of a large mesh takes long)
             ranks = tuple(mesh.mesh.flatten().tolist())
-            self._by_mesh[id(mesh)] = self._by_ranks.setdefault(ranks, (mesh, {}))[1]
-        return self._by_mesh[id(mesh)]
+            self._by_mesh[id(mesh)] = mesh, self._by_ranks.setdefault(ranks, (mesh, {}))[1]
+        return self._by_mesh[id(mesh)][1]
 
     def check(
         self, caller: str, *, fix: str = "Convert and parallelize it in the same way on all ranks"
@@ -54,8 +54,11 @@ class Facts:
         # goes on alone.
         for ranks in sorted(self._by_ranks, key=lambda ranks: (len(ranks), ranks)):
             mesh, facts = self._by_ranks[ranks]
+            if mesh.get_coordinate() is None:
+                continue
             try:
-                difference = first_difference(facts, mesh, found and found[1])
+                groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
+                difference = first_difference(facts, groups, mesh.device_type, found and found[1])
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{caller}: another rank of {mesh} did not come here, or has ended: all of "

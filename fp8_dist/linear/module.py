@@ -205,7 +205,7 @@ class Float8Linear(nn.Linear):
         if not plain or isinstance(weight, DTensor):
             check_mesh(weight, input, self.fqn)
             if not (self.float8_weight.is_compared or compiling):
-                self.float8_weight.compare()
+                self.float8_weight.compare("the first forward")
         transport = self.reduce_transport
         if transport is not None:
             check_summed_in_fp32(input, transport, self.fqn)
@@ -327,6 +327,8 @@ class Float8Linear(nn.Linear):
         if "float8_weight" not in self.__dict__:
             return  # it has turned into an nn.Linear
         self.float8_weight.cache.drop(Change.LOAD)
+        if self.histories:  # they are loaded by a collective
+            self.float8_weight.compare("load_state_dict")
         device = self.weight.device
         load_from_metadata(self.histories, local_metadata, self.meshes(), device, self.fqn, is_own)
 

@@ -118,15 +118,15 @@ class Float8Weight:
         self.made: torch.cuda.Event | None = None
         self.is_compared = False
 
-    def compare(self) -> None:
+    def compare(self, caller: str) -> None:
         """Compare the layer between the ranks of its mesh, if that has not happened.
 
-        For layers that were placed by other code than this library's, when they first run.
+        For layers that were placed by other code than this library's.
         """
         layer: Any = self._layer()
         layout = None if self.is_compared else self.layout()
         if layout is not None:
-            check_placed({self.fqn: layer}, layout.mesh, f"the first forward of {self.fqn}")
+            check_placed({self.fqn: layer}, layout.mesh, f"{caller} of {self.fqn}")
 
     def parameter(self) -> torch.Tensor:
         """The parameter, as it is registered now."""
@@ -387,7 +387,7 @@ class Float8Weight:
         A graph may reuse the memory of what it is given: none of it is kept here. (So a cached
         float8 copy does not serve: to copy it moves as many bytes as to cast the weight again.)
         """
-        self.compare()
+        self.compare("the first forward")
         is_own = self._is_own(shard)
         shard, parameter, casts = shard.detach(), self.parameter(), self.config.casts("weight")
         leaves_something = self.leaves_something(parameter, keep)
@@ -462,7 +462,7 @@ class Float8Weight:
 
     def answer_for_graph(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
         """:meth:`_scalings` of a tensor that a graph read in the place of the weight."""
-        self.compare()
+        self.compare("the first forward")
         if source is None:
             self.begin_evaluation()
         if self._is_own(shard):

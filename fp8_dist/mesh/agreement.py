@@ -1,11 +1,10 @@
-"""Whether all ranks of a mesh state the same facts; if not, which one differs, and where."""
+"""Whether all ranks state the same facts; if not, which one differs, and where."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.torch_internals import without_dispatch_modes
 
@@ -13,36 +12,40 @@ _KNOWN = ""  # the name of a difference among facts
 
 
 def first_difference(
-    facts: Mapping[str, str], mesh: DeviceMesh, known: str | None = None
+    facts: Mapping[str, str],
+    groups: Sequence[dist.ProcessGroup],
+    device: str,
+    known: str | None = None,
 ) -> str | None:
-    """The first fact that is not the same on all ranks of a mesh, in words; None if there is none.
+    """The first fact that is not the same on all ranks, in words; None if there is none.
 
     Args:
         facts: values by name. The order counts.
-        mesh: this rank is on it. All of its ranks get the same answer.
-        known: a difference from other ranks, of this mesh or not, that was found before. If some
-            ranks of the mesh know one, it is the answer.
+        groups: those of this rank along each axis of a mesh, or one group of all ranks. All ranks
+            get the same answer.
+        device: the type of the devices that they communicate between.
+        known: a difference that was found before, from other ranks too. If some rank knows one, it
+            is the answer.
 
-    Collectives: one all-reduce of 16 bytes for each axis of two ranks or more. They are not seen by
-    dispatch modes, and so by no ``comm_audit``. If there is a difference, an all-reduce of 8 bytes
-    and an all-gather of the facts for each axis as well.
+    Collectives: one all-reduce of 16 bytes over each group. They are not seen by dispatch modes,
+    and so by no ``comm_audit``. If there is a difference, an all-reduce of 8 bytes and an
+    all-gather of the facts over each group as well.
     """
-    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    if not axes or mesh.get_coordinate() is None:
+    if not groups:
         return None
     facts = facts if known is None else {_KNOWN: known, **facts}
     text = "".join(f"\n{name}\t{value}" for name, value in facts.items())
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
     with without_dispatch_modes(), torch.inference_mode(False):
-        bounds = torch.tensor([digest, -digest], device=mesh.device_type)
-        for axis in axes:
-            dist.all_reduce(bounds, dist.ReduceOp.MAX, mesh.get_group(axis))
+        bounds = torch.tensor([digest, -digest], device=device)
+        for group in groups:
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
         largest, negative_smallest = bounds.tolist()
         if largest == -negative_smallest:
             return None
         texts = [f"{dist.get_rank()}{text}"]
-        for axis in axes:
-            texts = _gathered(texts, mesh.get_group(axis), mesh.device_type)
+        for group in groups:
+            texts = _gathered(texts, group, device)
     by_rank = {}
     for each in texts:
         rank, *lines = each.split("\n")

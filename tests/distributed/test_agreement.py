@@ -310,6 +310,21 @@ def test_tensor_parallel_layers_are_compared_when_placed_or_first_run(
     assert NAMED[difference] in error
 
 
+def error_of_loading() -> str:
+    length = 4 + torch.distributed.get_rank()
+    config = replace(Float8LinearConfig.from_recipe_name("delayed"), amax_history_len=length)
+    net = convert_to_float8_training(Net(), config=config)
+    state = net.state_dict()
+    by_torch(net, device_mesh(tp=2)["tp"])  # type: ignore[arg-type]
+    return raised(ValueError, lambda: net.load_state_dict(state))
+
+
+def test_histories_are_not_loaded_by_ranks_that_differ(ranks: RankPools) -> None:
+    error = ranks(2).run_same(error_of_loading)
+    assert "load_state_dict of layers.0.w1: the ranks of " in error
+    assert "layers.0.w1.config.amax_history_len: 4 on rank 0; 5 on rank 1" in error
+
+
 @contextmanager
 def comparisons_counted() -> Iterator[list[int]]:
     """All-reduces of int64 so far, counted where no mode can hide them."""

@@ -1,6 +1,5 @@
 """Measures of a model's casts, combined over the ranks that each layer's operands live on."""
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -11,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp8_dist.debug.statistics.measuring import Measures, combine_, nothing
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner
-from fp8_dist.mesh import GroupNames, make_group
-from fp8_dist.torch_internals import funcol, resolve_process_group, without_dispatch_modes
+from fp8_dist.mesh import GroupNames, first_difference, make_group
+from fp8_dist.torch_internals import funcol, resolve_process_group
 
 
 class RanksOfLayers:
@@ -93,18 +92,13 @@ class RanksOfLayers:
         if self._agrees:
             return
         layers = float8_layers(self._model)
-        facts = [(name, tuple(layers[name].weight.shape), layers[name].config) for name in names]
-        digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7])
-        device = layers[names[0]].weight.device
-        with without_dispatch_modes():
-            bounds = torch.tensor([digest, -digest], device=device)
-            dist.all_reduce(bounds, dist.ReduceOp.MAX, world)
-        largest, minus_smallest = bounds.tolist()
-        if largest != -minus_smallest:
+        facts = {name: f"{layers[name].weight.shape} {layers[name].config}" for name in names}
+        device = layers[names[0]].weight.device.type
+        if (difference := first_difference(facts, [world], device)) is not None:
             raise ValueError(
-                "float8_stats: the ranks have different layers, and weights on no mesh to tell "
-                "which ranks belong together (pipeline stages?); give mesh=, the ranks that have "
-                "the same layers"
+                f"float8_stats: the ranks have different layers ({difference}), and weights on no "
+                "mesh to tell which ranks belong together (pipeline stages?); give mesh=, the "
+                "ranks that have the same layers"
             )
         self._agrees = True
 
