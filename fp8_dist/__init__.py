@@ -1,15 +1,20 @@
 """Float8 training whose communication is float8 too, on any mesh.
 
-Convert a model, parallelize and shard it, train::
+Convert a model, shard it, train::
 
     config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
-    convert_to_float8_training(model, config=config)
-    apply_tp_plan(model, mesh["tp"], llama_tp_plan(model))  # fp8_dist.tensor_parallel
-    fully_shard(model, mesh=mesh["dp"])
-    ...
-    optimizer.step()
-    update_float8_scales(model)
+    convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    attach_update(optimizer, model)
+
+``fp8_dist.debug``, ``fp8_dist.tensor_parallel`` and ``fp8_dist.integrations`` are imported when
+they are first used.
 """
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from fp8_dist.auto_filter import auto_filter
 from fp8_dist.cast import cast_to_float8
@@ -33,13 +38,19 @@ from fp8_dist.fsdp import (
     sync_float8_amax_and_scale_history,
     update_float8_scales,
 )
-from fp8_dist.head_filter import skip_head
+from fp8_dist.layer_filter import skip_head
 from fp8_dist.linear.module import Float8Linear, float8_layers, invalidate_float8_scales
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.state import Float8State
 from fp8_dist.summary import conversion_summary
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.version import __version__
+
+if TYPE_CHECKING:
+    from fp8_dist import debug as debug
+    from fp8_dist import doctor as doctor
+    from fp8_dist import integrations as integrations
+    from fp8_dist import tensor_parallel as tensor_parallel
 
 # The layers wrap weights in a type whose hooks are FSDP2's business, above their room.
 Float8Weight.gather_type = Float8AllGatherWeight
@@ -75,3 +86,16 @@ __all__ = [
     "sync_float8_amax_and_scale_history",
     "update_float8_scales",
 ]
+
+_IMPORTED_WHEN_USED = ("debug", "doctor", "integrations", "tensor_parallel")
+
+if not TYPE_CHECKING:  # else any name would be an attribute
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in _IMPORTED_WHEN_USED:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_IMPORTED_WHEN_USED})

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.parameter import is_lazy
 
 from fp8_dist.config import Float8LinearRecipeName
-from fp8_dist.kernels import ALIGNMENT
+from fp8_dist.layer_filter import LayerFilter, skip_head, why_misaligned
 
 Shape = tuple[int, int]
 Limits = tuple[int | None, int | None]  # the largest (out, in) that is too small; None: any
@@ -93,6 +93,7 @@ class AutoFilter:
     _tp_size: int
     _plan: Mapping[str, ParallelStyle] | None
     _exclude: tuple[str, ...] = ()
+    _common: LayerFilter = field(default_factory=LayerFilter)
     _rows: dict[str, FilterDecision] = field(default_factory=dict)
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
@@ -111,6 +112,8 @@ class AutoFilter:
             reason = f"filter_fqns: {', '.join(map(repr, named))}"
         elif fqn in self._exclude:
             reason = "named in exclude"
+        else:
+            reason = self._common.why_head_or_adapter(module, fqn) or reason
         self._rows[fqn] = FilterDecision(fqn, shape, local, not reason, reason or "large enough")
         return not reason
 
@@ -162,6 +165,7 @@ def auto_filter(
     *,
     plan: Mapping[str, ParallelStyle] | None = None,
     exclude: Iterable[str] = (),
+    model: nn.Module | None = None,
 ) -> AutoFilter:
     """A filter for :func:`fp8_dist.convert_to_float8_training` that skips layers too small to gain.
 
@@ -171,9 +175,9 @@ def auto_filter(
         convert_to_float8_training(model, module_filter_fn=admits)
         print(admits.report)
 
-    A layer is skipped if its name contains an entry of ``filter_fqns`` or is one of ``exclude``, if
-    a local dim is not a
-    multiple of 16 (a GPU's float8 GEMM needs that), if a rank holds nothing of it, or if its
+    A layer is skipped if its name contains an entry of ``filter_fqns`` or is one of ``exclude``; if
+    :func:`fp8_dist.skip_head` leaves it out (heads, low-rank adapters); if a local dim is not a
+    multiple of 16 (a GPU's float8 GEMM needs that); if a rank holds nothing of it; or if its
     smallest local part is within one of its recipe's limits in ``TOO_SMALL``. The number of tokens
     and what communication saves are not considered. ``docs/auto_filter.md`` explains the limits and
     says how to measure a device.
@@ -190,6 +194,8 @@ def auto_filter(
             ``llama_tp_plan`` of a model that is not converted yet will do.
         exclude: layers with exactly these names are skipped, such as those that lose too much in
             float8: ``compare_recipes(...).layers_below(20, recipe)`` of ``fp8_dist.debug``.
+        model: the model that will be converted, as for ``skip_head``. Without it, heads are known
+            by their names alone.
 
     Returns:
         The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport`: what
@@ -219,7 +225,8 @@ def auto_filter(
                 f"auto_filter: the plan's entry {pattern!r} is {style!r}: give a module name and "
                 "the instance of a parallel style, such as ColwiseParallel()"
             )
-    return AutoFilter(name, fqns, tp_size, None if plan is None else dict(plan), excluded)
+    plan = None if plan is None else dict(plan)
+    return AutoFilter(name, fqns, tp_size, plan, excluded, skip_head(model))
 
 
 def _checked(argument: str, given: Iterable[str]) -> tuple[str, ...]:
@@ -254,10 +261,8 @@ def _why_skip(largest: Shape, smallest: Shape, too_small: tuple[Limits, ...]) ->
     """Why a layer with these local parts is skipped, or an empty string."""
     if 0 in smallest:
         return "a rank holds nothing of it"
-    for shape in (smallest, largest):
-        for name, size in zip(("out", "in"), shape, strict=True):
-            if size % ALIGNMENT:
-                return f"{name} = {size} is no multiple of {ALIGNMENT}"
+    if misaligned := why_misaligned(*smallest) or why_misaligned(*largest):
+        return misaligned
     for limits in too_small:
         bounds = list(zip(("out", "in"), smallest, limits, strict=True))
         if all(limit is None or size <= limit for _, size, limit in bounds):

@@ -1,7 +1,7 @@
 """Conversion of a model: ``nn.Linear`` layers become ``Float8Linear``."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -12,9 +12,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig
+from fp8_dist.kernels import ALIGNMENT
+from fp8_dist.layer_filter import why_misaligned
 from fp8_dist.linear.agreement import note_converted
+from fp8_dist.linear.checks import takes_any_size
 from fp8_dist.linear.module import Float8Linear, other_users
 from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.products import Product, products_of, share_of, size_of
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -31,9 +35,13 @@ def convert_to_float8_training(
     """Replace the linear layers of a model by float8 ones, in place.
 
     Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied.
-    Parameters, hooks and attributes of the layers carry over. These layers stay as they are, with
-    a warning: subclasses of nn.Linear that override ``forward``, layers whose weight is computed
-    (``weight_norm``), and layers whose weight nn.MultiheadAttention reads.
+    Parameters, hooks and attributes of the layers carry over.
+
+    One warning names what is left in high precision though no filter asked for it: subclasses of
+    nn.Linear that override ``forward``, layers whose weight is computed (``weight_norm``), layers
+    whose weight nn.MultiheadAttention reads, transformers' Conv1D layers, and experts, whose
+    weights are 3-D parameters. It also names converted layers that a GPU would refuse, because
+    in_features or out_features is not a multiple of 16.
 
     Args:
         module: the model.
@@ -85,6 +93,7 @@ def _choose(
     chosen: dict[str, nn.Linear] = {}
     reasons: dict[str, str] = {}
     left: list[str] = []
+    not_linear = _not_linear(module)
     for fqn, layer in module.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
@@ -104,14 +113,76 @@ def _choose(
         else:
             chosen[fqn] = layer
     if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
-        raise ValueError(_nothing_converted(module, reasons))
-    if left:
-        warnings.warn(
-            "convert_to_float8_training left these layers in high precision: "
-            f"{'; '.join(left)}. Exclude them in module_filter_fn to say that this is meant",
-            stacklevel=3,
-        )
+        raise ValueError(_nothing_converted(module, reasons, not_linear))
+    others = _refused_by_gpus(chosen, config or Float8LinearConfig())
+    if chosen:
+        others += not_linear
+    if left or others:
+        start = "convert_to_float8_training: "
+        if left:
+            start = (
+                "convert_to_float8_training left these layers in high precision: "
+                f"{'; '.join(left)}. Exclude them in module_filter_fn to say that this is meant\n"
+            )
+        warnings.warn((start + "\n".join(others)).rstrip(), stacklevel=3)
     return chosen
+
+
+def _refused_by_gpus(chosen: dict[str, nn.Linear], config: Float8LinearConfig) -> list[str]:
+    sizes = {fqn: (layer.out_features, layer.in_features) for fqn, layer in chosen.items()}
+    bad = [(fqn, shape) for fqn, shape in sizes.items() if why_misaligned(*shape)]
+    if not bad or takes_any_size(config):
+        return []
+    return [
+        "A GPU will refuse these converted layers, whose out_features or "
+        f"in_features is not a multiple of {ALIGNMENT}: {_listed(bad)}. Leave them in high "
+        "precision (module_filter_fn=skip_head(model) does), or set "
+        "Float8LinearConfig.pad_inner_dim=True"
+    ]
+
+
+def _not_linear(module: nn.Module) -> list[str]:
+    """Say which weights no conversion reaches, because no nn.Linear owns them."""
+    products, said = products_of(module), []
+    conv1d = [product for product in products if product.kind == "Conv1D"]
+    if conv1d:
+        said.append(
+            "Conv1D layers (transformers.pytorch_utils.Conv1D) are not nn.Linear and stay in high "
+            f"precision: {_listed((p.name, p.shape) for p in conv1d)}. They hold "
+            f"{_shares(conv1d, products, module)}. Replace them by nn.Linear layers with the "
+            "transposed weight before the conversion (docs/transformers.md shows how)"
+        )
+    experts = [product for product in products if product.kind == "experts"]
+    if experts:
+        said.append(
+            "Experts whose weights are 3-D parameters are not nn.Linear and stay in high "
+            f"precision: {_listed((p.name, p.shape) for p in experts)}. They hold "
+            f"{_shares(experts, products, module)}"
+        )
+    return said
+
+
+def _shares(part: list[Product], products: list[Product], module: nn.Module) -> str:
+    """The share of parameters, and of FLOPs if they are known, in words."""
+    parameters = share_of(sum(p.parameters for p in part), size_of(module))
+    said = f"{parameters:.1%} of the model's parameters"
+    experts = [p for p in products if p.kind == "experts"]
+    if not all(p.visited for p in experts):
+        return (
+            f"{said} (their share of FLOPs is not known: neither the modules nor the config say "
+            "how many experts a token uses)"
+        )
+    flops = share_of(sum(p.flops for p in part), sum(p.flops for p in products))
+    used = " or ".join(sorted({f"{p.visited} of {p.shape[0]} experts" for p in experts}))
+    how = f" (per token, which uses {used})" if used else ""
+    return f"{said} and {flops:.1%} of the FLOPs of products with weights{how}"
+
+
+def _listed(layers: Iterable[tuple[str, tuple[int, ...]]], limit: int = 4) -> str:
+    """Names with sizes; of a long list its beginning, and the number of the others."""
+    named = [f"{name or 'the module'} ({' x '.join(map(str, shape))})" for name, shape in layers]
+    more = [f"and {len(named) - limit} more"] if len(named) > limit + 1 else []
+    return ", ".join([*(named[:limit] if more else named), *more])
 
 
 def skip_reason(layer: nn.Linear) -> str:
@@ -145,13 +216,13 @@ def _unconvertible(layer: nn.Linear) -> str:
     return ""
 
 
-def _nothing_converted(module: nn.Module, skipped: dict[str, str]) -> str:
+def _nothing_converted(module: nn.Module, skipped: dict[str, str], not_linear: list[str]) -> str:
     kind = type(module).__name__
-    if not skipped:
-        return f"convert_to_float8_training: {kind} contains no nn.Linear, so nothing was converted"
-    lines = [f"convert_to_float8_training: no layer of {kind} was converted:"]
+    lines = [f"convert_to_float8_training: {kind} contains no nn.Linear, so nothing was converted"]
+    if skipped:
+        lines = [f"convert_to_float8_training: no layer of {kind} was converted:"]
     lines += [f"  {fqn or '(the module itself)'}: {why}" for fqn, why in skipped.items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *not_linear])
 
 
 def _check_not_distributed(chosen: dict[str, nn.Linear]) -> None:

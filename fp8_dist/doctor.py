@@ -29,8 +29,8 @@ from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, Operand
 from fp8_dist.convert import convert_to_float8_training
 from fp8_dist.dtypes import device_has_float8_gemm
 from fp8_dist.env import SWITCHES, set_switches, strict_alignment
-from fp8_dist.head_filter import skip_head
 from fp8_dist.kernels import ALIGNMENT
+from fp8_dist.layer_filter import skip_head, why_misaligned
 from fp8_dist.summary import ConversionSummary, WeightSummary, alike, conversion_summary
 from fp8_dist.version import __version__
 
@@ -214,10 +214,11 @@ def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[s
     summary = conversion_summary(model)
     yield f"\n{summary}"
     yield from _section("gathers", _gathers(config, summary, dp, tp))
-    misaligned = list(_notes(summary.converted, lambda row: _misaligned(row.shape, tp)))
+    aligned_or_not = [row for row in summary.rows if row.converted or _left_out_as_misaligned(row)]
+    misaligned = list(_notes(aligned_or_not, lambda row: _misaligned(row.shape, tp)))
     yield from _section(
-        f"float8 layers with dims that are no multiple of {ALIGNMENT} (GPUs refuse them, unless "
-        "pad_inner_dim=True)",
+        f"layers with dims that are no multiple of {ALIGNMENT} (skip_head leaves them out if the "
+        "whole layer is misaligned; a GPU refuses the others, unless pad_inner_dim=True)",
         misaligned or ["none"],
     )
     small = list(_notes(summary.converted, lambda row: _too_small(row, recipe, tp)))
@@ -258,6 +259,10 @@ def _notes(rows: Iterable[WeightSummary], reason: Callable[[WeightSummary], str]
     for name, found in alike(row for row in noted if row.reason):
         count = f" ({len(found)})" if len(found) > 1 else ""
         yield f"{name}{count}, {' x '.join(map(str, found[0].shape))}: {found[0].reason}"
+
+
+def _left_out_as_misaligned(row: WeightSummary) -> bool:
+    return row.reason == f"skip_head: {why_misaligned(*row.shape[-2:])}"
 
 
 def _misaligned(shape: tuple[int, ...], tp: int) -> str:

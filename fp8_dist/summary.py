@@ -1,35 +1,14 @@
 """What a conversion reached: the share of a model's parameters and FLOPs that is in float8."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from fp8_dist.convert import skip_reason
 from fp8_dist.linear.module import Float8Linear
-
-# What transformers' configs call the number of experts that a token visits. (Their ``top_k`` is an
-# option of sampling.)
-_EXPERTS_IN_CONFIG = ("num_experts_per_tok", "experts_per_token")
-# What modules call it.
-_EXPERTS_IN_MODULE = ("top_k", *_EXPERTS_IN_CONFIG)
-# Modules that multiply by each of their matrices, once per token.
-_PRODUCTS = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
-# Modules whose parameters are looked up, or multiplied more than once per token.
-_NO_PRODUCTS = (
-    nn.Embedding,
-    nn.EmbeddingBag,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+from fp8_dist.products import Product, products_of, share_of, size_of
 
 
 @dataclass(frozen=True)
@@ -80,13 +59,13 @@ class ConversionSummary:
     @property
     def parameter_share(self) -> float:
         """The part of all parameters that is weights of float8 layers, 0 to 1."""
-        return _share(sum(row.parameters for row in self.converted), self.parameters)
+        return share_of(sum(row.parameters for row in self.converted), self.parameters)
 
     @property
     def flop_share(self) -> float:
         """The part of the FLOPs of all products with weights that is in float8, 0 to 1."""
         total = sum(row.flops for row in self.rows)
-        return _share(sum(row.flops for row in self.converted), total)
+        return share_of(sum(row.flops for row in self.converted), total)
 
     def __str__(self) -> str:
         lines = [
@@ -115,13 +94,13 @@ class ConversionSummary:
                 name if len(rows) == 1 else f"{name} ({len(rows)})",
                 " x ".join(map(str, first.shape)),
                 "float8" if first.converted else "skip",
-                f"{_share(sum(row.parameters for row in rows), self.parameters):.1%}",
-                f"{_share(sum(row.flops for row in rows), flops):.1%}",
+                f"{share_of(sum(row.parameters for row in rows), self.parameters):.1%}",
+                f"{share_of(sum(row.flops for row in rows), flops):.1%}",
                 first.reason,
             )
         rest = self.parameters - sum(row.parameters for row in self.rows)
         if rest:
-            share = f"{_share(rest, self.parameters):.1%}"
+            share = f"{share_of(rest, self.parameters):.1%}"
             yield "(embeddings, norms, biases, ...)", "", "", share, "", ""
 
 
@@ -138,79 +117,23 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
 
     Collectives: none.
     """
-    total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
-    return ConversionSummary(tuple(_rows(model)), total)
+    return ConversionSummary(tuple(map(_row, products_of(model))), size_of(model))
 
 
-def _rows(model: nn.Module) -> Iterator[WeightSummary]:
-    modules = dict(model.named_modules())
-    counted: set[int] = set()  # parameters, by id
-    inside = {part for m in modules.values() if isinstance(m, nn.Linear) for part in m.modules()}
-    for name, module in modules.items():
-        if isinstance(module, nn.Linear):
-            yield _row_of_layer(name, module, counted)
-        elif module not in inside and not isinstance(module, _NO_PRODUCTS):
-            for own, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[0] > 1):
-                    path = f"{name}.{own}" if name else own
-                    yield _row_of_parameter(path, parameter, modules, counted)
-
-
-def _row_of_layer(name: str, layer: nn.Linear, counted: set[int]) -> WeightSummary:
-    shape = (layer.out_features, layer.in_features)
+def _row(product: Product) -> WeightSummary:
+    layer = product.owner
     converted = isinstance(layer, Float8Linear)
-    # (A parametrized weight is made of several.)
-    weights = [p for p in layer.parameters() if not is_lazy(p) and p.ndim > 1]
+    reason = product.reason
+    if isinstance(layer, nn.Linear) and not converted:
+        reason = skip_reason(layer)
     return WeightSummary(
-        name=name or "(the module itself)",
-        shape=shape,
+        name=product.name or "(the module itself)",
+        shape=product.shape,
         converted=converted,
-        reason="" if converted else skip_reason(layer),
-        parameters=_count(weights, counted),
-        flops=2 * math.prod(shape),
+        reason=reason,
+        parameters=product.parameters,
+        flops=product.flops,
     )
-
-
-def _row_of_parameter(
-    name: str, parameter: torch.Tensor, modules: dict[str, nn.Module], counted: set[int]
-) -> WeightSummary:
-    owner = modules[name.rpartition(".")[0]]
-    reason = f"no nn.Linear, but a parameter of {type(owner).__name__}"
-    flops = 2 * parameter.numel()
-    if parameter.ndim == 3 and not isinstance(owner, _PRODUCTS):
-        experts = parameter.shape[0]
-        visited = _experts_per_token(name, modules, experts)
-        reason = f"no nn.Linear, but a 3-D parameter of {experts} experts"
-        reason += f" ({visited} per token)" if visited else " (FLOPs of all)"
-        flops = flops // experts * (visited or experts)
-    elif not isinstance(owner, _PRODUCTS):
-        reason += " (may be a table or a matrix; not counted in FLOPs)"
-        flops = 0
-    shape = tuple(parameter.shape)
-    return WeightSummary(name, shape, False, reason, _count([parameter], counted), flops)
-
-
-def _experts_per_token(name: str, modules: dict[str, nn.Module], experts: int) -> int | None:
-    """What the owner of a parameter, its neighbours, or the model's config say; None: nothing."""
-    owner = name.rpartition(".")[0]
-    parent = modules[owner.rpartition(".")[0]]
-    config = getattr(modules[""], "config", None)
-    places = [
-        (module, _EXPERTS_IN_MODULE) for module in (modules[owner], parent, *parent.children())
-    ]
-    for place, attributes in (*places, (config, _EXPERTS_IN_CONFIG)):
-        for attribute in attributes:
-            found = getattr(place, attribute, None)
-            if isinstance(found, int) and 0 < found <= experts:
-                return found
-    return None
-
-
-def _count(parameters: Iterable[torch.Tensor], counted: set[int]) -> int:
-    """The elements of the parameters that were not counted before."""
-    new = [p for p in parameters if id(p) not in counted]
-    counted.update(map(id, new))
-    return sum(p.numel() for p in new)
 
 
 def alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]]:
@@ -223,7 +146,3 @@ def alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]
     return [
         (str(key[0]) if len(found) > 1 else found[0].name, found) for key, found in alike.items()
     ]
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0

@@ -94,6 +94,12 @@ def _description(tensor: Float8Tensor) -> str:
     return f"{tensor.qdata.dtype} with one scale per {tensor.granularity}"
 
 
+def takes_any_size(config: Float8LinearConfig) -> bool:
+    """Whether layers of any size run on a GPU: padded, emulated, or in high precision."""
+    in_float8 = any(config.gemm_enabled(gemm) for gemm in get_args(Gemm))
+    return config.pad_inner_dim or config.emulate or not in_float8
+
+
 def check_alignment(
     config: Float8LinearConfig, weight: torch.Tensor, device: torch.device, fqn: str
 ) -> None:
@@ -104,9 +110,7 @@ def check_alignment(
     layout = Layout.of(weight)
     if layout is None and not (weight.shape[0] % ALIGNMENT or weight.shape[1] % ALIGNMENT):
         return
-    if config.pad_inner_dim or not needs_alignment(device, config.emulate):
-        return
-    if not any(config.gemm_enabled(gemm) for gemm in get_args(Gemm)):
+    if takes_any_size(config) or not needs_alignment(device, config.emulate):
         return
     bad = []
     for dim, name in enumerate(("out_features", "in_features")):

@@ -1,6 +1,7 @@
 """Conversion: what is swapped, what carries over, what is said about the rest."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from expecttest import assert_expected_inline
 from reference import raised
 from torch.nn.utils import parametrizations
 
-from fp8_dist import Float8Linear, Float8LinearConfig, convert_to_float8_training
+from fp8_dist import Float8Linear, Float8LinearConfig, convert_to_float8_training, skip_head
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
@@ -137,6 +138,87 @@ def test_subclasses() -> None:
             nn.Sequential(nn.Linear(16, 16), OwnForward(16, 16)),
             module_filter_fn=lambda module, fqn: fqn == "0",
         )
+
+
+def warned(model: nn.Module, **arguments: Any) -> list[str]:
+    """The warnings of a conversion."""
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        convert_to_float8_training(model, **arguments)
+    return [str(warning.message) for warning in record]
+
+
+def test_layers_that_a_gpu_would_refuse_are_named_once() -> None:
+    def model() -> nn.Module:
+        sizes = [(16, 16), (24, 32), (32, 24), *[(16, 8)] * 5]
+        return nn.Sequential(*(nn.Linear(i, o) for i, o in sizes), OwnForward(16, 16))
+
+    (text,) = warned(model())
+    assert_expected_inline(
+        text,
+        """\
+convert_to_float8_training left these layers in high precision: 8 (its class OwnForward has a forward of its own). Exclude them in module_filter_fn to say that this is meant
+A GPU will refuse these converted layers, whose out_features or in_features is not a multiple of 16: 1 (32 x 24), 2 (24 x 32), 3 (8 x 16), 4 (8 x 16), and 3 more. Leave them in high precision (module_filter_fn=skip_head(model) does), or set Float8LinearConfig.pad_inner_dim=True""",
+    )
+    for config in ({"pad_inner_dim": True}, {"emulate": True}):
+        (text,) = warned(model(), config=Float8LinearConfig(**config))
+        assert "GPU" not in text
+    plain = model()[:-1]
+    (text,) = warned(plain)
+    assert text.startswith("convert_to_float8_training: A GPU will refuse")
+    assert warned(plain) == []  # it is converted already
+    plain = model()[:-1]
+    assert warned(plain, module_filter_fn=skip_head(plain)) == []
+
+
+class GroupedExperts(nn.Module):
+    """Stands for torchtitan's, beside its router."""
+
+    def __init__(self, experts: int, dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.zeros(experts, 2 * dim, dim))
+        self.w2 = nn.Parameter(torch.zeros(experts, dim, 2 * dim))
+
+
+class MoE(nn.Module):
+    def __init__(self, experts: int, dim: int, top_k: int | None) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(dim, experts), GroupedExperts(experts, dim)
+        self.router.top_k = top_k
+
+
+def test_experts_are_named_with_their_shares() -> None:
+    model = nn.ModuleDict({"wo": nn.Linear(32, 32, bias=False), "moe": MoE(16, 32, top_k=4)})
+    (text,) = warned(model)
+    assert_expected_inline(
+        text,
+        """convert_to_float8_training: Experts whose weights are 3-D parameters are not nn.Linear and stay in high precision: moe.experts.w1 (16 x 64 x 32), moe.experts.w2 (16 x 32 x 64). They hold 97.7% of the model's parameters and 91.4% of the FLOPs of products with weights (per token, which uses 4 of 16 experts)""",
+    )
+    # 16 experts of 2 x 64 x 32, 4 of which a token uses; wo, and the router with its bias.
+    total = 16 * 2 * 64 * 32
+    assert total / (total + 32 * 32 + 16 * 32 + 16) == pytest.approx(0.977, abs=5e-4)
+    assert total / 4 / (total / 4 + 32 * 32 + 16 * 32) == pytest.approx(0.914, abs=5e-4)
+
+    model = nn.ModuleDict({"wo": nn.Linear(32, 32), "moe": MoE(16, 32, top_k=None)})
+    (text,) = warned(model)
+    assert text.endswith(
+        "97.6% of the model's parameters (their share of FLOPs is not known: neither the modules nor "
+        "the config say how many experts a token uses)"
+    )
+    many = nn.ModuleList(MoE(16, 32, top_k=1) for _ in range(6))
+    assert "0.experts.w2 (16 x 32 x 64), 1.experts.w1 (16 x 64 x 32), 1.experts" in warned(many)[0]
+    assert "and 8 more. They" in warned(nn.ModuleList(MoE(16, 32, 1) for _ in range(6)))[0]
+
+
+def test_models_without_experts_are_not_told_of_any() -> None:
+    table = nn.Linear(16, 16)
+    table.register_parameter("positions", nn.Parameter(torch.zeros(4, 16, 16)))
+    conv = parametrizations.weight_norm(nn.Conv1d(16, 16, 3))
+    holder = nn.Module()
+    holder.bias_table = nn.Parameter(torch.zeros(4, 16, 16))
+    attention = nn.MultiheadAttention(16, 2, add_bias_kv=True)
+    attention.out_proj = nn.Identity()
+    assert warned(nn.ModuleList([nn.Linear(16, 16), table, conv, holder, attention])) == []
 
 
 def test_tied_weights_stay_tied_or_are_refused() -> None:

@@ -85,6 +85,30 @@ def test_a_sub_package_has_no_second_name(package: str, folder: str) -> None:
     assert f"import {package}" in done.stderr
 
 
+def test_sub_packages_are_attributes_that_are_imported_when_used() -> None:
+    lines = (
+        "import sys, fp8_dist",
+        "late = {'debug', 'doctor', 'integrations', 'tensor_parallel'}",
+        "assert late <= set(dir(fp8_dist)) and 'fsdp' in dir(fp8_dist)",
+        "assert not [n for n in late if f'fp8_dist.{n}' in sys.modules]",
+        "print(fp8_dist.debug.comm_audit.__name__, fp8_dist.tensor_parallel.llama_tp_plan.__name__)",
+        "print(fp8_dist.integrations.__name__, fp8_dist.doctor.main.__name__)",
+        "print(hasattr(fp8_dist, 'debugger'), hasattr(fp8_dist.integrations, 'other'))",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == [
+        "comm_audit llama_tp_plan",
+        "fp8_dist.integrations main",
+        "False False",
+    ], done.stderr
+
+
 def test_type_checkers_see_the_annotations() -> None:
     assert (ROOT / "fp8_dist" / "py.typed").is_file()
     assert PROJECT["tool"]["setuptools"]["package-data"] == {"fp8_dist": ["py.typed"]}

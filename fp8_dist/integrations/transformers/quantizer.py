@@ -17,12 +17,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.convert import convert_to_float8_training
 from fp8_dist.fsdp import rewrap_float8_weights
-from fp8_dist.integrations.transformers.layer_filter import LayerFilter, is_part
 from fp8_dist.integrations.transformers.native_tp import (
     check_plan,
     restore_styles,
     use_float8_styles,
 )
+from fp8_dist.layer_filter import LayerFilter, is_part
 
 METHOD = "fp8_dist"
 
@@ -43,8 +43,8 @@ class Fp8DistConfig(QuantizationConfigMixin):
     Args:
         recipe: a name that ``Float8LinearConfig.from_recipe_name`` knows.
         modules_to_not_convert: names of modules whose layers stay in high precision, besides the
-            heads: whole names (``"model.layers.0"``) or consecutive parts of them
-            (``"down_proj"``, ``"mlp"``, ``"layers.0.mlp"``).
+            layers that :func:`fp8_dist.skip_head` leaves out: whole names (``"model.layers.0"``)
+            or consecutive parts of them (``"down_proj"``, ``"mlp"``, ``"layers.0.mlp"``).
         enable_fsdp_float8_all_gather: as in ``Float8LinearConfig``.
 
     Raises, here:

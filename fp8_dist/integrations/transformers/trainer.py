@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.convert import FilterFn, convert_to_float8_training
 from fp8_dist.fsdp import attach_update, update_float8_scales
-from fp8_dist.integrations.transformers.layer_filter import LayerFilter
+from fp8_dist.layer_filter import skip_head
 from fp8_dist.linear import float8_layers
 from fp8_dist.linear.amax_history import load_histories
 from fp8_dist.warn import warn_once
@@ -31,7 +31,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         config: of the layers. Defaults to the ``tensorwise`` recipe, whose weights FSDP2 gathers in
             float8.
         module_filter_fn: ``(module, fqn) -> bool``, which layers to convert. Defaults to
-            all but the heads (``lm_head``, ``score``, ``classifier``) and LoRA's adapters.
+            :func:`fp8_dist.skip_head` of the model.
 
     Collectives: those of ``update_float8_scales`` (with dynamic scales one all-reduce under FSDP2,
     none under DDP), when training begins, after each step, and after the best model was loaded.
@@ -78,7 +78,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         convert_to_float8_training(
             model,
             config=self.config or _default_config(),
-            module_filter_fn=self.module_filter_fn or LayerFilter(model),
+            module_filter_fn=self.module_filter_fn or skip_head(model),
         )
 
     def on_train_begin(

@@ -118,7 +118,7 @@ def test_modules_that_are_left_out(checkpoint: Path) -> None:
     mlp = {f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")}
     assert left == mlp | {f"model.layers.{i}.self_attn.o_proj" for i in range(2)}
     reasons = {row.name: row.reason for row in conversion_summary(model).rows if not row.converted}
-    assert reasons["lm_head"] == "it belongs to the model's head"
+    assert reasons["lm_head"] == "skip_head: it is the model's head"
     assert reasons["model.layers.1.mlp.up_proj"] == "modules_to_not_convert: layers.1.mlp"
 
 

@@ -1,4 +1,4 @@
-"""skip_head: the head of a language model stays in high precision, under its various names."""
+"""skip_head: heads, adapters and misaligned layers stay in high precision."""
 
 from collections import OrderedDict
 
@@ -44,10 +44,20 @@ def nested(*names: str) -> nn.Module:
         "1.lm_head",  # nn.Sequential(body, nn.ModuleDict({"lm_head": ...}))
         "module.model.output",
         "_fsdp_wrapped_module._checkpoint_wrapped_module.output",
+        "score",  # transformers' classifiers
+        "module.classifier",
+        "classifier.out_proj",
+        "classification_head.dense",
+        "qa_outputs",
+        "embed_out",
+        "cls.predictions.decoder",
+        "base_model.model.score.modules_to_save.default",  # PEFT
+        "layers.0.q_proj.lora_A.default",
     ],
 )
 def test_heads_by_their_names(head: str, with_model: bool) -> None:
     others = ["layers.0.attention.output", "layers.0.output.dense", "outputs", "attention.output"]
+    others += ["layers.0.score", "layers.0.q_proj.base_layer", "encoder.classifier"]
     assert skipped(nested(head, *others), with_model) == {head}
 
 
@@ -97,6 +107,14 @@ def test_without_the_model_only_names_are_known() -> None:
     assert skipped(CausalLM("decoder.proj"), False) == set()
 
 
+def test_sizes_that_a_gpu_refuses() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 24), nn.Linear(24, 16))
+    assert skipped(model, True) == {"1", "2"}
+    not_head = skip_head(model)
+    assert not not_head(nn.Linear(40, 16), "gate")
+    assert not_head.reason("gate") == "skip_head: in = 40 is no multiple of 16"
+
+
 def test_it_may_be_combined() -> None:
     model = nested("a", "b", "lm_head")
     no_head = skip_head(model)
@@ -116,6 +134,6 @@ def test_a_model_that_is_all_head_says_so() -> None:
     assert text.endswith("output: skip_head: it is the model's head")
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_what_is_not_a_model_is_refused() -> None:
     text = raised(TypeError, lambda: skip_head(torch.ones(2)))  # type: ignore[arg-type]
     assert "module_filter_fn=skip_head(model)" in text
