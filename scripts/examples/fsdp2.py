@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 
 from fp8_dist import (
     Float8LinearConfig,
+    attach_update,
     convert_to_float8_training,
-    precompute_float8_dynamic_scale,
     skip_head,
 )
 from fp8_dist.debug import comm_audit
@@ -30,6 +30,7 @@ for block in model.blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+attach_update(optimizer, model)  # after each step: one all-reduce for the scales of all weights
 
 for step in range(20):
     with comm_audit(mesh) as audit:
@@ -37,7 +38,6 @@ for step in range(20):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        precompute_float8_dynamic_scale(model)  # one all-reduce for all weights
     if mesh.get_rank() == 0:
         print(f"step {step} loss {loss.item():.3f}", flush=True)
 

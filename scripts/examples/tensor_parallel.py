@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from fp8_dist import convert_to_float8_training, precompute_float8_dynamic_scale, skip_head
+from fp8_dist import attach_update, convert_to_float8_training, skip_head
 from fp8_dist.debug import comm_audit
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
@@ -50,6 +50,7 @@ plan = {
 }
 apply_tp_plan(model, mesh, plan)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+attach_update(optimizer, model)  # after each step: one all-reduce for the scales of all weights
 
 for step in range(20):
     with comm_audit(mesh) as audit:
@@ -57,7 +58,6 @@ for step in range(20):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        precompute_float8_dynamic_scale(model)  # one all-reduce for all weights
     if mesh.get_rank() == 0:
         print(f"step {step} loss {loss.item():.3f}", flush=True)
 

@@ -1,9 +1,12 @@
 """The provided tensor-parallel plans and their checked application."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +33,7 @@ from fp8_dist import (
     convert_to_float8_training,
     skip_head,
 )
+from fp8_dist.debug import comm_audit
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -489,3 +493,27 @@ def test_a_plan_made_before_the_layer_was_put_back(fake_world):
     plan = {"layers.0.attention.wo": llama_tp_plan(llama())["layers.0.attention.wo"]}
     with pytest.raises(ValueError, match="use torch's RowwiseParallel"):
         apply_tp_plan(Llama(TINY), fake_world["dp"], plan)
+
+
+def plan_of_the_page(code: str) -> tuple[float, list[int]]:
+    """SQNR of the logits against one device, and the float8 gathers of a step by dtype."""
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    torch.manual_seed(0)
+    single = scope["Model"]()
+    convert_to_float8_training(single, module_filter_fn=skip_head(single))
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+    with comm_audit(scope["mesh"]) as audit:
+        logits = scope["model"](tokens)
+        logits.square().mean().backward()
+    dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
+    gathers = [audit.count("all_gather", dtype=dtype) for dtype in dtypes]
+    return float(sqnr(single(tokens), logits)), gathers
+
+
+def test_the_plan_that_the_page_writes_out(ranks: RankPools) -> None:
+    page = Path(__file__).parents[2] / "docs/tensor_parallel.md"
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", page.read_text(), re.DOTALL)
+    for close, gathers in ranks(2).run(plan_of_the_page, code):
+        assert close > 60
+        assert gathers == [2, 2]  # the input of each block, and the gradient of its output

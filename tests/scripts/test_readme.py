@@ -1,62 +1,92 @@
-"""The README's example runs as it stands, on CPU ranks; public names are what they claim to be."""
+"""The README's examples run as they stand, under torchrun; public names are what they claim to be."""
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from ranks import RankPools
 from torch.distributed.tensor import parallel
 
 import fp8_dist
 from fp8_dist import tensor_parallel
-from fp8_dist.debug import comm_audit
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+FSDP2, TENSOR_PARALLEL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SHARDING = "for block in model.layers:\n    fully_shard(block)\nfully_shard(model)\n"
+
+# What the README calls the reader's.
+YOURS = """
+import os
+import torch.nn.functional as F
 from scripts.common.llama import Llama, LlamaConfig
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-TINY = LlamaConfig(64, 2, 4, 2, 96, vocab_size=64, max_seq_len=32)
+torch.manual_seed(0)
+model = Llama(LlamaConfig(64, 2, 4, 2, 96, vocab_size=64, max_seq_len=32))
+tokens = torch.randint(0, 64, (4, 33))
+batches = [(tokens[:, :-1], tokens[:, 1:])] * 20
+losses = []
+device, ranks = "cpu", int(os.environ["WORLD_SIZE"])
+
+def loss_of(logits, targets):
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    losses.append(loss.item())
+    return loss
+"""
+# A step more, counted by what the README says about counting.
+COUNTED = """
+import fp8_dist
+with fp8_dist.debug.comm_audit() as audit:
+    loss_of(model(inputs), targets).backward()
+    optimizer.step()
+dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
+gathers = [audit.count("all_gather", dtype=dtype) for dtype in dtypes]
+scales = audit.count("all_reduce", dtype=torch.int32)
+if torch.distributed.get_rank() == 0:
+    print("RESULT", losses[0] > losses[-1] + 0.5, gathers, scales)
+torch.distributed.destroy_process_group()
+"""
 
 
-def example() -> str:
-    return next(re.finditer(r"```python\n(.*?)```", README, re.DOTALL)).group(1)
+def result(code: str, ranks: int, folder: Path) -> str:
+    """What rank 0 prints about a program, which torchrun runs."""
+    program = folder / "program.py"
+    program.write_text(f"import torch\n{YOURS}\n{code}\n{COUNTED}")
+    run = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} -m one_gloo_thread"
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, *run.split(), str(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = re.findall("^RESULT (.*)$", done.stdout, re.MULTILINE)
+    return line
 
 
-def run_example() -> tuple[float, float, int]:
-    """(first loss, last loss, float8 gathers of a further step)."""
-    torch.manual_seed(0)
-    tokens = torch.randint(0, 64, (4, 33))
-    losses: list[float] = []
-
-    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        losses.append(loss.item())
-        return loss
-
-    code = example().replace('"cuda", (32, 8)', '"cpu", (2, 2)')
-    code = re.sub(r"^.*init_process_group.*\n", "", code, flags=re.MULTILINE)
-    scope = {
-        "model": Llama(TINY),
-        "loss_of": loss_of,
-        "batches": [(tokens[:, :-1], tokens[:, 1:])] * 20,
-    }
-    exec(code, scope)
-    with comm_audit(scope["mesh"]) as audit:
-        scope["model"](tokens[:, :-1])
-    return losses[0], losses[-1], audit.count("all_gather", dtype=torch.float8_e4m3fn)
+def test_the_example_begins_the_page_and_trains(tmp_path: Path) -> None:
+    assert README.index(FSDP2) < README.index("## ")
+    # Two blocks are gathered for the forward and again for the backward; one update of all scales.
+    assert result(FSDP2, 2, tmp_path) == "True [4, 0] 1"
 
 
-def test_the_example_trains(ranks: RankPools) -> None:
-    for first, last, gathers in ranks(4).run(run_example, timeout=120):
-        assert last < first
-        assert gathers == 6  # two blocks: a weight gather each, and two input gathers each
+def test_with_tensor_parallelism(tmp_path: Path) -> None:
+    assert SHARDING in FSDP2
+    code = FSDP2.replace(SHARDING, TENSOR_PARALLEL)
+    # Per block: the weights twice and two inputs (e4m3), two output gradients (e5m2).
+    assert result(code, 4, tmp_path).startswith("True [8, 4] ")
 
 
 def test_the_example_is_short() -> None:
-    lines = [
-        line for line in example().splitlines() if line and not line.startswith(("from", "import"))
-    ]
-    assert len(lines) <= 20
+    for example in (FSDP2, TENSOR_PARALLEL):
+        lines = [line for line in example.splitlines() if line and "import" not in line]
+        assert len(lines) <= 12
 
 
 def test_the_readme_is_a_page() -> None:

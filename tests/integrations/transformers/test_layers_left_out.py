@@ -1,12 +1,15 @@
-"""skip_head, Float8Callback, Fp8DistConfig and auto_filter leave out the same layers."""
+"""Which layers of transformers models are left out, by one rule; what is said about the others."""
 
+import re
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from reference import raised
 from torch import nn
 from trainer_runs import SIZES, dataset, launched
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -15,6 +18,7 @@ from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
     auto_filter,
+    conversion_summary,
     convert_to_float8_training,
     skip_head,
 )
@@ -135,3 +139,60 @@ def test_conversion_without_a_filter_names_a_head_that_a_gpu_refuses() -> None:
     assert "multiple of 16: classifier (2 x 64). Leave them" in str(warning.message)
     padded = Float8LinearConfig(pad_inner_dim=True)
     convert_to_float8_training(build("BertForSequenceClassification"), config=padded)
+
+
+def gpt2() -> PreTrainedModel:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    ).eval()
+
+
+def test_conv1d_layers_are_named() -> None:
+    model = gpt2()
+    refused = raised(
+        ValueError, lambda: convert_to_float8_training(model, module_filter_fn=skip_head(model))
+    )
+    assert "lm_head: skip_head: it is the model's head\nConv1D layers (transformers.py" in refused
+    named = "(transformers.pytorch_utils.Conv1D) are not nn.Linear and stay in high precision: "
+    assert f"{named}transformer.h.0.attn.c_attn (64 x 192), " in refused
+    assert "and 4 more. They hold " in refused
+    assert "Replace them by nn.Linear layers with the transposed weight" in refused
+    with pytest.warns(UserWarning, match="Conv1D layers") as record:
+        convert_to_float8_training(gpt2())  # nothing but the head
+    assert named in str(record[0].message)
+    base = raised(ValueError, lambda: convert_to_float8_training(gpt2().transformer))
+    assert "contains no nn.Linear, so nothing was converted\nConv1D layers" in base
+    rows = {row.name: row for row in conversion_summary(model).rows}
+    assert rows["transformer.h.1.mlp.c_fc"].flops == 2 * 64 * 256
+
+
+def test_conv1d_layers_replaced_as_the_page_says() -> None:
+    page = (Path(__file__).parents[3] / "docs/transformers.md").read_text()
+    section = page.partition("## GPT-2 and Conv1D\n")[2].partition("\n## ")[0]
+    code = dedent("\n".join(re.findall("^(?: {4}.*)?$", section, re.MULTILINE)))
+    model, plain = gpt2(), gpt2()
+    exec(code, {"model": model})
+    tokens = torch.arange(16).view(1, 16)
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+    convert_to_float8_training(model, module_filter_fn=skip_head(model))
+    assert left_out(model) == {"lm_head"}
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(plain(tokens, labels=tokens).loss.item(), rel=1e-2)
+
+
+def test_experts_of_transformers_are_named() -> None:
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2)
+    )
+    with pytest.warns(UserWarning, match="Experts") as record:
+        convert_to_float8_training(model, module_filter_fn=skip_head(model))
+    text = str(record[0].message)
+    assert "layers.0.mlp.experts.gate_up_proj (8 x 256 x 64)" in text
+    assert text.endswith("(per token, which uses 2 of 8 experts)")
+    rows = conversion_summary(model).rows
+    experts = [row for row in rows if len(row.shape) == 3]
+    share = sum(row.flops for row in experts) / sum(row.flops for row in rows)
+    assert f" and {share:.1%} of the FLOPs" in text
