@@ -5,6 +5,7 @@ too long, and each prints a traceback that does not say which rank it was. The r
 """
 
 import os
+import socket
 import time
 from datetime import timedelta
 
@@ -38,7 +39,7 @@ class Roll:
         Raises:
             MissingRank: some have not, after `timeout_s`.
         """
-        self._store.set(f"here/{self.rank}", "")
+        self._store.set(f"here/{self.rank}", f"{os.getpid()} {socket.gethostname()}")
         missing = self._missing("here", timeout_s)
         if missing:
             says_it = all(rank in missing for rank in range(self.rank))
@@ -56,7 +57,9 @@ class Roll:
     def explain(self, error: BaseException) -> str | None:
         """One line that names the rank at fault, on one of the others; None on the rank itself.
 
-        All ranks that fail call it, and end afterwards. An empty line: another rank says it.
+        All ranks that fail call it, and end afterwards. An empty line: another rank says it. A rank
+        that is silent because it waits for one of those that call this is not at fault: where
+        processes of this host are gone, these alone are named.
         """
         text = f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
         try:
@@ -66,13 +69,15 @@ class Roll:
             self._store.set(f"lost/{self.rank}", "")
             silent = self._missing("lost", GRACE_S)
             here = [rank for rank in range(self.world_size) if rank not in silent]
-            if self.rank != here[0]:
+            # (A rank that waited for others loses its connection when these have said it and ended.)
+            if self.rank != here[0] or self._store.add("said", 1) > 1:
                 return ""
             failed = [rank for rank in silent if self._store.check([f"failed/{rank}"])]
             if failed:
                 said = self._store.get(f"failed/{failed[0]}").decode()
                 return f"{_names(failed[:1])} of {self.world_size} failed: {said}"
             if silent:
+                silent = [rank for rank in silent if self._is_gone(rank)] or silent
                 return (
                     f"{_names(silent)} of {self.world_size} died or hangs: no answer since "
                     f"{self._last_step(silent[0])}"
@@ -84,6 +89,20 @@ class Roll:
     def _last_step(self, rank: int) -> str:
         key = f"step/{rank}"
         return f"step {self._store.get(key).decode()}" if self._store.check([key]) else "its start"
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether a rank's process was on this host and has ended."""
+        key = f"here/{rank}"
+        if not self._store.check([key]):
+            return False
+        pid, host = self._store.get(key).decode().split(" ", 1)
+        if host != socket.gethostname():
+            return False
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return True
+        return False
 
     def _missing(self, what: str, timeout_s: float) -> list[int]:
         """The ranks that have not signed, once all have or the time is over."""
