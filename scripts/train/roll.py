@@ -69,7 +69,7 @@ class Roll:
             self._store.set(f"lost/{self.rank}", "")
             silent = self._missing("lost", GRACE_S)
             here = [rank for rank in range(self.world_size) if rank not in silent]
-            # (A rank that waited for others loses its connection when these have said it and ended.)
+            # (A rank that waited for others loses its connection when these have said it.)
             if self.rank != here[0] or self._store.add("said", 1) > 1:
                 return ""
             failed = [rank for rank in silent if self._store.check([f"failed/{rank}"])]

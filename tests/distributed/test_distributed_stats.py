@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 
 import pytest
 import torch
@@ -162,6 +163,29 @@ def with_fault(parallel: str) -> tuple[str, str, int | None, int]:
 def test_a_nan_on_one_rank(ranks: RankPools, parallel: str, size: int) -> None:
     name = "module.layers.0.w2" if parallel == "DDP" else "layers.0.w2"  # the first in the backward
     assert ranks(size).run(with_fault, parallel) == [(name, "non-finite", 1, 3)] * size
+
+
+def warned(given: bool) -> list[str]:
+    """What a rank is warned of, in a layer whose gradient underflows; without a mesh: DDP."""
+    net = convert_to_float8_training(Net().layers[0].w1, config=Float8LinearConfig())
+    model = nn.Sequential(net if given else DistributedDataParallel(net))
+    mesh = device_mesh(pp=2, dp=2)["dp"] if given else None
+    stats = float8_stats(model, on_anomaly="warn", mesh=mesh)
+    output = model(torch.ones(2, 64))
+    grad = torch.full_like(output, 1e-30)
+    grad[0, 0] = 1.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with stats:
+            output.backward(grad)
+    assert len(stats.anomalies) == 1
+    return [str(each.message) for each in caught if "float8_stats" in str(each.message)]
+
+
+@pytest.mark.parametrize(("given", "expected"), [(False, [1, 0, 0, 0]), (True, [1, 0, 1, 0])])
+def test_warnings_are_those_of_one_rank(ranks: RankPools, given: bool, expected: list[int]) -> None:
+    """Of the ranks that share their rows: each pipeline stage has others."""
+    assert [len(found) for found in ranks(4).run(warned, given)] == expected
 
 
 def given_mesh() -> list[int]:

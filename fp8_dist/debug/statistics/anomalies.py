@@ -10,7 +10,7 @@ import torch
 
 from fp8_dist.debug.statistics.rows import CastStats, Row
 
-What = Literal["non-finite", "underflow", "SQNR", "lag"]
+What = Literal["non-finite", "jump", "underflow", "SQNR", "lag"]
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,18 @@ class AnomalyLimits:
         underflow: more than so many per cent of the non-zero values become zero.
         sqnr: fewer dB than this.
         lag: the amax exceeds what a DELAYED scale was made for by more than so many octaves.
+        jump: the amax exceeds the largest one of the operand's last 16 recorded steps by more than
+            so many octaves.
 
     Raises:
         TypeError: a limit is no number.
-        ValueError: a limit is NaN, or ``underflow`` or ``lag`` is negative.
+        ValueError: a limit is NaN, or one other than ``sqnr`` is negative.
     """
 
     underflow: float | None = 20.0
     sqnr: float | None = 15.0
     lag: float | None = 1.0
+    jump: float | None = 7.0
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -49,7 +52,7 @@ class Anomaly:
     """Something wrong with a layer.
 
     Attributes:
-        what: ``"non-finite"``, ``"underflow"``, ``"SQNR"`` or ``"lag"``.
+        what: ``"non-finite"``, ``"jump"``, ``"underflow"``, ``"SQNR"`` or ``"lag"``.
         value: per cent, dB or octaves.
         limit: the one that was exceeded, in the same unit.
         row: the statistics that show it, with the layer, the operand and the step.
@@ -70,6 +73,8 @@ class Anomaly:
             place += f" (for {', '.join(row.gemms)})"
         found = {
             "non-finite": f"{value} % of the values are NaN or infinite, first on rank {self.rank}",
+            "jump": f"the amax is {value} octaves above the largest of the last steps (limit: "
+            f"{limit})",
             "underflow": f"{value} % of the values become zero in float8 (limit: {limit} %)",
             "SQNR": f"an SQNR of {value} dB (limit: {limit} dB)",
             "lag": f"the amax is {value} octaves above what the delayed scale was made for (limit: "
@@ -93,11 +98,16 @@ def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:
     }
 
 
-def anomalies_of(row: Row, limits: AnomalyLimits) -> Iterator[Anomaly]:
-    """What is anomalous in a row, the cause before what follows from it."""
+def anomalies_of(row: Row, limits: AnomalyLimits, usual: float = 0.0) -> Iterator[Anomaly]:
+    """What is anomalous in a row, the cause before what follows from it.
+
+    ``usual`` is the largest amax of the same cast in steps before; 0: there is none.
+    """
     if isinstance(row, CastStats):
         if row.nonfinite:
             yield Anomaly("non-finite", row.nonfinite, 0.0, row, row.nonfinite_rank)
+        if limits.jump is not None and 0 < usual * 2**limits.jump < row.amax < math.inf:
+            yield Anomaly("jump", math.log2(row.amax / usual), limits.jump, row)
         if limits.underflow is not None and row.underflow > limits.underflow:
             yield Anomaly("underflow", row.underflow, limits.underflow, row)
         fits = row.scale * torch.finfo(row.dtype).max

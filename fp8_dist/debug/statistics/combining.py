@@ -28,6 +28,7 @@ class RanksOfLayers:
         self._model, self._given = model, mesh
         self._meshes: dict[str, DeviceMesh] = {}
         self._agrees = False
+        self._groups_of: dict[str, GroupNames] = {}
         self.owners: set[Owner] = set()
         self.look()
 
@@ -50,7 +51,7 @@ class RanksOfLayers:
         Collectives: an all-gather of 80 bytes per measure for each group of ranks.
         """
         self.look()
-        groups = self._groups()
+        groups = self._groups_of = self._groups()
         layers = float8_layers(self._model)
         by_owner: dict[Owner, GroupNames] = {
             layer.float8_weight: groups[name] for name, layer in layers.items()
@@ -68,6 +69,10 @@ class RanksOfLayers:
             rows = [none if (row := own[i]) is None else row.to(device) for i in members]
             found |= zip(members, _over(names, torch.stack(rows)), strict=True)
         return [found[i] for i in range(len(owners))]
+
+    def is_first(self, name: str) -> bool:
+        """Whether this is the first of the ranks whose measures of a layer were combined."""
+        return all(resolve_process_group(group).rank() == 0 for group in self._groups_of[name])
 
     def _groups(self) -> dict[str, GroupNames]:
         """The groups of each layer."""

@@ -2,8 +2,10 @@
 
 import math
 import warnings
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -83,6 +85,9 @@ class Float8Stats(StepRecorder[torch.Tensor]):
         self._model, self._every, self._gemms = model, every, gemms
         self._on_anomaly, self._limits = on_anomaly, limits
         self._known: set[tuple[str, str]] = set()
+        # Of each cast the amaxes of the last steps that were recorded, without those that are not
+        # finite: by layer, operand and GEMMs.
+        self._amaxes: dict[tuple[str, ...], deque[float]] = defaultdict(partial(deque, maxlen=16))
         self._measured: dict[_Key, torch.Tensor] = {}
         self._last_inputs: dict[tuple[Gemm, ...], _LastInput] = {}
         self._ranks = RanksOfLayers(model, mesh)
@@ -209,7 +214,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
 
     def _raise_alarms(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            for anomaly in anomalies_of(row, self._limits):
+            for anomaly in anomalies_of(row, self._limits, self._usual_amax(row)):
                 key = row.fqn, anomaly.what
                 if key in self._known:
                     continue
@@ -217,8 +222,18 @@ class Float8Stats(StepRecorder[torch.Tensor]):
                 self.anomalies.append(anomaly)
                 if callable(self._on_anomaly):
                     self._on_anomaly(anomaly)
-                elif self._on_anomaly == "warn":
+                elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
                     warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
+
+    def _usual_amax(self, row: Row) -> float:
+        """The largest amax of a cast in the steps before; its own is remembered. 0: none is."""
+        if not isinstance(row, CastStats):
+            return 0.0
+        amaxes = self._amaxes[row.fqn, row.operand, *row.gemms]
+        usual = max(amaxes, default=0.0)
+        if math.isfinite(row.amax):
+            amaxes.append(row.amax)
+        return usual
 
 
 def _rank() -> int:
@@ -291,7 +306,8 @@ def float8_stats(
             where parallelism does not show in the weights: tensor parallelism inside of DDP, a
             layer on one axis of a mesh of several, pipeline stages without FSDP2.
         on_anomaly: is called with each :class:`Anomaly`, the first of its kind in a layer, when the
-            block ends, on all ranks; ``"warn"``: they are warned of.
+            block ends, on all ranks; ``"warn"``: they are warned of, on the first of the ranks
+            whose measures are combined.
         limits: from where on statistics are anomalous.
 
     Returns:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from reference import raised
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -23,7 +24,9 @@ from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
     Float8LinearRecipeName,
+    attach_update,
     convert_to_float8_training,
+    skip_head,
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.cast import quantize_over
@@ -39,6 +42,7 @@ from fp8_dist.debug.statistics.measuring import (
 )
 from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity
 from fp8_dist.tensor import Quantized
+from scripts.common.llama import Llama, LlamaConfig
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -394,10 +398,12 @@ def test_planted_faults(tmp_path: Path) -> None:
     assert_expected_inline(
         "\n".join(map(str, found)),
         """\
+(7, '0', 'input', 'jump')
 (7, '0', 'input', 'lag')
 (7, '0', 'input', 'SQNR')
 (7, '2', 'input', 'lag')
 (7, '2', 'input', 'SQNR')
+(9, '2', 'grad_output', 'jump')
 (9, '2', 'grad_output', 'underflow')
 (11, '0', 'grad_output', 'non-finite')""",
     )
@@ -405,10 +411,12 @@ def test_planted_faults(tmp_path: Path) -> None:
     assert_expected_inline(
         "\n".join(map(str, seen)),
         """\
+step 7: 0: input (for output, grad_weight): the amax is 13.29 octaves above the largest of the last steps (limit: 7)
 step 7: 0: input (for output, grad_weight): the amax is 13.29 octaves above what the delayed scale was made for (limit: 1): values saturate until the history has caught up
-step 7: 0: input (for output, grad_weight): an SQNR of 0.002763 dB (limit: 15 dB)
+step 7: 0: input (for output, grad_weight): an SQNR of 0.002762 dB (limit: 15 dB)
 step 7: 2: input (for output, grad_weight): the amax is 2.222 octaves above what the delayed scale was made for (limit: 1): values saturate until the history has caught up
 step 7: 2: input (for output, grad_weight): an SQNR of 6.373 dB (limit: 15 dB)
+step 9: 2: grad_output (for grad_input, grad_weight): the amax is 18.85 octaves above the largest of the last steps (limit: 7)
 step 9: 2: grad_output (for grad_input, grad_weight): 99.95 % of the values become zero in float8 (limit: 20 %)
 step 11: 0: grad_output (for grad_input, grad_weight): 100 % of the values are NaN or infinite, first on rank 0""",
     )
@@ -421,6 +429,7 @@ step 11: 0: grad_output (for grad_input, grad_weight): 100 % of the values are N
         ({"underflow": -1.0}, ValueError, "underflow=-1.0 is no limit; give a number that is not"),
         ({"underflow": math.nan}, ValueError, "underflow=nan is no limit"),
         ({"lag": -0.5}, ValueError, "lag=-0.5 is no limit; give a number that is not negative"),
+        ({"jump": -1}, ValueError, "jump=-1 is no limit; give a number that is not negative"),
         ({"sqnr": math.nan}, ValueError, "sqnr=nan is no limit; give a number, or None (never)"),
         ({"sqnr": "15"}, TypeError, "sqnr='15' must be a number or None (never)"),
         ({"lag": True}, TypeError, "lag=True must be a number or None (never)"),
@@ -429,6 +438,43 @@ step 11: 0: grad_output (for grad_input, grad_weight): 100 % of the values are N
 def test_limits_that_are_none(limits: dict[str, Any], error: type[Exception], message: str) -> None:
     assert raised(error, lambda: AnomalyLimits(**limits)).startswith(f"AnomalyLimits: {message}")
     AnomalyLimits(underflow=0, sqnr=-5.0, lag=None)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "delayed", "mxfp8"])
+def test_an_outlier_is_named_where_it_is(recipe: str) -> None:
+    """Healthy training raises no alarm, from the first step on. Then one layer's input has a 1e5."""
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(64, 2, 4, 2, 96, vocab_size=64, max_seq_len=32))
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    attach_update(optimizer, model)
+    stats = float8_stats(model, limits=AnomalyLimits(None, None, None))
+    tokens = torch.randint(64, (30, 2, 17))
+
+    def plant(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        x = args[0].clone()
+        x[0, 0, 0] = 1e5
+        return (x,)
+
+    for step, part in enumerate(tokens):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 10)
+        if step == len(tokens) - 1:
+            assert stats.anomalies == []
+            model.layers[0].feed_forward.w1.register_forward_pre_hook(plant)
+        with stats:
+            logits = model(part[:, :-1])
+            F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first = stats.anomalies[0]
+    assert (first.what, first.row.step, first.row.fqn) == (
+        "jump",
+        len(tokens) - 1,
+        "layers.0.feed_forward.w1",
+    )
+    assert "input (for output" in str(first)
+    assert "octaves above the largest of the last steps (limit: 7)" in str(first)
 
 
 def test_warnings_once_per_layer() -> None:
