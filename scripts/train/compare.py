@@ -146,8 +146,8 @@ def report(baseline: dict[str, Any], run: dict[str, Any]) -> str:
     lines = [table([*head, "tokens/s"], rows, "lr")]
     lines.append(f"loss of {name} against {against}: {loss_difference(baseline, run):+.2%}")
     for key, what in (
-        ("bytes", "bytes on the wire"),
-        ("all_gather_bytes", "bytes of all-gathers alone, unconverted layers included"),
+        ("all_gather_bytes", "bytes of all-gathers, unconverted layers included"),
+        ("bytes", "bytes of all collectives, gradients and sums included"),
     ):
         if baseline[key]:  # one rank gathers nothing, and may reduce nothing either
             lines.append(f"{what}, {name} / {against}: {run[key] / baseline[key]:.3f}")

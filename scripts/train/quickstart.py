@@ -2,8 +2,9 @@
 
 Takes the options of scripts.train.train, for both runs, with defaults of its own: four ranks on
 this machine, FSDP2 (--dp 2) x tensor parallelism with sequence parallelism (--tp 2). --recipe is
-the float8 recipe that is compared with bf16. --out (runs/quickstart in the repository) is the
-folder of the comparison; each run has its own folder in it.
+the float8 recipe that is compared with bf16; transports are those of its run alone. --out
+(runs/quickstart in the repository) is the folder of the comparison; each run has its own folder in
+it.
 """
 
 import sys
@@ -22,6 +23,13 @@ from scripts.train.train import train
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {"dp": 2, "tp": 2, "recipe": "tensorwise", "out": ROOT / "runs/quickstart"}
 
+NO_TRANSPORTS = {
+    "gradient_transport": None,
+    "error_feedback": False,
+    "stochastic_rounding": None,
+    "reduce_transport": None,
+}
+
 
 def parse_args(argv: list[str]) -> Namespace:
     """Checks the options once, before any rank starts; errors end the process with status 2."""
@@ -35,6 +43,12 @@ def parse_args(argv: list[str]) -> Namespace:
     return parse_options(parser, argv, world_size=asked.dp * asked.tp)
 
 
+def options_of(args: Namespace, recipe: str) -> Namespace:
+    """The options of one run; the bf16 run reduces as torch does."""
+    own = {"recipe": recipe, "out": args.out / recipe}
+    return Namespace(**vars(args) | own | (NO_TRANSPORTS if recipe == BF16 else {}))
+
+
 def train_rank(args: Namespace) -> None:
     """Trains; called on every rank."""
     ranks = args.dp * args.tp
@@ -46,16 +60,15 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv)
     ranks = args.dp * args.tp
     device, _ = choose_device(0, ranks)
-    folders = [args.out / recipe for recipe in (BF16, args.recipe)]
-    for recipe, out in zip((BF16, args.recipe), folders, strict=True):
-        print(f"== training: {recipe}, dp {args.dp} x tp {args.tp}", flush=True)
-        options = Namespace(**vars(args) | {"recipe": recipe, "out": out})
-        run_on_ranks(ranks, train_rank, options, device=device.type)
+    runs = [options_of(args, recipe) for recipe in (BF16, args.recipe)]
+    for run in runs:
+        print(f"== training: {run.recipe}, dp {args.dp} x tp {args.tp}", flush=True)
+        run_on_ranks(ranks, train_rank, run, device=device.type)
     print("== comparing", flush=True)
     # The verdict decides the exit status only for the run it is made for: other options may train
     # too shortly to learn anything.
     asserted = [] if argv else ["--assert"]
-    return compare.main([*map(str, folders), "--out", str(args.out), *asserted])
+    return compare.main([*(str(run.out) for run in runs), "--out", str(args.out), *asserted])
 
 
 if __name__ == "__main__":

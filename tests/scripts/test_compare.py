@@ -66,8 +66,8 @@ def test_comparison_of_good_runs(tmp_path, capsys):
 | bf16       |     5.5000 |          2.5500 |          4,000 |            0 |    1,000 |
 | tensorwise |     5.5000 |          2.5602 |          2,200 |        1,500 |    1,000 |
 loss of tensorwise against bf16: +0.40%
-bytes on the wire, tensorwise / bf16: 0.550
-bytes of all-gathers alone, unconverted layers included, tensorwise / bf16: 0.500
+bytes of all-gathers, unconverted layers included, tensorwise / bf16: 0.500
+bytes of all collectives, gradients and sums included, tensorwise / bf16: 0.550
 verdict: within 1% of bf16, and both below 70% of their first loss; every gather for a float8 layer is float8""",
     )
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -96,7 +96,10 @@ def test_comparison_of_a_bad_run(tmp_path, capsys, last, problem):
     ("sizes", "shown"),
     [
         ({}, []),
-        ({"all_reduce float32": 4}, ["bytes on the wire, tensorwise / bf16: 1.000"]),
+        (
+            {"all_reduce float32": 4},
+            ["bytes of all collectives, gradients and sums included, tensorwise / bf16: 1.000"],
+        ),
     ],
 )
 def test_a_ratio_to_nothing_is_left_out(tmp_path, capsys, sizes, shown):

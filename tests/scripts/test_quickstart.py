@@ -1,9 +1,11 @@
 """The two commands of the README: their options and the environment that they make."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from processes import run
@@ -45,6 +47,19 @@ def test_options_are_refused_once(capsys, text):
     assert "argument --dp: 0 is not positive" in refused(capsys, "--dp", "0")
 
 
+def test_transports_are_those_of_the_float8_run(text):
+    """The bf16 run has no sums of converted layers, and is what the bytes are compared with."""
+    wire = ["--gradient-transport", "float8", "--error-feedback", "--reduce-transport", "float8"]
+    args = quickstart.parse_args(["--data", "text.txt", *wire])
+    bf16, float8 = (quickstart.options_of(args, recipe) for recipe in ("bf16", "tensorwise"))
+    assert (bf16.gradient_transport, bf16.error_feedback, bf16.reduce_transport) == (
+        None,
+        False,
+        None,
+    )
+    assert vars(float8) == vars(args) | {"out": args.out / "tensorwise"}
+
+
 def test_help(capsys):
     with pytest.raises(SystemExit) as done:
         quickstart.main(["-h"])
@@ -53,15 +68,26 @@ def test_help(capsys):
 
 
 def test_two_runs_and_their_comparison(text):
-    """The whole command but for its installation, on one rank each."""
-    argv = "--data text.txt --out base --dp 1 --tp 1 --steps 2 --batch-size 2 --seq-len 16"
+    """The whole command but for its installation and its steps; the page has its collectives."""
+    text.write_text(text.read_text() * 9)
+    argv = "--data text.txt --out base --steps 2"
     done = run(
         [sys.executable, "-P", "-m", "scripts.train.quickstart", *argv.split()],
         env=dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES=""),
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "loss of tensorwise against bf16" in done.stdout
+    page = (ROOT / "docs/quickstart.md").read_text()
+    assert indent(Path("base/tensorwise/comm.txt").read_text(), "    ") in page
+    # Of each run the bytes of a step, and those of them that are float8; the ratios.
+    sent = re.findall(r"^((?:bf16|tensorwise) ).* ([\d,]+ +[\d,]+) +\S+$", done.stdout, re.M)
+    assert [bool(re.search(rf"^    {run}.* {sizes} ", page, re.M)) for run, sizes in sent] == [
+        True
+    ] * 2
+    ratios = re.findall("^bytes of .*", done.stdout, re.M)
+    assert len(ratios) == 2
+    assert all(f"    {ratio}\n" in page for ratio in ratios)
     for name in ("bf16/metrics.jsonl", "tensorwise/comm.txt", "loss.png"):
         assert Path("base", name).stat().st_size > 0
 
