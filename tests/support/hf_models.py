@@ -83,3 +83,57 @@ def batch(step: int, rows: int = 4, length: int = 16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - length, (rows,), generator=generator).tolist()
     return torch.stack([text[start : start + length].long() for start in starts])
+
+
+IMAGE = 250  # the token in whose place an image's parts are
+VISION = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 4}
+TEXT = {
+    "qwen2_5_vl": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    },
+    "gemma3": GEMMA | {"sliding_window": 64},
+}
+
+
+def build_with_images(kind: str) -> nn.Module:
+    """A model of text and images, "qwen2_5_vl" or "gemma3", always with the same weights."""
+    text: dict[str, Any] = SMALL | TEXT[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if kind == "gemma3":
+            vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+            config = transformers.Gemma3Config(
+                text_config=text,
+                vision_config=VISION | vision | {"vision_use_head": False},
+                mm_tokens_per_image=4,
+                image_token_id=IMAGE,
+                boi_token_id=248,
+                eoi_token_id=249,
+            )
+            return transformers.Gemma3ForConditionalGeneration(config)
+        vision = {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "window_size": 16}
+        config = transformers.Qwen2_5_VLConfig(
+            text_config=text,
+            vision_config=VISION | vision | {"fullatt_block_indexes": [0]},
+            image_token_id=IMAGE,
+            video_token_id=251,
+            vision_start_token_id=252,
+            vision_end_token_id=253,
+        )
+        return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def batch_with_images(kind: str) -> dict[str, torch.Tensor]:
+    """Two texts with an image each, which is four tokens long."""
+    ids = batch(0, rows=2)
+    ids[:, 4:8] = IMAGE
+    inputs = {"input_ids": ids, "labels": ids}
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(2, 3, 16, 16, generator=generator)
+    if kind == "gemma3":
+        return inputs | {"pixel_values": pixels, "token_type_ids": (ids == IMAGE).int()}
+    return inputs | {
+        "pixel_values": pixels.view(32, 48).repeat(1, 2),  # patches, each in two frames
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    }

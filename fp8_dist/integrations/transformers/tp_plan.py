@@ -12,6 +12,7 @@ from fp8_dist.integrations.transformers import tp_styles
 from fp8_dist.integrations.transformers.tp_structure import (
     Block,
     Structure,
+    merges_embeddings,
     read_structure,
     without_numbers,
 )
@@ -75,13 +76,19 @@ def hf_tp_plan(
     Raises:
         NotImplementedError: the model declares no plan, a style that this function does not know,
             or has parameters whose place in the model it does not know. All are named.
-        ValueError: ``loss_parallel`` of a model without a divided head; ``reduce_transport``
-            without sequence parallelism, or for a model that was not converted. From
-            ``apply_tp_plan``, before it changes the model: heads that the ranks cannot share
-            evenly.
+        ValueError: ``sequence_parallel`` for a model that merges other inputs (images, sound) into
+            its embeddings; ``loss_parallel`` of a model without a divided head;
+            ``reduce_transport`` without sequence parallelism, or for a model that was not
+            converted. From ``apply_tp_plan``, before it changes the model: heads that the ranks
+            cannot share evenly.
     """
     check_plan_transport(model, reduce_transport, sequence_parallel, "hf_tp_plan")
     structure = read_structure(model, sequence_parallel)
+    if sequence_parallel and merges_embeddings(model):
+        raise ValueError(
+            f"hf_tp_plan: {type(model).__name__} merges other inputs, such as images, into its "
+            "embeddings, which needs the whole sequence: give sequence_parallel=False"
+        )
     if loss_parallel and structure.head is None:
         raise ValueError(
             f"hf_tp_plan: loss_parallel=True needs a head, and the plan of this "

@@ -85,6 +85,16 @@ def declared_plan(model: nn.Module) -> dict[str, str]:
     return (getattr(type(model), "_tp_plan", None) or {}) | of_model
 
 
+def merges_embeddings(model: nn.Module) -> bool:
+    """Whether a model builds its decoder's inputs from embeddings of text and of other inputs.
+
+    The config of such a model holds that of its decoder, beside those of its other encoders.
+    """
+    config: Any = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", lambda: config)
+    return get_text_config() is not config
+
+
 def without_numbers(names: str) -> str:
     """Names of modules with ``*`` for the numbers of layers."""
     return re.sub(r"\.\d+\b", ".*", names)

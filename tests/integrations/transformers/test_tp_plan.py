@@ -12,14 +12,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from textwrap import fill
+from textwrap import fill, indent
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from hf_models import KINDS, SMALL, VOCABULARY, batch, build, converted
+from hf_models import (
+    KINDS,
+    SMALL,
+    VOCABULARY,
+    batch,
+    batch_with_images,
+    build,
+    build_with_images,
+    converted,
+)
 from nets import full
 from ranks import RankPools, device_mesh
 from reference import raised, sqnr
@@ -199,6 +208,8 @@ def test_eager_attention(ranks: RankPools, kind: str) -> None:
 def test_all_collectives_of_a_step(ranks: RankPools) -> None:
     first, second = ranks(2).run(table_of_a_step)
     assert first == second
+    page = (Path(__file__).parents[3] / "docs/transformers_tp.md").read_text()
+    assert indent(first.partition("total")[0], "    ") in page
     assert_expected_inline(
         first,
         """\
@@ -391,14 +402,44 @@ def test_generate(ranks: RankPools, kind: str, sequence_parallel: bool) -> None:
         assert found == expected
 
 
+def with_images(kind: str) -> tuple[str, float, float]:
+    """Runs on two ranks: the refusal, and then gradients, as they are and in float8."""
+    mesh, inputs, found = device_mesh(tp=2), batch_with_images(kind), []
+    message = raised(ValueError, lambda: hf_tp_plan(build_with_images(kind)))
+    for is_converted in (False, True):
+        model, twin = build_with_images(kind), build_with_images(kind)
+        if is_converted:
+            for each in (model, twin):
+                convert_to_float8_training(each, module_filter_fn=skip_head(each))
+        planned(model, mesh, sequence_parallel=False)
+        for each in (model, twin):
+            each(**inputs).loss.backward()
+        found.append(gradients(model, twin))
+    return message, found[0][1], found[1][0]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_models_of_text_and_images(ranks: RankPools, kind: str) -> None:
+    for message, worst, together in ranks(2).run(with_images, kind):
+        assert message == (
+            f"hf_tp_plan: {type(build_with_images(kind)).__name__} merges other inputs, such as "
+            "images, into its embeddings, which needs the whole sequence: give "
+            "sequence_parallel=False"
+        )
+        assert worst > 80
+        assert together > 35
+
+
 def checkpointed_step(kind: str, reentrant: bool) -> tuple[float, float]:
     """Runs on two ranks. Checkpointing is enabled before, or after, the plan is applied."""
     model, twin, mesh = converted(kind), converted(kind), device_mesh(tp=2)
     if not reentrant:
         planned(model, mesh)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        warnings.simplefilter("error", FutureWarning)
+        older = getattr(model, "gradient_checkpointing_enable", None)  # in earlier releases
+        enable = getattr(model, "activation_checkpointing_enable", older)
+        enable({"use_reentrant": reentrant})
     if reentrant:
         planned(model, mesh)
     backward(model.train(), batch(0))
