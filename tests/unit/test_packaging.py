@@ -209,6 +209,16 @@ def test_constraints_are_exact() -> None:
     assert [pin.name.lower() for pin in pins] == sorted(pin.name.lower() for pin in pins)
 
 
+def test_the_page_of_torchtitan_installs_what_ci_runs_with() -> None:
+    """torch before torchtitan, which would take the newest one, for CUDA."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    torch, triton = (line for line in lines if line.startswith(("torch==", "triton==")))
+    page = (ROOT / "docs/torchtitan.md").read_text()
+    first, second = re.findall(r"^pip install (.*)$", page.partition("python3 -m venv")[2], re.M)
+    assert first.startswith(f"{torch} {triton} --extra-index-url https://download.pytorch.org/")
+    assert second == '-e ".[torchtitan]"'
+
+
 def built(kind: str, tree: Path) -> Path:
     """The sdist or wheel that the build backend makes of a tree, without the network."""
     code = f"from setuptools import build_meta; build_meta.build_{kind}('dist')"

@@ -2,13 +2,13 @@
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import titan_on_cpu
 import torch
 from expecttest import assert_expected_inline
 from processes import run
@@ -20,9 +20,12 @@ from torchtitan.models.llama3 import config_registry
 from fp8_dist import Float8LinearRecipeName, float8_layers
 from fp8_dist.integrations.torchtitan import with_float8
 from fp8_dist.integrations.torchtitan.parallelize import _moved_input
+from scripts.train import torchtitan_cpu
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/torchtitan.md").read_text()
+# How the page trains on CPUs. scripts/test_torchtitan.sh has run the commands before it.
+(COMMAND,) = re.findall(r"^(torchrun .* scripts\.train\.torchtitan_cpu (?:.*\\\n)*.*)", PAGE, re.M)
 # FSDP2 takes spmd_types' local tensors since then.
 HAS_SPMD_TYPES = torch.__version__ >= "2.15"
 BACKENDS = ["partial_dtensor"] + ["spmd_types"] * HAS_SPMD_TYPES
@@ -30,14 +33,20 @@ BACKENDS = ["partial_dtensor"] + ["spmd_types"] * HAS_SPMD_TYPES
 
 def train(folder: Path, config: str, ranks: int, tp: int, backend: str) -> tuple[list[float], str]:
     """The losses, by step; and the gathers and reduce-scatters of the last step."""
-    command = (
-        f"-m torch.distributed.run --standalone --nproc-per-node {ranks} "
-        f"{titan_on_cpu.__file__} --config {config} "
-        f"--parallelism.tensor_parallel_degree {tp} --parallelism.spmd_backend {backend}"
-    )
-    paths = [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
+    command = COMMAND
+    for option, value in {
+        "nproc-per-node": ranks,
+        "config": config,
+        "parallelism.tensor_parallel_degree": tp,
+        "parallelism.spmd_backend": backend,
+    }.items():
+        command, found = re.subn(rf"(?<=--{re.escape(option)} )\S+", str(value), command)
+        assert found == 1
+    torchrun, *options = shlex.split(command)
+    assert torchrun == "torchrun"
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     done = run(
-        [sys.executable, *command.split()],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *options],
         cwd=folder,  # torchtitan writes its logs there
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         timeout=300,
@@ -45,7 +54,7 @@ def train(folder: Path, config: str, ranks: int, tp: int, backend: str) -> tuple
     assert done.returncode == 0, done.stderr[-5000:]
     output = re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr)
     losses = dict(re.findall(r"step: +(\d+) +loss: +([\d.]+)", output))
-    assert len(losses) == titan_on_cpu.STEPS
+    assert len(losses) == torchtitan_cpu.STEPS
     rows = re.findall(r"^(?:op|all_gather|all_to_all|reduce_scatter) .*", output, re.MULTILINE)
     return [float(loss) for loss in losses.values()], "\n".join(rows)
 

@@ -1,8 +1,9 @@
-"""torchtitan 0.3 on CPU ranks: ``torchrun tests/support/titan_on_cpu.py --config NAME ...``.
+"""torchtitan 0.3 on CPU ranks: ``torchrun -m scripts.train.torchtitan_cpu --config NAME ...``.
 
 torchtitan is made for GPUs. This gives it a CPU's device module, does without what gloo and torch
 2.13 lack, and trains the debug model on the bytes of Python's own source in place of tokens. At the
-end rank 0 prints the collectives of the last step.
+end rank 0 prints the collectives of the last step. docs/torchtitan.md has the commands that install
+what it needs.
 """
 
 import functools
@@ -126,7 +127,7 @@ def on_cpu(config: Any) -> Any:
     config.validator.enable = config.checkpoint.enable = False
     config.activation_checkpoint = None
     config.metrics = MetricsProcessor.Config(log_freq=1)
-    config.debug.seed = 0
+    config.debug.seed, config.dump_folder = 0, "runs/torchtitan"
     return config
 
 
@@ -175,5 +176,5 @@ if __name__ == "__main__":
     use_one_thread_per_group()
     titan_fsdp.disable_fsdp_gradient_division = summed(titan_fsdp.disable_fsdp_gradient_division)
     titan_trainer.Trainer.train_step = audited(titan_trainer.Trainer.train_step)
-    sys.argv[1:1] = ["--module", "titan_on_cpu"]
+    sys.argv[1:1] = ["--module", "scripts.train.torchtitan_cpu"]
     torchtitan.train.main()
