@@ -243,6 +243,11 @@ def op_arguments(op: OpOverload) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
+def is_mutable(op: OpOverload) -> bool:
+    """Whether an operator writes to an argument."""
+    return op._schema.is_mutable
+
+
 def written_arguments(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[Any]:
@@ -250,7 +255,7 @@ def written_arguments(
     if op.namespace == "c10d":
         return args
     schema = op._schema
-    if not schema.is_mutable:
+    if not is_mutable(op):
         return ()
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
     written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]

@@ -42,7 +42,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8_dist.cast import Copies, Scalings
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
-from fp8_dist.torch_internals import in_backward, innermost, is_plain, storage_address
+from fp8_dist.torch_internals import in_backward, innermost, storage_address
 from fp8_dist.warn import warn_once
 
 # A parameter, its version and that of its local tensor stand for its values.

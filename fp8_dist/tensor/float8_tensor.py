@@ -16,6 +16,7 @@ from fp8_dist.kernels import powers_of_2, scaled_by
 from fp8_dist.torch_internals import (
     STAND_INS,
     disabled_torch_function,
+    is_mutable,
     make_wrapper_subclass,
     stable_hash,
 )
@@ -158,7 +159,7 @@ class Float8Tensor(torch.Tensor):
             if result is not NotImplemented:
                 return result
             remedy = "call .dequantize() and use the high-precision tensor"
-            if func._schema.is_mutable:
+            if is_mutable(func):
                 remedy += ". (To write to a weight that FSDP2 has gathered, reshard() it first)"
             raise NotImplementedError(f"{func} is not supported on a Float8Tensor; {remedy}")
         return handler(func, args, kwargs or {})

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import re
 import warnings
 import weakref
 from pathlib import Path
@@ -409,11 +410,12 @@ def test_planted_faults(tmp_path: Path) -> None:
     )
     assert {(step, *faults[step]) for step in faults} <= {entry[:3] for entry in found}
     assert_expected_inline(
-        "\n".join(map(str, seen)),
+        # (The last digits of so small an SQNR are the machine's.)
+        re.sub(r"0\.00276\d", "0.00276", "\n".join(map(str, seen))),
         """\
 step 7: 0: input (for output, grad_weight): the amax is 13.29 octaves above the largest of the last steps (limit: 7)
 step 7: 0: input (for output, grad_weight): the amax is 13.29 octaves above what the delayed scale was made for (limit: 1): values saturate until the history has caught up
-step 7: 0: input (for output, grad_weight): an SQNR of 0.002762 dB (limit: 15 dB)
+step 7: 0: input (for output, grad_weight): an SQNR of 0.00276 dB (limit: 15 dB)
 step 7: 2: input (for output, grad_weight): the amax is 2.222 octaves above what the delayed scale was made for (limit: 1): values saturate until the history has caught up
 step 7: 2: input (for output, grad_weight): an SQNR of 6.373 dB (limit: 15 dB)
 step 9: 2: grad_output (for grad_input, grad_weight): the amax is 18.85 octaves above the largest of the last steps (limit: 7)
