@@ -226,7 +226,7 @@ def local_exponents(x: torch.Tensor, cast: CastSpec, layout: Layout | None) -> t
     """The exponents of what a local tensor has of each block."""
     granularity = granularity_at(cast.granularity, layout)
     assert isinstance(granularity, Blocks)
-    return block_exponents(x, cast.dtype, granularity.blocks, granularity.floor)
+    return block_exponents(x, cast.dtype, granularity.blocks, granularity.rule)
 
 
 def exponents_of_each(
@@ -239,7 +239,7 @@ def exponents_of_each(
     assert isinstance(cast.granularity, Blocks)
     blocks = flat_blocks(parts)
     first, *others = tensors
-    return block_exponents_of_each(first, others, cast.dtype, blocks, cast.granularity.floor)
+    return block_exponents_of_each(first, others, cast.dtype, blocks, cast.granularity.rule)
 
 
 def flat_blocks(parts: Sequence[Granularity]) -> list[int]:
@@ -355,7 +355,7 @@ def copies_over(
         layout = Layout.of(tensor)
         part = granularity_at(first.granularity, layout)
         if isinstance(part, Blocks) and fuses_blocks(x) and not _is_cut(layout, first):
-            flat = cast_blocks(x, first.dtype, part.blocks, part.floor, transposed)
+            flat = cast_blocks(x, first.dtype, part.blocks, part.rule, transposed)
             made = _as_copies(x, copies, plan, flat[1:], flat[:1], layout)
             return {first: (flat[0], flat[0])}, made
         scaling = scaling_over(tensor, first, round_scales_to_power_of_2, axes, local=x)

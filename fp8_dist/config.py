@@ -85,15 +85,17 @@ class CastConfig:
             weight, e5m2 for grad_output).
         block_size: (rows, columns) of a block, for BLOCKWISE alone: one row for input and
             grad_output, a square for the weight.
-        mx_exponents: the scales of blocks follow the rule of OCP Microscaling Formats v1.0, by
-            which the largest values of a block may saturate. Otherwise none does.
+        scale_rule: how the scales of blocks become the exponents of MX. ``"ceil"`` rounds them up,
+            so that no value saturates. ``"floor"`` is the rule of OCP Microscaling Formats v1.0, by
+            which the largest values of a block may saturate. ``None``: rounded up as well, and by
+            the formula of other scales, with its epsilon (:mod:`fp8_dist.kernels.scale`).
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
     scaling_granularity: ScalingGranularity | Granularity = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
     block_size: tuple[int, int] | None = None
-    mx_exponents: bool = False
+    scale_rule: Literal["ceil", "floor"] | None = None
 
     def __post_init__(self) -> None:
         _check_type(self, "scaling_type", ScalingType)
@@ -111,12 +113,13 @@ class CastConfig:
             )
 
     def _check_blocks(self) -> None:
-        _check_type(self, "mx_exponents", bool)
-        size = self.block_size
+        size, rule = self.block_size, self.scale_rule
+        if rule not in ("ceil", "floor", None):
+            raise ValueError(f"CastConfig.scale_rule={rule!r}: use 'ceil', 'floor' or None")
         if self.scaling_granularity is not ScalingGranularity.BLOCKWISE:
-            if size is not None or self.mx_exponents:
+            if size is not None or rule is not None:
                 raise ValueError(
-                    f"CastConfig: block_size={size} and mx_exponents={self.mx_exponents} are for "
+                    f"CastConfig: block_size={size} and scale_rule={rule!r} are for "
                     "ScalingGranularity.BLOCKWISE; drop them, or set that"
                 )
             return
@@ -136,7 +139,7 @@ class CastConfig:
         if isinstance(self.scaling_granularity, Granularity):
             return self.scaling_granularity
         if self.block_size is not None:
-            return Blocks.of(*self.block_size, self.mx_exponents)
+            return Blocks.of(*self.block_size, self.scale_rule)
         return TENSOR if self.scaling_granularity is ScalingGranularity.TENSORWISE else ROW
 
     @property
@@ -151,12 +154,13 @@ class CastConfig:
         return e5m2() if operand == "grad_output" else e4m3()
 
     def short_str(self, operand: Operand) -> str:
-        """For example ``dyn_ten_e4m3fn``, or ``dis`` where nothing is cast."""
+        """For example ``dyn_ten_e4m3fn``, ``dyn_blk_floor_e4m3fn``, or ``dis``: nothing is cast."""
         if not self.enabled:
             return self.scaling_type.short_str()
         dtype = short_name(self.dtype_for(operand))
         covers = self.scaling_granularity
         shown = covers.name if isinstance(covers, Granularity) else covers.short_str()
+        shown += f"_{self.scale_rule}" if self.scale_rule else ""
         return f"{self.scaling_type.short_str()}_{shown}_{dtype}"
 
 
@@ -196,7 +200,8 @@ class Float8LinearRecipeName(enum.Enum):
     contracts the tokens it is blocked again (:mod:`fp8_dist.kernels.blocks`). No amax all-reduces
     but for blocks that shards cut."""
     MXFP8 = "mxfp8"
-    """As blockwise, with blocks of 32 values and of 32 x 32, whose scales follow OCP MX v1.0."""
+    """As blockwise, with blocks of 32 values and of 32 x 32, and scales that are exponents of MX,
+    rounded up (``scale_rule="ceil"``)."""
     DELAYED = "delayed"
     """One scale per tensor, from the history of its amax; float8 gathers as tensorwise, and one
     all-reduce per step in ``sync_float8_amax_and_scale_history``."""
@@ -530,12 +535,12 @@ def _rowwise(**others: Any) -> Float8LinearConfig:
     return _alike(rows, round_scales_to_power_of_2=True, **others)
 
 
-def _blocks(size: int, mx_exponents: bool = False) -> Float8LinearConfig:
+def _blocks(size: int, scale_rule: Literal["ceil"] | None = None) -> Float8LinearConfig:
     cast = CastConfig(
         scaling_granularity=ScalingGranularity.BLOCKWISE,
         target_dtype=e4m3(),
         block_size=(1, size),
-        mx_exponents=mx_exponents,
+        scale_rule=scale_rule,
     )
     weight = replace(cast, block_size=(size, size))
     return _alike(cast, cast_config_weight=weight, round_scales_to_power_of_2=True)
@@ -556,6 +561,6 @@ _RECIPES: dict[Float8LinearRecipeName, Callable[[], Float8LinearConfig]] = {
     Float8LinearRecipeName.ROWWISE_WITH_GW_HP: _rowwise_with_gw_hp,
     Float8LinearRecipeName.ROWWISE_FOLDED: partial(_rowwise, fold_row_scales=True),
     Float8LinearRecipeName.BLOCKWISE: partial(_blocks, 128),
-    Float8LinearRecipeName.MXFP8: partial(_blocks, 32, mx_exponents=True),
+    Float8LinearRecipeName.MXFP8: partial(_blocks, 32, scale_rule="ceil"),
     Float8LinearRecipeName.DELAYED: lambda: _alike(CastConfig(ScalingType.DELAYED)),
 }

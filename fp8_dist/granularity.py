@@ -148,7 +148,9 @@ class Granularity:
 
 _BY_NAME: dict[str, Granularity] = {}
 # (Not a cache of functools, of which dynamo warns.)
-_BLOCKS: dict[tuple[int, int, bool, tuple[int, int], bool], "Blocks"] = {}
+_BLOCKS: dict[tuple[int, int, str | None, tuple[int, int], bool], "Blocks"] = {}
+# The rule of the exponents of blocks in a name.
+_RULES = {None: "", "ceil": " (MX)", "floor": " (MX, floor)"}
 
 
 def granularity_named(name: str) -> Granularity:
@@ -224,7 +226,7 @@ class Blocks(Granularity):
 
     Attributes:
         rows, columns: of a block.
-        floor: the exponents follow the rule of OCP MX; otherwise no value saturates.
+        rule: that of the exponents: "ceil", "floor" or None (see :mod:`fp8_dist.kernels.blocks`).
         start: where in its first block a part of a tensor begins, per dim.
         is_cut: ranks have parts of unequal size, or parts of one block, which don't fit together
             again as float8. The same on all ranks.
@@ -237,14 +239,14 @@ class Blocks(Granularity):
         self,
         rows: int,
         columns: int,
-        floor: bool = False,
+        rule: str | None = None,
         start: tuple[int, int] = (0, 0),
         is_cut: bool = False,
     ) -> None:
-        self.rows, self.columns, self.floor, self.start = rows, columns, floor, start
+        self.rows, self.columns, self.rule, self.start = rows, columns, rule, start
         self.is_cut = is_cut
         self.name = f"{self.PREFIX}{rows} x {columns}"
-        self.name += " (MX)" if floor else ""
+        self.name += _RULES[rule]
         self.name += f" from {start[0]}, {start[1]}" if any(start) else ""
         self.name += ", cut" if is_cut else ""
 
@@ -252,12 +254,12 @@ class Blocks(Granularity):
     def of(
         rows: int,
         columns: int,
-        floor: bool = False,
+        rule: str | None = None,
         start: tuple[int, int] = (0, 0),
         is_cut: bool = False,
     ) -> "Blocks":
         """The one instance with these attributes. (A graph makes its own: it can't keep them.)"""
-        key = rows, columns, floor, start, is_cut
+        key = rows, columns, rule, start, is_cut
         if key in _BLOCKS:
             return _BLOCKS[key]
         made = Blocks(*key)
@@ -270,7 +272,8 @@ class Blocks(Granularity):
         """The granularity of this name."""
         rows, columns, *start = map(int, re.findall(r"\d+", name))
         at = (start[0], start[1]) if start else (0, 0)
-        return Blocks.of(rows, columns, "(MX)" in name, at, name.endswith("cut"))
+        rule = next((rule for rule, shown in _RULES.items() if shown and shown in name), None)
+        return Blocks.of(rows, columns, rule, at, name.endswith("cut"))
 
     @property
     def blocks(self) -> tuple[int, int, int, int]:
@@ -278,7 +281,7 @@ class Blocks(Granularity):
 
     @property
     def whole(self) -> Granularity:
-        return Blocks.of(self.rows, self.columns, self.floor)
+        return Blocks.of(self.rows, self.columns, self.rule)
 
     @property
     def is_grouped(self) -> bool:
@@ -291,11 +294,11 @@ class Blocks(Granularity):
     def at(self, offset: Sequence[int], is_cut: bool = False) -> "Blocks":
         row = offset[-2] % self.rows if self.rows > 1 else 0
         start = (self.start[0] + row) % self.rows, (self.start[1] + offset[-1]) % self.columns
-        return Blocks.of(self.rows, self.columns, self.floor, start, is_cut or self.is_cut)
+        return Blocks.of(self.rows, self.columns, self.rule, start, is_cut or self.is_cut)
 
     def transposed(self) -> "Blocks":
         """That of the transposed matrix."""
-        return Blocks.of(self.columns, self.rows, self.floor, self.start[::-1], self.is_cut)
+        return Blocks.of(self.columns, self.rows, self.rule, self.start[::-1], self.is_cut)
 
     def scale_shape(self, shape: Sequence[int]) -> list[int]:
         return exponents_shape(shape, self.blocks)

@@ -16,26 +16,26 @@ from fp8_dist.kernels.transposing import transposed_copy
 
 
 @custom_op(
-    "cast_blocks(Tensor x, ScalarType dtype, int[] blocks, bool floor, bool[] transposed) "
+    "cast_blocks(Tensor x, ScalarType dtype, int[] blocks, str? rule, bool[] transposed) "
     "-> Tensor[]"
 )
 def cast_blocks(
     x: torch.Tensor,
     dtype: torch.dtype,
     blocks: Sequence[int],
-    floor: bool,
+    rule: str | None,
     transposed: Sequence[bool],
 ) -> Tensors:
     """The exponents of the blocks of a local tensor, and its copies by them.
 
     Args:
-        x, dtype, blocks, floor: as :func:`fp8_dist.kernels.block_exponents` takes them.
+        x, dtype, blocks, rule: as :func:`fp8_dist.kernels.block_exponents` takes them.
         transposed: for each copy its layout.
 
     Returns:
         The exponents, and then the copies.
     """
-    exponents = block_exponents(x, dtype, blocks, floor)
+    exponents = block_exponents(x, dtype, blocks, rule)
     return [exponents, *quantize_block_copies(x, exponents, dtype, blocks, transposed)]
 
 
@@ -58,14 +58,14 @@ def quantize_block_copies(
 
 @custom_op(
     "block_exponents_of_each(Tensor first, Tensor[] others, ScalarType dtype, int[] blocks, "
-    "bool floor) -> Tensor"
+    "str? rule) -> Tensor"
 )
 def block_exponents_of_each(
     first: torch.Tensor,
     others: Sequence[torch.Tensor],
     dtype: torch.dtype,
     blocks: Sequence[int],
-    floor: bool,
+    rule: str | None,
 ) -> torch.Tensor:
     """:func:`fp8_dist.kernels.block_exponents` of each of many local matrices of one device.
 
@@ -76,7 +76,7 @@ def block_exponents_of_each(
         uint8, flat: those of one matrix follow those of the matrix before.
     """
     each = zip((first, *others), of_each(blocks), strict=True)
-    return torch.cat([block_exponents(x, dtype, of, floor).view(-1) for x, of in each])
+    return torch.cat([block_exponents(x, dtype, of, rule).view(-1) for x, of in each])
 
 
 @custom_op(
@@ -118,7 +118,7 @@ def _cast_blocks_fake(
     x: torch.Tensor,
     dtype: torch.dtype,
     blocks: Sequence[int],
-    floor: bool,
+    rule: str | None,
     transposed: Sequence[bool],
 ) -> Tensors:
     exponents = x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.uint8)
@@ -142,7 +142,7 @@ def _block_exponents_of_each_fake(
     others: Sequence[torch.Tensor],
     dtype: torch.dtype,
     blocks: Sequence[int],
-    floor: bool,
+    rule: str | None,
 ) -> torch.Tensor:
     each = zip((first, *others), of_each(blocks), strict=True)
     count = sum(math.prod(exponents_shape(x.shape, of)) for x, of in each)

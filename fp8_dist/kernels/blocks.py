@@ -6,13 +6,17 @@ are four numbers: ``(rows, columns, first_row, first_column)``, where the last t
 first block the part begins. Blocks of one row are blocks of tensors with any number of dims.
 
 An exponent is a byte as e8m0 has it (OCP Microscaling Formats v1.0): ``scale = 2 ** (byte - 127)``,
-255 is NaN. (It is uint8 here, because compilers know no e8m0.) Two rules give that of a block:
+255 is NaN. (It is uint8 here, because compilers know no e8m0.) A rule gives that of a block, in
+:func:`exponents_of` alone:
 
-* *ceil*: the power of two of :mod:`fp8_dist.kernels.scale`, by which no value saturates.
-* *floor*: ``floor(log2(amax)) - floor(log2(fp8_max))``, the rule of that standard (section 6.3).
-  Of a block whose amax is beyond ``fp8_max`` times that power of two, the largest values saturate.
+* ``"ceil"``: ``ceil(log2(amax / fp8_max))``, by which no value saturates.
+* ``"floor"``: ``floor(log2(amax)) - floor(log2(fp8_max))``, the rule of that standard (section
+  6.3). If the amax is above ``fp8_max`` times that power of two, the largest values saturate.
+* ``None``: the power of two of :mod:`fp8_dist.kernels.scale`. This is *ceil* with its epsilon: an
+  amax below 1e-12 counts as 1e-12.
 
-A block with a value that is not finite has the exponent NaN.
+A block with a value that is not finite has the exponent NaN. The values of a block with the least
+exponent, the byte 0, become zeros.
 """
 
 import math
@@ -24,6 +28,7 @@ from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.scale import scaling_from_amax
 
 NAN_EXPONENT = 255
+_BIAS = 127
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -78,17 +83,16 @@ def powers_of_2(exponents: torch.Tensor) -> torch.Tensor:
     return exponents.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
-@custom_op("block_exponents(Tensor x, ScalarType dtype, int[] blocks, bool floor) -> Tensor")
+@custom_op("block_exponents(Tensor x, ScalarType dtype, int[] blocks, str? rule) -> Tensor")
 def block_exponents(
-    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], floor: bool
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> torch.Tensor:
     """The exponents of the blocks of a local tensor.
 
     Args:
         x: ``[..., M, K]``, floating point.
         dtype: a float8 dtype.
-        blocks: see :mod:`fp8_dist.kernels.blocks`.
-        floor: by the rule *floor*.
+        blocks, rule: see :mod:`fp8_dist.kernels.blocks`.
 
     Returns:
         uint8, :func:`exponents_shape`.
@@ -102,19 +106,25 @@ def block_exponents(
     dims = [dim for dim in (-1, -3) if bits.shape[dim] > 1]
     largest = bits.amax(dims) if dims else bits
     largest = largest.view(exponents_shape(x.shape, blocks)).view(x.dtype)
-    return exponents_of(largest.to(torch.float32), dtype, floor)
+    return exponents_of(largest.to(torch.float32), dtype, rule)
 
 
-def exponents_of(amax: torch.Tensor, dtype: torch.dtype, floor: bool) -> torch.Tensor:
+def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> torch.Tensor:
     """The exponent for each amax (fp32, any shape): uint8."""
-    if not floor:
+    if rule is None:
         _, scale = scaling_from_amax(amax, dtype, True)
         # (Of inf and NaN these bits are ones: the byte of NaN.)
         return (scale.view(torch.int32) >> 23).to(torch.uint8)
-    found = amax.view(torch.int32) >> 23
-    largest = math.floor(math.log2(torch.finfo(dtype).max))
-    exponents = (found - largest).clamp_(min=0)
-    return exponents.masked_fill_(found == NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
+    largest = torch.finfo(dtype).max
+    if rule == "ceil":
+        # In fp32, as torchao: if an amax is above fp8_max times a power of two by a few steps of
+        # fp32 (22 at most), the logarithm rounds to that power. (The quotient of fp64 rounds to
+        # that of fp32; a GPU divides fp32 by a number through its reciprocal.)
+        quotient = (amax.to(torch.float64) / largest).to(torch.float32)
+        exponents = torch.log2(quotient).ceil_().add_(_BIAS)
+    else:
+        exponents = (amax.view(torch.int32) >> 23) - math.floor(math.log2(largest))
+    return exponents.clamp_(min=0).masked_fill_(~amax.isfinite(), NAN_EXPONENT).to(torch.uint8)
 
 
 @custom_op(
@@ -128,7 +138,7 @@ def quantize_blocks(
     blocks: Sequence[int],
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``saturate(float32(x) / scale)`` as ``dtype``, with the scales of blocks.
+    """``saturate(float32(x) / scale)`` as ``dtype``, with the scales of blocks; 0 for the byte 0.
 
     Args:
         x: ``[..., M, K]``, floating point.
@@ -139,7 +149,7 @@ def quantize_blocks(
         contiguous tensor of x's shape.
     """
     # A reciprocal of a power of two is exact.
-    multiplier = powers_of_2(exponents).reciprocal_()
+    multiplier = powers_of_2(exponents).reciprocal_().masked_fill_(exponents == 0, 0)
     limit = torch.finfo(dtype).max
     product = scaled_by(x.to(torch.float32), multiplier, blocks)
     return product.clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
@@ -160,14 +170,15 @@ def scaled_by(x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> t
 
 
 @custom_op(
-    "reblock(Tensor qdata, Tensor exponents, int[] blocks, int rows, bool transposed=False) "
-    "-> (Tensor, Tensor)"
+    "reblock(Tensor qdata, Tensor exponents, int[] blocks, int rows, str? rule, "
+    "bool transposed=False) -> (Tensor, Tensor)"
 )
 def reblock(
     qdata: torch.Tensor,
     exponents: torch.Tensor,
     blocks: Sequence[int],
     rows: int,
+    rule: str | None,
     transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float8 data with scales of other blocks: ``rows`` values of a column, for its second GEMM.
@@ -179,29 +190,29 @@ def reblock(
         qdata: float8, ``[M, K]``.
         exponents: of its blocks.
         rows: of the new blocks, whose first one begins with the first row.
+        rule: of their exponents. (*floor* would saturate values that are in float8 already.)
         transposed: return the data as ``[K, M]``, for a GEMM that reads it so.
 
     Returns:
-        ``[M, K]`` of qdata's dtype, and the exponents of blocks ``(rows, 1, 0, 0)``. Their rule is
-        *ceil* in any case: *floor* would saturate values that are in float8 already.
+        ``[M, K]`` of qdata's dtype, and the exponents of blocks ``(rows, 1, 0, 0)``.
     """
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
-    result, found = cast_columns_of_blocks(values, qdata.dtype, rows)
+    result, found = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
     return result.t().contiguous() if transposed else result, found
 
 
 def cast_columns_of_blocks(
-    values: torch.Tensor, dtype: torch.dtype, rows: int
+    values: torch.Tensor, dtype: torch.dtype, rows: int, rule: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantized values ``[M, K]`` as :func:`reblock` returns them."""
     columns = (rows, 1, 0, 0)
-    found = block_exponents.portable(values, dtype, columns, False)
+    found = block_exponents.portable(values, dtype, columns, rule)
     return quantize_blocks.portable(values, found, dtype, columns), found
 
 
 @custom_op(
-    "exponents_of_groups(Tensor qdata, Tensor exponents, int[] blocks, Tensor group, int groups) "
-    "-> Tensor"
+    "exponents_of_groups(Tensor qdata, Tensor exponents, int[] blocks, Tensor group, int groups, "
+    "str? rule) -> Tensor"
 )
 def exponents_of_groups(
     qdata: torch.Tensor,
@@ -209,11 +220,12 @@ def exponents_of_groups(
     blocks: Sequence[int],
     group: torch.Tensor,
     groups: int,
+    rule: str | None,
 ) -> torch.Tensor:
     """The first half of :func:`reblock`, where a block may have rows on several ranks.
 
     Args:
-        qdata, exponents, blocks: as :func:`reblock` takes them.
+        qdata, exponents, blocks, rule: as :func:`reblock` takes them.
         group: int64, ``[M]``: the new block of each row.
         groups: the number of new blocks.
 
@@ -224,7 +236,7 @@ def exponents_of_groups(
     bits = values.view(torch.int32).bitwise_and_(torch.iinfo(torch.int32).max)
     largest = bits.new_zeros(groups, qdata.shape[1])
     largest.scatter_reduce_(0, group.unsqueeze(1).expand_as(bits), bits, "amax")
-    found = exponents_of(largest.view(torch.float32), qdata.dtype, False)
+    found = exponents_of(largest.view(torch.float32), qdata.dtype, rule)
     # (torch.isin would make the host wait for the device.)
     is_elsewhere = torch.ones(groups, 1, dtype=torch.bool, device=group.device)
     return found.masked_fill_(is_elsewhere.index_fill_(0, group, False), 0)
@@ -253,7 +265,7 @@ def reblock_groups(
 
 @block_exponents.register_fake
 def _block_exponents_fake(
-    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], floor: bool
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> torch.Tensor:
     return x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.uint8)
 
@@ -275,6 +287,7 @@ def _reblock_fake(
     exponents: torch.Tensor,
     blocks: Sequence[int],
     rows: int,
+    rule: str | None,
     transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = qdata.shape[::-1] if transposed else qdata.shape
@@ -289,6 +302,7 @@ def _exponents_of_groups_fake(
     blocks: Sequence[int],
     group: torch.Tensor,
     groups: int,
+    rule: str | None,
 ) -> torch.Tensor:
     return exponents.new_empty(groups, qdata.shape[1])
 

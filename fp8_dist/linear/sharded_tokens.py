@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from fp8_dist.granularity import Blocks
 from fp8_dist.kernels import exponents_of_groups, reblock, reblock_groups, takes_transposed
 from fp8_dist.mesh import (
     Layout,
@@ -34,18 +35,19 @@ def reblocked(operand: Quantized, layout: Layout | None) -> BlockMatrix:
     new block of the global operand.
     """
     matrix, exponents, blocks = as_block_matrix(operand)
-    size = blocks[1]
+    assert isinstance(operand.granularity, Blocks)
+    size, rule = blocks[1], operand.granularity.rule and "ceil"
     axes = () if layout is None else _axes_of_tokens(layout)
     if layout is None or not axes:
         transposed = takes_transposed(matrix.device)
-        data, exponents = reblock(matrix, exponents, blocks, size, transposed)
+        data, exponents = reblock(matrix, exponents, blocks, size, rule, transposed)
         return data.t() if transposed else data, exponents, (size, 1, 0, 0)
     leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
     tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
     tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)
     group = tokens.div(size, rounding_mode="floor")
     count = -(-math.prod(leading) // size)
-    found = exponents_of_groups(matrix, exponents, blocks, group, count)
+    found = exponents_of_groups(matrix, exponents, blocks, group, count, rule)
     found = all_reduce_max(found, groups_over(layout.mesh, axes))
     return *reblock_groups(matrix, exponents, blocks, group, found), (1, 1, 0, 0)
 

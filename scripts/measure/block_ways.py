@@ -22,9 +22,9 @@ from scripts.common.metrics import sqnr
 from scripts.measure.folds import sqnr_of_worst
 from scripts.measure.operands import Operands, exact
 
-# The size of blocks, and whether their scales follow the rule of OCP MX.
-RECIPES = {"blockwise": (128, False), "mxfp8": (32, True)}
-BLOCKS = RECIPES | {"blocks of 32, none saturates": (32, False)}
+# The size of blocks, and whether their scales follow the rule floor.
+RECIPES = {"blockwise": (128, False), "mxfp8": (32, False)}
+BLOCKS = RECIPES | {"mxfp8, floor": (32, True)}
 TWO_CASTS, ONE_COPY, SQUARE = "two casts", "one copy", "square"
 AS_IT_IS, LINES = "copy as it is", "weight in lines"
 WORST = {
@@ -43,7 +43,8 @@ ByWay = dict[str, dict[str, float]]  # the `FIGURES` of each way, in dB
 def cast(tensor: Tensor, rows: int, columns: int, floor: bool = False) -> Tensor:
     """What e4m3 keeps of a matrix (fp64), with a scale for each block of ``rows x columns``.
 
-    floor: the exponent of a scale is that of OCP MX v1.0; otherwise the least that saturates none.
+    floor: the exponent of a scale is that of OCP MX v1.0; otherwise the least by which no value
+        saturates.
     """
     m, n = tensor.shape
     padded = F.pad(tensor, (0, -n % columns, 0, -m % rows))

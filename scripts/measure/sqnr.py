@@ -56,11 +56,11 @@ EXACT_SCALES = "rowwise, exact scales"
 E5M2_GRADIENTS = "rowwise, e5m2 gradients"
 ONE_SCALE = "tensorwise, e4m3 gradients"
 ONE_POWER_OF_2 = f"{ONE_SCALE}, power-of-two scale"
-UNSATURATED = "mxfp8, no value saturates"
+FLOOR = "mxfp8, floor"
 VARIANTS = (
     *("rowwise", EXACT_SCALES, E5M2_GRADIENTS),
     *("tensorwise", ONE_SCALE, ONE_POWER_OF_2),
-    *("mxfp8", UNSATURATED),
+    *("mxfp8", FLOOR),
 )
 
 # Made-up cases that differ from normal operands in the weight alone, and in other operands alone.
@@ -83,8 +83,8 @@ def configs() -> dict[str, Float8LinearConfig]:
         known["tensorwise"], cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn)
     )
     rowwise, mxfp8 = known["rowwise"], known["mxfp8"]
-    unsaturated = {
-        field: dataclasses.replace(getattr(mxfp8, field), mx_exponents=False)
+    floor = {
+        field: dataclasses.replace(getattr(mxfp8, field), scale_rule="floor")
         for field in ("cast_config_input", "cast_config_weight", "cast_config_grad_output")
     }
     return known | {
@@ -92,7 +92,7 @@ def configs() -> dict[str, Float8LinearConfig]:
         E5M2_GRADIENTS: dataclasses.replace(rowwise, cast_config_grad_output=e5m2_rows),
         ONE_SCALE: one_scale,
         ONE_POWER_OF_2: dataclasses.replace(one_scale, round_scales_to_power_of_2=True),
-        UNSATURATED: dataclasses.replace(mxfp8, **unsaturated),
+        FLOOR: dataclasses.replace(mxfp8, **floor),
     }
 
 
@@ -127,7 +127,7 @@ def checks(figures: Figures, in_blocks: dict[str, dict[Place, ByWay]]) -> list[C
     """
     found = [_never_behind("rowwise_folded", "rowwise", figures)]
     for blocks, by_place in in_blocks.items():
-        # By MX's rule the largest values saturate, and other ones in a second cast: no comparison.
+        # By floor the largest values saturate, and other ones in a second cast: no comparison.
         reference = AS_IT_IS if block_ways.BLOCKS[blocks][1] else TWO_CASTS
         found.append(_never_behind(ONE_COPY, reference, by_place, f"{blocks}: "))
     return found

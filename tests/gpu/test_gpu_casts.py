@@ -103,7 +103,7 @@ BLOCKS = [(1, 128, 0, 0), (1, 32, 0, 5), (128, 128, 0, 0), (32, 32, 7, 31)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("floor", [False, True], ids=["ceil", "floor"])
+@pytest.mark.parametrize("rule", [None, "ceil", "floor"])
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,20 +111,20 @@ def test_casts_in_blocks_equal_those_of_the_cpu(
     dtype: torch.dtype,
     target: torch.dtype,
     blocks: tuple[int, int, int, int],
-    floor: bool,
+    rule: str | None,
     kind: str,
 ) -> None:
     x = values(kind, dtype, (135, 200))
-    on_cpu = cast_blocks(x, target, blocks, floor, [False, True])
-    on_gpu = cast_blocks(x.to(DEVICE), target, blocks, floor, [False, True])
+    on_cpu = cast_blocks(x, target, blocks, rule, [False, True])
+    on_gpu = cast_blocks(x.to(DEVICE), target, blocks, rule, [False, True])
     assert all(same_values(a, b) for a, b in zip(on_gpu, on_cpu, strict=True))
     exponents, qdata, _ = on_gpu
-    assert torch.equal(block_exponents(x.to(DEVICE), target, blocks, floor), exponents)
+    assert torch.equal(block_exponents(x.to(DEVICE), target, blocks, rule), exponents)
     assert same_values(quantize_blocks(x.to(DEVICE), exponents, target, blocks), on_cpu[1])
     for rows in (32, 128):
-        expected = reblock(on_cpu[1], on_cpu[0], blocks, rows)
+        expected = reblock(on_cpu[1], on_cpu[0], blocks, rows, rule and "ceil")
         for transposed in (False, True):
-            found = reblock(qdata, exponents, blocks, rows, transposed)
+            found = reblock(qdata, exponents, blocks, rows, rule and "ceil", transposed)
             assert same_values(found[0].t() if transposed else found[0], expected[0])
             assert same_values(found[1], expected[1])
 
@@ -149,10 +149,10 @@ def test_many_weights_in_blocks(dtype: torch.dtype) -> None:
     starts = [(0, 0), (5, 0), (100, 3), (0, 16)]
     blocks = [number for start in starts for number in (128, 128, *start)]
     first, *others = weights
-    exponents = block_exponents_of_each(first, others, TARGETS[0], blocks, False)
+    exponents = block_exponents_of_each(first, others, TARGETS[0], blocks, None)
     qdata = quantize_blocks_of_each(first, others, exponents, TARGETS[0], blocks)
     first, *others = [weight.to(DEVICE) for weight in weights]
-    found = block_exponents_of_each(first, others, TARGETS[0], blocks, False)
+    found = block_exponents_of_each(first, others, TARGETS[0], blocks, None)
     assert same_values(found, exponents)
     assert same_values(quantize_blocks_of_each(first, others, found, TARGETS[0], blocks), qdata)
 

@@ -92,15 +92,15 @@ def call_all() -> None:
     kernels.cast_rows_and_columns(x, rows, columns, e4m3, True)
     kernels.fold_rows(x, columns.view(-1), rows.view(-1), e4m3)
     kernels.fold_columns(x, rows, rows.view(-1), columns, e4m3)
-    numbers = kernels.cast_blocks(x, e4m3, (1, 128, 0, 0), False).exponents
-    kernels.cast_blocks(x, e4m3, (128, 128, 0, 0), True, column_major=True)
+    numbers = kernels.cast_blocks(x, e4m3, (1, 128, 0, 0), None).exponents
+    kernels.cast_blocks(x, e4m3, (128, 128, 0, 0), "ceil", column_major=True)
     kernels.quantize_blocks(x, numbers, e4m3, (1, 128, 0, 0))
-    kernels.block_exponents(x, e4m3, (32, 32, 0, 0), True)
+    kernels.block_exponents(x, e4m3, (32, 32, 0, 0), "floor")
     data = torch.zeros(256, 512, dtype=torch.uint8).view(e4m3)
-    kernels.reblock(data, numbers, (1, 128, 0, 0), 128, True)
+    kernels.reblock(data, numbers, (1, 128, 0, 0), 128, "ceil", True)
     kernels.dequantize(data, numbers, (1, 128, 0, 0), torch.bfloat16)
     parts = [(128, 128, 0, 0)] * 2
-    every = kernels.exponents_of_many([x, x], e4m3, parts, False)
+    every = kernels.exponents_of_many([x, x], e4m3, parts, "ceil")
     kernels.quantize_many_blocks([x, x], every, e4m3, parts)
     kernels.gemm_scales(numbers, numbers, 4)
     kernels.tiled_exponents(numbers, numbers)

@@ -112,9 +112,13 @@ def dequantized(
     dtype = cast.target_dtype or (E5M2 if operand == "grad_output" else E4M3)
     if cast.block_size is not None:
         rows, columns = cast.block_size
-        first = of_blocks(x, dtype, rows, columns, cast.mx_exponents)
+        first = of_blocks(x, dtype, rows, columns, cast.scale_rule)
         blocked_again = rows == 1 and summed == 0  # the tokens
-        return of_blocks(first, dtype, columns, 1) if blocked_again else first
+        return (
+            of_blocks(first, dtype, columns, 1, cast.scale_rule and "ceil")
+            if blocked_again
+            else first
+        )
     amax = magnitude(x, summed if by_row else "tensor")
     return rounded(x, dtype, amax, config.round_scales_to_power_of_2)
 

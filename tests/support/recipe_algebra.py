@@ -29,8 +29,8 @@ CASTS: dict[str, dict[str, tuple[Covered, Covered]]] = {
         "grad_weight": ("high", "high"),
     },
 }
-# The size of the blocks, and whether the scales of their first cast follow the rule of OCP MX.
-BLOCKS = {"blockwise": (128, False), "mxfp8": (32, True)}
+# The size of the blocks, and the rule of their scales.
+BLOCKS: dict[str, tuple[int, str | None]] = {"blockwise": (128, None), "mxfp8": (32, "ceil")}
 
 
 def magnitude(x: torch.Tensor, covered: Covered) -> torch.Tensor:
@@ -58,7 +58,7 @@ def multiplied(x: torch.Tensor, dtype: torch.dtype, m: torch.Tensor) -> torch.Te
 
 
 def of_blocks(
-    x: torch.Tensor, dtype: torch.dtype, rows: int, columns: int, mx: bool = False
+    x: torch.Tensor, dtype: torch.dtype, rows: int, columns: int, rule: str | None
 ) -> torch.Tensor:
     """What a matrix dequantizes to, fp64, if it is cast with a scale per block."""
     amax = torch.empty(x.shape, dtype=torch.float64)
@@ -66,12 +66,18 @@ def of_blocks(
         for j in range(0, x.shape[1], columns):
             block = slice(i, i + rows), slice(j, j + columns)
             amax[block] = magnitude(x[block], "tensor")
-    if not mx:
+    if rule is None:
         return rounded(x, dtype, amax, power_of_2=True)
-    # floor(log2(amax)) - floor(log2(448)), from 2 ** -127 on, which is that of zeros.
-    exponent = torch.frexp(amax).exponent - torch.frexp(torch.tensor(FORMATS[dtype][0])).exponent
+    # From 2 ** -127 on, which is that of zeros.
+    if rule == "floor":  # floor(log2(amax)) - floor(log2(448))
+        exponent = torch.frexp(amax).exponent
+        exponent -= torch.frexp(torch.tensor(FORMATS[dtype][0])).exponent
+    else:  # ceil(log2(amax / 448))
+        fraction, exponent = torch.frexp(amax / FORMATS[dtype][0])
+        exponent = torch.where(fraction == 0.5, exponent - 1, exponent)
     exponent = exponent.masked_fill(amax == 0, -127).clamp(min=-127)
     m = torch.ldexp(torch.ones(x.shape), -exponent)
+    x = x.masked_fill(exponent == -127, 0)
     return multiplied(x, dtype, torch.where(amax.isfinite(), m, torch.nan))
 
 
@@ -130,18 +136,19 @@ def blocked(
     g: torch.Tensor,
     dtypes: dict[str, torch.dtype],
     size: int,
-    mx: bool,
+    rule: str | None,
 ) -> dict[str, torch.Tensor]:
     """The GEMMs of the recipes with scales of blocks, which are powers of two in any case.
 
     The GEMM that contracts the tokens takes the float8 values of the others, cast again in blocks
     along the tokens, with scales by which nothing saturates.
     """
-    xd = of_blocks(x, dtypes["input"], 1, size, mx)
-    wd = of_blocks(w, dtypes["weight"], size, size, mx)
-    gd = of_blocks(g, dtypes["grad_output"], 1, size, mx)
+    xd = of_blocks(x, dtypes["input"], 1, size, rule)
+    wd = of_blocks(w, dtypes["weight"], size, size, rule)
+    gd = of_blocks(g, dtypes["grad_output"], 1, size, rule)
     by_tokens = [
-        of_blocks(t, dtypes[name], size, 1) for name, t in (("grad_output", gd), ("input", xd))
+        of_blocks(t, dtypes[name], size, 1, rule)
+        for name, t in (("grad_output", gd), ("input", xd))
     ]
     return {
         "output": xd @ wd.t(),

@@ -52,12 +52,12 @@ def reference_cast(
 
 
 def reference_blocks(
-    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], floor: bool = False
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(exponents as bytes, rounded values of ``x / scale`` as fp64), computed value by value.
 
     ``x``: ``[M, K]``. ``blocks``: rows, columns, and where in its first block it begins, by rows and
-    by columns. ``floor``: the rule of OCP MX. NaN for the values of a block that has others than
+    by columns. ``rule``: as in :mod:`fp8_dist.kernels.blocks`. NaN for the values of a block that has others than
     finite ones.
     """
     rows, columns, first_row, first_column = blocks
@@ -70,25 +70,28 @@ def reference_blocks(
     exponents, out = torch.zeros(count, dtype=torch.uint8), x.double().clone()
     values, grid = x.float().double().tolist(), float8_grid(dtype)
     for block, elements in of_block.items():
-        byte = _exponent_byte([abs(values[i][j]) for i, j in elements], dtype, floor)
+        byte = _exponent_byte([abs(values[i][j]) for i, j in elements], dtype, rule)
         exponents[block] = byte
         for i, j in elements:
-            size = min(abs(values[i][j]) / 2.0 ** (byte - 127), grid[-1])
+            size = min(abs(values[i][j]) / 2.0 ** (byte - 127), grid[-1]) if byte else 0.0
             rounded = math.nan if byte == 255 else _nearest(size, grid)
             out[i, j] = math.copysign(rounded, values[i][j])
     return exponents, out
 
 
-def _exponent_byte(values: list[float], dtype: torch.dtype, floor: bool) -> int:
+def _exponent_byte(values: list[float], dtype: torch.dtype, rule: str | None) -> int:
     """The byte of the scale of values: 255 is NaN."""
     if not all(map(math.isfinite, values)):
         return 255
-    if not floor:
+    if rule is None:
         m = torch.tensor(FORMATS[dtype][0] / max(*values, 1e-12), dtype=torch.float64).float()
         return 127 - (math.frexp(m.item())[1] - 1)
     if not any(values):
         return 0
-    return max(0, 127 + math.frexp(max(values))[1] - math.frexp(FORMATS[dtype][0])[1])
+    if rule == "floor":
+        return max(0, 127 + math.frexp(max(values))[1] - math.frexp(FORMATS[dtype][0])[1])
+    fraction, exponent = math.frexp(max(values) / FORMATS[dtype][0])
+    return max(0, 127 + exponent - (fraction == 0.5))
 
 
 def _nearest(value: float, grid: list[float]) -> float:

@@ -224,8 +224,8 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         lambda: CastConfig(scaling_granularity=BLOCKWISE, block_size=(1, 1, 128)),  # type: ignore[arg-type]
     ),
     "a size of tensors": (ValueError, lambda: CastConfig(block_size=(1, 128))),
-    "exponents of tensors": (ValueError, lambda: CastConfig(mx_exponents=True)),
-    "exponents of a number": (TypeError, lambda: replace(blocks(1, 128), mx_exponents=1)),
+    "a rule of tensors": (ValueError, lambda: CastConfig(scale_rule="ceil")),
+    "a rule without a name": (ValueError, lambda: replace(blocks(1, 128), scale_rule="even")),  # type: ignore[arg-type]
     "delayed blocks": (
         ValueError,
         lambda: replace(blocks(1, 128), scaling_type=ScalingType.DELAYED),
@@ -303,9 +303,9 @@ blocks without a size: CastConfig.block_size=None: BLOCKWISE needs (rows, column
 blocks of nothing: CastConfig.block_size=(0, 128): BLOCKWISE needs (rows, columns) of a block, two positive integers, such as (1, 128)
 blocks of halves: CastConfig.block_size=(1, 0.5): BLOCKWISE needs (rows, columns) of a block, two positive integers, such as (1, 128)
 blocks of 3 dims: CastConfig.block_size=(1, 1, 128): BLOCKWISE needs (rows, columns) of a block, two positive integers, such as (1, 128)
-a size of tensors: CastConfig: block_size=(1, 128) and mx_exponents=False are for ScalingGranularity.BLOCKWISE; drop them, or set that
-exponents of tensors: CastConfig: block_size=None and mx_exponents=True are for ScalingGranularity.BLOCKWISE; drop them, or set that
-exponents of a number: CastConfig.mx_exponents must be a bool, got 1
+a size of tensors: CastConfig: block_size=(1, 128) and scale_rule=None are for ScalingGranularity.BLOCKWISE; drop them, or set that
+a rule of tensors: CastConfig: block_size=None and scale_rule='ceil' are for ScalingGranularity.BLOCKWISE; drop them, or set that
+a rule without a name: CastConfig.scale_rule='even': use 'ceil', 'floor' or None
 delayed blocks: CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor; rows and blocks come and go; use TENSORWISE, or ScalingType.DYNAMIC
 blocks of a weight's rows: Float8LinearConfig: weight has blocks of 1 x 128, but one copy must serve both of its GEMMs; its block_size must be a square
 a weight's blocks that are no squares: Float8LinearConfig: weight has blocks of 128 x 64, but one copy must serve both of its GEMMs; its block_size must be a square

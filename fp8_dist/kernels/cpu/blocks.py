@@ -37,14 +37,19 @@ def _quantize_blocks(
 
 
 def _reblock(
-    qdata: Tensor, exponents: Tensor, blocks: Sequence[int], rows: int, transposed: bool = False
+    qdata: Tensor,
+    exponents: Tensor,
+    blocks: Sequence[int],
+    rows: int,
+    rule: str | None,
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if qdata.numel() <= _PART or blocks[0] > 1 or transposed:
-        return reblock.portable(qdata, exponents, blocks, rows, transposed)
+        return reblock.portable(qdata, exponents, blocks, rows, rule, transposed)
     result, found = torch.empty_like(qdata), []
     for part, _ in _parts(qdata, rows):  # (a row of exponents for each row of data)
         values = dequantized(qdata[part], exponents[part], blocks, torch.float32, upcast)
-        result[part], numbers = cast_columns_of_blocks(values, qdata.dtype, rows)
+        result[part], numbers = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
         found.append(numbers)
     return result, torch.cat(found)
 

@@ -16,23 +16,23 @@ def cast_blocks(
     x: torch.Tensor,
     dtype: torch.dtype,
     blocks: Sequence[int],
-    floor: bool,
+    rule: str | None,
     *,
     row_major: bool = True,
     column_major: bool = False,
 ) -> BlockCast:
     """A matrix in float8 with scales of blocks: their exponents and the cast."""
-    exponents = block_exponents(x, dtype, blocks, floor)
+    exponents = block_exponents(x, dtype, blocks, rule)
     layouts = {"row_major": row_major, "column_major": column_major}
     return BlockCast(*quantize_blocks(x, exponents, dtype, blocks, **layouts), exponents)
 
 
 def block_exponents(
-    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], floor: bool
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> torch.Tensor:
     """:func:`fp8_dist.kernels.block_exponents` of a matrix."""
     note_no_triton(x)
-    return portable_blocks.block_exponents.portable(x, dtype, blocks, floor)
+    return portable_blocks.block_exponents.portable(x, dtype, blocks, rule)
 
 
 def quantize_blocks(
@@ -54,11 +54,11 @@ def exponents_of_many(
     matrices: Sequence[torch.Tensor],
     dtype: torch.dtype,
     blocks: Sequence[Sequence[int]],
-    floor: bool,
+    rule: str | None,
 ) -> torch.Tensor:
     """The exponents of the blocks of many matrices: flat, one after the other."""
     each = zip(matrices, blocks, strict=True)
-    return torch.cat([block_exponents(x, dtype, of, floor).view(-1) for x, of in each])
+    return torch.cat([block_exponents(x, dtype, of, rule).view(-1) for x, of in each])
 
 
 def quantize_many_blocks(
@@ -78,11 +78,12 @@ def reblock(
     exponents: torch.Tensor,
     blocks: Sequence[int],
     rows: int,
+    rule: str | None,
     transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`fp8_dist.kernels.reblock`."""
     note_no_triton(qdata)
-    return portable_blocks.reblock.portable(qdata, exponents, blocks, rows, transposed)
+    return portable_blocks.reblock.portable(qdata, exponents, blocks, rows, rule, transposed)
 
 
 def dequantize(

@@ -28,11 +28,11 @@ _LONGEST, _LARGEST = 256, 128 * 128
 
 
 def _block_exponents(
-    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], floor: bool
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> torch.Tensor:
     if not _takes(x, blocks):
-        return block_exponents.portable(x, dtype, blocks, floor)
-    exponents = cuda.block_exponents(_matrix(x), dtype, blocks, floor)
+        return block_exponents.portable(x, dtype, blocks, rule)
+    exponents = cuda.block_exponents(_matrix(x), dtype, blocks, rule)
     return exponents.view(exponents_shape(x.shape, blocks))
 
 
@@ -54,13 +54,13 @@ def _cast_blocks(
     x: torch.Tensor,
     dtype: torch.dtype,
     blocks: Sequence[int],
-    floor: bool,
+    rule: str | None,
     transposed: Sequence[bool],
 ) -> Tensors:
     if not _takes(x, blocks):
-        return cast_blocks.portable(x, dtype, blocks, floor, transposed)
+        return cast_blocks.portable(x, dtype, blocks, rule, transposed)
     layouts = {"row_major": False in transposed, "column_major": True in transposed}
-    made = cuda.cast_blocks(_matrix(x), dtype, blocks, floor, **layouts)
+    made = cuda.cast_blocks(_matrix(x), dtype, blocks, rule, **layouts)
     exponents = made.exponents.view(exponents_shape(x.shape, blocks))
     return [exponents, *_copies(x, made.qdata, made.qdata_t, transposed)]
 
@@ -95,11 +95,12 @@ def _reblock(
     exponents: torch.Tensor,
     blocks: Sequence[int],
     rows: int,
+    rule: str | None,
     transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not (_fits(*blocks[:2]) and _fits(rows, blocks[1])):
-        return reblock.portable(qdata, exponents, blocks, rows, transposed)
-    return cuda.reblock(qdata, exponents, blocks, rows, transposed)
+        return reblock.portable(qdata, exponents, blocks, rows, rule, transposed)
+    return cuda.reblock(qdata, exponents, blocks, rows, rule, transposed)
 
 
 def _block_exponents_of_each(
@@ -107,12 +108,12 @@ def _block_exponents_of_each(
     others: Sequence[torch.Tensor],
     dtype: torch.dtype,
     blocks: Sequence[int],
-    floor: bool,
+    rule: str | None,
 ) -> torch.Tensor:
     tensors, each = [first, *others], of_each(blocks)
     if not _are_alike(tensors, each):
-        return block_exponents_of_each.portable(first, others, dtype, blocks, floor)
-    return cuda.exponents_of_many(tensors, dtype, each, floor)
+        return block_exponents_of_each.portable(first, others, dtype, blocks, rule)
+    return cuda.exponents_of_many(tensors, dtype, each, rule)
 
 
 def _quantize_blocks_of_each(

@@ -44,7 +44,7 @@ CASES: list[tuple[tuple[int, ...], Blocks]] = [
     ((1, 300), (1, 128, 0, 0)),
 ]
 EMPTY = [(0, 8), (8, 0), (0, 0), (2, 0, 8), (0,)]
-FLOOR = pytest.mark.parametrize("floor", [False, True], ids=["ceil", "floor"])
+RULES = pytest.mark.parametrize("rule", [None, "ceil", "floor"])
 
 
 def of_many_magnitudes(*shape: int) -> torch.Tensor:
@@ -59,14 +59,16 @@ def implementations(op: Any) -> list[Callable[..., Any]]:
     return [op, op.overload, op.portable]
 
 
-def check_cast(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, floor: bool) -> torch.Tensor:
+def check_cast(
+    x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, rule: str | None
+) -> torch.Tensor:
     """Both operators against the reference, as each is implemented; the exponents."""
     matrices = x.reshape(-1, *(x.shape[-2:] if blocks[0] > 1 else (1, x.shape[-1])))
-    found = [reference_blocks(matrix, dtype, blocks, floor) for matrix in matrices]
+    found = [reference_blocks(matrix, dtype, blocks, rule) for matrix in matrices]
     expected, values = (torch.stack(each) for each in zip(*found, strict=True))
     expected = expected.view(exponents_shape(x.shape, blocks))
     for run in implementations(block_exponents):
-        assert same_bits(run(x, dtype, blocks, floor), expected)
+        assert same_bits(run(x, dtype, blocks, rule), expected)
     for run in implementations(quantize_blocks):
         qdata = run(x, expected, dtype, blocks)
         assert (qdata.dtype, qdata.shape) == (dtype, x.shape)
@@ -75,24 +77,26 @@ def check_cast(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, floor: bool)
     return expected
 
 
-@FLOOR
+@RULES
 @pytest.mark.parametrize("target", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_cast_equals_the_reference(dtype: torch.dtype, target: torch.dtype, floor: bool) -> None:
+def test_a_cast_equals_the_reference(
+    dtype: torch.dtype, target: torch.dtype, rule: str | None
+) -> None:
     for shape, blocks in CASES:
-        check_cast(of_many_magnitudes(*shape).to(dtype), target, blocks, floor)
+        check_cast(of_many_magnitudes(*shape).to(dtype), target, blocks, rule)
 
 
 def test_strides_change_nothing() -> None:
     x = torch.randn(9, 20)
     for view in (x.t(), x[:, ::2], x[1:, 3:], x[:, :1].expand(9, 20)):
         for blocks in ((1, 4, 0, 0), (4, 4, 0, 0), (4, 4, 1, 3)):
-            check_cast(view, E4M3, blocks, False)
+            check_cast(view, E4M3, blocks, "ceil")
 
 
-@FLOOR
+@RULES
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_at_both_ends_of_a_dtype(dtype: torch.dtype, floor: bool) -> None:
+def test_values_at_both_ends_of_a_dtype(dtype: torch.dtype, rule: str | None) -> None:
     kind = torch.finfo(dtype)
     sizes = [kind.max, kind.max / 2, kind.tiny, 0.0]
     sizes += [kind.smallest_normal * kind.eps] if dtype is not torch.float64 else [2.0**-149]
@@ -100,40 +104,41 @@ def test_values_at_both_ends_of_a_dtype(dtype: torch.dtype, floor: bool) -> None
         if size > torch.finfo(torch.float32).max:
             continue  # infinite as fp32, in which an amax is taken
         x = torch.tensor([[size, -size / 2, 0.0, size]], dtype=torch.float64).to(dtype)
-        check_cast(x, E4M3, (1, 4, 0, 0), floor)
-        check_cast(x, E5M2, (1, 2, 0, 1), floor)
+        check_cast(x, E4M3, (1, 4, 0, 0), rule)
+        check_cast(x, E5M2, (1, 2, 0, 1), rule)
 
 
-@FLOOR
-def test_fp64_values_that_are_infinite_as_fp32(floor: bool) -> None:
+@RULES
+def test_fp64_values_that_are_infinite_as_fp32(rule: str | None) -> None:
     x = torch.tensor([[1e39, 1.0, 2.0, 3.0]], dtype=torch.float64)
-    assert block_exponents(x, E4M3, (1, 2, 0, 0), floor).tolist()[0][0] == 255
-    assert block_exponents(x[:, 2:], E4M3, (1, 2, 0, 0), floor).tolist()[0][0] < 255
+    assert block_exponents(x, E4M3, (1, 2, 0, 0), rule).tolist()[0][0] == 255
+    assert block_exponents(x[:, 2:], E4M3, (1, 2, 0, 0), rule).tolist()[0][0] < 255
 
 
 def test_each_rule_at_each_bf16_value_of_an_octave() -> None:
-    """The rule of OCP MX saturates those above 448 / 512 of the next power of two, ceil none."""
+    """Floor saturates those above 448 / 512 of the next power of two, the others none."""
     x = (1 + torch.arange(128) / 128).view(128, 1).bfloat16()
     blocks = (1, 1, 0, 0)
     sizes = {}
-    for floor in (False, True):
-        exponents = block_exponents(x, E4M3, blocks, floor)
+    for rule in (None, "ceil", "floor"):
+        exponents = block_exponents(x, E4M3, blocks, rule)
         qdata = quantize_blocks(x, exponents, E4M3, blocks)
         found = dequantized(qdata, exponents, blocks, torch.float32)
-        sizes[floor] = (found / x.float() - 1).abs().flatten()
-        assert set(exponents.flatten().tolist()) == ({119} if floor else {119, 120})
-    assert sizes[False].max() <= 2**-4
+        sizes[rule] = (found / x.float() - 1).abs().flatten()
+        assert set(exponents.flatten().tolist()) == ({119} if rule == "floor" else {119, 120})
+    assert torch.equal(sizes["ceil"], sizes[None])
+    assert sizes["ceil"].max() <= 2**-4
     above = x.flatten() > 1.75 * (1 + 2**-5)
-    assert sizes[True][~above].max() <= 2**-4
-    assert (sizes[True][above] > 2**-6).all()
-    assert sizes[True].max() < 0.125
+    assert sizes["floor"][~above].max() <= 2**-4
+    assert (sizes["floor"][above] > 2**-6).all()
+    assert sizes["floor"].max() < 0.125
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-@FLOOR
+@RULES
 def test_a_value_that_is_not_finite_stays_in_its_block(
-    floor: bool, dtype: torch.dtype, value: float
+    rule: str | None, dtype: torch.dtype, value: float
 ) -> None:
     for blocks, rows, columns in (
         ((1, 4, 0, 0), slice(5, 6), slice(4, 8)),
@@ -143,7 +148,7 @@ def test_a_value_that_is_not_finite_stays_in_its_block(
     ):
         x = torch.randn(10, 13).to(dtype)
         x[5, 6] = value
-        exponents = check_cast(x, E4M3, blocks, floor)
+        exponents = check_cast(x, E4M3, blocks, rule)
         found = dequantized(quantize_blocks(x, exponents, E4M3, blocks), exponents, blocks, dtype)
         expected = torch.zeros(10, 13, dtype=torch.bool)
         expected[rows, columns] = True
@@ -159,7 +164,7 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
             continue
         sizes = exponents_shape(shape, blocks)
         for run in implementations(block_exponents):
-            exponents = run(x, E4M3, blocks, False)
+            exponents = run(x, E4M3, blocks, None)
             assert [*exponents.shape] == sizes
             assert not exponents.any()
         for run in implementations(quantize_blocks):
@@ -167,7 +172,7 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
         qdata = quantize_blocks(x, exponents, E4M3, blocks)
         assert dequantized(qdata, exponents, blocks, torch.float32).shape == shape
         for run in implementations(reblock) if len(shape) == 2 else ():
-            again, found = run(qdata, exponents, blocks, 4)
+            again, found = run(qdata, exponents, blocks, 4, "ceil")
             assert again.shape == shape
             assert [*found.shape] == exponents_shape(shape, (4, 1, 0, 0))
 
@@ -194,8 +199,8 @@ def test_large_tensors_on_cpus_have_the_portable_bits(
     x = of_many_magnitudes(*shape).float()
     x[..., 0, 2] = torch.inf
     for view in (x, x.bfloat16(), x.mT.contiguous().mT):
-        exponents = block_exponents(view, E4M3, blocks, False)
-        assert same_bits(exponents, block_exponents.portable(view, E4M3, blocks, False))
+        exponents = block_exponents(view, E4M3, blocks, None)
+        assert same_bits(exponents, block_exponents.portable(view, E4M3, blocks, None))
         expected = quantize_blocks.portable(view, exponents, E4M3, blocks)
         assert same_bits(quantize_blocks(view, exponents, E4M3, blocks), expected)
         matrix = expected.reshape(-1, shape[-1])
@@ -204,26 +209,25 @@ def test_large_tensors_on_cpus_have_the_portable_bits(
         numbers = exponents.reshape(-1, exponents.shape[-1])
         for data in (matrix, matrix.t().contiguous().t()):
             for rows in (32, 128):
-                found = reblock(data, numbers, blocks, rows)
-                portable = reblock.portable(data, numbers, blocks, rows)
+                found = reblock(data, numbers, blocks, rows, None)
+                portable = reblock.portable(data, numbers, blocks, rows, None)
                 assert all(same_bits(a, b) for a, b in zip(found, portable, strict=True))
 
 
 @pytest.mark.parametrize("target", [E4M3, E5M2])
-@FLOOR
-def test_blocks_along_the_rows_equal_the_reference(floor: bool, target: torch.dtype) -> None:
+@RULES
+def test_blocks_along_the_rows_equal_the_reference(rule: str | None, target: torch.dtype) -> None:
     for shape, blocks in CASES:
         if len(shape) != 2:
             continue
         x = of_many_magnitudes(*shape)
-        exponents, values = reference_blocks(x, target, blocks, floor)
+        exponents, values = reference_blocks(x, target, blocks, rule)
         qdata = values.to(target)
         wide = dequantized(qdata, exponents, blocks, torch.float32)
         assert torch.equal(wide.double(), values * scale_of_each(exponents, shape, blocks))
-        # By ceil in any case.
-        numbers, expected = reference_blocks(wide, target, (4, 1, 0, 0))
+        numbers, expected = reference_blocks(wide, target, (4, 1, 0, 0), rule)
         for run in implementations(reblock):
-            again, found = run(qdata, exponents, blocks, 4)
+            again, found = run(qdata, exponents, blocks, 4, rule)
             assert same_bits(found, numbers)
             assert torch.equal(again.double(), expected)
 
@@ -240,17 +244,17 @@ def scale_of_each(exponents: torch.Tensor, shape: Sequence[int], blocks: Blocks)
 
 
 @pytest.mark.parametrize("spread", [0, 4, 8])
-@FLOOR
-def test_blocks_along_the_rows_round_small_values_alone(floor: bool, spread: int) -> None:
+@RULES
+def test_blocks_along_the_rows_round_small_values_alone(rule: str | None, spread: int) -> None:
     """Values up to 2 ** -14 of the largest of their new block, by at most 2 ** -10 of its scale."""
     rows = 128
     # Tokens of many magnitudes, so that neighbours in a column had different scales.
     x = torch.randn(300, 200).clamp(-4, 4) * (spread * torch.randn(300, 1)).exp()
     x = torch.where(x.abs() < 2**-8, 2**-8, x) if not spread else x
     blocks = (1, 32, 0, 0)
-    exponents = block_exponents(x, E4M3, blocks, floor)
+    exponents = block_exponents(x, E4M3, blocks, rule)
     qdata = quantize_blocks(x, exponents, E4M3, blocks)
-    again, numbers = reblock(qdata, exponents, blocks, rows)
+    again, numbers = reblock(qdata, exponents, blocks, rows, rule and "ceil")
     before = dequantized(qdata, exponents, blocks, torch.float64)
     after = dequantized(again, numbers, (rows, 1, 0, 0), torch.float64)
     scale = scale_of_each(numbers, x.shape, (rows, 1, 0, 0))
@@ -265,28 +269,29 @@ def test_one_nan_reaches_the_columns_of_its_block_and_no_others() -> None:
     x = torch.randn(300, 200)
     x[130, 40] = torch.nan
     blocks = (1, 32, 0, 0)
-    exponents = block_exponents(x, E4M3, blocks, False)
+    exponents = block_exponents(x, E4M3, blocks, None)
     qdata = quantize_blocks(x, exponents, E4M3, blocks)
     expected = torch.zeros(300, 200, dtype=torch.bool)
     expected[128:256, 32:64] = True
     for run in implementations(reblock):
-        again, numbers = run(qdata, exponents, blocks, 128)
+        again, numbers = run(qdata, exponents, blocks, 128, None)
         found = dequantized(again, numbers, (128, 1, 0, 0), torch.float32)
         assert torch.equal(found.isnan(), expected)
 
 
+@pytest.mark.parametrize("rule", [None, "ceil"])
 @pytest.mark.parametrize("value", [1.0, math.nan])
-def test_blocks_whose_rows_are_in_several_places(value: float) -> None:
+def test_blocks_whose_rows_are_in_several_places(value: float, rule: str | None) -> None:
     """Each place finds the exponents of what it has of each block; the largest are the block's."""
     x = of_many_magnitudes(300, 200).float()
     x[130, 40] = value
     blocks, rows = (1, 32, 0, 0), 128
-    exponents = block_exponents(x, E4M3, blocks, False)
+    exponents = block_exponents(x, E4M3, blocks, None)
     qdata = quantize_blocks(x, exponents, E4M3, blocks)
-    expected, numbers = reblock(qdata, exponents, blocks, rows)
+    expected, numbers = reblock(qdata, exponents, blocks, rows, rule)
     places = [part.sort().values for part in torch.randperm(300).split([150, 149, 1])]
     for op, again in product(implementations(exponents_of_groups), implementations(reblock_groups)):
-        found = [op(qdata[p], exponents[p], blocks, p // rows, 3) for p in places]
+        found = [op(qdata[p], exponents[p], blocks, p // rows, 3, rule) for p in places]
         assert all(each.shape == (3, 200) for each in found)
         largest = torch.stack(found).amax(0)
         assert same_bits(largest, numbers)
@@ -305,7 +310,7 @@ Operand = tuple[torch.Tensor, torch.Tensor, Blocks]
 def operand(m: int, k: int, blocks: Blocks) -> Operand:
     """Data, exponents and blocks of a matrix of values of many magnitudes."""
     x = torch.randn(m, k) * torch.randn(m, 1).exp() * torch.randn(k).exp()
-    exponents = block_exponents(x, E4M3, blocks, False)
+    exponents = block_exponents(x, E4M3, blocks, None)
     return quantize_blocks(x, exponents, E4M3, blocks), exponents, blocks
 
 
@@ -376,14 +381,14 @@ def test_nan_reaches_the_rows_and_the_columns_of_its_block(
 def test_operators_describe_their_results(blocks: Blocks) -> None:
     """For tensors without data, as compilers trace them."""
     x = torch.randn(6, 10)
-    exponents = block_exponents(x, E4M3, blocks, True)
+    exponents = block_exponents(x, E4M3, blocks, "floor")
     qdata = quantize_blocks(x, exponents, E4M3, blocks)
     rows, columns, *first = blocks
     other = (qdata.t(), exponents.t(), (columns, rows, *first[::-1]))
     calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (block_exponents, (x, E4M3, blocks, True)),
+        (block_exponents, (x, E4M3, blocks, "ceil")),
         (quantize_blocks, (x, exponents, E4M3, blocks)),
-        (reblock, (qdata, exponents, blocks, 4)),
+        (reblock, (qdata, exponents, blocks, 4, "ceil")),
         (
             block_scaled_mm,
             (qdata, other[0], exponents, other[1], blocks, other[2], torch.bfloat16, True),

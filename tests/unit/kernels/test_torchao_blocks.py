@@ -27,7 +27,9 @@ if installed and has_triton:
     )
 
 E4M3 = torch.float8_e4m3fn
-CEIL = CastSpec(E4M3, Blocks.of(1, 32))
+BY_FORMULA = CastSpec(E4M3, Blocks.of(1, 32))
+CEIL = CastSpec(E4M3, Blocks.of(1, 32, "ceil"))
+FLOOR = CastSpec(E4M3, Blocks.of(1, 32, "floor"))
 MX = Float8LinearConfig.from_recipe_name("mxfp8").cast("input", "output")
 EPS = 1e-12
 
@@ -72,20 +74,42 @@ def ones_of(*patterns: float) -> torch.Tensor:
     return torch.tensor(patterns)[:, None].expand(-1, 32).contiguous()
 
 
+RULES = [(CEIL, "RCEIL"), (FLOOR, "FLOOR")]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_mxfp8_is_to_mx_by_floor(dtype: torch.dtype) -> None:
+def test_mxfp8_is_to_mx_by_rceil(dtype: torch.dtype) -> None:
+    """All bits of every finite block: zeros, subnormal values, the largest ones."""
+    amax = every_bfloat16()
+    x = of_amaxes(amax, dtype)
+    mine, its = ours(x, MX), theirs(x, "RCEIL")
+    finite, infinite, nan = amax.isfinite(), amax.isinf(), amax.isnan()
+    assert not differing(mine, its)[finite].any()
+    assert finite.sum() > 32_000
+    # inf: a block of NaN; the scale 2 ** 127 of theirs leaves inf alone infinite.
+    assert mine[1][infinite].item() == 255
+    assert its[1][infinite].item() == 254
+    assert values(mine)[infinite].isnan().all()
+    # NaN: the same scale, by which all is NaN.
+    assert same_bits(mine[1][nan], its[1][nan])
+    assert values(mine)[nan].isnan().all()
+    assert values(its)[nan].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_rule_floor_is_to_mx_by_floor(dtype: torch.dtype) -> None:
     """Of normal scales all bits."""
     amax = every_bfloat16()
     x = of_amaxes(amax, dtype)
-    mine, its = ours(x, MX), theirs(x, "FLOOR")
+    mine, its = ours(x, FLOOR), theirs(x, "FLOOR")
     tiny = (amax > 0) & (amax < 2.0**-118)  # the byte 0, which is 2 ** -127
     differs = differing(mine, its)
     assert not differs[amax.isfinite() & ~tiny].any()
     assert (~tiny).sum() > 31_000
-    # The same scales, but theirs divides by 2 ** -126, the smallest normal float, instead.
+    # The same scales, and zeros. Theirs divides by 2 ** -126, the smallest normal float, instead.
     assert same_bits(mine[1][tiny], its[1][tiny])
     assert not mine[1][tiny].any()
-    assert same_bits(mine[0][tiny], (x[tiny].float() * 2.0**127).to(E4M3))
+    assert not values(mine)[tiny].any()
     assert same_bits(its[0][tiny], (x[tiny].float() * 2.0**126).to(E4M3))
     # inf: a block of NaN; theirs saturates it. NaN: the same scale, by which all is NaN.
     infinite, nan = amax.isinf(), amax.isnan()
@@ -99,34 +123,42 @@ def test_mxfp8_is_to_mx_by_floor(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_random_tensors_in_mxfp8(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("cast", "mode"), RULES)
+def test_random_tensors_in_mxfp8(cast: CastSpec, mode: str, dtype: torch.dtype) -> None:
     for shape in [(64, 96), (3, 5, 64), (1, 32), (2, 3, 4, 320)]:
-        x = (torch.randn(shape) * torch.logspace(-20, 20, shape[-1])).to(dtype)
-        assert all(map(same_bits, ours(x, MX), theirs(x, "FLOOR")))
+        for low, high in ((-20, 20), (-5, 1)):
+            x = (torch.randn(shape) * torch.logspace(low, high, shape[-1])).to(dtype)
+            assert all(map(same_bits, ours(x, cast), theirs(x, mode)))
+
+
+@pytest.mark.parametrize(("cast", "mode"), RULES)
+def test_amaxes_around_the_largest_value_times_each_power_of_2(cast: CastSpec, mode: str) -> None:
+    """By up to 50 steps of fp32, where its logarithm may round to the power."""
+    powers = (448 * torch.arange(-109.0, 120).exp2()).view(torch.int32)
+    for step in range(-50, 51):
+        x = of_amaxes((powers + step).view(torch.float32), torch.float32)
+        mine, its = ours(x, cast), theirs(x, mode)
+        assert all(map(same_bits, mine, its))
+        # What saturates by ceil is 448 and a few steps, which rounds to 448 in any case.
+        if mode == "RCEIL":
+            largest = values(mine)[:, 0]
+            assert torch.allclose(largest, x[:, 0], rtol=2.0**-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_ceil_is_to_mx_by_rceil(dtype: torch.dtype) -> None:
-    """All bits, unless ours is bound by the epsilon, or a value is not finite."""
+def test_blockwise_is_to_mx_by_rceil_but_for_the_epsilon(dtype: torch.dtype) -> None:
     amax = every_bfloat16()
     x = of_amaxes(amax, dtype)
-    mine, its = ours(x, CEIL), theirs(x, "RCEIL")
-    differs = differing(mine, its)
-    assert not differs[amax.isfinite() & (amax >= EPS)].any()
-    # Ours stays at the scale of the epsilon: 2 ** -48. Theirs goes on to 2 ** -127, or 1 for 0.
+    mine, its = ours(x, BY_FORMULA), theirs(x, "RCEIL")
+    assert not differing(mine, its)[amax.isfinite() & (amax >= EPS)].any()
+    # Ours stays at the scale of the epsilon: 2 ** -48. Theirs goes on to 2 ** -127.
     small = amax < EPS
     assert mine[1][small].eq(127 - 48).all()
     assert its[1][small].lt(127 - 48).any()
     zero = amax == 0
     assert not values(mine)[zero].any()
     assert not values(its)[zero].any()
-    infinite, nan = amax.isinf(), amax.isnan()
-    assert mine[1][infinite].item() == 255
-    assert its[1][infinite].item() == 254
-    assert mine[1][nan].eq(255).all()
-    assert its[1][nan].eq(255).all()
-    assert values(mine)[nan].isnan().all()
-    assert values(its)[nan].isnan().all()
+    assert mine[1][amax.isinf() | amax.isnan()].eq(255).all()
 
 
 def test_logarithms_round_at_the_largest_value() -> None:
@@ -136,7 +168,7 @@ def test_logarithms_round_at_the_largest_value() -> None:
     for step in (-2, -1, 0, 1, 2):
         amax = (powers.view(torch.int32) + step).view(torch.float32)
         x = of_amaxes(amax, torch.float32)
-        mine, its = ours(x, CEIL), theirs(x, "RCEIL")
+        mine, its = ours(x, BY_FORMULA), theirs(x, "RCEIL")
         differs = differing(mine, its)
         if differs.any():
             seen.append(step)
@@ -151,7 +183,7 @@ def test_logarithms_round_at_the_largest_value() -> None:
 def test_recipes_of_torchao_that_are_neither() -> None:
     """CEIL rounds the amax up to a power of two; EVEN rounds it as e4m3 would. (448 = 2 ** 8.8.)"""
     x = ones_of(448.0, 300.0, 256.0, 500.0)
-    assert ours(x, MX)[1].flatten().tolist() == [127, 127, 127, 127]  # 500 saturates
+    assert ours(x, FLOOR)[1].flatten().tolist() == [127, 127, 127, 127]  # 500 saturates
     assert ours(x, CEIL)[1].flatten().tolist() == [127, 127, 127, 128]
     assert theirs(x, "CEIL")[1].flatten().tolist() == [128, 128, 127, 128]
     assert theirs(x, "EVEN")[1].flatten().tolist() == [127, 127, 127, 128]

@@ -48,7 +48,7 @@ CASES: list[tuple[tuple[int, int], Blocks]] = [
     ((9, 10), (1, 1, 0, 0)),
     ((2, 300), (1, 256, 0, 0)),
 ]
-FLOOR = pytest.mark.parametrize("floor", [False, True], ids=["ceil", "floor"])
+RULES = pytest.mark.parametrize("rule", [None, "ceil", "floor"])
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
 
@@ -68,39 +68,43 @@ def check_layouts(
         assert same_values(layout, values)
 
 
-def check(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, floor: bool) -> torch.Tensor:
+def check(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, rule: str | None) -> torch.Tensor:
     """All that casts a matrix in blocks; the cast."""
-    exponents = block_exponents.portable(x, dtype, blocks, floor)
+    exponents = block_exponents.portable(x, dtype, blocks, rule)
     expected = quantize_blocks.portable(x, exponents, dtype, blocks)
-    found = triton.cast_blocks(x, dtype, blocks, floor, column_major=True)
+    found = triton.cast_blocks(x, dtype, blocks, rule, column_major=True)
     assert torch.equal(found.exponents, exponents)
     check_layouts(found[:2], expected)
-    assert torch.equal(triton.block_exponents(x, dtype, blocks, floor), exponents)
+    assert torch.equal(triton.block_exponents(x, dtype, blocks, rule), exponents)
     check_layouts(triton.quantize_blocks(x, exponents, dtype, blocks, column_major=True), expected)
     return expected
 
 
 def check_reblock(
-    qdata: torch.Tensor, exponents: torch.Tensor, blocks: Blocks, rows: int = 32
+    qdata: torch.Tensor,
+    exponents: torch.Tensor,
+    blocks: Blocks,
+    rows: int = 32,
+    rule: str | None = "ceil",
 ) -> None:
-    expected, numbers = reblock.portable(qdata, exponents, blocks, rows)
+    expected, numbers = reblock.portable(qdata, exponents, blocks, rows, rule)
     for transposed in (False, True):
-        data, found = triton.reblock(qdata, exponents, blocks, rows, transposed)
+        data, found = triton.reblock(qdata, exponents, blocks, rows, rule, transposed)
         assert torch.equal(found, numbers)
         assert data.is_contiguous()
         assert same_values(data, expected.t() if transposed else expected)
 
 
-@FLOOR
+@RULES
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
-def test_casts_of_any_shape(shape: tuple[int, int], blocks: Blocks, floor: bool) -> None:
-    check(matrix(shape, torch.bfloat16), E4M3, blocks, floor)
+def test_casts_of_any_shape(shape: tuple[int, int], blocks: Blocks, rule: str | None) -> None:
+    check(matrix(shape, torch.bfloat16), E4M3, blocks, rule)
 
 
-@FLOOR
+@RULES
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("of", DTYPES)
-def test_casts_of_special_values(of: torch.dtype, dtype: torch.dtype, floor: bool) -> None:
+def test_casts_of_special_values(of: torch.dtype, dtype: torch.dtype, rule: str | None) -> None:
     info = torch.finfo(of)
     # A row of each alone, and squares of all of them.
     special = [math.nan, -math.nan, math.inf, -math.inf, -0.0, info.max, info.smallest_normal]
@@ -111,9 +115,9 @@ def test_casts_of_special_values(of: torch.dtype, dtype: torch.dtype, floor: boo
     x[6] = info.smallest_normal / torch.arange(4, 13, device=DEVICE)  # subnormal
     x[7] = info.smallest_normal * info.eps
     for blocks in ((1, 4, 0, 0), (4, 4, 0, 0), (4, 4, 3, 1)):
-        qdata = check(x, dtype, blocks, floor)
-        exponents = block_exponents.portable(x, dtype, blocks, floor)
-        check_reblock(qdata, exponents, blocks, 4)
+        qdata = check(x, dtype, blocks, rule)
+        exponents = block_exponents.portable(x, dtype, blocks, rule)
+        check_reblock(qdata, exponents, blocks, 4, rule)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -131,33 +135,47 @@ def test_every_exponent(dtype: torch.dtype) -> None:
     check_reblock(codes.expand(256, 256), one_each, (1, 256, 0, 0), 32)
 
 
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("rule", [None, "ceil"])
+def test_amaxes_around_each_power_of_2(rule: str | None, dtype: torch.dtype) -> None:
+    """Times the largest value, where a logarithm of fp32 may round to the power; and subnormal."""
+    powers = (
+        torch.finfo(dtype).max
+        * torch.arange(-135.0, 100, device=DEVICE, dtype=torch.float64).exp2()
+    )
+    bits = powers.to(torch.float32).view(torch.int32)[:, None]
+    x = (bits + torch.arange(-50, 50, device=DEVICE)).clamp(min=0).to(torch.int32)
+    x = x.view(torch.float32)
+    check(x[x.isfinite().all(1)], dtype, (1, 1, 0, 0), rule)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.floats(width=32), min_size=12, max_size=12),
     st.sampled_from(FLOAT8_DTYPES),
     st.sampled_from([(1, 2), (2, 2), (4, 4)]),
     st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    st.booleans(),
+    st.sampled_from([None, "ceil", "floor"]),
 )
 def test_casts_of_any_floats(
     values: list[float],
     dtype: torch.dtype,
     size: tuple[int, int],
     start: tuple[int, int],
-    floor: bool,
+    rule: str | None,
 ) -> None:
     x = torch.tensor(values, dtype=torch.float32, device=DEVICE).view(3, 4)
     blocks = (*size, start[0] % size[0], start[1] % size[1])
-    qdata = check(x, dtype, blocks, floor)
-    check_reblock(qdata, block_exponents.portable(x, dtype, blocks, floor), blocks, 2)
+    qdata = check(x, dtype, blocks, rule)
+    check_reblock(qdata, block_exponents.portable(x, dtype, blocks, rule), blocks, 2, rule)
 
 
 def test_casts_of_any_strides() -> None:
     x = matrix((40, 72), torch.bfloat16)
     for view in (x.t(), x[:, 1::2], x[1:, 3:-1], x[:, :1].expand(40, 72)):
         for blocks in ((1, 32, 0, 0), (32, 32, 3, 5)):
-            qdata = check(view, E4M3, blocks, False)
-            exponents = block_exponents.portable(view, E4M3, blocks, False)
+            qdata = check(view, E4M3, blocks, None)
+            exponents = block_exponents.portable(view, E4M3, blocks, None)
             check_reblock(qdata.t().contiguous().t(), exponents.t().contiguous().t(), blocks)
 
 
@@ -174,10 +192,10 @@ def test_casts_of_any_strides() -> None:
 def test_reblocked(shape: tuple[int, int], blocks: Blocks, rows: int) -> None:
     x = matrix(shape, torch.bfloat16)
     x[0, 0] = math.nan
-    for dtype, floor in ((E4M3, True), (E5M2, False)):
-        exponents = block_exponents.portable(x, dtype, blocks, floor)
+    for dtype, rule in ((E4M3, "floor"), (E5M2, None)):
+        exponents = block_exponents.portable(x, dtype, blocks, rule)
         check_reblock(
-            quantize_blocks.portable(x, exponents, dtype, blocks), exponents, blocks, rows
+            quantize_blocks.portable(x, exponents, dtype, blocks), exponents, blocks, rows, rule
         )
 
 
@@ -210,12 +228,12 @@ MANY: list[tuple[tuple[int, int], tuple[int, int]]] = [
 ]
 
 
-@FLOOR
+@RULES
 @pytest.mark.parametrize("of", DTYPES)
 @pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 @pytest.mark.parametrize("size", [(32, 32), (1, 32)])
 def test_many_matrices(
-    size: tuple[int, int], route: ModuleType, of: torch.dtype, floor: bool
+    size: tuple[int, int], route: ModuleType, of: torch.dtype, rule: str | None
 ) -> None:
     tensors = [matrix(shape, of) for shape, _ in MANY]
     tensors[0][5, 7], tensors[1][3] = math.nan, -math.inf
@@ -223,9 +241,9 @@ def test_many_matrices(
     for chosen in (slice(None), slice(1), slice(2, 3), slice(0, None, 5)):
         given, parts = tensors[chosen], blocks[chosen]
         each = list(zip(given, parts, strict=True))
-        found = [block_exponents.portable(x, E4M3, b, floor) for x, b in each]
+        found = [block_exponents.portable(x, E4M3, b, rule) for x, b in each]
         exponents = torch.cat([one.view(-1) for one in found])
-        assert torch.equal(route.exponents_of_many(given, E4M3, parts, floor), exponents)
+        assert torch.equal(route.exponents_of_many(given, E4M3, parts, rule), exponents)
         data = [
             quantize_blocks.portable(x, one, E4M3, b).view(torch.uint8).view(-1)
             for (x, b), one in zip(each, found, strict=True)
@@ -310,16 +328,16 @@ def check_op(op: CustomOp[..., Any], *args: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_operators(dtype: torch.dtype, shape: tuple[int, ...], blocks: Blocks) -> None:
     x = torch.randn(shape, device=DEVICE).mul_(100).to(dtype)
-    check_op(block_exponents, x, E4M3, blocks, True)
-    exponents = block_exponents.portable(x, E4M3, blocks, False)
+    check_op(block_exponents, x, E4M3, blocks, "ceil")
+    exponents = block_exponents.portable(x, E4M3, blocks, None)
     check_op(quantize_blocks, x, exponents, E4M3, blocks)
     for transposed in ([False], [True], [False, True], [True, False]):
-        check_op(cast_blocks, x, E4M3, blocks, False, transposed)
+        check_op(cast_blocks, x, E4M3, blocks, "ceil", transposed)
         check_op(quantize_block_copies, x, exponents, E4M3, blocks, transposed)
     qdata = quantize_blocks.portable(x, exponents, E4M3, blocks)
     if x.ndim == 2:
         for rows, transposed in ((16, False), (16, True), (12, True)):
-            check_op(reblock, qdata, exponents, blocks, rows, transposed)
+            check_op(reblock, qdata, exponents, blocks, rows, "ceil", transposed)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.float16])
@@ -328,7 +346,7 @@ def test_a_product_without_a_gemm_of_blocks(size: int, out_dtype: torch.dtype) -
     operands = []
     for shape, blocks in (((33, 40), (1, size, 0, 5)), ((17, 40), (size, size, 3, 5))):
         x = torch.randn(shape, device=DEVICE)
-        operands.append((*cast_blocks(x, E4M3, blocks, False, [False]), blocks))
+        operands.append((*cast_blocks(x, E4M3, blocks, "ceil", [False]), blocks))
     (of_a, a, blocks_a), (of_b, b, (rows, columns, *first)) = operands
     turned = (columns, rows, *first[::-1])
     with torch.autocast(DEVICE.type, torch.bfloat16):
@@ -346,10 +364,10 @@ def test_operators_of_many() -> None:
         tensors = [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
         blocks = [number for part in parts for number in part]
         for first in (tensors[0], tensors[0].float(), tensors[0].t().contiguous().t()):
-            check_op(block_exponents_of_each, first, tensors[1:], E4M3, blocks, True)
-            exponents = block_exponents_of_each(first, tensors[1:], E4M3, blocks, True)
+            check_op(block_exponents_of_each, first, tensors[1:], E4M3, blocks, "ceil")
+            exponents = block_exponents_of_each(first, tensors[1:], E4M3, blocks, "floor")
             expected = [
-                block_exponents(x, E4M3, b, True) for x, b in zip(tensors, parts, strict=True)
+                block_exponents(x, E4M3, b, "floor") for x, b in zip(tensors, parts, strict=True)
             ]
             assert torch.equal(exponents, torch.cat([each.view(-1) for each in expected]))
             check_op(quantize_blocks_of_each, first, tensors[1:], exponents, E4M3, blocks)
@@ -361,17 +379,17 @@ def test_operators_describe_their_results(transposed: list[bool]) -> None:
     calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     for shape, blocks in (((6, 10), (4, 4, 1, 3)), ((2, 3, 10), (1, 4, 0, 3))):
         x = torch.randn(shape)
-        exponents = block_exponents(x, E4M3, blocks, True)
+        exponents = block_exponents(x, E4M3, blocks, "floor")
         assert [*exponents.shape] == exponents_shape(shape, blocks)
-        calls.append((cast_blocks.overload, (x, E4M3, blocks, True, transposed)))
+        calls.append((cast_blocks.overload, (x, E4M3, blocks, "ceil", transposed)))
         given = (x, exponents, E4M3, blocks, transposed)
         calls.append((quantize_block_copies.overload, given))
-    qdata, exponents = cast_blocks(torch.randn(6, 10), E4M3, (1, 4, 0, 0), False, [False])[::-1]
-    calls.append((reblock.overload, (qdata, exponents, (1, 4, 0, 0), 4, transposed[-1])))
+    qdata, exponents = cast_blocks(torch.randn(6, 10), E4M3, (1, 4, 0, 0), "ceil", [False])[::-1]
+    calls.append((reblock.overload, (qdata, exponents, (1, 4, 0, 0), 4, "ceil", transposed[-1])))
     matrices, parts = [torch.randn(6, 10), torch.randn(3, 4)], [4, 4, 1, 3, 4, 4, 0, 0]
     first, *others = matrices
-    of_many = block_exponents_of_each(first, others, E4M3, parts, False)
-    calls.append((block_exponents_of_each.overload, (first, others, E4M3, parts, False)))
+    of_many = block_exponents_of_each(first, others, E4M3, parts, None)
+    calls.append((block_exponents_of_each.overload, (first, others, E4M3, parts, None)))
     calls.append((quantize_blocks_of_each.overload, (first, others, of_many, E4M3, parts)))
     for op, arguments in calls:
         torch.library.opcheck(op, arguments, test_utils="test_faketensor")
@@ -379,14 +397,16 @@ def test_operators_describe_their_results(transposed: list[bool]) -> None:
 
 def test_the_route_without_triton_has_the_same_layouts() -> None:
     x, blocks = matrix((6, 33), torch.bfloat16), (1, 16, 0, 3)
-    expected = kernels.quantize_blocks(x, block_exponents(x, E4M3, blocks, True), E4M3, blocks)
-    found = block_operators.cast_blocks(x, E4M3, blocks, True, column_major=True)
+    expected = kernels.quantize_blocks(x, block_exponents(x, E4M3, blocks, "ceil"), E4M3, blocks)
+    found = block_operators.cast_blocks(x, E4M3, blocks, "ceil", column_major=True)
     check_layouts(found[:2], expected)
-    assert block_operators.cast_blocks(x, E4M3, blocks, True).qdata_t is None
+    assert block_operators.cast_blocks(x, E4M3, blocks, "ceil").qdata_t is None
     assert (
         block_operators.quantize_blocks(x, found.exponents, E4M3, blocks, row_major=False)[0]
         is None
     )
-    data, numbers = block_operators.reblock(expected, found.exponents, blocks, 4, True)
-    assert same_values(data.t(), triton.reblock(expected, found.exponents, blocks, 4, False)[0])
+    data, numbers = block_operators.reblock(expected, found.exponents, blocks, 4, "ceil", True)
+    assert same_values(
+        data.t(), triton.reblock(expected, found.exponents, blocks, 4, "ceil", False)[0]
+    )
     assert numbers.shape == (2, 33)

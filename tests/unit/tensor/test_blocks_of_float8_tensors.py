@@ -17,11 +17,11 @@ from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float
 E4M3 = torch.float8_e4m3fn
 
 
-def cast(x: torch.Tensor, rows: int, columns: int, mx: bool = False) -> Float8Tensor:
+def cast(x: torch.Tensor, rows: int, columns: int, rule: Any = None) -> Float8Tensor:
     config = CastConfig(
         scaling_granularity=ScalingGranularity.BLOCKWISE,
         block_size=(rows, columns),
-        mx_exponents=mx,
+        scale_rule=rule,
     )
     found = cast_to_float8(x, config)
     assert isinstance(found, Float8Tensor)
@@ -56,19 +56,19 @@ def check(found: Float8Tensor, expected: torch.Tensor) -> None:
     assert same_bits(found.dequantize(), by_scales.to(found.dtype))
 
 
-@pytest.mark.parametrize("mx", [False, True])
+@pytest.mark.parametrize("rule", [None, "ceil", "floor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(9,), (5, 9), (2, 3, 9), (2, 2, 3, 8), (0, 9), (5, 0)])
-def test_casts_of_any_number_of_dims(shape: tuple[int, ...], dtype: torch.dtype, mx: bool) -> None:
+def test_casts_of_any_number_of_dims(shape: tuple[int, ...], dtype: torch.dtype, rule: str) -> None:
     x = torch.randn(shape).to(dtype)
-    found = cast(x, 1, 4, mx)
+    found = cast(x, 1, 4, rule)
     assert (found.shape, found.dtype, found.scale.dtype) == (shape, dtype, torch.uint8)
     by_scales = found.qdata.double() * scale_of_elements(found)
     assert same_bits(found.dequantize(), by_scales.to(dtype))
     rows = x.reshape(x[..., :1].numel(), shape[-1]) if shape[-1] else x
     for row, mine in zip(rows, found.dequantize().view(rows.shape), strict=True):
-        assert same_bits(cast(row[None], 1, 4, mx).dequantize()[0], mine)
-    assert not x.numel() or sqnr(x, found.dequantize()) > (20 if mx else 26)
+        assert same_bits(cast(row[None], 1, 4, rule).dequantize()[0], mine)
+    assert not x.numel() or sqnr(x, found.dequantize()) > (20 if rule == "floor" else 26)
 
 
 def test_a_matrix_is_cast_in_squares() -> None:

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton.rounding import (
     as_fp32,
+    exponents_above,
     indices,
     magnitude,
     multiplier_of,
@@ -18,12 +19,14 @@ from fp8_dist.kernels.cuda.triton.rounding import (
 
 
 @triton.jit
-def exponents_of(largest: tl.tensor, FLOOR: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
+def exponents_of(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
     """The exponents by the bits of amaxes: int32, 255 for NaN."""
-    if FLOOR:
+    if RULE == "floor":
         # Of the largest number of the format.
         LARGEST: tl.constexpr = 8 if BIAS == 7 else (7 if BIAS == 8 else 15)
         exponents = tl.maximum((largest >> 23) - LARGEST, 0)
+    elif RULE == "ceil":
+        exponents = exponents_above(largest.to(tl.float32, bitcast=True), BIAS)
     else:
         m = multiplier_of(largest.to(tl.float32, bitcast=True), True, BIAS)
         exponents = 254 - (m.to(tl.int32, bitcast=True) >> 23)  # of the reciprocal
@@ -32,8 +35,9 @@ def exponents_of(largest: tl.tensor, FLOOR: tl.constexpr, BIAS: tl.constexpr) ->
 
 @triton.jit
 def multipliers_by(exponents: tl.tensor) -> tl.tensor:
-    """The reciprocals of the scales of exponents: fp32, that of 254 is subnormal."""
+    """The reciprocals of the scales of exponents: fp32, that of 254 is subnormal; 0 for 0."""
     bits = tl.where(exponents == 254, 0x400000, (254 - exponents) << 23)
+    bits = tl.where(exponents == 0, 0, bits)
     return tl.where(exponents == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
@@ -79,7 +83,7 @@ def cast_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GIVEN: tl.constexpr,
-    FLOOR: tl.constexpr,
+    RULE: tl.constexpr,
     ROW_MAJOR: tl.constexpr,
     COLUMN_MAJOR: tl.constexpr,
     BIAS: tl.constexpr,
@@ -91,7 +95,7 @@ def cast_tile(
 
     Args:
         exponents: contiguous; GIVEN, or to be written.
-        FLOOR: the rule of exponents that are not given.
+        RULE: the rule of exponents that are not given.
     """
     i = indices(row, BM) - first_row
     j = indices(column, BN) - first_column
@@ -104,7 +108,7 @@ def cast_tile(
     if GIVEN:
         found = tl.load(blocks, mask=is_block, other=127).to(tl.int32)
     else:
-        found = exponents_of(largest_of_each(magnitude(v), ROWS, COLUMNS), FLOOR, BIAS)
+        found = exponents_of(largest_of_each(magnitude(v), ROWS, COLUMNS), RULE, BIAS)
         tl.store(blocks, found.to(tl.uint8), mask=is_block)
     if ROW_MAJOR or COLUMN_MAJOR:
         v = saturated(v * spread(multipliers_by(found), ROWS, COLUMNS), BIAS)

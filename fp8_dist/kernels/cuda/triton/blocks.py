@@ -44,7 +44,7 @@ def _cast_blocks(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GIVEN: tl.constexpr,
-    FLOOR: tl.constexpr,
+    RULE: tl.constexpr,
     ROW_MAJOR: tl.constexpr,
     COLUMN_MAJOR: tl.constexpr,
     BIAS: tl.constexpr,
@@ -72,7 +72,7 @@ def _cast_blocks(
         ROWS,
         COLUMNS,
         GIVEN,
-        FLOOR,
+        RULE,
         ROW_MAJOR,
         COLUMN_MAJOR,
         BIAS,
@@ -100,7 +100,7 @@ def _block_exponents(
     stride_k: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FLOOR: tl.constexpr,
+    RULE: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
     BM: tl.constexpr,
@@ -123,7 +123,7 @@ def _block_exponents(
         ROWS,
         COLUMNS,
         False,
-        FLOOR,
+        RULE,
         False,
         False,
         BIAS,
@@ -137,7 +137,7 @@ def cast_blocks(
     x: torch.Tensor,
     dtype: torch.dtype,
     blocks: Sequence[int],
-    floor: bool,
+    rule: str | None,
     *,
     row_major: bool = True,
     column_major: bool = False,
@@ -148,7 +148,7 @@ def cast_blocks(
         x: ``[M, K]``, bf16, fp16 or fp32, any strides.
         dtype: a float8 dtype.
         blocks: see :mod:`fp8_dist.kernels.blocks`; the sizes of a block are powers of two.
-        floor: by the rule *floor*.
+        rule: see :mod:`fp8_dist.kernels.blocks`.
         row_major: whether to write ``qdata``.
         column_major: whether to write ``qdata_t``.
 
@@ -156,12 +156,12 @@ def cast_blocks(
     """
     exponents = _empty_exponents(x, blocks)
     return BlockCast(
-        *_launch(x, exponents, dtype, blocks, False, floor, row_major, column_major), exponents
+        *_launch(x, exponents, dtype, blocks, False, rule, row_major, column_major), exponents
     )
 
 
 def block_exponents(
-    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], floor: bool
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> torch.Tensor:
     """:func:`fp8_dist.kernels.block_exponents` of a matrix. One launch; 2 bytes per bf16 element.
 
@@ -177,7 +177,7 @@ def block_exponents(
             *(x, exponents, M, K, first_row, first_column, *x.stride()),
             ROWS=rows,
             COLUMNS=columns,
-            FLOOR=floor,
+            RULE=rule,
             **float8_constants(dtype, x.device),
         )
     return exponents
@@ -197,7 +197,7 @@ def quantize_blocks(
     Arguments as in :func:`cast_blocks`. One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
     exponents = exponents.contiguous()
-    return Layouts(*_launch(x, exponents, dtype, blocks, True, False, row_major, column_major))
+    return Layouts(*_launch(x, exponents, dtype, blocks, True, None, row_major, column_major))
 
 
 def _launch(
@@ -206,7 +206,7 @@ def _launch(
     dtype: torch.dtype,
     blocks: Sequence[int],
     given: bool,
-    floor: bool,
+    rule: str | None,
     row_major: bool,
     column_major: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -223,7 +223,7 @@ def _launch(
         ROWS=rows,
         COLUMNS=columns,
         GIVEN=given,
-        FLOOR=floor,
+        RULE=rule,
         ROW_MAJOR=row_major,
         COLUMN_MAJOR=column_major,
         **float8_constants(dtype, x.device),

@@ -39,7 +39,7 @@ def _exponents_of_many(
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FLOOR: tl.constexpr,
+    RULE: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -77,7 +77,7 @@ def _exponents_of_many(
             ROWS,
             COLUMNS,
             False,
-            FLOOR,
+            RULE,
             False,
             False,
             BIAS,
@@ -154,7 +154,7 @@ def exponents_of_many(
     matrices: Sequence[torch.Tensor],
     dtype: torch.dtype,
     blocks: Sequence[Sequence[int]],
-    floor: bool,
+    rule: str | None,
 ) -> torch.Tensor:
     """:func:`fp8_dist.kernels.block_exponents` of many contiguous matrices of one dtype and device.
 
@@ -162,7 +162,7 @@ def exponents_of_many(
         matrices: ``[M, K]``, bf16, fp16 or fp32.
         dtype: a float8 dtype.
         blocks: of each; their sizes are the same powers of two.
-        floor: by the rule *floor*.
+        rule: see :mod:`fp8_dist.kernels.blocks`.
 
     Returns:
         uint8, flat: those of one matrix follow those of the matrix before.
@@ -174,11 +174,11 @@ def exponents_of_many(
     device = matrices[0].device
     if is_capturing(device):
         each = zip(matrices, blocks, strict=True)
-        return torch.cat([block_exponents(x, dtype, of, floor).view(-1) for x, of in each])
+        return torch.cat([block_exponents(x, dtype, of, rule).view(-1) for x, of in each])
     counts = _counts(matrices, blocks)
     exponents = torch.empty(sum(counts), dtype=torch.uint8, device=device)
     columns = [*_columns(matrices, blocks), starts_of(counts)]
-    _launch(_exponents_of_many, matrices, blocks, columns, dtype, exponents, FLOOR=floor)
+    _launch(_exponents_of_many, matrices, blocks, columns, dtype, exponents, RULE=rule)
     return exponents
 
 
@@ -233,7 +233,7 @@ def _launch(
     columns: list[list[int]],
     dtype: torch.dtype,
     *args: torch.Tensor,
-    **constants: bool,
+    **constants: str | None,
 ) -> None:
     device, of, (rows, across, *_) = matrices[0].device, matrices[0].dtype, blocks[0]
     addresses, _, K, _, first_column, _, *starts = columns

@@ -52,6 +52,7 @@ def _reblock(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     NEW_ROWS: tl.constexpr,
+    RULE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
@@ -71,7 +72,7 @@ def _reblock(
     old = exponents + ((first_row + i) // ROWS)[:, None] * across + c[None, :]
     old = tl.load(old, mask=(i < M)[:, None] & (c < across)[None, :], other=127).to(tl.int32)
     v = from_float8(code, BIAS, SOFT) * spread(scales_by(old), 1, COLUMNS)
-    new = exponents_of(largest_of_each(magnitude(v), NEW_ROWS, 1), False, BIAS)
+    new = exponents_of(largest_of_each(magnitude(v), NEW_ROWS, 1), RULE, BIAS)
     r = indices(tl.program_id(0), TILE_M // NEW_ROWS)
     is_block = (r < tl.cdiv(M, NEW_ROWS))[:, None] & ((j >= 0) & (j < K))[None, :]
     tl.store(found + r[:, None] * K + j[None, :], new.to(tl.uint8), mask=is_block)
@@ -88,6 +89,7 @@ def reblock(
     exponents: torch.Tensor,
     blocks: Sequence[int],
     rows: int,
+    rule: str | None,
     transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`fp8_dist.kernels.reblock`.
@@ -97,6 +99,7 @@ def reblock(
         exponents: of its blocks.
         blocks: see :mod:`fp8_dist.kernels.blocks`; the sizes of a block are powers of two.
         rows: of the new blocks, a power of two.
+        rule: of their exponents.
         transposed: write ``[K, M]``.
 
     One launch; 2 bytes per element.
@@ -122,6 +125,7 @@ def reblock(
         ROWS=old_rows,
         COLUMNS=columns,
         NEW_ROWS=rows,
+        RULE=rule,
         TRANSPOSED=transposed,
         **float8_constants(qdata.dtype, device),
     )

@@ -45,20 +45,35 @@ def reciprocal(m: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _power_of_2(m: tl.tensor) -> tl.tensor:
-    """``exp2(floor(log2(m)))`` in fp32, by integers; m is positive and normal, or 0, inf or NaN.
+def exponents_above(amax: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
+    """``ceil(log2(amax / fp8_max)) + 127`` in fp32, 0 at least, by integers: int32."""
+    FP8_MAX: tl.constexpr = 448.0 if BIAS == 7 else (240.0 if BIAS == 8 else 57344.0)
+    bits = tl.math.div_rn(amax, FP8_MAX).to(tl.int32, bitcast=True)
+    # Above 2^k steps are twice as long as below. Of subnormal numbers 2^-127 is a power of two.
+    normal = (bits & 0x7FFFFF) > (_steps_to_power_of_2(bits) >> 1)
+    return (bits >> 23) + tl.where(bits < 0x800000, bits > 0x400000 + 11, normal).to(tl.int32)
+
+
+@triton.jit
+def _steps_to_power_of_2(bits: tl.tensor) -> tl.tensor:
+    """By how many of its steps a number, given by its bits, is so close below 2^k that log2 is k.
 
     log2 of a number just below 2^k rounds to k, the farther below the larger |k| is: at most 44
     steps of the number for an integral part of log2 in [64, 128), half for each binade below.
     """
-    bits = m.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 127
-    integral = exponent ^ (exponent >> 31)  # of |log2(m)|
+    integral = exponent ^ (exponent >> 31)  # of |log2|
     steps = tl.where(integral >= 8, 5, tl.where(integral >= 4, 2, tl.where(integral >= 2, 1, 0)))
     steps = tl.where(integral >= 16, 11, steps)
     steps = tl.where(integral >= 32, 22, steps)
-    steps = tl.where(integral >= 64, 44, steps)
-    up = (bits & 0x7FFFFF) + steps >= 0x800000
+    return tl.where(integral >= 64, 44, steps)
+
+
+@triton.jit
+def _power_of_2(m: tl.tensor) -> tl.tensor:
+    """``exp2(floor(log2(m)))`` in fp32, by integers; m is positive and normal, or 0, inf or NaN."""
+    bits = m.to(tl.int32, bitcast=True)
+    up = (bits & 0x7FFFFF) + _steps_to_power_of_2(bits) >= 0x800000
     power = (bits & 0x7F800000) + tl.where(up, 0x800000, 0)
     normal = (bits >= 0x800000) & (bits < 0x7F800000)
     return tl.where(normal, power.to(tl.float32, bitcast=True), m)
