@@ -202,6 +202,13 @@ def config_of(recipe: str, **changes: Any) -> Float8LinearConfig:
     return replace(Float8LinearConfig.from_recipe_name(recipe), **changes)
 
 
+def floor_of_mxfp8() -> Float8LinearConfig:
+    """The recipe mxfp8, but for the rule of its scales."""
+    config = config_of("mxfp8")
+    fields = [f"cast_config_{operand}" for operand in OPERANDS]
+    return replace(config, **{f: replace(getattr(config, f), scale_rule="floor") for f in fields})
+
+
 def layer_of(
     config: Float8LinearConfig, w: torch.Tensor, bias: torch.Tensor | None = None
 ) -> Float8Linear:

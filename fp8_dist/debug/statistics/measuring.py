@@ -224,7 +224,7 @@ def _measure(
 def _is_normal(operand: _Operand, scales: _Scale, covered: tuple[int, ...], limit: float) -> bool:
     """Whether values are of usual magnitude, and none saturates unless scales are those of blocks.
 
-    (By the rule of OCP MX many do, in most parts, by little.)
+    (By the rule *floor* many do, in most parts, by little.)
     """
     amax = operand.amax_on_host
     if not (amax == 0 or _SMALLEST <= amax <= _LARGEST):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from expecttest import assert_expected_inline
+from recipe_algebra import floor_of_mxfp8
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -38,6 +39,7 @@ def test_one_line_names_the_recipe_and_what_differs_from_it() -> None:
         replace(from_recipe("rowwise_folded"), enable_fsdp_float8_all_gather=True),
         replace(from_recipe("rowwise"), round_scales_to_power_of_2=False),
         replace(from_recipe("delayed"), amax_history_len=4),
+        floor_of_mxfp8(),
         replace(
             plain,
             cast_config_input_for_grad_weight=disabled,
@@ -66,6 +68,7 @@ recipe=tensorwise, pad_inner_dim=True, float8_gathers=weight|input|grad_output, 
 recipe=rowwise_folded, float8_gathers=weight|input|grad_output, scale=unknown)
 recipe=rowwise, round_scales_to_power_of_2=False, float8_gathers=none, scale=unknown)
 recipe=delayed, amax_history_len=4, float8_gathers=input|grad_output, scale=delayed (0 of 4 amaxes))
+casts=i:dyn_blk_floor_e4m3fn,w:dyn_blk_floor_e4m3fn,go:dyn_blk_floor_e4m3fn, float8_gathers=input|grad_output, scale=unknown)
 casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2,i_gw:dis,go_gw:dis, float8_gathers=none, scale=unknown)
 casts=i:dis,w:dis,go:dyn_ten_e5m2,i_gw:dyn_ten_e4m3fn,w_gi:dyn_ten_e4m3fn, float8_gathers=grad_output, scale=unknown)""",
     )

@@ -12,6 +12,7 @@ from recipe_algebra import (
     RECIPES,
     config_of,
     exact,
+    floor_of_mxfp8,
     layer_of,
     operands,
     products,
@@ -219,6 +220,39 @@ def test_magnitudes_at_both_ends_of_fp32(recipe: str) -> None:
             expected = exact(*tensors)
             for gemm in GEMMS:
                 assert sqnr(expected[gemm], found[gemm]) > 20, (large, small, dtype, gemm)
+
+
+def test_mxfp8_beside_one_loud_channel() -> None:
+    """Floor saturates the largest values of the blocks with that channel, by up to 12.5 %."""
+    x, w, g = operands(256, 128, 96)
+    loud_x, loud_g = x.clone(), g.clone()
+    loud_x[:, 17] *= 30
+    loud_g[:, 17] *= 30
+    least = {"output": 27, "grad_input": 27, "grad_weight": 26}
+    for inputs, grads in ((loud_x, g), (x, loud_g)):
+        expected = exact(inputs, w, grads)
+        ceil, floor = (
+            step(layer_of(config, w), inputs, grads)
+            for config in (config_of("mxfp8"), floor_of_mxfp8())
+        )
+        for gemm in GEMMS:
+            accuracy = sqnr(expected[gemm], ceil[gemm])
+            assert accuracy > least[gemm], gemm
+            assert accuracy > sqnr(expected[gemm], floor[gemm]), gemm
+
+
+@pytest.mark.parametrize("rule", ["ceil", "floor"])
+def test_mxfp8_has_no_epsilon(rule: str) -> None:
+    """Powers of two change no GEMM by more than that power, not even far below 1e-12."""
+    config = config_of("mxfp8") if rule == "ceil" else floor_of_mxfp8()
+    x, w, g = operands()
+    expected = step(layer_of(config, w), x, g)
+    found = step(layer_of(config, w), x * 2.0**-80, g * 2.0**60)
+    assert same_bits(found["output"], expected["output"] * 2.0**-80)
+    assert same_bits(found["grad_weight"], expected["grad_weight"] * 2.0**-20)
+    found = step(layer_of(config, w), x * 2.0**60, g * 2.0**-80)
+    assert same_bits(found["grad_input"], expected["grad_input"] * 2.0**-80)
+    assert same_bits(found["grad_weight"], expected["grad_weight"] * 2.0**-20)
 
 
 @all_recipes
