@@ -68,7 +68,7 @@ recipe=tensorwise, pad_inner_dim=True, float8_gathers=weight|input|grad_output, 
 recipe=rowwise_folded, float8_gathers=weight|input|grad_output, scale=unknown)
 recipe=rowwise, round_scales_to_power_of_2=False, float8_gathers=none, scale=unknown)
 recipe=delayed, amax_history_len=4, float8_gathers=input|grad_output, scale=delayed (0 of 4 amaxes))
-casts=i:dyn_blk_floor_e4m3fn,w:dyn_blk_floor_e4m3fn,go:dyn_blk_floor_e4m3fn, float8_gathers=input|grad_output, scale=unknown)
+casts=i:dyn_blk_floor_e4m3fn,w:dyn_blk_floor_e4m3fn,go:dyn_blk_floor_e4m3fn, round_scales_to_power_of_2=True, float8_gathers=input|grad_output, scale=unknown)
 casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2,i_gw:dis,go_gw:dis, float8_gathers=none, scale=unknown)
 casts=i:dis,w:dis,go:dyn_ten_e5m2,i_gw:dyn_ten_e4m3fn,w_gi:dyn_ten_e4m3fn, float8_gathers=grad_output, scale=unknown)""",
     )

@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 from reference import raised, same_bits, same_cast, scale_of_elements, sqnr
 
 from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float8
+from fp8_dist.granularity import Blocks
 
 E4M3 = torch.float8_e4m3fn
 
@@ -303,3 +304,11 @@ Float8Tensor: a scale of shape () does not cover qdata of shape (2, 8); it must 
 cast_to_float8: dim=-1 is the reduced dim of an axiswise cast, but the granularity is BLOCKWISE; drop dim
 cast_to_float8: blocks of (4, 4) need a tensor of 2 dims or more, got 1""",
     )
+
+
+@pytest.mark.parametrize("rule", [None, "ceil", "floor"])
+def test_the_name_of_blocks_says_all_of_them(rule: str | None) -> None:
+    """As another process reads it."""
+    for start, is_cut in (((0, 0), False), ((3, 5), False), ((0, 7), True)):
+        made = Blocks.of(32, 32, rule, start, is_cut)
+        assert Blocks.parse(made.name) is made
