@@ -158,7 +158,7 @@ def load_capture(path: str | Path) -> CapturedCast:
 def _read_torch(content: bytes) -> tuple[str, dict[str, Any]]:
     with ZipFile(io.BytesIO(content)) as file:  # torch.load ignores the checksums
         if damaged := file.testzip():
-            raise ValueError(f"the checksum of {damaged} is another")
+            raise ValueError(f"the checksum of a part is wrong: {damaged}")
     found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return found[_KEY], {name: found[name] for name in _TENSORS}
 

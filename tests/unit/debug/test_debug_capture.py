@@ -382,7 +382,7 @@ def test_random_damage_is_a_value_error(tmp_path: Path, format: files.FileFormat
             found = load_capture(path)
         except ValueError as error:
             refused += str(error).startswith(f"{path} holds no cast that fp8_dist.debug.capture")
-            other_values += "ValueError: the checksum of " in str(error)
+            other_values += "the checksum of a part is wrong" in str(error)
             continue
         accepted += 1
         if format == "torch":  # what was hit is padding
