@@ -122,16 +122,18 @@ class Float8AllGatherWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor) -> "Float8AllGatherWeight":
-        self = make_wrapper_subclass(
-            cls,
-            tensor.size(),
-            strides=tensor.stride(),
-            storage_offset=tensor.storage_offset(),
-            dtype=tensor.dtype,
-            layout=tensor.layout,
-            device=tensor.device,
-            pin_memory=tensor.is_pinned(),
-        )
+        # Of an inference tensor if that is one: a view of a parameter is none, whatever the mode.
+        with torch.inference_mode(tensor.is_inference()):
+            self = make_wrapper_subclass(
+                cls,
+                tensor.size(),
+                strides=tensor.stride(),
+                storage_offset=tensor.storage_offset(),
+                dtype=tensor.dtype,
+                layout=tensor.layout,
+                device=tensor.device,
+                pin_memory=tensor.is_pinned(),
+            )
         self._tensor, self._writes = tensor, _Writes()
         return self
 

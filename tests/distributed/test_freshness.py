@@ -125,6 +125,17 @@ def test_no_stale_scale_after(ranks: RankPools, dp: int, tp: int, change: str) -
         assert wrong == []
 
 
+def casts_of_a_first_evaluation() -> list[str]:
+    world = Distributed(3, 1, net_arguments={"hidden": 100})
+    x = world.mine(torch.randn(6, 8, 64))
+    return world.wrong_casts(torch.inference_mode()(lambda: world.net(x)))
+
+
+def test_a_first_forward_in_inference_mode(ranks: RankPools) -> None:
+    """FSDP2 then first looks at its parameters."""
+    assert ranks(3).run_same(casts_of_a_first_evaluation) == []
+
+
 def warnings_of_a_late_step() -> list[str]:
     fp8_dist.warn._warned.clear()
     world = Distributed(2, 1)
