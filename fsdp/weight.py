@@ -122,7 +122,7 @@ class Float8AllGatherWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor) -> "Float8AllGatherWeight":
-        # Of an inference tensor if that is one: a view of a parameter is none, whatever the mode.
+        # (A view of a parameter is a normal tensor under inference_mode, too.)
         with torch.inference_mode(tensor.is_inference()):
             self = make_wrapper_subclass(
                 cls,
