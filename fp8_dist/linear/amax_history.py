@@ -163,6 +163,14 @@ class AmaxHistory:
             keep_for_current_stream([self._last])
         self._record_last()
 
+    def forget_scale(self) -> None:
+        """Scale the next casts by their own amaxes, up to the next sync.
+
+        Not where the history was restored, with the values that it belongs to.
+        """
+        if not self.restored:
+            self.scaling = None
+
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to this one's length; without values: anew."""
         self.current = self.history = self.scaling = self._last = self.restored = None

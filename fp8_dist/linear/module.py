@@ -342,7 +342,7 @@ def invalidate_float8_scales(module: nn.Module) -> None:
     Call it on all ranks; it issues no collectives.
     """
     for layer in float8_layers(module).values():
-        layer.float8_weight.cache.drop()
+        layer.float8_weight.cache.drop(Change.WRITE)
 
 
 def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:

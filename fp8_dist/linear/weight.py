@@ -106,7 +106,7 @@ class Float8Weight:
         fqn: str,
         histories: dict[str, AmaxHistory],
     ) -> None:
-        self.cache = WeightCache()
+        self.cache = WeightCache(self._forget_delayed_scale)
         self._layer = weakref.ref(layer)
         self.config = config
         self.fqn = fqn
@@ -260,10 +260,17 @@ class Float8Weight:
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
         self.is_exchanged |= gathered
+        if not gathered and new is not old and new is not self._sharded:
+            self._forget_delayed_scale()
         self._sharded = old if gathered else None
         if gathered and self.config.fsdp_float8_all_gather:
             self._warn_if_type_is_lost(old)
         self.cache.parameter_replaced(new, old if gathered else None)
+
+    def _forget_delayed_scale(self) -> None:
+        """Let the next cast take the weight's own amax: its history is that of other values."""
+        if "weight" in self._histories:
+            self._histories["weight"].forget_scale()
 
     @classmethod
     def can_be(cls, tensor: torch.Tensor | None) -> bool:
@@ -349,6 +356,8 @@ class Float8Weight:
         And the scales of the whole weight, if they were found too (those of blocks that are cut).
         """
         cast = copies[0].cast
+        if self.may_change_unnoticed(parameter):
+            self._forget_delayed_scale()
         if cast.delayed:
             tensor, history = self._distributed(parameter, shard), self._histories["weight"]
             scaling, float8 = history.scaled_copies_of(tensor, copies, record)
@@ -547,6 +556,8 @@ class Float8Weight:
         """The scaling of a shard; the scales of the whole weight, if they were found too."""
         tensor = self._distributed(parameter, shard)
         if cast.delayed:
+            if self.may_change_unnoticed(parameter):
+                self._forget_delayed_scale()
             return self._histories["weight"].scaling_of(tensor, record=False), None
         if cast.granularity.blocks is not None:
             exponents, whole = exponents_of_matrix(tensor, cast, shard)

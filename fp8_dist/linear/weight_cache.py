@@ -127,6 +127,9 @@ class WeightCache:
     FROM_FORWARD alone, and not where a backward gathers again what the forward gathered. (d) If it
     is asked to forget it. (e) When it is next asked for, if not by a backward.
 
+    Args:
+        when_written: called when values are found to be others than a step of an optimizer left.
+
     Attributes:
         state: see the table.
         float8: the local shard as float8, in each copy that was taken, where they are kept.
@@ -136,8 +139,9 @@ class WeightCache:
             those of other layers, but FSDP2 has not gathered it yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, when_written: Callable[[], None] = lambda: None) -> None:
         self.state = ScaleState.UNKNOWN
+        self._when_written = when_written
         self.float8: Copies | None = None
         self.all_scales: torch.Tensor | None = None
         self.is_cast_ahead = False
@@ -148,6 +152,7 @@ class WeightCache:
         self._version: int | None = None
         self._local_version: int | None = None
         self._storage: StorageWeakRef | None = None
+        self._is_noted = False  # not after a load, when FSDP2 replaces local tensors that it pads
         self._of_evaluation = False  # a pass without gradients has ended: see end_of_evaluation
         # What FSDP2 gathered, and into what.
         self._origin: _Values | None = None
@@ -197,9 +202,7 @@ class WeightCache:
         self.drop()
         self._origin = origin
         self.state, self._scaling, self.all_scales = state, scaling, all_scales
-        self._version, self._local_version = _version(param), _version(local_tensor(param))
-        if self._storage is None or not self._has_same_storage(param):
-            self._note_storage(param)
+        self._note_values(param)
         if self._param is not param:
             self._param = param
             self._optimized = False
@@ -207,15 +210,14 @@ class WeightCache:
 
     def is_fresh(self, param: torch.Tensor) -> bool:
         """True if scales are known (or PENDING) for ``param``, and for the values it has now."""
-        if self._param is not param or self.state in _WITHOUT_SCALES:
+        if self._param is not param:
             return False
-        if self._of_evaluation and not in_backward():
+        if self._is_noted and not self._has_same_values(param):
+            self.drop(Change.WRITE)
+            self._note_values(param)
+        elif self._of_evaluation and not in_backward():
             self._forget_found()
-            return False
-        if not self._has_same_values(param):
-            self.drop()
-            return False
-        return True
+        return self.state not in _WITHOUT_SCALES
 
     def state_of(self, param: torch.Tensor) -> ScaleState:
         """The state that a use of ``param`` would find now; it is left as it is."""
@@ -236,9 +238,12 @@ class WeightCache:
         storage = self._storage
         return storage is None or storage.cdata == storage_address(innermost(param))
 
-    def _note_storage(self, param: torch.Tensor) -> None:
-        # (The weak reference keeps the storage's address from being given to another.)
-        self._storage = StorageWeakRef(innermost(param).untyped_storage())
+    def _note_values(self, param: torch.Tensor) -> None:
+        self._is_noted = True
+        self._version, self._local_version = _version(param), _version(local_tensor(param))
+        if self._storage is None or not self._has_same_storage(param):
+            # (The weak reference keeps the storage's address from being given to another.)
+            self._storage = StorageWeakRef(innermost(param).untyped_storage())
 
     def precomputed_for_another(self, param: torch.Tensor) -> bool:
         """True if a scale was precomputed for a parameter, and ``param`` is another."""
@@ -298,14 +303,22 @@ class WeightCache:
         self._steps_since_sync += is_own
         if is_own or not (self._optimized or self.state in _OF_PRECOMPUTE):
             self.drop(Change.STEP)
+        if is_own and self._param is not None:
+            self._note_values(self._param)
 
-    def drop(self, change: Change = Change.WRITE) -> None:
-        """Forget everything but that there once was a precomputed scale, and what changed since."""
+    def drop(self, change: Change | None = None) -> None:
+        """Forget everything but that there once was a precomputed scale, and what changed since.
+
+        ``change``: what has changed the values, if anything has.
+        """
         if isinstance(self._scaling, PendingScales):
             self._scaling.wait()  # torch wants every collective waited for
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
-        self._change = change
+        self._change = change or self._change
+        self._is_noted &= change is not Change.LOAD
+        if change in (Change.WRITE, Change.LOAD):
+            self._when_written()
         self._scaling = self.float8 = self.all_scales = self._origin = None
         self._of_evaluation = False
 

@@ -156,7 +156,7 @@ def losses_in_high_precision() -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "blockwise", "delayed"])
 def test_merges_are_seen(ranks: RankPools, recipe: str) -> None:
     """A merge that goes unnoticed changes a loss by 10 % and more."""
     expected = torch.tensor(losses_in_high_precision())
