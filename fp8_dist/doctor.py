@@ -217,8 +217,8 @@ def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[s
     aligned_or_not = [row for row in summary.rows if row.converted or _left_out_as_misaligned(row)]
     misaligned = list(_notes(aligned_or_not, lambda row: _misaligned(row.shape, tp)))
     yield from _section(
-        f"layers with dims that are no multiple of {ALIGNMENT} (skip_head leaves them out if the "
-        "whole layer is misaligned; a GPU refuses the others, unless pad_inner_dim=True)",
+        f"layers with dims that are not multiples of {ALIGNMENT} (skip_head leaves out those that "
+        "are misaligned as a whole; a GPU refuses the parts of ranks, unless pad_inner_dim=True)",
         misaligned or ["none"],
     )
     small = list(_notes(summary.converted, lambda row: _too_small(row, recipe, tp)))

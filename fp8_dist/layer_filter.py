@@ -39,7 +39,8 @@ class LayerFilter:
     """
 
     def __init__(self, model: nn.Module | None = None, names: Iterable[str] = ()) -> None:
-        self._heads = set() if model is None else {*_output_embeddings(model), *_besides(model)}
+        self._heads = set() if model is None else set(_output_embeddings(model))
+        self._outside = set() if model is None else set(_outside_of_base_models(model))
         self._names = tuple(names)
         self._reasons: dict[str, str] = {}
 
@@ -60,6 +61,8 @@ class LayerFilter:
         """Why a layer of any size is left out, or an empty string."""
         if module in self._heads or _has_name_of_head(fqn):
             return "it is the model's head"
+        if module in self._outside:
+            return "it stands outside of the base model"
         if any(part.startswith("lora_") for part in fqn.split(".")):
             return "it belongs to a LoRA adapter"
         return ""
@@ -71,7 +74,8 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
     The filter leaves out the same layers as ``Float8Callback`` and ``Fp8DistConfig``:
 
     * the head: what ``get_output_embeddings()`` of the model, or of a model within it, returns;
-      everything that a transformers model has besides its base model; layers with the name
+      what a transformers model has outside of its base model, but for stacks of layers (a decoder
+      in an nn.ModuleList); layers with the name
       ``lm_head``, or within a module of this name; the layer ``output`` of the model itself; and
       ``score``, ``classifier``, ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls``
       of the model itself, with all layers within. A layer ``output`` or ``score`` of a module
@@ -108,7 +112,7 @@ def why_misaligned(out_features: int, in_features: int) -> str:
     """Say which size a GPU's float8 GEMM refuses; an empty string if none."""
     for name, size in (("out", out_features), ("in", in_features)):
         if size % ALIGNMENT:
-            return f"{name} = {size} is no multiple of {ALIGNMENT}"
+            return f"{name} = {size} is not a multiple of {ALIGNMENT}"
     return ""
 
 
@@ -130,14 +134,16 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
                 yield from each.modules()
 
 
-def _besides(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of transformers models that stand besides their base models."""
+def _outside_of_base_models(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of transformers models outside of their base models, but for stacks of layers."""
+    stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+    stacked = {module for stack in stacks for module in stack.modules()}
     for module in model.modules():
         # (The class has it in transformers; wrappers such as PEFT's only pass it on.)
         prefix = getattr(type(module), "base_model_prefix", None)
         base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
         if isinstance(base, nn.Module):
-            yield from set(module.modules()) - set(base.modules()) - {module}
+            yield from set(module.modules()) - set(base.modules()) - {module} - stacked
 
 
 def _has_name_of_head(fqn: str) -> bool:

@@ -267,7 +267,7 @@ class Float8Linear(nn.Linear):
             # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
             if name == "weight":
                 if not Float8Weight.can_be(value):
-                    self._become_linear(type(value).__name__)
+                    self._become_linear(f"{type(value).__module__}.{type(value).__name__}")
                 else:
                     self.float8_weight.parameter_replaced(self._parameters.get("weight"), value)
             elif name in ("config", "fqn"):

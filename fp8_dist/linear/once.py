@@ -21,7 +21,8 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:  # type: ignore[override]
         raise NotImplementedError(
-            f"{ctx.fqn}: a float8 layer can't be differentiated twice; leave it unconverted"
+            f"{ctx.fqn}: a float8 layer can't be differentiated twice, as "
+            "torch.autograd.functional.jvp and hessian do; leave it unconverted"
         )
 
 

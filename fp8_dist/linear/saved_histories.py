@@ -79,9 +79,10 @@ def warn_if_not_restored(histories: Mapping[str, AmaxHistory], fqn: str) -> None
         state = "go on from before the load" if known else "start anew"
         warn_once(
             "histories not loaded",
-            f"{fqn}: the parameters were loaded without amax histories, from a plain dict or a "
-            f"distributed checkpoint: they {state}. To continue a run with its histories, save "
-            "fp8_dist.Float8State(model) with the model, and load it too",
+            f"{fqn}: the parameters were loaded without amax histories, from a plain dict, a "
+            f"distributed checkpoint, or the tensors of state_dict() themselves: they {state}. To "
+            "continue a run with its histories, save fp8_dist.Float8State(model) with it, and load "
+            "that too",
         )
         for history in histories.values():
             history.restored = None

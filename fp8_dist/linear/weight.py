@@ -106,7 +106,7 @@ class Float8Weight:
         fqn: str,
         histories: dict[str, AmaxHistory],
     ) -> None:
-        self.cache = WeightCache(self._forget_delayed_scale)
+        self.cache = WeightCache(partial(_forget_delayed_scale, histories))
         self._layer = weakref.ref(layer)
         self.config = config
         self.fqn = fqn
@@ -260,17 +260,10 @@ class Float8Weight:
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
         self.is_exchanged |= gathered
-        if not gathered and new is not old and new is not self._sharded:
-            self._forget_delayed_scale()
         self._sharded = old if gathered else None
         if gathered and self.config.fsdp_float8_all_gather:
             self._warn_if_type_is_lost(old)
         self.cache.parameter_replaced(new, old if gathered else None)
-
-    def _forget_delayed_scale(self) -> None:
-        """Let the next cast take the weight's own amax: its history is that of other values."""
-        if "weight" in self._histories:
-            self._histories["weight"].forget_scale()
 
     @classmethod
     def can_be(cls, tensor: torch.Tensor | None) -> bool:
@@ -357,7 +350,7 @@ class Float8Weight:
         """
         cast = copies[0].cast
         if self.may_change_unnoticed(parameter):
-            self._forget_delayed_scale()
+            _forget_delayed_scale(self._histories)
         if cast.delayed:
             tensor, history = self._distributed(parameter, shard), self._histories["weight"]
             scaling, float8 = history.scaled_copies_of(tensor, copies, record)
@@ -557,7 +550,7 @@ class Float8Weight:
         tensor = self._distributed(parameter, shard)
         if cast.delayed:
             if self.may_change_unnoticed(parameter):
-                self._forget_delayed_scale()
+                _forget_delayed_scale(self._histories)
             return self._histories["weight"].scaling_of(tensor, record=False), None
         if cast.granularity.blocks is not None:
             exponents, whole = exponents_of_matrix(tensor, cast, shard)
@@ -610,6 +603,16 @@ class Float8Weight:
                 "high precision (set enable_fsdp_float8_all_gather=True), or functional_call "
                 "replaced it",
             )
+
+
+def _forget_delayed_scale(histories: Mapping[str, AmaxHistory]) -> None:
+    """Let the next cast of a frozen weight take its own amax.
+
+    A step changes a weight by little, which its history allows for. A merge of adapters may change
+    a frozen one by much.
+    """
+    if "weight" in histories:
+        histories["weight"].forget_scale()
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

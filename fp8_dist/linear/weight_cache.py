@@ -24,9 +24,9 @@ What can change a weight, and how it is noticed:
 What is not noticed is in the table of docs/state.md: the writes of which Python can read no trace.
 For these there is :func:`fp8_dist.invalidate_float8_scales`. Without it a training forward uses the
 old scale, and the old float8 copy if there is one, until the next optimizer step or precompute. An
-evaluation uses neither, but for a precomputed scale. (FSDP2 gathers without gradients in training
-too: there ``model.eval()`` tells.) Every change, noticed or not, must be made on all ranks: a rank
-that drops its scales alone waits alone for the all-reduce of new ones.
+evaluation uses neither, but for a precomputed or a DELAYED scale. (FSDP2 gathers without gradients
+in training too: there ``model.eval()`` tells.) Every change, noticed or not, must be made on all
+ranks: a rank that drops its scales alone waits alone for the all-reduce of new ones.
 
 All of it depends on the sequence of calls alone, which is the same on all ranks, so ranks agree
 about which of them need a collective. A compiled graph asks when it runs, by an operator.
@@ -128,7 +128,7 @@ class WeightCache:
     is asked to forget it. (e) When it is next asked for, if not by a backward.
 
     Args:
-        when_written: called when values are found to be others than a step of an optimizer left.
+        when_frozen_changed: called when a change of a frozen parameter is noticed.
 
     Attributes:
         state: see the table.
@@ -139,9 +139,9 @@ class WeightCache:
             those of other layers, but FSDP2 has not gathered it yet.
     """
 
-    def __init__(self, when_written: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, when_frozen_changed: Callable[[], None] = lambda: None) -> None:
         self.state = ScaleState.UNKNOWN
-        self._when_written = when_written
+        self._when_frozen_changed = when_frozen_changed
         self.float8: Copies | None = None
         self.all_scales: torch.Tensor | None = None
         self.is_cast_ahead = False
@@ -306,6 +306,9 @@ class WeightCache:
         if is_own and self._param is not None:
             self._note_values(self._param)
 
+    def _is_frozen(self) -> bool:
+        return self._param is not None and not self._param.requires_grad
+
     def drop(self, change: Change | None = None) -> None:
         """Forget everything but that there once was a precomputed scale, and what changed since.
 
@@ -317,8 +320,8 @@ class WeightCache:
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
         self._change = change or self._change
         self._is_noted &= change is not Change.LOAD
-        if change in (Change.WRITE, Change.LOAD):
-            self._when_written()
+        if change in (Change.WRITE, Change.LOAD) and self._is_frozen():
+            self._when_frozen_changed()
         self._scaling = self.float8 = self.all_scales = self._origin = None
         self._of_evaluation = False
 
@@ -332,14 +335,16 @@ class WeightCache:
         """Warn once if the precomputed scale of ``param`` was dropped and none followed."""
         if self.state is ScaleState.STALE and self._param is param:
             self.state = ScaleState.UNKNOWN
-            when = "such a change"
+            call = "update_float8_scales(model) after such a change"
             if self._change is Change.STEP:
-                when = "every optimizer.step(), or attach_update(optimizer, model) once"
+                call = (
+                    "precompute_float8_dynamic_scale(model) after every optimizer.step(), or "
+                    "attach_update(optimizer, model) once"
+                )
             warn_once(
                 "stale scale",
                 f"{name}: {self._change.value} after the scales were precomputed, so they are "
-                "computed again in this step, with one all-reduce per sharded weight. Call "
-                f"precompute_float8_dynamic_scale(model) after {when}",
+                f"computed again in this step, with one all-reduce per sharded weight. Call {call}",
             )
 
     def synced(self) -> None:

@@ -89,7 +89,7 @@ def on_mesh(mesh: Mesh, shape: tuple[int, int], config: Float8LinearConfig) -> n
 
 
 def data_of(mesh: Mesh, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """This data-parallel rank's input and output gradient [B, S, K]; B * S is no multiple of 32."""
+    """This data-parallel rank's input and output gradient [B, S, K]; B * S is not a multiple of 32."""
     tp = mesh.axes[3]
     torch.manual_seed(1 + torch.distributed.get_rank() // tp)
     tokens = torch.randn(BATCH, 15 * tp, 1).exp()

@@ -174,7 +174,7 @@ def test_the_warning_says_what_has_changed(change: Callable[[nn.Module], None], 
     net = convert_to_float8_training(Net())
     precompute_float8_dynamic_scale(net)
     change(net)
-    advice = "Call precompute_float8_dynamic_scale\\(model\\) after such a change"
+    advice = "Call update_float8_scales\\(model\\) after such a change"
     with pytest.warns(UserWarning, match=f"{said} after the scales were precomputed.*{advice}"):
         net(torch.randn(2, 4, 64))
 

@@ -17,12 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist import (
     Float8LinearConfig,
-    ScalingType,
     convert_to_float8_training,
     float8_layers,
     invalidate_float8_scales,
     precompute_float8_dynamic_scale,
-    sync_float8_amax_and_scale_history,
 )
 from fp8_dist.mesh import local_tensor
 
@@ -149,10 +147,7 @@ def is_stale(column: str, config: Float8LinearConfig, write: str, when: str, mod
     """Whether a forward multiplies another cast than one that knows nothing would."""
     net, x = net_on(column, config, write)
     trains, context = MODES[mode]
-    if config.cast_config_weight.scaling_type is ScalingType.DELAYED:
-        net(x).sum().backward()
-        sync_float8_amax_and_scale_history(net)
-    elif when != "after a forward":
+    if when != "after a forward":
         precompute_float8_dynamic_scale(net)
     if when != "after precompute":
         net(x).sum().backward()
@@ -175,8 +170,6 @@ def cells(column: str, config: Float8LinearConfig) -> dict[str, str]:
     """By change, what the table's cell must be; where it is stale, if it is."""
     # (Unequal shards can't be reduced.)
     writes = WRITES.keys() - (COLLECTIVES if dist.get_world_size() == 3 else set())
-    if config.cast_config_weight.scaling_type is ScalingType.DELAYED:
-        writes -= {"a step of its optimizer"}  # whose scale is that of the last sync
     return {write: cell(column, config, write) for write in WRITES if write in writes}
 
 
@@ -196,8 +189,6 @@ COLUMNS = [
     (FLOAT8, 3, "rowwise_folded"),
     (FLOAT8, 2, "blockwise"),
     (FLOAT8, 3, "mxfp8"),
-    (FLOAT8, 3, "delayed"),
-    ("tensor parallelism", 2, "delayed"),
 ]
 
 

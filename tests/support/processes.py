@@ -8,7 +8,7 @@ import os
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -26,8 +26,9 @@ def ending_all(environment: Mapping[str, str] | None = None) -> Iterator[dict[st
     finally:
         while left := _marked(mark):  # killed ones may have started others meanwhile
             for process in left:
-                process.kill()
-            psutil.wait_procs(left)
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=10)
 
 
 def run(

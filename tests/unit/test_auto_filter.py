@@ -131,8 +131,8 @@ local: tp_size 2, out or in divided, whichever gains less (no plan)
   layer.1  1024 x 8192  1024 x 4096  skip    out <= 1024 and in <= 4096
   layer.2  8192 x 4096  8192 x 2048  float8  large enough
   layer.3  4096 x 8192  2048 x 8192  float8  large enough
-  layer.4  2064 x 8192  1032 x 8192  skip    out = 1032 is no multiple of 16
-  layer.5  8192 x 4112  8192 x 2056  skip    in = 2056 is no multiple of 16""",
+  layer.4  2064 x 8192  1032 x 8192  skip    out = 1032 is not a multiple of 16
+  layer.5  8192 x 4112  8192 x 2056  skip    in = 2056 is not a multiple of 16""",
     )
     for shape, style in (((2048, 4096), RowwiseParallel()), ((1024, 8192), ColwiseParallel())):
         assert admits(*shape)
@@ -161,9 +161,9 @@ local: tp_size 32, divided as the plan says
   layer    out x in     local              reason
   layer.0  2048 x 1024  2048 x 32  float8  large enough
   layer.1  2048 x 1008  2048 x 16  float8  large enough
-  layer.2  2048 x 528   2048 x 1   skip    in = 1 is no multiple of 16
-  layer.3  2048 x 544   2048 x 17  skip    in = 17 is no multiple of 16
-  layer.4  2048 x 1040  2048 x 17  skip    in = 17 is no multiple of 16
+  layer.2  2048 x 528   2048 x 1   skip    in = 1 is not a multiple of 16
+  layer.3  2048 x 544   2048 x 17  skip    in = 17 is not a multiple of 16
+  layer.4  2048 x 1040  2048 x 17  skip    in = 17 is not a multiple of 16
   layer.5  2048 x 48    2048 x 0   skip    a rank holds nothing of it""",
     )
 
@@ -197,10 +197,10 @@ local: tp_size 4, divided as the plan says
   layer          out x in      local                reason
   layers.0.up    8192 x 4096   2048 x 4096  float8  large enough
   layers.0.down  4096 x 8192   4096 x 2048  float8  large enough
-  layers.0.gate  8 x 4096      not divided  skip    out = 8 is no multiple of 16
+  layers.0.gate  8 x 4096      not divided  skip    out = 8 is not a multiple of 16
   layers.1.up    8192 x 4096   2048 x 4096  float8  large enough
   layers.1.down  4096 x 8192   4096 x 2048  float8  large enough
-  layers.1.gate  8 x 4096      2 x 4096     skip    out = 2 is no multiple of 16
+  layers.1.gate  8 x 4096      2 x 4096     skip    out = 2 is not a multiple of 16
   head           32000 x 4096  not divided  float8  large enough""",
     )
 
@@ -275,10 +275,10 @@ local: tp_size 4, out or in divided, whichever gains less (no plan)
   layer          out x in      local                 reason
   layers.0.up    8192 x 4096   8192 x 1024   float8  large enough
   layers.0.down  4096 x 8192   1024 x 8192   float8  large enough
-  layers.0.gate  8 x 4096      2 x 4096      skip    out = 2 is no multiple of 16
+  layers.0.gate  8 x 4096      2 x 4096      skip    out = 2 is not a multiple of 16
   layers.1.up    8192 x 4096   8192 x 1024   skip    filter_fqns: '1.up'
   layers.1.down  4096 x 8192   1024 x 8192   float8  large enough
-  layers.1.gate  8 x 4096      2 x 4096      skip    out = 2 is no multiple of 16
+  layers.1.gate  8 x 4096      2 x 4096      skip    out = 2 is not a multiple of 16
   head           32000 x 4096  32000 x 1024  skip    filter_fqns: 'head'
 filter_fqns: 'lm_head' matched no layer""",
     )
@@ -329,7 +329,7 @@ def test_nothing_large_enough_is_an_error_and_the_report_says_why() -> None:
         """\
 convert_to_float8_training: no layer of Sequential was converted:
   0: auto_filter: out <= 2048
-  2: auto_filter: out = 8 is no multiple of 16""",
+  2: auto_filter: out = 8 is not a multiple of 16""",
     )
     assert_expected_inline(
         str(filter_fn.report),
@@ -337,7 +337,7 @@ convert_to_float8_training: no layer of Sequential was converted:
 auto_filter: 0 of 2 linear layers to float8, recipe rowwise (thresholds: H100)
   layer  out x in  local          reason
   0      64 x 64   64 x 64  skip  out <= 2048
-  2      8 x 64    8 x 64   skip  out = 8 is no multiple of 16""",
+  2      8 x 64    8 x 64   skip  out = 8 is not a multiple of 16""",
     )
 
 

@@ -177,7 +177,7 @@ FLOPs: of products with weights, without attention's own products and convolutio
   layers.*.up (2)                   8192 x 4096  float8       46.8%  48.2%
   layers.*.down (2)                 4096 x 8192  float8       46.8%  48.2%
   layers.*.small (2)                64 x 4096    float8        0.4%   0.4%
-  layers.*.odd (2)                  4100 x 48    skip          0.3%   0.3%  skip_head: out = 4100 is no multiple of 16
+  layers.*.odd (2)                  4100 x 48    skip          0.3%   0.3%  skip_head: out = 4100 is not a multiple of 16
   lm_head                           1000 x 4096  skip          2.9%   2.9%  skip_head: it is the model's head
   (embeddings, norms, biases, ...)                             2.9%
 
@@ -186,7 +186,7 @@ gathers
   TP + SP, 2 ranks: inputs of converted layers in float8 (1 byte per element)
   TP + SP, 2 ranks: their output gradients in float8 (1 byte per element)
 
-layers with dims that are no multiple of 16 (skip_head leaves them out if the whole layer is misaligned; a GPU refuses the others, unless pad_inner_dim=True)
+layers with dims that are not multiples of 16 (skip_head leaves out those that are misaligned as a whole; a GPU refuses the parts of ranks, unless pad_inner_dim=True)
   layers.*.odd (2), 4100 x 48: out_features 4100 (2050 with ColwiseParallel), in_features 48 (24 with RowwiseParallel)
 
 float8 layers that auto_filter("tensorwise", tp_size=2) would leave out as too small
@@ -203,7 +203,7 @@ def test_another_recipe_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
 gathers
   none on one rank; --dp N and --tp N say how many there are
 
-layers with dims that are no multiple of 16 (skip_head leaves them out if the whole layer is misaligned; a GPU refuses the others, unless pad_inner_dim=True)
+layers with dims that are not multiples of 16 (skip_head leaves out those that are misaligned as a whole; a GPU refuses the parts of ranks, unless pad_inner_dim=True)
   layers.*.odd (2), 4100 x 48: out_features 4100
 
 float8 layers that auto_filter("rowwise", tp_size=1) would leave out as too small
@@ -259,7 +259,7 @@ def test_alignment_is_that_of_the_layers(
         if any(refused(part) for dim in (0, 1) for part in weight.chunk(tp, dim))
     }
     text = report_of(capsys, "of_all_sizes", "--tp", str(tp))
-    section = text[text.index("no multiple of 16") : text.index("auto_filter")]
+    section = text[text.index("not multiples of 16") : text.index("auto_filter")]
     assert expected
     assert set(re.findall(r"^  (\d+x\d+), ", section, re.MULTILINE)) == expected
 

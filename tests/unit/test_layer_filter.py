@@ -112,7 +112,7 @@ def test_sizes_that_a_gpu_refuses() -> None:
     assert skipped(model, True) == {"1", "2"}
     not_head = skip_head(model)
     assert not not_head(nn.Linear(40, 16), "gate")
-    assert not_head.reason("gate") == "skip_head: in = 40 is no multiple of 16"
+    assert not_head.reason("gate") == "skip_head: in = 40 is not a multiple of 16"
 
 
 def test_it_may_be_combined() -> None:

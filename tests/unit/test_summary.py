@@ -172,7 +172,7 @@ def test_the_reasons_of_auto_filter() -> None:
     model = nn.Sequential(nn.Linear(4096, 8192, device="meta"), nn.Linear(64, 24, device="meta"))
     convert_to_float8_training(model, module_filter_fn=auto_filter("tensorwise"))
     (row,) = conversion_summary(model).skipped
-    assert row.reason == "auto_filter: out = 24 is no multiple of 16"
+    assert row.reason == "auto_filter: out = 24 is not a multiple of 16"
 
 
 def test_shared_weights_are_counted_once() -> None:

@@ -117,7 +117,9 @@ def test_the_layers_that_are_not_quantized_stay_in_float8(
 ) -> None:
     monkeypatch.setattr(fp8_dist.warn, "_warned", set())
     model = converted()
-    with pytest.warns(UserWarning, match="0: the weight was replaced by a Float8Tensor, which"):
+    with pytest.warns(
+        UserWarning, match=r"0: the weight was replaced by a torchao\.\S+\.Float8Tensor, which"
+    ):
         quantize_(model, Float8WeightOnlyConfig(), filter_fn=lambda m, fqn: fqn == "0")
     assert [type(layer) for layer in model] == [nn.Linear, nn.GELU, Float8Linear]
     precompute_float8_dynamic_scale(model)
