@@ -72,7 +72,7 @@ class Float8State:
         kept: dict[str, Any] = {_ERRORS: errors} if errors else {}
         return kept | {
             name: {
-                operand: [] if history.history is None else next(on_host).tolist()
+                operand: [] if history.history is None else [a for a in next(on_host).tolist() if a]
                 for operand, history in layer.histories.items()
             }
             for name, layer in layers.items()

@@ -43,7 +43,8 @@ class AmaxHistory:
         cast_as: how the operand is cast.
         length: how many amaxes are kept.
         power_of_2: round the quantization multiplier down to a power of two.
-        history: fp32, the newest first, at most ``length`` of them; ``None`` before the first.
+        history: fp32, the newest first, at most ``length`` of them; ``None`` before the first. A
+            step that was left out puts a zero at the end.
         scaling: (multiplier, scale) that follow from the history; ``None`` without one.
         current: fp32, 0-dim, the local amax since the last sync; ``None`` if there was no cast.
         mesh: where the operand is a DTensor whatever the layer's weight is; else ``None``.
@@ -162,6 +163,11 @@ class AmaxHistory:
         if self._last is not None:
             keep_for_current_stream([self._last])
         self._record_last()
+
+    def amaxes(self) -> torch.Tensor:
+        """The amaxes in the history, fp32, on the CPU."""
+        row = torch.zeros(0) if self.history is None else self.history.cpu()
+        return row[row > 0]
 
     def forget_scale(self) -> None:
         """Scale the next casts by their own amaxes, up to the next sync.
@@ -298,7 +304,7 @@ def load_histories(
         error, answer = damage, _DAMAGED
     restored = all(history.restored for history in histories.values())
     if restored and not error:
-        rows = [none if h.history is None else h.history for h in histories.values()]
+        rows = [h.amaxes() for h in histories.values()]
         answer = 1.0
     meshes = list(dict.fromkeys(meshes))
     if meshes:
@@ -325,12 +331,8 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
     """End a step in which the operands had the given global amaxes (fp32, one for each).
 
     A non-finite amax is left out: it has been seen in the step itself, whose update may have been
-    skipped for that reason. So is 0, which is also what a rank without a cast reports. A step
-    without any cast changes nothing: DCP makes one to give a new optimizer its state.
+    skipped for that reason. So is 0, which is also what a rank without a cast reports.
     """
-    # (The host waits for values only where this rank had no cast.)
-    if all(history.current is None for history in histories) and not values.any():
-        return
     same_size: dict[Any, list[int]] = {}
     on_host: list[float] = []
     for i, history in enumerate(histories):
@@ -354,7 +356,7 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
         if before:
             old, length = torch.stack(before).to(values.device), group[0].length
             longer = torch.cat([new, old], dim=1)[:, :length]
-            same = torch.cat([old, old[:, -1:]], dim=1)[:, :length]
+            same = pad(old, (0, 1))[:, :length]  # (The host does not know what is left out.)
             new = torch.where((new > 0) & (new < math.inf), longer, same)
         advance_to(group, new)
 

@@ -14,11 +14,7 @@ _KEY = "float8_amax_histories"
 
 def save_to_metadata(histories: Mapping[str, AmaxHistory], metadata: dict[str, Any]) -> None:
     """Put copies of a layer's histories into its metadata of a ``state_dict``."""
-    saved = {name: history.history for name, history in histories.items()}
-    metadata[_KEY] = {
-        name: torch.zeros(0) if amaxes is None else amaxes.detach().clone()
-        for name, amaxes in saved.items()
-    }
+    metadata[_KEY] = {name: history.amaxes() for name, history in histories.items()}
 
 
 def load_from_metadata(
@@ -89,7 +85,7 @@ def warn_if_not_restored(histories: Mapping[str, AmaxHistory], fqn: str) -> None
 
 
 def _amaxes(histories: Mapping[str, AmaxHistory]) -> dict[str, list[float]]:
-    return {name: [] if h.history is None else h.history.tolist() for name, h in histories.items()}
+    return {name: history.amaxes().tolist() for name, history in histories.items()}
 
 
 def difference(own: Iterable[str], saved: Iterable[str]) -> str:

@@ -179,7 +179,7 @@ def together_and_alone(
         (checkpointed, 3, 5),
         (checkpointed_reentrant, 3, 5),
         (nan_in_one, 2, 4),
-        (frozen, 2, 4),
+        (frozen, 3, 5),  # its own amax: precompute leaves frozen weights out
         (twice, 4, 8),
     ],
 )

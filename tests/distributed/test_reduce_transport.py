@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
     skip_head,
-    update_float8_scales,
 )
 from fp8_dist.debug import CommAudit, GemmStats, comm_audit, float8_stats
 from fp8_dist.fsdp import set_gradient_transport
@@ -603,23 +603,23 @@ layers.0.w2: reduce_transport='bf16' sums in fp32, but the input is in fp64; dro
 
 
 def other_transports() -> list[str]:
-    """Of a plan; and of declared layers, which are compared with their scales' first update."""
+    """Of a plan, and of a layer whose placements are declared."""
     mesh, module = device_mesh(tp=2), converted()
     transport: Encoding = "float8" if dist.get_rank() else "bf16"
     by_hand = local_net(mesh, Float8LinearConfig(), True, dim=32, hidden=32, layers=1)
     at: dict[str, Any] = {"weight": Shard(1), "input": Shard(-1), "output": Shard(1)}
     layer: Any = by_hand.layers[0]
-    declare_placements(layer.w2, mesh, **at, reduce_transport=transport)
+    declare = partial(declare_placements, layer.w2, mesh, **at, reduce_transport=transport)
     return [
         raised(ValueError, lambda: apply_tp_plan(module, mesh, mlp_plan(transport, True))),
-        raised(ValueError, lambda: update_float8_scales(by_hand)),
+        raised(ValueError, declare),
     ]
 
 
 def test_ranks_that_disagree(ranks: RankPools) -> None:
     of_plan, of_layers = ranks(2).run_same(other_transports)
     assert "'reduce_transport': 'bf16'} on rank 0" in of_plan
-    assert "w2.reduce_transport: bf16 on rank 0; float8 on rank 1" in of_layers
+    assert "reduce_transport='bf16' on rank 0; weight=" in of_layers
 
 
 def second_derivative() -> str:

@@ -51,7 +51,10 @@ def histories(model: nn.Module) -> dict[str, AmaxHistory]:
 
 def amaxes(model: nn.Module) -> dict[str, list[float]]:
     """What each history holds, the newest first."""
-    found = {name: history.history for name, history in histories(model).items()}
+    found = {
+        name: None if history.history is None else history.amaxes()
+        for name, history in histories(model).items()
+    }
     return {name: [] if h is None else h.tolist() for name, h in found.items()}
 
 

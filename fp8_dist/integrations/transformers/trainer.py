@@ -135,7 +135,7 @@ def _histories(model: nn.Module) -> dict[str, dict[str, list[float]]]:
     """The amaxes of each layer's DELAYED operands, newest first."""
     return {
         name: {
-            operand: history.history.tolist()
+            operand: history.amaxes().tolist()
             for operand, history in layer.histories.items()
             if history.history is not None
         }

@@ -596,8 +596,9 @@ lm_head ColwiseParallel input=S(1) output=R""",
 
 
 def test_plan_of_experts() -> None:
+    model = converted("glm4_moe", first_k_dense_replace=0)
     with pytest.warns(UserWarning, match="routed experts") as caught:
-        plan = hf_tp_plan(converted("glm4_moe", first_k_dense_replace=0))
+        plan = hf_tp_plan(model)
     assert_expected_inline(
         show({k: v for k, v in plan.items() if ".0.mlp" in k}),
         """\
