@@ -42,7 +42,7 @@ def train(folder: Path, config: str, ranks: int, tp: int, backend: str) -> tuple
     }.items():
         command, found = re.subn(rf"(?<=--{re.escape(option)} )\S+", str(value), command)
         assert found == 1
-    torchrun, *options = shlex.split(command)
+    torchrun, *options = shlex.split(command.replace("\\\n", ""))
     assert torchrun == "torchrun"
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     done = run(
