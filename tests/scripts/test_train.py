@@ -280,7 +280,8 @@ def test_rows_of_a_length_that_tp_does_not_divide(
         assert first == second
         for found, (loss, norm) in zip(first, expected, strict=True):
             assert found[0] == pytest.approx(loss, rel=tolerance)
-            assert found[1] == pytest.approx(norm, rel=10 * tolerance)
+            # (In bf16 the norm of the gradients depends on the processor, too.)
+            assert found[1] == pytest.approx(norm, rel=20 * tolerance)
 
 
 def test_an_old_run_is_gone_before_a_new_one_starts(tmp_path, small_text):
