@@ -82,7 +82,9 @@ def test_two_runs_and_their_comparison(text):
     table, _, _ = Path("base/tensorwise/comm.txt").read_text().partition("\n\n")
     assert f"{indent(table, '    ')}\n\n" in page
     # Of each run the bytes of a step and those of them that are float8; the two ratios.
-    sizes = re.compile(r"(bf16|tensorwise) .* ([\d,]+ \| +[\d,]+) \| +[\d,]+ \||bytes of (.* / bf16: .*)")
+    sizes = re.compile(
+        r"(bf16|tensorwise) .* ([\d,]+ \| +[\d,]+) \| +[\d,]+ \||bytes of (.* / bf16: .*)"
+    )
     assert len(sizes.findall(done.stdout)) == 4
     assert sizes.findall(done.stdout) == sizes.findall(page)
     for name in ("bf16/metrics.jsonl", "tensorwise/comm.txt", "loss.png"):
