@@ -238,9 +238,9 @@ def lost_histories(folder: str, dp: int, tp: int) -> list[str]:
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
 def test_lost_histories_are_told(ranks: RankPools, tmp_path: Path, dp: int, tp: int) -> None:
     told = (
-        "layers.0.w1: the parameters were loaded without amax histories, from a plain dict or a "
-        "distributed checkpoint: they {}. To continue a run with its histories, save "
-        "fp8_dist.Float8State(model) with the model, and load it too"
+        "layers.0.w1: the parameters were loaded without amax histories, from a plain dict, a "
+        "distributed checkpoint, or the tensors of state_dict() themselves: they {}. To continue a "
+        "run with its histories, save fp8_dist.Float8State(model) with it, and load that too"
     )
     states = ("start anew", "go on from before the load", "start anew")
     found = ranks(2).run_same(lost_histories, str(tmp_path), dp, tp)
