@@ -355,9 +355,10 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
         before = [history.history for history in group if history.history is not None]
         if before:
             old, length = torch.stack(before).to(values.device), group[0].length
-            longer = torch.cat([new, old], dim=1)[:, :length]
-            same = pad(old, (0, 1))[:, :length]  # (The host does not know what is left out.)
-            new = torch.where((new > 0) & (new < math.inf), longer, same)
+            # What is left out becomes a zero at the end: the host does not know of it.
+            new = new.nan_to_num(nan=0.0, posinf=0.0)
+            longer, same = torch.cat([new, old], dim=1), torch.cat([old, new], dim=1)
+            new = torch.where(new > 0, longer, same)[:, :length]
         advance_to(group, new)
 
 
