@@ -128,6 +128,6 @@ blockwise        14 weights  2 kernels
 blockwise       224 weights  2 kernels
 mxfp8            14 weights  2 kernels
 mxfp8           224 weights  2 kernels
-delayed          14 weights 12 kernels
-delayed         224 weights 22 kernels""",
+delayed          14 weights 11 kernels
+delayed         224 weights 21 kernels""",
     )
