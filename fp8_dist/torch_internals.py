@@ -305,7 +305,8 @@ def fsdp_init_shards(module: FSDPModule) -> None:
     It does so by itself before the first gather: it replaces those that it pads or pins.
     """
     for group in fsdp_groups_of_module(module):
-        if not any(parameter.sharded_param.is_meta for parameter in group.fsdp_params):
+        is_done = group._reset_sharded_params
+        if not (is_done or any(p.sharded_param.is_meta for p in group.fsdp_params)):
             group.lazy_init()
 
 
