@@ -170,12 +170,8 @@ class AmaxHistory:
         return row[row > 0]
 
     def forget_scale(self) -> None:
-        """Scale the next casts by their own amaxes, up to the next sync.
-
-        Not where the history was restored, with the values that it belongs to.
-        """
-        if not self.restored:
-            self.scaling = None
+        """Scale the next casts by their own amaxes, up to the next sync."""
+        self.scaling = None
 
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to this one's length; without values: anew."""

@@ -106,7 +106,7 @@ class Float8Weight:
         fqn: str,
         histories: dict[str, AmaxHistory],
     ) -> None:
-        self.cache = WeightCache(partial(_forget_delayed_scale, histories))
+        self.cache = WeightCache()
         self._layer = weakref.ref(layer)
         self.config = config
         self.fqn = fqn
@@ -349,10 +349,8 @@ class Float8Weight:
         And the scales of the whole weight, if they were found too (those of blocks that are cut).
         """
         cast = copies[0].cast
-        if self.may_change_unnoticed(parameter):
-            _forget_delayed_scale(self._histories)
         if cast.delayed:
-            tensor, history = self._distributed(parameter, shard), self._histories["weight"]
+            tensor, history = self._distributed(parameter, shard), self._history_of(parameter)
             scaling, float8 = history.scaled_copies_of(tensor, copies, record)
             return {cast: scaling}, float8, None
         layout = self.layout(parameter)
@@ -549,9 +547,7 @@ class Float8Weight:
         """The scaling of a shard; the scales of the whole weight, if they were found too."""
         tensor = self._distributed(parameter, shard)
         if cast.delayed:
-            if self.may_change_unnoticed(parameter):
-                _forget_delayed_scale(self._histories)
-            return self._histories["weight"].scaling_of(tensor, record=False), None
+            return self._history_of(parameter).scaling_of(tensor, record=False), None
         if cast.granularity.blocks is not None:
             exponents, whole = exponents_of_matrix(tensor, cast, shard)
             return (exponents, exponents), whole
@@ -562,6 +558,17 @@ class Float8Weight:
         """The shard of a parameter; a DTensor of it where the parameter is distributed."""
         layout = self.layout(parameter)
         return shard if layout is None else layout.wrap(shard)
+
+    def _history_of(self, parameter: torch.Tensor) -> AmaxHistory:
+        """The amax history of the parameter, without the scale that follows if it is frozen.
+
+        A step changes a weight by little, which its history allows for. A merge of adapters may
+        change a frozen one by much.
+        """
+        history = self._histories["weight"]
+        if not parameter.requires_grad:
+            history.forget_scale()
+        return history
 
     def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """The weight's scale as a training step takes it: a delayed one records its amax then.
@@ -603,16 +610,6 @@ class Float8Weight:
                 "high precision (set enable_fsdp_float8_all_gather=True), or functional_call "
                 "replaced it",
             )
-
-
-def _forget_delayed_scale(histories: Mapping[str, AmaxHistory]) -> None:
-    """Let the next cast of a frozen weight take its own amax.
-
-    A step changes a weight by little, which its history allows for. A merge of adapters may change
-    a frozen one by much.
-    """
-    if "weight" in histories:
-        histories["weight"].forget_scale()
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

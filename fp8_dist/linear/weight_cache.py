@@ -118,6 +118,7 @@ class WeightCache:
     ``parameter_replaced``                                                UNKNOWN (c)
     ``begin_evaluation``                      UNKNOWN (d)                 UNKNOWN
     ``end_of_evaluation``                                                 UNKNOWN (e)
+    ``requires_grad_``                                                    UNKNOWN
     ``warn_if_stale``                                        UNKNOWN
     ``reset``                  UNKNOWN        UNKNOWN        UNKNOWN      UNKNOWN
     =========================  =============  =============  ===========  =========================
@@ -126,9 +127,6 @@ class WeightCache:
     scales were precomputed for. (b) Unless an optimizer was seen to update the parameter. (c)
     FROM_FORWARD alone, and not where a backward gathers again what the forward gathered. (d) If it
     is asked to forget it. (e) When it is next asked for, if not by a backward.
-
-    Args:
-        when_frozen_changed: called when a change of a frozen parameter is noticed.
 
     Attributes:
         state: see the table.
@@ -139,9 +137,8 @@ class WeightCache:
             those of other layers, but FSDP2 has not gathered it yet.
     """
 
-    def __init__(self, when_frozen_changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self) -> None:
         self.state = ScaleState.UNKNOWN
-        self._when_frozen_changed = when_frozen_changed
         self.float8: Copies | None = None
         self.all_scales: torch.Tensor | None = None
         self.is_cast_ahead = False
@@ -152,6 +149,7 @@ class WeightCache:
         self._version: int | None = None
         self._local_version: int | None = None
         self._storage: StorageWeakRef | None = None
+        self._was_frozen = False
         self._is_noted = False  # not after a load, when FSDP2 replaces local tensors that it pads
         self._of_evaluation = False  # a pass without gradients has ended: see end_of_evaluation
         # What FSDP2 gathered, and into what.
@@ -215,7 +213,7 @@ class WeightCache:
         if self._is_noted and not self._has_same_values(param):
             self.drop(Change.WRITE)
             self._note_values(param)
-        elif self._of_evaluation and not in_backward():
+        elif self._is_for_others(param):
             self._forget_found()
         return self.state not in _WITHOUT_SCALES
 
@@ -223,9 +221,19 @@ class WeightCache:
         """The state that a use of ``param`` would find now; it is left as it is."""
         if self._param is not param:
             return ScaleState.UNKNOWN
-        if self._has_same_values(param) and not (self._of_evaluation and not in_backward()):
+        if self._has_same_values(param) and not self._is_for_others(param):
             return self.state
         return ScaleState.STALE if self.state in _OF_PRECOMPUTE else ScaleState.UNKNOWN
+
+    def _is_for_others(self, param: torch.Tensor) -> bool:
+        """True if what was found is for an evaluation that has ended, or for the trained weight.
+
+        (A frozen weight may have another scale: see AmaxHistory.forget_scale.)
+        """
+        if self.state in _OF_PRECOMPUTE:
+            return False
+        is_other = self._was_frozen is param.requires_grad
+        return is_other or (self._of_evaluation and not in_backward())
 
     def _has_same_values(self, param: torch.Tensor) -> bool:
         return (
@@ -239,7 +247,7 @@ class WeightCache:
         return storage is None or storage.cdata == storage_address(innermost(param))
 
     def _note_values(self, param: torch.Tensor) -> None:
-        self._is_noted = True
+        self._is_noted, self._was_frozen = True, not param.requires_grad
         self._version, self._local_version = _version(param), _version(local_tensor(param))
         if self._storage is None or not self._has_same_storage(param):
             # (The weak reference keeps the storage's address from being given to another.)
@@ -306,9 +314,6 @@ class WeightCache:
         if is_own and self._param is not None:
             self._note_values(self._param)
 
-    def _is_frozen(self) -> bool:
-        return self._param is not None and not self._param.requires_grad
-
     def drop(self, change: Change | None = None) -> None:
         """Forget everything but that there once was a precomputed scale, and what changed since.
 
@@ -320,8 +325,6 @@ class WeightCache:
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
         self._change = change or self._change
         self._is_noted &= change is not Change.LOAD
-        if change in (Change.WRITE, Change.LOAD) and self._is_frozen():
-            self._when_frozen_changed()
         self._scaling = self.float8 = self.all_scales = self._origin = None
         self._of_evaluation = False
 

@@ -98,3 +98,26 @@ def test_changed_weights_are_cast_anew(
     ranks: RankPools, change: Callable[[Distributed], None]
 ) -> None:
     assert ranks(2).run_same(after, change) == ([], 0)
+
+
+def frozen_after_shrinking() -> tuple[list[str], list[str]]:
+    """Weights that are not scaled by their own amax: before and after all of them are frozen."""
+    world = world_of(recipe="delayed")
+    optimizer = torch.optim.SGD([p for p in world.net.parameters() if p.requires_grad], lr=0.1)
+    train(world, optimizer)
+    update_float8_scales(world.net)
+    with torch.no_grad():
+        for parameter in world.net.parameters():
+            parameter.mul_(0.3)
+    found = []
+    for _ in range(2):
+        wrong = world.wrong_casts(lambda: evaluate(world))
+        found.append([text.split(":")[0] for text in wrong])
+        world.net.requires_grad_(False)
+    return found[0], found[1]
+
+
+def test_a_delayed_weight_that_is_frozen_takes_its_own_amax(ranks: RankPools) -> None:
+    trained, frozen = ranks(2).run_same(frozen_after_shrinking)
+    assert trained == ["layers.0.w1", "layers.0.w3", "layers.0.w2"]
+    assert frozen == []

@@ -365,6 +365,6 @@ def test_a_weight_of_another_type_is_refused_on_a_mesh(ranks: RankPools) -> None
     assert sharded == resident == parallel
     assert_expected_inline(
         sharded,
-        """layers.0.w1: a TwoTensor can't replace the weight of a layer that is distributed. Load the state dict into a model on one device, and quantize that""",
+        """layers.0.w1: a torch.testing._internal.two_tensor.TwoTensor can't replace the weight of a layer that is distributed. Load the state dict into a model on one device, and quantize that""",
     )
     assert kinds == ["Float8Linear"] * 3 + ["Linear"]
