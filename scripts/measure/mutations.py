@@ -71,7 +71,7 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 
 def verdict_of(fault: Fault, folder: Path) -> tuple[str, str]:
-    """Return "caught", or how the fault got through, with pytest's output; in a checkout of its own."""
+    """Return "caught", or how the fault got through, with the output of pytest."""
     path = folder / fault.file
     source = path.read_text()
     path.write_text(planted(source, fault))
