@@ -141,8 +141,9 @@ class PrepareFloat8ModuleInput(ModuleInput):
     ``histories["prepared_input"]``.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
-        use_local_output: as in torch's ``PrepareModuleInput``.
+        input_layouts, desired_input_layouts, use_local_output: as in torch's
+            ``PrepareModuleInput``.
+        input_kwarg_layouts, desired_input_kwarg_layouts: as there.
         float8_dtype: the dtype to cast to; ``None``: the input dtype of the followed layers.
         fwd_config_submodule_fqn: the Float8Linear in the module whose config is followed;
             ``None``: all of them are, and they must agree.

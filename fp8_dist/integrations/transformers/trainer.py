@@ -36,18 +36,18 @@ class Float8Callback(TrainerCallback, ExportableState):
     Collectives: those of ``update_float8_scales`` (with dynamic scales one all-reduce under FSDP2,
     none under DDP), when training begins, after each step, and after the best model was loaded.
 
-    Raises, when the Trainer is made:
-        ValueError: ``convert_to_float8_training`` refuses the model; it is converted already, and
-            ``config`` or ``module_filter_fn`` is given; or it is wrapped in DDP already.
-        NotImplementedError: the Trainer uses FSDP1, DeepSpeed or ``nn.DataParallel``.
-
     Warns once if the Trainer is asked for FSDP where accelerate leaves it out (CPUs), and if
     torchrun started several ranks but the Trainer knows of one (CPUs without ``use_cpu=True``).
 
-    Raises, when training begins:
-        ValueError: the model is not converted, because the Trainer made a new one
-            (``model_init``) or got the callback after the model (``add_callback``); the
-            optimizer updates none of the converted weights; or the Trainer has the callback twice.
+    Raises:
+        ValueError: when the Trainer is made: ``convert_to_float8_training`` refuses the model; it
+            is converted already, and ``config`` or ``module_filter_fn`` is given; or it is wrapped
+            in DDP already. When training begins: the model is not converted, because the Trainer
+            made a new one (``model_init``) or got the callback after the model
+            (``add_callback``); the optimizer updates none of the converted weights; or the Trainer
+            has the callback twice.
+        NotImplementedError: when the Trainer is made: it uses FSDP1, DeepSpeed or
+            ``nn.DataParallel``.
     """
 
     def __init__(

@@ -1,0 +1,87 @@
+"""The site of the documentation: it builds without a warning, and everything is found in it."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from playwright.sync_api import Page as BrowserPage
+from playwright.sync_api import sync_playwright
+
+from scripts.site import __main__ as site
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    assert site.build(folder) == 0
+    return folder
+
+
+class Page(HTMLParser):
+    """The links of a page, and what they can lead to in it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.ids: set[str] = set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in ("a", "link", "img", "script"):
+            self.links.add(given.get("href") or given.get("src") or "")
+        self.ids.add(given.get("id") or "")
+
+
+def test_links_lead_somewhere(built: Path) -> None:
+    pages = {path: Page(path) for path in built.rglob("*.html")}
+    assert len(pages) > 20
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            address = urlsplit(link)
+            if address.scheme:
+                continue
+            target = (path.parent / unquote(address.path)).resolve() if address.path else path
+            anchors = pages[target].ids if target in pages else set()
+            if not target.exists() or (address.fragment and address.fragment not in anchors):
+                broken.append(f"{path.relative_to(built)}: {link}")
+    assert broken == []
+
+
+@pytest.mark.parametrize("package", site.PACKAGES)
+def test_every_public_name_is_there(built: Path, package: str) -> None:
+    text = (built / "api" / f"{package}.html").read_text()
+    page = Page(built / "api" / f"{package}.html")
+    short = {text.split(".")[-1] for text in page.ids}
+    names = site.public_names(package)
+    assert [name for name in names if name not in short and f">{name}<" not in text] == []
+
+
+@pytest.fixture(scope="module")
+def front_page(built: Path) -> Iterator[BrowserPage]:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        required = os.environ.get("FP8_DIST_REQUIRE_BROWSER") == "1"
+        (pytest.fail if required else pytest.skip)("no Chromium or Chrome is installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--disable-gpu"])
+        page = browser.new_page()
+        page.goto((built / "index.html").as_uri())
+        yield page
+        browser.close()
+
+
+def test_a_reader_follows_the_guides(front_page: BrowserPage) -> None:
+    page = front_page
+    page.click(".sidebar-tree >> text=fp8_dist: Converting and training")
+    assert page.locator("dt", has_text="convert_to_float8_training").first.is_visible()
+    page.go_back()
+    page.click(".sidebar-tree >> text=FSDP2")
+    assert page.locator("h1").is_visible()
