@@ -271,7 +271,7 @@ class World:
                     continue
                 if not same_values(own_scale, scale):
                     raise WrongResult(f"{name}: {side} scale {mine.scale}, twin {scale}")
-                if not same_values(mine.qdata, qdata):
+                if not same_values(with_one_zero(mine.qdata), with_one_zero(qdata)):
                     raise WrongResult(
                         f"{name}: {side} bytes {mine}, twin {Float8Tensor(qdata, scale, theirs.dtype)}"
                     )
@@ -303,6 +303,11 @@ class World:
                 mean = torch.stack(summed).double().sum(0).div(self.replicas).to(summed[0].dtype)
                 terms = [*summed, *(tokens if name.endswith("w2.bias") else ())]
                 check_near(f"gradient of {name}", mine, mean, terms)
+
+
+def with_one_zero(x: torch.Tensor) -> torch.Tensor:
+    """float8 data without the signs of zeros, which a GEMM of another shape may change."""
+    return x.view(torch.uint8).masked_fill(x.float() == 0, 0).view(x.dtype)
 
 
 def check_near(
