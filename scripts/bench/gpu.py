@@ -1,6 +1,6 @@
 """Times layers of Llama 8B and 70B, a block, and a training step on this machine's GPUs.
 
-    python -m scripts.bench.gpu --write
+    python -m scripts.bench.gpu
 
 All in one run, candidates in turns, times by CUDA events: nn.Linear in bf16, the library's recipes
 and torchao's (if it is installed), eager and compiled.
@@ -350,7 +350,7 @@ def measured_step(sizes: LlamaConfig, tokens: int, minutes: float, repeat: int) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.gpu", __doc__, "gpu.md", repeat=10)
+    parser = make_parser("scripts.bench.gpu", __doc__, repeat=10)
     budget = "for all parts together, beside what compiles when they end; %(default)s"
     parser.add_argument("--budget-minutes", type=float, default=7.0, metavar="MINUTES", help=budget)
     parser.add_argument("--gpus", type=positive, help="of the training step; default: all")

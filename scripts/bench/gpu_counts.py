@@ -1,6 +1,6 @@
 """What a GPU would launch and move: kernels and bytes of a layer's step, without a GPU.
 
-    python -m scripts.bench.gpu_counts --write
+    python -m scripts.bench.gpu_counts
 
 Tensors are fake ones, on a CUDA device that does not exist (scripts/common/fake_cuda). Eager code
 runs on them as it would run on the device, and Inductor generates its code for it. What would
@@ -141,7 +141,7 @@ def assumptions(rates: Rates) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.gpu_counts", __doc__, "gpu.md")
+    parser = make_parser("scripts.bench.gpu_counts", __doc__)
     default = LayerShape()
     shape = "rows x in_features x out_features of the layer; default: 8192x4096x14336"
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Times forward and backward of one linear layer beside nn.Linear and torchao, in one run.
 
-    python -m scripts.bench.linear --assert --write
+    python -m scripts.bench.linear --assert
 
 A *step* is forward and backward with a weight that has just changed: every operand is cast, once
 or as often as the library does. (What is known of our weight is dropped before each step, outside
@@ -172,9 +172,7 @@ def _speed(ours: Row, theirs: Row, bf16: Row) -> dict[str, bool]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser(
-        "scripts.bench.linear", __doc__, "benchmarks.md", repeat=21, asserts="a target is missed"
-    )
+    parser = make_parser("scripts.bench.linear", __doc__, repeat=21, asserts="a target is missed")
     shapes = "rows x in_features x out_features; default: 512x1024x1024 16x16x16"
     default = [SPEED, OVERHEAD]
     parser.add_argument(

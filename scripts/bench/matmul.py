@@ -1,6 +1,6 @@
 """Times the scaled GEMM beside torch._scaled_mm, a bf16 GEMM and torchao's, in one run.
 
-    python -m scripts.bench.matmul --assert --write
+    python -m scripts.bench.matmul --assert
 
 The three GEMMs of a layer with in_features K and out_features N on M rows, with the operands that
 they have in a step: x @ w.t(), g @ w and g.t() @ x, cast already. All candidates multiply the same
@@ -132,9 +132,7 @@ def checks(rows: Sequence[Row]) -> list[Check]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser(
-        "scripts.bench.matmul", __doc__, "benchmarks.md", repeat=11, asserts="ours is not ahead"
-    )
+    parser = make_parser("scripts.bench.matmul", __doc__, repeat=11, asserts="ours is not ahead")
     parser.add_argument(
         "--shapes", type=timing.shape_type, nargs="+", metavar="MxKxN", help="default: by device"
     )

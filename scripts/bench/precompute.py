@@ -1,6 +1,6 @@
 """Times precompute_float8_dynamic_scale beside torchao's, in one run.
 
-    python -m scripts.bench.precompute --assert 4 --write
+    python -m scripts.bench.precompute --assert 4
 
 Each of `--ranks` ranks, which this script starts on this machine, holds its shards of `--layers`
 linear layers of `--size` x `--size` under FSDP2 with float8 gathers.
@@ -57,7 +57,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.precompute", __doc__, "benchmarks.md", repeat=15)
+    parser = make_parser("scripts.bench.precompute", __doc__, repeat=15)
     add = parser.add_argument
     add("--layers", type=positive, default=100, help="default: %(default)s")
     add("--size", type=positive, default=512, help="default: %(default)s")

@@ -1,7 +1,7 @@
 """Times a training step with the statistics of ``float8_stats`` recorded, beside one without.
 
-    python -m scripts.bench.stats --mesh none dp=2 tp=2 --write
-    python -m scripts.bench.stats --model 1b --layers 1 --batch-size 8 --assert 1.5 --write
+    python -m scripts.bench.stats --mesh none dp=2 tp=2
+    python -m scripts.bench.stats --model 1b --layers 1 --batch-size 8 --assert 1.5
 
 A step is that of scripts.bench.step. "off": outside of any `float8_stats`. "entered": inside of
 one that does not record this step. "on": recorded, and combined over all ranks. "with GEMMs": with
@@ -92,7 +92,7 @@ def stats_table(seconds: dict[str, dict[str, float]]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = make_parser("scripts.bench.stats", __doc__, "benchmarks.md", repeat=5)
+    parser = make_parser("scripts.bench.stats", __doc__, repeat=5)
     add = parser.add_argument
     add("--model", choices=MODELS, default="debug", help="default: %(default)s")
     add("--layers", type=positive, help="so many of its layers, with 256 tokens to predict")

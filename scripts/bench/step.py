@@ -1,7 +1,7 @@
 """Times a training step of the reference model beside bf16 and torchao, in one run.
 
-    python -m scripts.bench.step --mesh dp=2 tp=2 dp=2,tp=2 --model debug small --assert 2 --write
-    python -m scripts.bench.step --compile --assert 1 --write
+    python -m scripts.bench.step --mesh dp=2 tp=2 dp=2,tp=2 --model debug small --assert 2
+    python -m scripts.bench.step --compile --assert 1
 
 A step is what follows the optimizer's step before (precompute, or the sync of delayed scales),
 forward, backward and an AdamW step (fused). `--mesh` names FSDP2 ("dp") and tensor-parallel ("tp",
@@ -99,7 +99,7 @@ def step_table(seconds: dict[str, float]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = make_parser("scripts.bench.step", __doc__, "benchmarks.md", repeat=7)
+    parser = make_parser("scripts.bench.step", __doc__, repeat=7)
     add = parser.add_argument
     add("--model", choices=MODELS, nargs="+", default=["debug"], help="default: debug")
     add("--mesh", type=mesh_type, nargs="+", default=[mesh_type("none")], help="default: none")

@@ -1,4 +1,4 @@
-"""What a measurement leaves: blocks of documents, and the verdicts of `--assert`."""
+"""The options of all measurements, and what they print: tables, and the checks of `--assert`."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from scripts.common.blocks import DOCS, replace_block
 from scripts.common.options import command_parser, positive
 
 
@@ -27,7 +26,6 @@ class Check:
 def make_parser(
     module: str,
     description: str | None,
-    page: str,
     *,
     repeat: int | None = None,
     asserts: str | None = None,
@@ -37,12 +35,11 @@ def make_parser(
     Args:
         module: such as "scripts.bench.linear".
         description: the module's docstring.
-        page: the document in docs/ whose blocks `--write` replaces.
         repeat: the default of `--repeat`; None: nothing is timed, and the device is the CPU.
         asserts: when `--assert` fails; None: this parser does not add that option.
     """
     parser = command_parser(module, description)
-    parser.set_defaults(page=page, device="cpu", asserted=False)
+    parser.set_defaults(device="cpu", asserted=False)
     add = parser.add_argument
     add("--threads", type=positive, default=1, help="of each process on a CPU; %(default)s")
     if repeat is not None:
@@ -51,7 +48,6 @@ def make_parser(
         add("--repeat", type=positive, default=repeat, help="turns of each candidate; %(default)s")
         clock = "cpu: CPU time of the process, where others use the machine; default: wall"
         add("--clock", choices=["wall", "cpu"], default="wall", help=clock)
-    add("--write", action="store_true", help=f"replace the blocks in docs/{page}")
     if asserts is not None:
         add("--assert", dest="asserted", action="store_true", help=f"fail where {asserts}")
     return parser
@@ -70,21 +66,18 @@ def start(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def finish(
-    args: argparse.Namespace, blocks: Mapping[str, str], checks: Sequence[Check] = ()
+    args: argparse.Namespace, tables: Mapping[str, str], checks: Sequence[Check] = ()
 ) -> int:
-    """Prints and writes what the options ask for; returns the exit status.
+    """Print the command, the machine, the tables and the checks; return the exit status.
 
     Args:
         args: what `start` returned.
-        blocks: text by the name of its block.
+        tables: Markdown by title.
         checks: the conditions; with `--assert` the status is 1 if one does not hold.
     """
-    where = machine(args.device, args.threads)
-    for name, text in blocks.items():
-        print(f"{name}\n\n{text}\n")
-        if args.write:
-            made = f"`{args.command}` on {where}."
-            replace_block(DOCS / args.page, name, f"{made}\n\n{text}")
+    print(f"`{args.command}` on {machine(args.device, args.threads)}\n")
+    for title, text in tables.items():
+        print(f"{title}\n\n{text}\n")
     for check in checks:
         print(f"{'holds' if check.holds else 'BROKEN'}: {check.sentence}")
     return 1 if args.asserted and not all(check.holds for check in checks) else 0

@@ -1,6 +1,6 @@
 """Counts what one training step communicates: bf16, fp8_dist, and torchao where it is installed.
 
-    python -m scripts.measure.communication --assert --write
+    python -m scripts.measure.communication --assert
 
 Starts 2 and then 4 ranks on this machine (gloo, CPU), which train a tiny Llama. The counted step is
 the second one: forward, backward, optimizer and precompute. Counts and sizes of buffers depend on
@@ -275,12 +275,8 @@ def _at_most(ours: Row, theirs: Row) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     asserts = "a row of the library has more collectives or bytes than it should"
-    parser = make_parser(
-        "scripts.measure.communication", __doc__, "communication.md", asserts=asserts
-    )
+    parser = make_parser("scripts.measure.communication", __doc__, asserts=asserts)
     args = start(parser, argv)
-    if args.write and candidates.torchao is None:
-        parser.error("--write needs torchao, whose rows are part of the document: install it")
     rows: list[Row] = []
     for name, (dp, tp) in MESHES.items():
         by_rank = run_on_ranks(dp * tp, rows_of, name, variants(name), threads=args.threads)

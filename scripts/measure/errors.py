@@ -1,11 +1,12 @@
 """Every error message of the library, and the test that expects it.
 
-python -m scripts.measure.errors --write --assert
+    python -m scripts.measure.errors
 
-Nothing is run: the sources of the library and of the tests are read. A test expects an error if a
-string in it (or in what it uses of its module) repeats at least 17 characters of the message in a
-row. A string that fits several errors counts for the one with which it has the most in common. If
-several have the same, it counts for the one that it repeats most of.
+Prints both, and fails if an error has no test. Nothing is run: the sources of the library and of
+the tests are read. A test expects an error if a string in it (or in what it uses of its module)
+repeats at least 17 characters of the message in a row. A string that fits several errors counts for
+the one with which it has the most in common. If several have the same, it counts for the one that
+it repeats most of.
 """
 
 import ast
@@ -14,12 +15,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from scripts.common.blocks import DOCS
 from scripts.common.markdown import table
 from scripts.common.report import Check, finish, make_parser, start
 
-ROOT = DOCS.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("fp8_dist", "fsdp", "tensor_parallel")
 HOLE = "\0"  # stands for what a message takes from its case
 KINDS = ("ValueError", "TypeError", "NotImplementedError", "RuntimeError", "ImportError")
@@ -213,10 +214,8 @@ def errors_table(found: Sequence[Error], tests: dict[Error, str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser(
-        "scripts.measure.errors", __doc__, "errors.md", asserts="an error has no test"
-    )
-    args = start(parser, argv)
+    args = start(make_parser("scripts.measure.errors", __doc__), argv)
+    args.asserted = True
     found = errors()
     tests = expected_by(found)
     without = [f"{e.file}:{e.line}" for e in found if e not in tests]

@@ -1,6 +1,6 @@
 """Measures how close gradients that travel in fewer bytes stay to FSDP2's reduction in fp32.
 
-    python -m scripts.measure.gradient_sqnr --assert --write
+    python -m scripts.measure.gradient_sqnr --assert
 
 Starts 2, 3 and 4 ranks on this machine (gloo, CPU), each with its own batch. The gradients are
 those of the debug Llama at its first step, with fp32 compute unless a row says bf16. (With error
@@ -129,7 +129,7 @@ def checks(by_ranks: Mapping[int, Found]) -> list[Check]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     asserts = "the SQNR of a parameter's gradient is too low"
-    parser = make_parser("scripts.measure.gradient_sqnr", __doc__, "numerics.md", asserts=asserts)
+    parser = make_parser("scripts.measure.gradient_sqnr", __doc__, asserts=asserts)
     args = start(parser, argv)
     by_ranks = {ranks: run_on_ranks(ranks, on_ranks)[0] for ranks in RANKS}
     return finish(args, {"sqnr by transport": sqnr_table(by_ranks)}, checks(by_ranks))

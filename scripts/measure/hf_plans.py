@@ -1,6 +1,6 @@
 """Tries `hf_tp_plan` on every language model of transformers that is made from a small config.
 
-    python -m scripts.measure.hf_plans --assert --write
+    python -m scripts.measure.hf_plans --assert
     python -m scripts.measure.hf_plans --only llama qwen3 gpt_oss
 
 On 2 ranks (gloo, CPU), with sequence parallelism and without, a forward and backward of each model
@@ -202,9 +202,7 @@ def blocks(results: dict[str, list[Found] | str]) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     asserts = "a plan is wrong, or a model fails on ranks that works on one device"
-    parser = make_parser(
-        "scripts.measure.hf_plans", __doc__, "transformers_models.md", asserts=asserts
-    )
+    parser = make_parser("scripts.measure.hf_plans", __doc__, asserts=asserts)
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="types of model, such as llama")
     args = start(parser, argv)
     kinds = args.only or list(language_models())

@@ -1,6 +1,6 @@
 """Measures what forward keeps for backward, beside bf16 and torchao, and what gradients take.
 
-    python -m scripts.measure.memory --assert --write
+    python -m scripts.measure.memory --assert
 
 Counts bytes of the storages that a forward saves for its backward, and of the float8 copies of
 weights that layers keep, in the second forward, after the weights have changed. The counts depend
@@ -209,7 +209,7 @@ def checks(layers: Mapping[str, Held], depths: Mapping[str, Mapping[int, Held]])
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.measure.memory", __doc__, "memory.md", asserts="more is kept")
+    parser = make_parser("scripts.measure.memory", __doc__, asserts="more is kept")
     args = start(parser, argv)
     layers = {name: of_layer(name) for name in NAMES}
     blocks = {name: {mode: of_block(name, mode) for mode in MODES} for name in NAMES}

@@ -1,6 +1,6 @@
 """Thousands of training steps on two ranks, in every recipe in turn: does anything grow?
 
-python -m scripts.measure.soak --steps 5000 --assert --write
+python -m scripts.measure.soak --steps 5000 --assert
 
 A turn trains a small Llama in one recipe on one mesh, evaluates every tenth step, and ends with its
 model deleted. All turns run twice, in the same two processes, so that what one leaves shows in the
@@ -200,7 +200,7 @@ def checks_of(found: Sequence[Turn], kept: dict[str, tuple[int, int]]) -> list[C
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.measure.soak", __doc__, "robustness.md", asserts="anything grows")
+    parser = make_parser("scripts.measure.soak", __doc__, asserts="anything grows")
     add = parser.add_argument
     add("--steps", type=positive, default=5000, help="of all turns together; %(default)s")
     add("--compile", action="store_true", help="torch.compile each block")

@@ -1,6 +1,6 @@
 """Measures the SQNR of a linear layer's three GEMMs in each float8 recipe.
 
-    python -m scripts.measure.sqnr --assert --write
+    python -m scripts.measure.sqnr --assert
 
 Trains the reference model in bf16, records what its linear layers multiply, multiplies it again in
 float8 and compares with the product in fp64. SQNR is 20 log10(|exact| / |exact - float8|), in dB.
@@ -212,7 +212,7 @@ def block_tables(by_recipe: dict[str, ByCase]) -> dict[str, str]:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     asserts = f"a way to use one float8 copy is more than {TOLERANCE:g} dB behind two casts"
-    parser = make_parser("scripts.measure.sqnr", __doc__, "sqnr.md", asserts=asserts)
+    parser = make_parser("scripts.measure.sqnr", __doc__, asserts=asserts)
     steps = "steps that are recorded; the last one ends the training (default: 5 300)"
     parser.add_argument(
         "--at", type=positive, nargs="+", default=[5, 300], metavar="STEP", help=steps

@@ -1,6 +1,6 @@
 """Shows which collectives of a training step are issued before work that does not need them.
 
-    python -m scripts.measure.timeline --assert --write
+    python -m scripts.measure.timeline --assert
 
 Starts two ranks (gloo, CPU) that train a Llama under FSDP2 with float8 gathers, traces a step with
 torch.profiler on rank 0, and reads the order of the main thread's events. The order does not
@@ -214,7 +214,7 @@ def checks(timeline: Timeline) -> list[Check]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     asserts = "the order is another one"
-    parser = make_parser("scripts.measure.timeline", __doc__, "timeline.md", asserts=asserts)
+    parser = make_parser("scripts.measure.timeline", __doc__, asserts=asserts)
     args = start(parser, argv)
     timeline = read(run_on_ranks(RANKS, traced_step, MODEL, threads=args.threads)[0])
     blocks = {"timeline": collectives_table(timeline)}

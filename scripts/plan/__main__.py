@@ -38,7 +38,7 @@ WORLDS = (8, 64, 1024, 4096, 16_384)  # of --scale
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; errors end the process with status 2."""
-    parser = make_parser("scripts.plan", __doc__, "plan.md")
+    parser = make_parser("scripts.plan", __doc__)
     add = parser.add_argument
     add("--model", choices=MODELS, default="405b", help="default: %(default)s")
     add("--mesh", type=mesh_type, default="dp=2048,tp=8", help=f"up to {MOST_RANKS:,} ranks")
@@ -67,8 +67,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.seq_len > model.max_seq_len:
         most = f"the model's max_seq_len={model.max_seq_len}"
         parser.error(f"--seq-len {args.seq_len} is above {most}")
-    if args.write and not (args.scale or args.gradient_transport):
-        parser.error("--write needs --scale: the growth table is part of the page")
     return args
 
 

@@ -1,6 +1,6 @@
 """Trains the debug Llama in bf16 and with every float8 recipe, from several seeds, and compares.
 
-    python -m scripts.train.compare_recipes --write --assert
+    python -m scripts.train.compare_recipes --assert
 
 Every run is a process of its own with one thread; --jobs of them run at a time. A seed gives a run
 its weights and its data, so that the runs of one seed differ in their recipe alone: differences
@@ -34,7 +34,7 @@ FOLDED, ROWWISE = "rowwise_folded", "rowwise"
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; errors end the process with status 2, before any run starts."""
     asserts = "a recipe is too far from bf16, or rowwise_folded from rowwise"
-    parser = make_parser("scripts.train.compare_recipes", __doc__, "recipes.md", asserts=asserts)
+    parser = make_parser("scripts.train.compare_recipes", __doc__, asserts=asserts)
     parser.add_argument(
         "--recipes", nargs="+", choices=OURS, default=OURS, help="default: all of float8"
     )

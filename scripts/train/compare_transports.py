@@ -1,8 +1,8 @@
 """Trains the debug Llama with each transport of its sums over ranks, from several seeds; compares.
 
-    python -m scripts.train.compare_transports --assert --write
-    python -m scripts.train.compare_transports --of fp32-compute --assert --write
-    python -m scripts.train.compare_transports --of tensor-parallel --assert --write
+    python -m scripts.train.compare_transports --assert
+    python -m scripts.train.compare_transports --of fp32-compute --assert
+    python -m scripts.train.compare_transports --of tensor-parallel --assert
 
 The sums are those of FSDP2's gradients on 4 ranks, after a backward in bf16 or, with fp32-compute,
 in fp32; or those of tensor parallelism on 2 ranks, in tensorwise. Ranks run under torchrun, one
@@ -90,9 +90,7 @@ COMPARISONS = {
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; errors end the process with status 2, before any run starts."""
     asserts = "bf16 (float8, of tensor parallelism) is too far from the reference"
-    parser = make_parser(
-        "scripts.train.compare_transports", __doc__, "numerics.md", asserts=asserts
-    )
+    parser = make_parser("scripts.train.compare_transports", __doc__, asserts=asserts)
     jobs = max((os.cpu_count() or 1) // 4, 1)
     add_options(parser, steps=1000, jobs=jobs, out=Path("runs/transports"))
     parser.add_argument("--of", choices=COMPARISONS, default="gradients", help="which sums")

@@ -1,6 +1,6 @@
 """Lets ranks of training runs fail, and checks that the runs survive without losing anything.
 
-    python -m scripts.train.fault_test --write
+    python -m scripts.train.fault_test
 
 Every run trains the debug Llama with `--checkpoint-every` and `--resume auto`, under the launcher
 of torchrun, and has one fault: a rank is killed in a gather, in the update of scales, in backward
@@ -157,7 +157,7 @@ def names_of_faults() -> list[str]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; errors end the process with status 2."""
-    parser = make_parser("scripts.train.fault_test", __doc__, "restarts.md")
+    parser = make_parser("scripts.train.fault_test", __doc__)
     add = parser.add_argument
     add("--ranks", type=positive, default=2)
     add("--kills", type=positive, default=20, help="runs whose rank is killed; %(default)s")

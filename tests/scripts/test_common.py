@@ -1,10 +1,8 @@
-"""scripts/common: blocks of documents, tables, metrics, ranks, reports, models."""
+"""scripts/common: tables, metrics, ranks, reports, models."""
 
 import atexit
 import dataclasses
 import os
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,75 +14,14 @@ from torch.multiprocessing import ProcessRaisedException
 
 from fp8_dist.debug import comm_audit
 from scripts.common import models, report
-from scripts.common.blocks import read_block, replace_block
 from scripts.common.candidates import BF16, OURS, TORCHAO
-from scripts.common.llama import Block, LlamaConfig
+from scripts.common.llama import LlamaConfig
 from scripts.common.markdown import table
 from scripts.common.metrics import sqnr
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check
 
 TINY = LlamaConfig(64, 2, 4, 4, 128, vocab_size=256, max_seq_len=16)
-
-
-def test_blocks(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Before.\n\n<!-- begin a: python -m a --write -->\n<!-- end a -->\n\nBetween.\n\n"
-        "<!-- begin a b -->\n\nstays\n\n<!-- end a b -->\n\nAfter.\n"
-    )
-    for text in ("old\n", "| new |\n| --- |"):
-        replace_block(page, "a", text)
-        assert read_block(page, "a") == text.strip()
-    assert read_block(page, "a b") == "stays"
-    assert_expected_inline(
-        page.read_text(),
-        """\
-Before.
-
-<!-- begin a: python -m a --write -->
-
-| new |
-| --- |
-
-<!-- end a -->
-
-Between.
-
-<!-- begin a b -->
-
-stays
-
-<!-- end a b -->
-
-After.
-""",
-    )
-
-
-@pytest.mark.parametrize(
-    ("document", "counts"),
-    [
-        ("", "0 begin and 0 end"),
-        ("<!-- begin a: b -->\n", "1 begin and 0 end"),
-        ("<!-- begin a -->\n<!-- begin a: b -->\n<!-- end a -->\n", "2 begin and 1 end"),
-        ("<!-- end a -->\n<!-- begin a -->\n", "1 begin and 1 end"),
-    ],
-)
-def test_blocks_need_one_pair_of_markers(document: str, counts: str, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(document)
-    with pytest.raises(ValueError, match=rf"page\.md: block 'a' has {counts} markers"):
-        replace_block(page, "a", "text")
-    assert page.read_text() == document
-
-
-def test_blocks_of_the_documents_are_complete() -> None:
-    for page in report.DOCS.glob("*.md"):
-        for name in re.findall(
-            r"^<!-- (?:begin|end) ([^:]+?)(?:: .*)? -->$", page.read_text(), re.M
-        ):
-            assert read_block(page, name), (page, name)
 
 
 def test_tables() -> None:
@@ -158,30 +95,17 @@ def test_the_error_of_a_rank_is_told() -> None:
     ("asserted", "holds", "status"), [(False, False, 0), (True, True, 0), (True, False, 1)]
 )
 def test_reports(
-    asserted: bool,
-    holds: bool,
-    status: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    asserted: bool, holds: bool, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "DOCS", tmp_path)
-    page = tmp_path / "page.md"
-    before = "<!-- begin a -->\n<!-- end a -->\n"
-    page.write_text(before)
+    parser = report.make_parser("scripts.some", None, repeat=1, asserts="it fails")
+    args = report.start(parser, ["--threads=1", *["--assert"] * asserted])
     checks = [Check("first", True), Check("second", holds)]
-    for option in ("--threads=1", "--write"):
-        parser = report.make_parser(
-            "scripts.some", "A measurement.", "page.md", repeat=1, asserts="it fails"
-        )
-        args = report.start(parser, [option, *["--assert"] * asserted])
-        assert report.finish(args, {"a": "| table |"}, checks) == status
-        printed = capsys.readouterr().out
-        assert "a\n\n| table |\n" in printed
-        assert f"holds: first\n{'holds' if holds else 'BROKEN'}: second\n" in printed
-        assert (page.read_text() == before) is (option != "--write")
-    command = f"`python -m scripts.some --write{' --assert' * asserted}`"
-    assert read_block(page, "a") == f"{command} on {report.machine('cpu', 1)}.\n\n| table |"
+    assert report.finish(args, {"title": "| table |"}, checks) == status
+    printed = capsys.readouterr().out
+    command = f"`python -m scripts.some --threads=1{' --assert' * asserted}`"
+    assert printed.startswith(f"{command} on {report.machine('cpu', 1)}\n")
+    assert "title\n\n| table |\n" in printed
+    assert f"{'holds' if holds else 'BROKEN'}: second\n" in printed
 
 
 def gathered(name: str, dp: int, tp: int) -> dict[str, int]:
@@ -223,14 +147,3 @@ def test_models_on_the_meta_device() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.layers[0].attention.wq.config.amax_scope == "rank"
     assert type(model.output) is torch.nn.Linear
-
-
-def test_compiled_models_have_graphs_of_their_own() -> None:
-    codes = [Block.forward.__code__]
-    for name in (BF16, "tensorwise", "rowwise"):
-        model = models.build(name, TINY, compiled=True)
-        first, *others = (block.forward.__func__.__code__ for block in model.layers)
-        assert all(code is first for code in others)
-        assert all(first is not code for code in codes)
-        assert all(block._compiled_call_impl is not None for block in model.layers)
-        codes.append(first)

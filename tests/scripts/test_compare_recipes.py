@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from scripts.common.blocks import read_block
 from scripts.train import compare_recipes
 from scripts.train.compare_recipes import checks, parse
 from scripts.train.seeded_runs import Losses, results_table, train
@@ -20,10 +19,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_run(documents, capsys):
-    assert compare_recipes.main([*QUICK.split(), "--jobs", "2", "--write", "--assert"]) == 0
-    assert "holds: tensorwise differs from bf16 by" in capsys.readouterr().out
-    assert "| tensorwise |" in read_block(documents / "recipes.md", "losses")
+def test_a_run(capsys):
+    assert compare_recipes.main([*QUICK.split(), "--jobs", "2", "--assert"]) == 0
+    assert "| tensorwise |" in capsys.readouterr().out
     metrics = [path.read_text() for path in Path("runs/recipes").glob("*/metrics.jsonl")]
     assert len(set(metrics)) == 4, "seeds and recipes differ"
 

@@ -2,14 +2,12 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 import torch.distributed as dist
-from expecttest import assert_expected_inline
 from ranks import RankPool, RankPools, device_mesh
 
-from scripts.common.blocks import read_block
 from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS, LlamaConfig
 from scripts.plan import __main__ as plan
@@ -17,19 +15,12 @@ from scripts.plan import run
 from scripts.plan.step import (
     ERRORS,
     PEER,
-    Collectives,
     Gradients,
     Plan,
     Step,
     make_hierarchy,
     make_mesh,
     run_step,
-)
-from scripts.plan.tables import (
-    collectives_table,
-    differences_table,
-    growth_table,
-    memory_table,
 )
 from scripts.plan.world import fake_world
 
@@ -152,40 +143,6 @@ def test_gradients_that_travel_in_fewer_bytes(planned: list[Step]) -> None:
     assert rounded < kept.memory[ERRORS] < 1.05 * rounded
 
 
-def row(op: str, axis: str, count: int, nbytes: int, dtype: str = "bfloat16") -> Collectives:
-    return Collectives("forward", op, axis, dtype, count, nbytes)
-
-
-def test_tables() -> None:
-    rows = [row("all_gather", "dp", 2, 4000, "float8_e4m3fn"), row("all_gather", "dp", 0, 24)]
-    first = Plan(SMALL, DP_TP, "tensorwise", 2, 32)
-    runs = [
-        (first, Step(rows, {"parameters": 1234, "gradients": 5})),
-        (replace(first, variant="bf16"), Step([], {"parameters": 1234, "gradients": 0})),
-    ]
-    shown = [collectives_table(runs), memory_table(runs), growth_table(runs)]
-    assert_expected_inline(
-        "\n\n".join(shown),
-        """\
-| phase          | axis | op         | dtype         |  tensorwise |
-| -------------- | ---- | ---------- | ------------- | ----------: |
-| forward        | dp   | all_gather | bfloat16      |    + (24 B) |
-| forward        | dp   | all_gather | float8_e4m3fn | 2 (4,000 B) |
-| all of forward |      |            |               | 2 (4,024 B) |
-| all            |      |            |               | 2 (4,024 B) |
-
-| bytes on rank 0 | tensorwise |  bf16 |
-| --------------- | ---------: | ----: |
-| parameters      |      1,234 | 1,234 |
-| gradients       |          5 |     0 |
-
-| ranks | mesh      | variant    | all_gather | reduce_scatter | all_reduce | of them precompute | float8 GB | all GB | precompute bytes |
-| ----- | --------- | ---------- | ---------: | -------------: | ---------: | -----------------: | --------: | -----: | ---------------: |
-| 4     | dp=2,tp=2 | tensorwise |          2 |              0 |          0 |                  0 |       0.0 |    0.0 |                0 |
-| 4     | dp=2,tp=2 | bf16       |          0 |              0 |          0 |                  0 |       0.0 |    0.0 |                0 |""",
-    )
-
-
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The message that the script ends with."""
     with pytest.raises(SystemExit, match=r"^2$"):
@@ -203,7 +160,6 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("--mesh shard=2", "argument --mesh: shard=2: 'shard=2' is not dp=SIZE or tp=SIZE"),
         ("--seq-len 8193", "--seq-len 8193 is above the model's max_seq_len=8192"),
         ("--batch-size 0", "argument --batch-size: 0 is not positive"),
-        ("--write", "--write needs --scale: the growth table is part of the page"),
         ("--nodes 2", "--nodes needs --gradient-transport"),
         ("--error-feedback", "--error-feedback needs --gradient-transport"),
         ("--reduce-transport bf16", "--reduce-transport needs --gradient-transport"),
@@ -229,37 +185,42 @@ def test_options_that_are_refused(
     assert refused(capsys, *argv.split()) == message
 
 
-def test_a_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], documents: Path
-) -> None:
+def tables_of(printed: str) -> dict[str, list[list[str]]]:
+    """The cells of what a run prints, by title; without headings."""
+    parts = printed.split("\n\n")
+    return {
+        title.strip(): [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+        for title, text in pairwise(parts)
+        if text.startswith("|") and (lines := text.splitlines()[2:])
+    }
+
+
+def test_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(MODELS, "debug", SMALL)
     monkeypatch.setattr(plan, "WORLDS", (8,))
-    argv = ["--model", "debug", "--mesh", "dp=2,tp=2", "--seq-len", "16", "--scale", "--write"]
+    argv = ["--model", "debug", "--mesh", "dp=2,tp=2", "--seq-len", "16", "--scale"]
     assert plan.main(argv) == 0
-    shown, page = capsys.readouterr().out, documents / "plan.md"
-    for name in ("model", "collectives", "memory", "growth"):
-        assert read_block(page, name).partition("\n\n")[2] in shown
-    growth = [[c.strip() for c in x.split("|")] for x in read_block(page, "growth").splitlines()]
-    assert [tuple(line[1:4]) for line in growth[4:]] == [
+    found = tables_of(capsys.readouterr().out)
+    assert found.keys() == {"collectives", "memory", "growth"}
+    growth = found["growth"]
+    assert [tuple(line[:3]) for line in growth] == [
         (ranks, mesh, variant)
         for ranks, mesh in (("4", "dp=2,tp=2"), ("8", "dp=4,tp=2"))
         for variant in ("tensorwise", "bf16", *PEERS)
     ]
     # One all-reduce of a number per weight, at both sizes.
-    assert [line[7] for line in growth[4:] if line[3] == "tensorwise"] == ["1", "1"]
-    assert [line[10] for line in growth[4:] if line[3] == "tensorwise"] == [str(4 * 14)] * 2
+    assert [line[6] for line in growth if line[2] == "tensorwise"] == ["1", "1"]
+    assert [line[9] for line in growth if line[2] == "tensorwise"] == [str(4 * 14)] * 2
 
 
 def test_a_run_of_gradients(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], documents: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(MODELS, "debug", SMALL)
-    argv = "--model debug --mesh dp=8,tp=2 --seq-len 16 --write --gradient-transport bf16 float8"
+    argv = "--model debug --mesh dp=8,tp=2 --seq-len 16 --gradient-transport bf16 float8"
     more = "--nodes 4 --error-feedback --reduce-transport float8"
     assert plan.main([*argv.split(), *more.split()]) == 0
-    shown = read_block(documents / "plan.md", "gradients").partition("\n\n")[2]
-    assert shown in capsys.readouterr().out
-    cells = [[cell.strip() for cell in line.split("|")][1:-1] for line in shown.splitlines()[2:]]
+    cells = tables_of(capsys.readouterr().out)["gradients"]
     assert [line[0] for line in cells] == [
         "tensorwise",
         "tensorwise, bf16 gradients",
@@ -268,51 +229,13 @@ def test_a_run_of_gradients(
         "tensorwise, float8 gradients, error feedback",
         "tensorwise, float8 gradients, float8 in TP",
     ]
-    found = [[own.split(":")[0] for own in line[1].split("; ")] for line in cells]
-    float8 = "float8_e4m3fn + float32 + uint8"
-    assert found == [
-        ["reduce_scatter tp bfloat16", "reduce_scatter dp float32"],
-        ["all_to_all dp bfloat16 + float32"],
-        [f"all_to_all dp {float8}"],
-        [f"all_to_all local {float8}", f"all_to_all node {float8}"],
-        [f"all_to_all dp {float8}"],
-        [
-            "all_to_all tp float8_e4m3fn + uint8",
-            "reduce_scatter tp bfloat16",
-            f"all_to_all dp {float8}",
-        ],
-    ]
     total = [int(line[3].replace(",", "")) for line in cells]
     assert total[0] > total[1] > total[3] > total[2] == total[4] > total[5]
 
 
 def test_a_plan_of_fewer_blocks() -> None:
-    sizes = plan.parse(["--layers", "2"]).sizes
-    assert sizes == replace(MODELS["405b"], n_layers=2)
-    assert {each.model.n_layers for each in plan.plans_of(plan.parse(["--layers", "3"]))} == {3}
+    assert plan.parse(["--layers", "2"]).sizes == replace(MODELS["405b"], n_layers=2)
     assert plan.parse([]).sizes == MODELS["405b"]
-
-
-def test_table_of_differences() -> None:
-    first = Plan(SMALL, DP, "tensorwise", 2, 32)
-    nodes = replace(first, gradients=Gradients("float8", nodes=2))
-    gather = row("all_gather", "dp", 2, 6000)
-    stages = [
-        row("all_to_all", "local", 2, 400, "uint8"),
-        row("all_to_all", "node", 2, 200, "uint8"),
-    ]
-    runs = [
-        (first, Step([gather, row("reduce_scatter", "dp", 2, 4000, "float32")], {})),
-        (nodes, Step([gather, *stages], {ERRORS: 1010})),
-    ]
-    assert_expected_inline(
-        differences_table(runs),
-        """\
-| variant                               | its own collectives                                                 | mean bytes for a rank | bytes of all collectives | of the first | errors kept, B |
-| ------------------------------------- | ------------------------------------------------------------------- | --------------------: | -----------------------: | -----------: | -------------: |
-| tensorwise                            | reduce_scatter dp float32: 2 (4,000 B)                              |                   500 |                   10,000 |        1.000 |              0 |
-| tensorwise, float8 gradients, 2 nodes | all_to_all local uint8: 2 (400 B); all_to_all node uint8: 2 (200 B) |               100; 50 |                    6,600 |        0.660 |          1,010 |""",
-    )
 
 
 def test_a_run_that_torchao_cannot_make(monkeypatch: pytest.MonkeyPatch) -> None:

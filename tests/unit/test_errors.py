@@ -26,10 +26,8 @@ from fp8_dist import (
 from fp8_dist.kernels.gemm import _native
 from fp8_dist.kernels.transposing import transposed_copy
 from fp8_dist.mesh.rules import linear_layouts
-from scripts.common.blocks import DOCS, read_block
-from scripts.measure.errors import Error, errors, errors_table, expected_by, grams, pieces
+from scripts.measure.errors import ROOT, Error, errors, expected_by, grams, pieces
 
-ROOT = DOCS.parent
 AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 BYTES = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
 E5M2 = torch.zeros(16, 16, dtype=torch.float8_e5m2)
@@ -133,16 +131,14 @@ def test_a_torch_that_is_not_known() -> None:
     assert "ImportError: fp8_dist needs torch >= 2.11, and does not know torch" in done.stderr
 
 
-def test_every_error_has_a_test_and_is_on_the_page() -> None:
+def test_every_error_has_a_test() -> None:
     found = errors()
     tests = expected_by(found)
     without = [f"{error.file}:{error.line}" for error in found if error not in tests]
     assert without == []
-    page = read_block(DOCS / "errors.md", "errors")
-    assert page.endswith(errors_table(found, tests)), "python -m scripts.measure.errors --write"
 
 
-def test_every_test_on_the_page_exists() -> None:
+def test_the_tests_that_are_found_exist() -> None:
     for test in expected_by(errors()).values():
         file, _, name = test.partition("::")
         functions = ast.walk(ast.parse((ROOT / file).read_text()))

@@ -1,0 +1,362 @@
+"""The measurements: their figures on small cases, and that they notice what they are there for."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool, RankPools, device_mesh
+
+from fp8_dist import CastConfig, cast_to_float8
+from fp8_dist.debug import comm_audit
+from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.common.llama import LlamaConfig
+from scripts.common.metrics import sqnr
+from scripts.common.models import build
+from scripts.common.saved_bytes import OTHER, saved_bytes
+from scripts.measure import (
+    block_ways,
+    communication,
+    errors,
+    folds,
+    gradient_memory,
+    gradient_sqnr,
+    hf_plans,
+    memory,
+    operands,
+    soak,
+    timeline,
+)
+from scripts.measure import sqnr as sqnr_script
+from scripts.measure.communication import FOLDED, FSDP, MESHES, OURS_PRECOMPUTED, TP, Row
+from scripts.measure.memory import SHARD, WEIGHT, Held
+
+CASES = operands.stress_cases(1, m=96, k=64, n=80)
+TINY = LlamaConfig(64, 2, 4, 4, 128, vocab_size=256, max_seq_len=16)
+Events = list[dict[str, Any]]
+
+
+def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the measurement that takes least."""
+    assert errors.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "`python -m scripts.measure.errors` on " in printed
+    assert "| `ValueError` " in printed
+
+
+# Communication
+
+
+def our_rows(name: str) -> list[Row]:
+    dp, tp = MESHES[name]
+    chosen = [v for v in communication.variants(name) if v in communication.VARIANTS]
+    return communication.rows_of(name, chosen, device_mesh(dp=dp, tp=tp))
+
+
+def test_collectives_of_a_step(ranks: RankPools) -> None:
+    rows: list[Row] = []
+    for name, (dp, tp) in MESHES.items():
+        rows += ranks(dp * tp).run_same(our_rows, name)
+    assert all(check.holds for check in communication.checks(rows))
+    known = {(row.mesh, row.variant): row for row in rows}
+    for key, change in (
+        ((FSDP, OURS_PRECOMPUTED.name), {"precompute": 2}),
+        ((FSDP, FOLDED.name), {"counts": known[FSDP, FOLDED.name].counts | {"all_reduce": 1}}),
+        ((TP, FOLDED.name), {"amax": 29}),
+    ):
+        changed = known | {key: known[key]._replace(**change)}  # type: ignore[arg-type]
+        assert not all(c.holds for c in communication.checks([*changed.values()])), key
+
+
+@pytest.fixture(scope="module")
+def traced(ranks: RankPools) -> Events:
+    return ranks(2).run(timeline.traced_step, TINY)[0]
+
+
+def collectives_of_a_step() -> int:
+    mesh = device_mesh(dp=2, tp=1)
+    step = timeline.make_step(TINY, mesh)
+    step()
+    with comm_audit(mesh) as audit:
+        step()
+    return audit.count()
+
+
+def test_order_of_collectives(ranks: RankPools, traced: Events) -> None:
+    found = timeline.read(traced)
+    assert len(found.collectives()) == ranks(2).run(collectives_of_a_step)[0]
+    assert all(check.holds for check in timeline.checks(found))
+
+
+def named(events: Events, name: str) -> dict[str, Any]:
+    """The first event of a name within the step."""
+    (step,) = (e for e in events if e["name"] == "step")
+    during = (e for e in events if e["name"] == name and e["ts"] >= step["ts"])
+    return min(during, key=lambda e: e["ts"])
+
+
+def test_a_wait_in_precompute_is_noticed(traced: Events) -> None:
+    events = copy.deepcopy(traced)
+    issue = named(events, "_c10d_functional::all_reduce")
+    named(events, timeline.WAIT).update(ts=issue["ts"] + issue["dur"], dur=0.001)
+    assert not all(check.holds for check in timeline.checks(timeline.read(events)))
+
+
+def test_a_gather_that_is_used_at_once_is_noticed(traced: Events) -> None:
+    events = copy.deepcopy(traced)
+    gather = named(events, "FSDP::all_gather (layers.1)")
+    used = named(events, "FSDP::all_gather_copy_out (layers.1)")
+    used["ts"] = gather["ts"] + gather["dur"] + 0.001
+    assert not all(check.holds for check in timeline.checks(timeline.read(events)))
+
+
+# Accuracy
+
+
+def test_operands_of_a_training_run() -> None:
+    recorded = operands.record([1, 2], 0)
+    linears = operands.recorded_linears()
+    assert [*recorded] == [operands.Place(name, step) for step in (1, 2) for name in linears]
+    place = operands.Place(linears[0], 2)
+    figures = {place: sqnr_script.measure(recorded[place])}
+    for name, by_gemm in figures[place].items():
+        assert all(value > 20 for value in by_gemm.values()), name
+    assert all(check.holds for check in sqnr_script.checks(figures, {}))
+    for behind in (0.11, float("nan")):
+        row = figures[place]
+        worse = row["rowwise_folded"] | {"output": row["rowwise"]["output"] - behind}
+        doctored = {place: row | {"rowwise_folded": worse}}
+        assert not all(check.holds for check in sqnr_script.checks(doctored, {}))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_simulated_casts_are_what_the_library_does(case: str) -> None:
+    def library(recipe: str) -> dict[str, torch.Tensor]:
+        return sqnr_script.products(CASES[case], sqnr_script.configs()[recipe])
+
+    for way, recipe in (("ours", "rowwise_folded"), ("rowwise", "rowwise")):
+        results = library(recipe)
+        for gemm, expected in zip(
+            ("grad_input", "grad_weight"), folds.gradients(CASES[case])[way], strict=True
+        ):
+            assert sqnr(expected, results[gemm]) > 100, (recipe, gemm)
+    for recipe, blocks in block_ways.RECIPES.items():
+        simulated = block_ways.products(CASES[case], *blocks)[block_ways.ONE_COPY]
+        for gemm, result in library(recipe).items():
+            assert sqnr(simulated[gemm], result) > 100, (recipe, gemm)
+
+
+def test_the_ways_differ_where_the_documents_say_so() -> None:
+    cases = operands.stress_cases(0)
+    for case, lost in (
+        (operands.ZERO_ROWS, {"chained"}),
+        (operands.OUTPUT_CHANNELS, {"ours", "chained"}),
+    ):
+        by_way = folds.fold_figures(cases[case])
+        worst = "worst rows of grad_weight"
+        assert {way for way in by_way if by_way[way][worst] < 5} == lost
+    square = block_ways.block_figures(cases[operands.TOKENS], "mxfp8")[block_ways.SQUARE]
+    assert square["worst tokens of output"] < 10
+
+
+def test_gradients_on_the_wire(ranks: RankPools) -> None:
+    for world_size in (2, 4):
+        found = ranks(world_size).run_same(gradient_sqnr.on_ranks)
+        assert all(check.holds for check in gradient_sqnr.checks({world_size: found}))
+        assert found["float8, stochastic rounding"][1] < found["float8"][1] < found["bf16"][1]
+        assert found["float8, error feedback"][1] < found["float8"][1]
+        for low in (29.9, float("nan")):
+            checks = gradient_sqnr.checks({2: found | {"float8": (low, 40.0)}})
+            assert not all(check.holds for check in checks)
+
+
+# Memory
+
+
+def test_what_autograd_saves() -> None:
+    parameter = torch.ones(4, 2, requires_grad=True)
+    leaf = torch.ones(3, 4, requires_grad=True)
+    freed: list[torch.Tensor] = []
+
+    def forward() -> torch.Tensor:
+        x = leaf * 1
+        y = (x @ parameter).exp()  # saves x, the parameter, and its result
+        same = y.view(6).sin()  # y again
+        gathered = torch.ones(6)
+        freed.append(gathered)
+        return same * gathered  # and this
+
+    saved = saved_bytes(forward, {12: WEIGHT})
+    x, y = 4 * 12, 4 * 6
+    assert saved == {WEIGHT: x, OTHER: 4 * 8 + y + y}
+    assert saved_bytes(forward, {}, [parameter]) == {OTHER: x + y + y}
+
+    def freeing() -> torch.Tensor:
+        output = forward()
+        freed[-1].untyped_storage().resize_(0)  # as FSDP2 frees what it gathered
+        return output
+
+    assert saved_bytes(freeing, {}, [parameter]) == {OTHER: x + y}
+    copies = [torch.ones(8, dtype=torch.uint8), freed[0]]
+    cached = saved_bytes(freeing, {8: SHARD}, [parameter], lambda: copies)
+    assert cached == {OTHER: x + y + y, SHARD: 8}
+
+
+def test_wrappers_are_what_they_hold() -> None:
+    leaf = torch.ones(4, 16, requires_grad=True)
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(cast_to_float8(x, CastConfig()))
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError
+
+    saved = saved_bytes(lambda: Saves.apply(leaf), {64: WEIGHT})
+    assert saved == {WEIGHT: 64, OTHER: 4}  # bytes, and a scale
+
+
+def test_memory_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's float8 GEMM, which torchao's layers call, takes seconds for larger ones on a CPU.
+    monkeypatch.setattr(memory, "ROWS", 128)
+    monkeypatch.setattr(memory, "FEATURES", 256)
+    kept = {name: memory.of_layer(name) for name in (BF16, *OURS, *TORCHAO)}
+    x, w = memory.ROWS * memory.FEATURES, memory.FEATURES**2
+    for name, held in kept.items():
+        if name in OURS and name != memory.HIGH_PRECISION_INPUT:
+            assert x <= held[OTHER] <= memory.LIMIT * 2 * x, name
+        else:
+            assert 2 * x <= held[OTHER] <= 2.02 * x, name
+        assert held[WEIGHT] in ((w, 2 * w) if name in OURS else (0,)), name
+
+
+def test_memory_of_checkpointed_blocks() -> None:
+    for name in (BF16, "tensorwise"):
+        plain, selective, full = (memory.of_block(name, mode)[OTHER] for mode in memory.MODES)
+        assert plain > 1.5 * selective > 1.5 * full
+
+
+def test_sizes_tell_kinds_apart() -> None:
+    """No activation, nor embedding, has as many elements as a weight or a shard of one."""
+    config = memory.CONFIG
+    sizes = memory.weight_sizes(memory.Block(config))
+    sizes |= {size // memory.RANKS for size in sizes}
+    for batch in (memory.BATCH, memory.BATCH // memory.RANKS):
+        tokens = batch * memory.SEQUENCE
+        heads = batch * config.n_heads * memory.SEQUENCE
+        activations = {tokens, heads, heads * config.head_dim // 2}
+        activations |= {tokens * width for width in (config.dim, config.ffn_dim, config.vocab_size)}
+        assert not activations & sizes
+    embedding = config.vocab_size * config.dim
+    assert not {embedding, embedding // memory.RANKS} & sizes
+
+
+def test_memory_of_models(ranks: RankPools) -> None:
+    found = ranks(2).run_same(memory.of_depths, (BF16, "tensorwise"), (1, 2, 3))
+    weights = sum(p.numel() for p in memory.Block(memory.CONFIG).parameters() if p.ndim > 1)
+    assert {*memory.per_layer(found["tensorwise"], SHARD)} == {weights // 2}
+    assert {*memory.per_layer(found[BF16], SHARD)} == {0}
+    for by_depth in found.values():
+        added = memory.per_layer(by_depth, OTHER)
+        assert added[0] == added[1] > 0
+        assert all(held[WEIGHT] == 0 for held in by_depth.values())
+
+
+def kept_unsharded() -> Held:
+    """What a block keeps that FSDP2 does not reshard after its forward."""
+    model = build(BF16, memory.CONFIG, device_mesh(dp=2, tp=1))
+    model.layers[0].set_reshard_after_forward(False)
+    tokens = torch.randint(256, (1, memory.SEQUENCE))
+    kinds = dict.fromkeys(memory.weight_sizes(memory.Block(memory.CONFIG)), WEIGHT)
+    return memory.kept_by(lambda: model(tokens), model, kinds)
+
+
+def test_an_unsharded_weight_is_noticed(ranks: RankPools) -> None:
+    weights = sum(p.numel() for p in memory.Block(memory.CONFIG).parameters() if p.ndim > 1)
+    assert [held[WEIGHT] for held in ranks(2).run(kept_unsharded)] == [2 * weights] * 2
+
+
+def test_memory_of_gradients(ranks: RankPools) -> None:
+    found = ranks(2).run_same(gradient_memory.of_gradients, memory.CONFIG)
+    weights = sum(p.numel() for p in memory.Block(memory.CONFIG).parameters() if p.ndim > 1)
+    assert [each.kept / weights for each in found.values()] == [0, 0, 0, pytest.approx(1 + 1 / 128)]
+    # A message that is sent, and one that is received.
+    for way, each in found.items():
+        assert each.buffers > weights * {"fp32": 4, "bf16": 4}.get(way, 2), way
+    assert all(check.holds for check in gradient_memory.checks_of_gradients(found))
+    more = {name: each._replace(kept=2 * weights) for name, each in found.items()}
+    assert not any(check.holds for check in gradient_memory.checks_of_gradients(more))
+
+
+def test_peak_of_what_is_allocated() -> None:
+    def function() -> None:
+        first = torch.zeros(1000)
+        for _ in range(3):
+            torch.zeros(5000).sum()
+        first.add_(1)
+
+    # Results of one element are allocated in lines of 64 bytes.
+    assert gradient_memory.peak_bytes(function) == pytest.approx(4 * 6000, abs=128)
+
+
+# Soak
+
+
+def test_nothing_grows() -> None:
+    pool = RankPool(2)  # of its own: other tests leave collectives that nobody has waited for
+    try:
+        results = pool.run(soak.soak, 120, False, ["tensorwise", "delayed"])
+    finally:
+        pool.close()
+    for found, kept in results:
+        assert len(found) == 12
+        broken = [c.sentence for c in soak.checks_of(found, kept) if not c.holds]
+        # Resident memory moves by itself in so few steps.
+        assert [sentence for sentence in broken if "resident memory" not in sentence] == []
+
+
+def test_what_a_soak_notices() -> None:
+    usage = soak.Usage(rss=400, tensors=100, entries=20, works=0, graphs=2)
+
+    def broken(late: soak.Usage, kept: dict[str, tuple[int, int]]) -> int:
+        checks = soak.checks_of([("tensorwise", "dp=2", usage, late)], kept)
+        return sum(not check.holds for check in checks)
+
+    assert broken(usage, {"table": (3, 3)}) == 0
+    assert broken(usage, {"fp8_dist.warn._warned": (3, 4)}) == 1
+    for more in ({"rss": 500}, {"tensors": 101}, {"entries": 21}, {"graphs": 3}, {"works": 1}):
+        assert broken(dataclasses.replace(usage, **more), {}) == 1
+
+
+def test_tables_of_modules_classes_and_caches_are_found() -> None:
+    found = soak.tables()
+    assert "fp8_dist.warn._warned" in found
+    assert "fp8_dist.linear.operands.plan_operand (cache)" in found
+
+
+# Plans of transformers' models
+
+
+def test_plans_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hf_plans.main(["--assert", "--only", "llama", "olmo", "bert", "gemma3"]) == 0
+    planned, without, untried = (
+        part.partition("\n\n")[2] for part in capsys.readouterr().out.split("models ")[1:4]
+    )
+    llama, olmo = planned.splitlines()[2:4]
+    assert llama.startswith("| LlamaForCausalLM ")
+    assert llama.count(" dB ") == 2
+    assert "refused: " in olmo
+    assert "BertLMHeadModel" in without
+    assert "Gemma3ForConditionalGeneration" in untried
+
+
+def test_a_wrong_plan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [hf_plans.Found("wrong", "6 / 5 dB"), hf_plans.Found("right", "120 / 40 dB")]
+    monkeypatch.setattr(hf_plans, "run_on_ranks", lambda *_, **__: [{"llama": found}] * 2)
+    assert hf_plans.main(["--assert", "--only", "llama"]) == 1
+    with pytest.raises(SystemExit):
+        hf_plans.main(["--only", "llama", "no_such_model"])
