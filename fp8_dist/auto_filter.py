@@ -179,7 +179,7 @@ def auto_filter(
     :func:`fp8_dist.skip_head` leaves it out (heads, low-rank adapters); if a local dim is not a
     multiple of 16 (a GPU's float8 GEMM needs that); if a rank holds nothing of it; or if its
     smallest local part is within one of its recipe's limits in ``TOO_SMALL``. The number of tokens
-    and what communication saves are not considered. ``docs/auto_filter.md`` explains the limits and
+    and what communication saves are not considered. ``docs/support.md`` has the limits and
     says how to measure a device.
 
     Args:

@@ -125,7 +125,7 @@ def load(
 
 def _of_docs() -> dict[str, Any]:
     """The functions that docs/state.md shows."""
-    (shown,) = re.findall(r"^  ```python\n(.*?)^  ```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
+    (shown,) = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
-    exec(re.sub(r"^  ", "", shown, flags=re.MULTILINE), names)
+    exec(shown, names)
     return names
