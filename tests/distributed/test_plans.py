@@ -513,7 +513,8 @@ def plan_of_the_page(code: str) -> tuple[float, list[int]]:
 
 def test_the_plan_that_the_page_writes_out(ranks: RankPools) -> None:
     page = Path(__file__).parents[2] / "docs/tensor_parallel.md"
-    (code,) = re.findall(r"```python\n(import torch\n.*?)```", page.read_text(), re.DOTALL)
+    program = r"```python\n(import torch\nimport torch\.nn as nn\n.*?)```"
+    (code,) = re.findall(program, page.read_text(), re.DOTALL)
     for close, gathers in ranks(2).run(plan_of_the_page, code):
         assert close > 60
         assert gathers == [2, 2]  # the input of each block, and the gradient of its output

@@ -1,11 +1,15 @@
 """PEFT's LoRA beside a float8 base: training, and merges, which write through ``.data``."""
 
+import re
+from contextlib import chdir
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from nets import Net
+from nets import Net, full
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from ranks import RankPools, device_mesh
 from reference import same_bits
@@ -19,6 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from trainer_runs import dataset, llama
+from transformers import LlamaForCausalLM
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -163,3 +169,39 @@ def test_merges_are_seen(ranks: RankPools, recipe: str) -> None:
     for way, losses in ranks(2).run(all_losses, recipe)[0].items():
         found = torch.tensor(losses)
         assert ((found / expected[: len(found)] - 1).abs() < 0.05).all(), (way, found, expected)
+
+
+PAGE = (Path(__file__).parents[2] / "docs/lora.md").read_text()
+ONE_DEVICE, FSDP2 = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+(TRAINING,) = re.findall(r"^for batch in batches:\n(?: .*\n)+", ONE_DEVICE, re.MULTILINE)
+
+
+def run_block(code: str, folder: str) -> tuple[list[str], list[str]]:
+    """The float8 layers of the merged model, and which of its weights the merge has changed."""
+    code = code.replace("...  # train\n", TRAINING)
+    batches = [{key: ids[None] for key, ids in row.items()} for row in dataset(8)]
+    scope: dict[str, Any] = {"model": llama(), "batches": batches}
+    with chdir(folder):
+        exec(code, scope)
+    merged, base = scope["model"], dict(llama().named_parameters())
+    changed = [n for n, w in merged.named_parameters() if not torch.equal(full(w), base[n])]
+    return list(float8_layers(merged)), changed
+
+
+def check_merged(found: tuple[list[str], list[str]]) -> None:
+    layers, changed = found
+    assert len(layers) == 14
+    names = [f"model.layers.{i}.self_attn.{name}.weight" for i in range(2) for name in "qv"]
+    assert changed == [name.replace(".weight", "_proj.weight") for name in names]
+
+
+def test_the_page_on_one_device(tmp_path: Path) -> None:
+    check_merged(run_block(ONE_DEVICE, str(tmp_path)))
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    base = dict(llama().named_parameters())
+    assert sum(not torch.equal(w, base[name]) for name, w in saved.named_parameters()) == 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_with_fsdp2(ranks: RankPools, tmp_path: Path) -> None:
+    check_merged(ranks(2).run_same(run_block, FSDP2, str(tmp_path)))

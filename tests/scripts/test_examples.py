@@ -31,7 +31,13 @@ GATHERED = {
     },
 }
 
-PAGES = {"fsdp2_tensor_parallel": "tensor_parallel", "transformers_fsdp2": "transformers"}
+PAGES = {
+    "ddp": "fsdp2",
+    "fsdp2_tensor_parallel": "tensor_parallel",
+    "transformers_fsdp2": "transformers",
+}
+# Their pages show the table of the last step.
+SHOWN = ("fsdp2", "tensor_parallel")
 
 
 def output_of(name: str, folder: Path) -> str:
@@ -62,9 +68,11 @@ def test_it_learns(name: str, tmp_path: Path) -> None:
     gathered = {(axis, dtype): (int(n), int(b.replace(",", ""))) for axis, dtype, n, b in rows}
     assert gathered == GATHERED[name]
     table = printed.partition("Communication of the last step:\n")[2]
-    page = ROOT / "docs" / f"{PAGES.get(name, name)}.md"
-    assert f"scripts/examples/{name}.py" in page.read_text()
-    assert table in page.read_text()
+    page = (ROOT / "docs" / f"{PAGES.get(name, name)}.md").read_text()
+    assert f"scripts/examples/{name}.py" in page
+    if name in SHOWN:
+        assert table
+        assert table in page
     if name == "transformers_fsdp2":
         check_saved(tmp_path / "runs" / name)
 

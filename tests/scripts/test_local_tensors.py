@@ -1,4 +1,4 @@
-"""The program in docs/local_tensors.md runs as it stands, and prints what the page shows."""
+"""The program of plain local tensors in docs/tensor_parallel.md prints what the page shows."""
 
 import contextlib
 import io
@@ -7,11 +7,12 @@ from pathlib import Path
 
 from ranks import RankPools
 
-PAGE = (Path(__file__).parents[2] / "docs/local_tensors.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/tensor_parallel.md").read_text()
+SECTION = PAGE.partition("## Plain local tensors\n")[2]
 
 
 def printed() -> str:
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (program,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
     program = re.sub(r"^dist.init_process_group.*\n", "", program, flags=re.MULTILINE)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -21,6 +22,6 @@ def printed() -> str:
 
 def test_the_program_prints_what_the_page_shows(ranks: RankPools) -> None:
     first, *others = ranks(4).run(printed)
-    (shown,) = re.findall(r"```\n(op .*?)```", PAGE, re.DOTALL)
+    (shown,) = re.findall(r"```\n(op .*?)```", SECTION, re.DOTALL)
     assert first == shown
     assert others == [""] * 3

@@ -208,7 +208,7 @@ def test_eager_attention(ranks: RankPools, kind: str) -> None:
 def test_all_collectives_of_a_step(ranks: RankPools) -> None:
     first, second = ranks(2).run(table_of_a_step)
     assert first == second
-    page = (Path(__file__).parents[3] / "docs/transformers_tp.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/transformers.md").read_text()
     assert indent(first.partition("total")[0], "    ") in page
     assert_expected_inline(
         first,
