@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Creates the environment (or reuses it) and runs every check that this machine can run:
-#   bash scripts/test.sh                  linters, type checker, import contracts, all tests
+#   bash scripts/test.sh                  linters, type checker, import contracts, and all tests but
+#                                         those marked "full"
+#   bash scripts/test.sh --all            these too, and those of the plug-in for torchtitan
 #   bash scripts/test.sh ARGS...          only pytest, with these arguments: tests/compile -k bias
 #   bash scripts/test.sh --fast ARGS...   only pytest on tests/unit: no process groups, no
 #                                         torch.compile; less than a minute
@@ -31,12 +33,18 @@ check_compiler() {
     fi
 }
 
-if [ "${1:-}" = --fast ]; then
-    shift
-    set -- tests/unit "$@"
-else
-    check_compiler || exit 1
-fi
+all=""
+case "${1:-}" in
+    --fast)
+        shift
+        set -- tests/unit -m "not full" "$@"
+        ;;
+    --all)
+        shift
+        all=yes
+        ;;
+esac
+[ "${1:-}" = tests/unit ] || check_compiler || exit 1
 ensure_env "dev" || exit 1
 
 # Tests compare bits and start up to eight ranks: one thread each.
@@ -59,10 +67,11 @@ if [ "$everything" -eq 0 ]; then
     stage "import contracts" "$PY" -c 'from importlinter.cli import lint_imports_command as run; run()'
     # Two processes with a pool of ranks each: many tests keep one core busy. Files stay whole, as
     # tests of one share what they start.
-    set -- -n 2 --dist loadfile --no-loadscope-reorder
+    set -- -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+    [ -n "$all" ] || set -- "$@" -m "not full"
 fi
 stage "pytest" "$PY" -m pytest "$@"
-if [ "$everything" -eq 0 ]; then
+if [ -n "$all" ] && [ "$everything" -eq 0 ]; then
     stage "torchtitan" bash scripts/test_torchtitan.sh
 fi
 
