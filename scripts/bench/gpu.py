@@ -12,11 +12,10 @@ and torchao's (if it is installed), eager and compiled.
 
 TFLOP/s count the operations of the linear layers alone, three GEMMs each. Peak memory is that of
 a candidate's turn, its parameters included. What does not fit into --budget-minutes is left
-out, which the page says.
+out, and named.
 """
 
 import argparse
-import datetime
 import gc
 import statistics
 import sys
@@ -309,32 +308,22 @@ def left_out(results: Sequence[Result]) -> str:
     return f"Left out for lack of time: {'; '.join(missing)}." if missing else ""
 
 
-def text(heading: str, body: str, results: Sequence[Result]) -> str:
-    """A part of the page."""
-    return "\n\n".join(part for part in (heading, left_out(results), body) if part)
-
-
-def page(
+def tables(
     by_shape: dict[str, list[Result]], block: list[Result], step: list[Result], gpus: int
-) -> str:
-    """What is written: three tables."""
+) -> dict[str, str]:
+    """The three tables by title, each with what was left out."""
     where = f"{gpus} GPUs" if gpus > 1 else "1 GPU, where it gathers nothing"
-    made = f"Measured on {datetime.date.today().isoformat()}."
     shapes = "; ".join(f"{name}: {shape_text(layer_shapes()[name])}" for name in by_shape)
-    parts = [made]
-    titles = {
-        "Layers": f"TFLOP/s of forward and backward, {shapes} (rows x in_features x out_features).",
-        "Block": f"One block of Llama 8B, forward and backward, {TOKENS} tokens.",
-        "Step": f"Training step, two blocks with embedding and head, FSDP2 on {where}.",
-    }
     every_layer = [r for results in by_shape.values() for r in results]
-    bodies = {
-        "Layers": (layers_table(by_shape), every_layer),
-        "Block": (results_table(block), block),
-        "Step": (results_table(step), step),
+    parts = (
+        (f"Layers: TFLOP/s of forward and backward, {shapes}", layers_table(by_shape), every_layer),
+        (f"Block of Llama 8B, {TOKENS} tokens", results_table(block), block),
+        (f"Step: two blocks, embedding, head, FSDP2 on {where}", results_table(step), step),
+    )
+    return {
+        title: "\n\n".join(filter(None, (left_out(results), body)))
+        for title, body, results in parts
     }
-    parts += [text(f"**{key}.** {titles[key]}", *bodies[key]) for key in bodies]
-    return "\n\n".join(parts)
 
 
 def measured_step(sizes: LlamaConfig, tokens: int, minutes: float, repeat: int) -> list[Any]:
@@ -371,8 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = replace(MODELS["8b"], n_layers=2)
     task = (measured_step, sizes, TOKENS, minutes["step"], args.repeat)
     step = [Result(*each) for each in run_on_ranks(gpus, *task, device="cuda")[0]]
-    body = page(by_shape, block, step, gpus)
-    return finish(args, {"gpu measured": body})
+    return finish(args, tables(by_shape, block, step, gpus))
 
 
 def _layers(args: argparse.Namespace, minutes: float) -> dict[str, list[Result]]:

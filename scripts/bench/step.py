@@ -15,8 +15,10 @@ The smaller the batch, the more of a step is Python and the latency of collectiv
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scripts.bench import timing
 from scripts.common.candidates import BF16, OURS, TORCHAO, peer_of
-from scripts.common.llama import MODELS, LlamaConfig
+from scripts.common.llama import MODELS, Llama, LlamaConfig
 from scripts.common.markdown import table
 from scripts.common.models import after_step, build
 from scripts.common.options import mesh_text, mesh_type, positive
@@ -33,20 +35,47 @@ from scripts.common.ranks import run_on_ranks
 from scripts.common.report import finish, make_parser, start
 
 Mesh = dict[str, int]  # sizes of dp and tp
+Batch = tuple[torch.Tensor, torch.Tensor]
 NAMES = (BF16, *OURS, *TORCHAO)
 # What attention multiplies in on each type of device, if not in bf16: on CPUs, at heads and
 # sequences this short, torch's backward of it in bf16 would be most of a step.
 ATTENTION = {"cpu": torch.float32}
 
 
+def step_parser(module: str, description: str | None, repeat: int) -> argparse.ArgumentParser:
+    """A parser with the options of training steps."""
+    parser = make_parser(module, description, repeat=repeat)
+    add = parser.add_argument
+    add("--model", choices=MODELS, nargs="+", default=["debug"], help="default: debug")
+    add("--layers", type=positive, help="so many of its layers, with 256 tokens to predict")
+    add("--mesh", type=mesh_type, nargs="+", default=[mesh_type("none")], help="default: none")
+    add("--batch-size", type=positive, default=64, help="rows per rank of dp; %(default)s")
+    add("--seq-len", type=positive, default=128, help="tokens per row; %(default)s")
+    add("--compile", action="store_true", help="torch.compile each block")
+    return parser
+
+
+def prepare(axes: Mesh, args: argparse.Namespace) -> tuple[DeviceMesh | None, Batch]:
+    """The mesh of the ranks, if there are any, and this rank's batch."""
+    mesh = None
+    if dist.is_initialized():
+        mesh = init_device_mesh(args.device, (*axes.values(),), mesh_dim_names=(*axes,))
+    generator = torch.Generator().manual_seed(0 if mesh is None else mesh.get_local_rank("dp"))
+    tokens = torch.randint(256, (2, args.batch_size, args.seq_len), generator=generator)
+    inputs, targets = tokens.to(args.device)
+    return mesh, (inputs, targets)
+
+
+def sizes_of(model: str, args: argparse.Namespace) -> LlamaConfig:
+    """The sizes of a model."""
+    sizes = MODELS[model]
+    return sizes if args.layers is None else replace(sizes, n_layers=args.layers, vocab_size=256)
+
+
 def step_of(
-    name: str,
-    sizes: LlamaConfig,
-    mesh: DeviceMesh | None,
-    args: argparse.Namespace,
-    batch: tuple[torch.Tensor, torch.Tensor],
-) -> Callable[[], None]:
-    """A candidate's training step; it starts with what follows the step before."""
+    name: str, sizes: LlamaConfig, mesh: DeviceMesh | None, args: argparse.Namespace, batch: Batch
+) -> tuple[Llama, Callable[[], None]]:
+    """A candidate's model and training step; it starts with what follows the step before."""
     model = build(name, sizes, mesh, args.device, compiled=args.compile)
     for block in model.layers:
         block.attention.dtype = ATTENTION.get(args.device)
@@ -61,24 +90,32 @@ def step_of(
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return model, step
+
+
+def on_meshes(
+    args: argparse.Namespace, measure: Callable[[Mesh], dict[str, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """(title, figures) of each mesh and model; `measure` has figures by model, on every rank."""
+    for mesh in args.mesh:
+        task = partial(measure, mesh)
+        ranks, options = math.prod(mesh.values()), {"device": args.device, "threads": args.threads}
+        by_model = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
+        layers = "" if args.layers is None else f" x {args.layers}"
+        for model, figures in by_model.items():
+            yield f"{model}{layers} {mesh_text(mesh)}{' compiled' * args.compile}", figures
 
 
 def measure(
-    axes: Mesh, names: Sequence[str], args: argparse.Namespace
+    names: Sequence[str], args: argparse.Namespace, axes: Mesh
 ) -> dict[str, dict[str, float]]:
     """Median seconds of a step by model and candidate; called on every rank."""
-    mesh = None
-    if dist.is_initialized():
-        mesh = init_device_mesh(args.device, (*axes.values(),), mesh_dim_names=(*axes,))
-    generator = torch.Generator().manual_seed(0 if mesh is None else mesh.get_local_rank("dp"))
-    tokens = torch.randint(256, (2, args.batch_size, args.seq_len), generator=generator)
-    batch = tuple(tokens.to(args.device))
+    mesh, batch = prepare(axes, args)
     found = {}
-    for size in args.model:
-        steps = {name: step_of(name, MODELS[size], mesh, args, batch) for name in names}
-        timed = {name: timing.Timed(step) for name, step in steps.items()}
-        found[size] = timing.medians(timed, args, warm_up=3, description=size)
+    for model in args.model:
+        sizes = sizes_of(model, args)
+        timed = {name: timing.Timed(step_of(name, sizes, mesh, args, batch)[1]) for name in names}
+        found[model] = timing.medians(timed, args, warm_up=3, description=model)
     return found
 
 
@@ -99,15 +136,9 @@ def step_table(seconds: dict[str, float]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = make_parser("scripts.bench.step", __doc__, repeat=7)
-    add = parser.add_argument
-    add("--model", choices=MODELS, nargs="+", default=["debug"], help="default: debug")
-    add("--mesh", type=mesh_type, nargs="+", default=[mesh_type("none")], help="default: none")
-    add("--batch-size", type=positive, default=64, help="rows per rank of dp; %(default)s")
-    add("--seq-len", type=positive, default=128, help="tokens per row; %(default)s")
-    add("--compile", action="store_true", help="torch.compile each block")
+    parser = step_parser("scripts.bench.step", __doc__, repeat=7)
     asserts = "fail unless tensorwise is faster than torchao's by this on each mesh"
-    add("--assert", dest="asserted", type=float, metavar="RATIO", help=asserts)
+    parser.add_argument("--assert", dest="asserted", type=float, metavar="RATIO", help=asserts)
     args = start(parser, argv)
     if args.compile and any(math.prod(mesh.values()) > 1 for mesh in args.mesh):
         parser.error("--compile is for --mesh none: torchao's layers don't compile with TP")
@@ -117,21 +148,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
-    runs: dict[str, dict[str, float]] = {}  # seconds by candidate, by name of the block
-    for mesh in args.mesh:
-        task = partial(measure, mesh, NAMES, args)
-        ranks, options = math.prod(mesh.values()), {"device": args.device, "threads": args.threads}
-        by_model = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
-        for model in args.model:
-            name = f"step {model} {mesh_text(mesh)}{' compiled' * args.compile}"
-            runs[name] = by_model[model]
-    blocks = {name: step_table(seconds) for name, seconds in runs.items()}
-    checks = []
-    if args.asserted:
-        for name, seconds in runs.items():
-            times = seconds["tensorwise"], seconds.get("torchao tensorwise")
-            checks.append(timing.check_faster(name, *times, args.asserted))
-    return finish(args, blocks, checks)
+    runs = dict(on_meshes(args, partial(measure, NAMES, args)))
+    checks = [
+        timing.check_faster(
+            name, seconds["tensorwise"], seconds.get("torchao tensorwise"), args.asserted
+        )
+        for name, seconds in runs.items()
+        if args.asserted
+    ]
+    return finish(args, {f"step {name}": step_table(runs[name]) for name in runs}, checks)
 
 
 if __name__ == "__main__":

@@ -18,26 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.common.gemms import GEMMS
-from scripts.common.metrics import sqnr
-from scripts.measure.folds import sqnr_of_worst
-from scripts.measure.operands import Operands, exact
+from scripts.measure.operands import WORST, Operands
 
 # The size of blocks, and whether their scales follow the rule floor.
 RECIPES = {"blockwise": (128, False), "mxfp8": (32, False)}
 BLOCKS = RECIPES | {"mxfp8, floor": (32, True)}
 TWO_CASTS, ONE_COPY, SQUARE = "two casts", "one copy", "square"
 AS_IT_IS, LINES = "copy as it is", "weight in lines"
-WORST = {
-    "worst tokens of output": ("output", 1),
-    "worst columns of output": ("output", 0),
-    "worst columns of grad_input": ("grad_input", 0),
-    "worst rows of grad_weight": ("grad_weight", 1),
-    "worst columns of grad_weight": ("grad_weight", 0),
-}
 OF_ACTIVATIONS = (*GEMMS, "worst tokens of output", *(f for f in WORST if "grad_weight" in f))
 OF_WEIGHTS = ("output", "grad_input", "worst columns of output", "worst columns of grad_input")
-FIGURES = (*GEMMS, *WORST)
-ByWay = dict[str, dict[str, float]]  # the `FIGURES` of each way, in dB
 
 
 def cast(tensor: Tensor, rows: int, columns: int, floor: bool = False) -> Tensor:
@@ -77,17 +66,3 @@ def products(operands: Operands, size: int, floor: bool) -> dict[str, dict[str, 
         results = (x1 @ w1.t(), g1 @ w2, g2.t() @ x2)
         found[way] = dict(zip(GEMMS, results, strict=True))
     return found
-
-
-def block_figures(operands: Operands, blocks: str) -> ByWay:
-    """The `FIGURES` of each way, in dB; blocks: one of `BLOCKS`."""
-    expected = dict(zip(GEMMS, exact(operands), strict=True))
-    figures = {}
-    for way, results in products(operands, *BLOCKS[blocks]).items():
-        whole = {gemm: sqnr(expected[gemm], results[gemm]) for gemm in GEMMS}
-        worst = {
-            figure: sqnr_of_worst(expected[gemm], results[gemm], dim)
-            for figure, (gemm, dim) in WORST.items()
-        }
-        figures[way] = whole | worst
-    return figures

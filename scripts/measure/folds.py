@@ -15,8 +15,7 @@ In "rowwise" nothing is folded: x and w are cast a second time, along their othe
 import torch
 from torch import Tensor
 
-from scripts.common.metrics import sqnr
-from scripts.measure.operands import Operands, exact
+from scripts.measure.operands import Operands
 
 WAYS = ("rowwise", "direct", "ours", "chained")
 FIGURES = (
@@ -25,7 +24,6 @@ FIGURES = (
     "worst rows of grad_weight",
     "worst columns of grad_weight",
 )
-ByWay = dict[str, dict[str, float]]  # the `FIGURES` of each way, in dB
 
 
 def cast(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -41,7 +39,7 @@ def cast(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return scaled.to(torch.float8_e4m3fn).double(), 1 / multiplier
 
 
-def gradients(operands: Operands) -> dict[str, tuple[Tensor, Tensor]]:
+def products(operands: Operands) -> dict[str, dict[str, Tensor]]:
     """grad_input [M, K] and grad_weight [N, K], fp64, by each of the `WAYS`."""
     x, w, g = (tensor.double() for tensor in operands)
     (xq, t), (wq, s) = cast(x, 1), cast(w, 1)
@@ -60,30 +58,7 @@ def gradients(operands: Operands) -> dict[str, tuple[Tensor, Tensor]]:
         ("chained", g1, g1 / s * t),
     ):
         by_way[way] = first @ wq, dequantized(second, 0).t() @ xq
-    return by_way
-
-
-def sqnr_of_worst(expected: Tensor, actual: Tensor, dim: int) -> float:
-    """The mean SQNR of the worst 1 % (one at least) of rows (dim 1) or columns (dim 0).
-
-    Those of zeros have no SQNR, and are left out.
-    """
-    signal, noise = expected.norm(dim=dim), (expected - actual).norm(dim=dim)
-    signal, noise = signal[signal > 0], noise[signal > 0]
-    values = 20 * torch.log10(signal / noise.clamp(min=1e-300))
-    return values.sort().values[: max(1, len(values) // 100)].mean().item()
-
-
-def fold_figures(operands: Operands) -> ByWay:
-    """The `FIGURES` of each way, in dB."""
-    _, grad_input, grad_weight = exact(operands)
-    figures = {}
-    for way, (first, second) in gradients(operands).items():
-        values = (
-            sqnr(grad_input, first),
-            sqnr(grad_weight, second),
-            sqnr_of_worst(grad_weight, second, 1),
-            sqnr_of_worst(grad_weight, second, 0),
-        )
-        figures[way] = dict(zip(FIGURES, values, strict=True))
-    return figures
+    return {
+        way: dict(zip(("grad_input", "grad_weight"), both, strict=True))
+        for way, both in by_way.items()
+    }

@@ -1,5 +1,9 @@
-"""Operands of linear layers to multiply: of a training run, and made to be hard to cast."""
+"""Operands of linear layers to multiply: of a training run, and made to be hard to cast.
 
+And how close products of casts of them are to the exact ones.
+"""
+
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -9,7 +13,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from scripts.common.corpus import load_corpus
+from scripts.common.gemms import GEMMS
 from scripts.common.llama import MODELS, Llama
+from scripts.common.metrics import sqnr
 from scripts.train.train import MAX_GRAD_NORM, learning_rate_factor
 
 MODEL, BATCH_SIZE, SEQ_LEN, LR, WARMUP = "debug", 8, 64, 1e-3, 40
@@ -36,10 +42,46 @@ class Operands(NamedTuple):
     grad_output: Tensor
 
 
-def exact(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+Products = Mapping[str, Tensor]  # results of GEMMs, by name
+ByWay = dict[str, dict[str, float]]  # figures in dB, of each way to cast
+WORST = {
+    "worst tokens of output": ("output", 1),
+    "worst columns of output": ("output", 0),
+    "worst columns of grad_input": ("grad_input", 0),
+    "worst rows of grad_weight": ("grad_weight", 1),
+    "worst columns of grad_weight": ("grad_weight", 0),
+}
+
+
+def exact(operands: Operands) -> dict[str, Tensor]:
     """The output and the two gradients, fp64."""
     x, w, g = (tensor.double() for tensor in operands)
-    return x @ w.t(), g @ w, g.t() @ x
+    return dict(zip(GEMMS, (x @ w.t(), g @ w, g.t() @ x), strict=True))
+
+
+def figures(operands: Operands, by_way: Mapping[str, Products]) -> ByWay:
+    """The SQNR of each GEMM, and of its `WORST` parts."""
+    expected = exact(operands)
+    return {
+        way: {gemm: sqnr(expected[gemm], result) for gemm, result in results.items()}
+        | {
+            figure: sqnr_of_worst(expected[gemm], results[gemm], dim)
+            for figure, (gemm, dim) in WORST.items()
+            if gemm in results
+        }
+        for way, results in by_way.items()
+    }
+
+
+def sqnr_of_worst(expected: Tensor, actual: Tensor, dim: int) -> float:
+    """The mean SQNR of the worst 1 % (one at least) of rows (dim 1) or columns (dim 0).
+
+    Those of zeros have no SQNR, and are left out.
+    """
+    signal, noise = expected.norm(dim=dim), (expected - actual).norm(dim=dim)
+    signal, noise = signal[signal > 0], noise[signal > 0]
+    values = 20 * torch.log10(signal / noise.clamp(min=1e-300))
+    return values.sort().values[: max(1, len(values) // 100)].mean().item()
 
 
 class Place(NamedTuple):

@@ -20,30 +20,21 @@ from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranul
 from scripts.common.candidates import OURS
 from scripts.common.gemms import GEMMS
 from scripts.common.markdown import table
-from scripts.common.metrics import sqnr
 from scripts.common.options import positive
 from scripts.common.report import Check, finish, make_parser, start
-from scripts.measure import block_ways
-from scripts.measure.block_ways import (
-    AS_IT_IS,
-    LINES,
-    OF_ACTIVATIONS,
-    OF_WEIGHTS,
-    ONE_COPY,
-    SQUARE,
-    TWO_CASTS,
-    block_figures,
-)
-from scripts.measure.folds import FIGURES, WAYS, ByWay, fold_figures
+from scripts.measure import block_ways, folds
+from scripts.measure.block_ways import AS_IT_IS, LINES, ONE_COPY, SQUARE, TWO_CASTS
 from scripts.measure.operands import (
     INPUT_CHANNELS,
     OUTPUT_CHANNELS,
     TOKENS,
     WEIGHT_ROWS,
     ZERO_ROWS,
+    ByWay,
     Operands,
     Place,
-    exact,
+    Products,
+    figures,
     record,
     stress_cases,
 )
@@ -69,7 +60,7 @@ TOKEN_CASES = {INPUT_CHANNELS, OUTPUT_CHANNELS, TOKENS}
 
 MEAN, WORST = "recorded: mean", "recorded: worst linear layer"
 
-Figures = dict[Place, dict[str, dict[str, float]]]  # SQNR in dB, by config
+ByPlace = dict[Place, ByWay]
 ByCase = dict[str, ByWay]
 
 
@@ -96,7 +87,7 @@ def configs() -> dict[str, Float8LinearConfig]:
     }
 
 
-def products(operands: Operands, config: Float8LinearConfig) -> dict[str, torch.Tensor]:
+def products(operands: Operands, config: Float8LinearConfig) -> Products:
     """The output and the gradients of a Float8Linear, fp32."""
     n, k = operands.weight.shape
     linear = nn.Linear(k, n, bias=False)
@@ -110,42 +101,32 @@ def products(operands: Operands, config: Float8LinearConfig) -> dict[str, torch.
     return dict(zip(GEMMS, (output.detach(), x.grad, layer.weight.grad), strict=True))
 
 
-def measure(operands: Operands) -> dict[str, dict[str, float]]:
-    """SQNR of the three GEMMs in dB, by config."""
-    expected = dict(zip(GEMMS, exact(operands), strict=True))
-    return {
-        name: {gemm: sqnr(expected[gemm], result) for gemm, result in actual.items()}
-        for name, config in configs().items()
-        for actual in [products(operands, config)]
-    }
+def measure(operands: Operands) -> ByWay:
+    """The figures of the three GEMMs, by config."""
+    by_config = {name: products(operands, config) for name, config in configs().items()}
+    return figures(operands, by_config)
 
 
-def checks(figures: Figures, in_blocks: dict[str, dict[Place, ByWay]]) -> list[Check]:
-    """The conditions of `--assert`, each said of the linear layer that is closest to breaking it.
-
-    in_blocks: `block_figures`, by blocks and place.
-    """
-    found = [_never_behind("rowwise_folded", "rowwise", figures)]
+def checks(recipes: ByPlace, in_blocks: dict[str, ByPlace]) -> list[Check]:
+    """The conditions of `--assert`; in_blocks: ways to cast in blocks."""
+    found = [never_behind("rowwise_folded", "rowwise", recipes)]
     for blocks, by_place in in_blocks.items():
         # By floor the largest values saturate, and other ones in a second cast: no comparison.
         reference = AS_IT_IS if block_ways.BLOCKS[blocks][1] else TWO_CASTS
-        found.append(_never_behind(ONE_COPY, reference, by_place, f"{blocks}: "))
+        found.append(never_behind(ONE_COPY, reference, by_place, f"{blocks}: "))
     return found
 
 
-def _never_behind(
-    name: str, reference: str, figures: dict[Place, ByWay], prefix: str = ""
-) -> Check:
-    behind = {
-        (by_name[reference][gemm] - by_name[name][gemm], place, gemm)
-        for place, by_name in figures.items()
+def never_behind(name: str, reference: str, by_place: ByPlace, prefix: str = "") -> Check:
+    """The condition on the linear layer that is closest to breaking it; a NaN does."""
+    behind = [
+        by_way[reference][gemm] - by_way[name][gemm]
+        for by_way in by_place.values()
         for gemm in GEMMS
-    }
-    # A NaN is a broken promise too.
-    worst, (linear, step), gemm = max(behind, key=lambda each: (math.isnan(each[0]), each[0]))
-    sentence = f"{prefix}{name} is at most {TOLERANCE:g} dB behind {reference}"
-    furthest = f"furthest, {worst:.4f} dB, in {linear}, step {step}, {gemm}"
-    return Check(f"{sentence}; {furthest}", worst <= TOLERANCE)
+    ]
+    worst = max(behind, key=lambda each: (math.isnan(each), each))
+    sentence = f"{prefix}{name} behind {reference}: {worst:.4f} dB, at most {TOLERANCE:g}"
+    return Check(sentence, worst <= TOLERANCE)
 
 
 def decibels(value: float) -> str:
@@ -153,22 +134,22 @@ def decibels(value: float) -> str:
     return f"{round(value, 1) + 0.0:.1f}" if value < 100 else "> 100"  # never -0.0
 
 
-def recipes_table(figures: Figures) -> str:
+def recipes_table(by_place: ByPlace) -> str:
     """Mean and worst of each recipe, GEMM and step."""
     lines = []
     for recipe in RECIPES:
-        for step in sorted({place.step for place in figures}):
-            some = {place: row for place, row in figures.items() if place.step == step}
+        for step in sorted({place.step for place in by_place}):
+            some = {place: row for place, row in by_place.items() if place.step == step}
             lines.append([f"`{recipe}`", str(step), *_cells(some, recipe)])
     return table(["recipe", "step", *GEMMS], lines)
 
 
-def variants_table(figures: Figures) -> str:
+def variants_table(by_place: ByPlace) -> str:
     """Mean and worst of each of the `VARIANTS` and GEMM."""
-    return table(["config", *GEMMS], [[name, *_cells(figures, name)] for name in VARIANTS])
+    return table(["config", *GEMMS], [[name, *_cells(by_place, name)] for name in VARIANTS])
 
 
-def _cells(figures: Figures, config: str) -> list[str]:
+def _cells(by_place: ByPlace, config: str) -> list[str]:
     values = ([row[config][gemm] for row in figures.values()] for gemm in GEMMS)
     return [f"{decibels(fmean(each))} ({decibels(min(each))})" for each in values]
 
@@ -177,21 +158,21 @@ def all_cases(recorded: Sequence[ByWay], stressed: ByCase) -> ByCase:
     """Mean and worst of what was recorded, then the cases that were made up."""
     cases = {
         case: {
-            way: {figure: over([each[way][figure] for each in recorded]) for figure in figures}
-            for way, figures in recorded[0].items()
+            way: {figure: over([each[way][figure] for each in recorded]) for figure in first}
+            for way, first in recorded[0].items()
         }
         for case, over in ((MEAN, fmean), (WORST, min))
     }
     return cases | stressed
 
 
-def ways_table(cases: ByCase, ways: Sequence[str], figures: Sequence[str]) -> str:
+def ways_table(cases: ByCase, ways: Sequence[str], columns: Sequence[str]) -> str:
     """Cases by figures, the ways in a cell."""
     lines = [
-        [case, *(" / ".join(decibels(by_way[way][f]) for way in ways) for f in figures)]
+        [case, *(" / ".join(decibels(by_way[way][f]) for way in ways) for f in columns)]
         for case, by_way in cases.items()
     ]
-    return table(["operands", *figures], lines)
+    return table(["operands", *columns], lines)
 
 
 def block_tables(by_recipe: dict[str, ByCase]) -> dict[str, str]:
@@ -200,12 +181,12 @@ def block_tables(by_recipe: dict[str, ByCase]) -> dict[str, str]:
     for recipe, cases in by_recipe.items():
         activations = {case: ways for case, ways in cases.items() if case not in WEIGHT_CASES}
         tables[f"{recipe} ways"] = ways_table(
-            activations, (TWO_CASTS, ONE_COPY, SQUARE), OF_ACTIVATIONS
+            activations, (TWO_CASTS, ONE_COPY, SQUARE), block_ways.OF_ACTIVATIONS
         )
         weights |= {
             f"{recipe}, {case}": ways for case, ways in cases.items() if case not in TOKEN_CASES
         }
-    tables["weight blocks"] = ways_table(weights, (ONE_COPY, LINES), OF_WEIGHTS)
+    tables["weight blocks"] = ways_table(weights, (ONE_COPY, LINES), block_ways.OF_WEIGHTS)
     return tables
 
 
@@ -218,32 +199,37 @@ def main(argv: list[str] | None = None) -> int:
         "--at", type=positive, nargs="+", default=[5, 300], metavar="STEP", help=steps
     )
     args = start(parser, argv)
-    operands = record(args.at, seed=0)
+    operands, stressed = record(args.at, seed=0), stress_cases(seed=0)
     progress = tqdm(operands.items(), desc="multiplying", unit="layer")
-    figures = {place: measure(each) for place, each in progress}
-    stressed = stress_cases(seed=0)
-    folds = all_cases(
-        [fold_figures(each) for each in operands.values()],
-        {case: fold_figures(each) for case, each in stressed.items()},
-    )
+    recipes = {place: measure(each) for place, each in progress}
+
+    def folded(each: Operands) -> ByWay:
+        return figures(each, folds.products(each))
+
+    def blocked(each: Operands, blocks: str) -> ByWay:
+        return figures(each, block_ways.products(each, *block_ways.BLOCKS[blocks]))
+
     in_blocks = {
-        name: {place: block_figures(each, name) for place, each in operands.items()}
-        for name in block_ways.BLOCKS
+        blocks: {place: blocked(each, blocks) for place, each in operands.items()}
+        for blocks in block_ways.BLOCKS
     }
-    by_recipe = {
+    of_folds = all_cases(
+        [*map(folded, operands.values())], {case: folded(each) for case, each in stressed.items()}
+    )
+    of_blocks = {
         recipe: all_cases(
             [*in_blocks[recipe].values()],
-            {case: block_figures(each, recipe) for case, each in stressed.items()},
+            {case: blocked(each, recipe) for case, each in stressed.items()},
         )
         for recipe in block_ways.RECIPES
     }
-    blocks = {
-        "recipes": recipes_table(figures),
-        "variants": variants_table(figures),
-        "folds": ways_table(folds, WAYS, FIGURES),
-        **block_tables(by_recipe),
+    tables = {
+        "recipes": recipes_table(recipes),
+        "variants": variants_table(recipes),
+        "folds": ways_table(of_folds, folds.WAYS, folds.FIGURES),
+        **block_tables(of_blocks),
     }
-    return finish(args, blocks, checks(figures, in_blocks))
+    return finish(args, tables, checks(recipes, in_blocks))
 
 
 if __name__ == "__main__":

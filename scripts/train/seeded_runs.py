@@ -1,4 +1,4 @@
-"""Trainings of variants from several seeds: their runs, and how their losses differ.
+"""Comparisons of trainings over several seeds: their options, their runs, their table.
 
 Every training is a run of scripts.train.train. A seed gives it its weights and its data, so that
 the runs of one seed differ in their variant alone: differences are taken between these.
@@ -11,10 +11,10 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,19 +24,48 @@ from fp8_dist import __version__
 from scripts.common.markdown import table
 from scripts.common.options import positive
 from scripts.common.ranks import LOOPBACK
-from scripts.train.options import make_parser
+from scripts.common.report import Check, finish, make_parser, start
+from scripts.train import options as train_options
 
 LAST_STEPS = 50
 TRAIN = ("steps", "batch_size", "seq_len", "lr")  # options that every run gets
 
 # The losses of all steps of each seed's run, by variant.
-Losses = dict[str, list[list[float]]]
-# The options of scripts.train.train that make a variant: True is a flag.
-Variants = Mapping[str, Mapping[str, Any]]
+Losses = Mapping[str, list[list[float]]]
 
 
-def add_options(parser: argparse.ArgumentParser, *, steps: int, jobs: int, out: Path) -> None:
-    """Adds the options of the runs; the arguments are defaults."""
+class Limit(NamedTuple):
+    """How far a variant's loss may be from another's, in %."""
+
+    variant: str
+    reference: str
+    most: float
+    noise: bool = False  # two standard errors, if that is more
+
+
+class Comparison(NamedTuple):
+    """Runs that differ in one thing.
+
+    Attributes:
+        what: the variants are; the head of their column.
+        variants: options of scripts.train.train by name, where True is a flag. The first one is the
+            reference of the table.
+        limits: of `--assert`.
+        ranks: of each run, started by torchrun; 1: a process without it.
+    """
+
+    what: str
+    variants: Mapping[str, Mapping[str, Any]]
+    limits: Sequence[Limit]
+    ranks: int = 1
+
+
+def options_parser(
+    module: str, description: str | None, *, steps: int, ranks: int, out: str
+) -> argparse.ArgumentParser:
+    """A parser with the options of the runs; the keywords are defaults, for runs of `ranks`."""
+    asserts = "the loss of a variant is too far from that of its reference"
+    parser = make_parser(module, description, asserts=asserts)
     add = parser.add_argument
     add("--steps", type=positive, default=steps)
     add("--seeds", type=positive, default=5, help="runs of each variant, at least 2")
@@ -45,23 +74,34 @@ def add_options(parser: argparse.ArgumentParser, *, steps: int, jobs: int, out: 
     # With so few tokens per step scripts.train.train's 1e-3 is at the edge of stability, where runs
     # that differ in a rounding drift apart, and twice as far as with this one.
     add("--lr", type=float, default=5e-4, help="peak of the learning rate")
+    jobs = max((os.cpu_count() or 1) // ranks, 1)
     add("--jobs", type=positive, default=jobs, help="runs at a time; default: %(default)s")
-    add("--out", type=Path, default=out, help="folder of the runs")
+    add("--out", type=Path, default=Path(out), help="folder of the runs")
     reuse = "keep finished runs of --out that had the same options (not those of other code)"
     add("--reuse", action="store_true", help=reuse)
+    return parser
 
 
-def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the process with status 2 if the options don't fit."""
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; errors end the process with status 2, before any run starts."""
+    args = start(parser, argv)
     if args.seeds < 2:
         parser.error("--seeds must be at least 2: differences have a standard error")
+    return args
 
 
-def losses_of(args: argparse.Namespace, variants: Variants, ranks: int = 1) -> Losses:
+def compare(args: argparse.Namespace, compared: Comparison) -> int:
+    """Train, print the table and the checks; return the exit status."""
+    losses = losses_of(args, compared)
+    return finish(args, {"losses": results_table(losses, compared)}, checks(losses, compared))
+
+
+def losses_of(args: argparse.Namespace, compared: Comparison) -> Losses:
     """Trains every variant from every seed, `--jobs` runs at a time: one seed after the other."""
+    variants = compared.variants
     with ThreadPoolExecutor(args.jobs) as pool:
         runs = [
-            (name, pool.submit(train, args, name, options, seed, ranks))
+            (name, pool.submit(train, args, name, options, seed, compared.ranks))
             for seed in range(args.seeds)
             for name, options in variants.items()
         ]
@@ -79,13 +119,6 @@ def train(
 ) -> list[float]:
     """Trains a variant, and returns the loss of every step.
 
-    Args:
-        args: the options of `add_options`.
-        name: of the variant, and of its folders.
-        options: of the variant.
-        seed: of weights and data.
-        ranks: processes of the run, as torchrun starts them; 1: a process without it.
-
     Raises:
         SystemExit: the run did not end well.
     """
@@ -102,7 +135,9 @@ def train(
 
 def is_finished(out: Path, arguments: list[str], ranks: int) -> bool:
     """Whether a folder has all of a run of these arguments, by these releases."""
-    asked: dict[str, Any] = vars(make_parser("scripts.train.train", None).parse_args(arguments))
+    asked: dict[str, Any] = vars(
+        train_options.make_parser("scripts.train.train", None).parse_args(arguments)
+    )
     asked = json.loads(json.dumps(asked, default=str))
     asked |= {"dp": ranks // asked["tp"], "torch": torch.__version__, "fp8_dist": __version__}
     # The folder may have been moved, and the run names what it found at --data.
@@ -136,36 +171,38 @@ def last_loss(losses: list[float]) -> float:
 
 
 def differences(losses: Losses, variant: str, reference: str) -> np.ndarray:
-    """Of the last losses of two variants, in %, by seed."""
+    """Differences of the last losses of two variants, in %, by seed."""
     values, references = (np.array([*map(last_loss, losses[v])]) for v in (variant, reference))
     return 100 * (values / references - 1)
 
 
 def difference(losses: Losses, variant: str, reference: str) -> tuple[float, float]:
-    """Of the last losses of two variants, in %: the mean over seeds, and its standard error."""
+    """The mean of the differences over seeds, and its standard error."""
     percent = differences(losses, variant, reference)
     return float(percent.mean()), float(percent.std(ddof=1)) / len(percent) ** 0.5
 
 
-def results_table(losses: Losses, reference: str, what: str, *, spread: bool = False) -> str:
-    """The mean loss of each variant and its difference to one of them.
-
-    Args:
-        losses: of the runs.
-        reference: the variant that the others are compared with.
-        what: variants are; the head of their column.
-        spread: with the smallest and the largest difference of a seed.
-    """
-    lines = []
+def results_table(losses: Losses, compared: Comparison) -> str:
+    """The mean loss of each variant and its difference to the first one."""
+    reference, lines = next(iter(losses)), []
     for variant, runs in losses.items():
-        percent = differences(losses, variant, reference)
-        mean, error = difference(losses, variant, reference)
-        cells = [f"{mean:+.3f} %", f"{error:.3f} %"]
-        if spread:
-            cells.append(f"{percent.min():+.3f} % to {percent.max():+.3f} %")
-        if variant == reference:
-            cells = [""] * len(cells)
+        cells = ["", "", ""]
+        if variant != reference:
+            percent = differences(losses, variant, reference)
+            mean, error = difference(losses, variant, reference)
+            spread = f"{percent.min():+.3f} % to {percent.max():+.3f} %"
+            cells = [f"{mean:+.3f} %", f"{error:.3f} %", spread]
         lines.append([variant, f"{statistics.fmean(map(last_loss, runs)):.4f}", *cells])
-    head = [what, f"loss, last {LAST_STEPS} steps", f"difference to {reference}"]
-    head += ["its standard error", *(["of single seeds"] if spread else [])]
-    return table(head, lines, "lr")
+    head = [compared.what, f"loss, last {LAST_STEPS} steps", f"difference to {reference}"]
+    return table([*head, "its standard error", "of single seeds"], lines, "lr")
+
+
+def checks(losses: Losses, compared: Comparison) -> list[Check]:
+    """The conditions of `--assert`. (Written so that a NaN breaks them.)"""
+    found = []
+    for variant, reference, most, noise in compared.limits:
+        mean, error = difference(losses, variant, reference)
+        most = max(most, 2 * error) if noise else most
+        sentence = f"{variant} to {reference}: {mean:+.3f} %, at most {most:.3g} %"
+        found.append(Check(sentence, abs(mean) <= most))
+    return found

@@ -17,7 +17,7 @@ import torch
 from ranks import RankPools
 from torch_releases import rows_in_torchs_gemm
 
-from scripts.bench import gpu, gpu_counts, linear, matmul, precompute, step, timing
+from scripts.bench import gpu, gpu_counts, linear, matmul, precompute, stats, step, timing
 from scripts.bench.layers import dispatched_by, layer_of, operators_of
 from scripts.bench.timing import TOLERANCE_DB, Timed
 from scripts.common import models, report
@@ -161,6 +161,17 @@ def test_products_are_as_close_as_torchs(recipe: str) -> None:
                 assert row.decibels[matmul.OURS] >= row.decibels[name] - TOLERANCE_DB
 
 
+def test_slow_products_fail() -> None:
+    seconds = {"fp8_dist": 1.0, "torch._scaled_mm": 2.0, "torchao": 3.0}
+    decibels = {"fp8_dist": 54.99, "torch._scaled_mm": 55.0}
+    row = matmul.Row((16, 32, 64), "rowwise", "output", seconds, decibels)
+    assert [check.holds for check in matmul.checks([row])] == [True, True, True]
+    slow = dataclasses.replace(row, seconds=seconds | {"fp8_dist": 2.1})
+    assert [check.holds for check in matmul.checks([row, slow])] == [False, True, True]
+    far = dataclasses.replace(row, decibels=decibels | {"fp8_dist": 54.9})
+    assert [check.holds for check in matmul.checks([row, far])] == [True, True, False]
+
+
 def test_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert step.main([*SMALL, "--assert", "1000000"]) == 1
     printed = capsys.readouterr().out
@@ -171,7 +182,7 @@ def test_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 def test_steps_on_a_mesh(ranks: RankPools) -> None:
     names = [BF16, "delayed", *TORCHAO[:1]]
     for mesh in ({"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}):
-        first, second = ranks(2).run(step.measure, mesh, names, step.parse(SMALL))
+        first, second = ranks(2).run(step.measure, names, step.parse(SMALL), mesh)
         assert first == second  # the slowest rank's, on both
         assert list(first["debug"]) == names
 
@@ -185,7 +196,7 @@ def test_steps_train() -> None:
         calls: list[torch.nn.Module] = []
         patch.setattr(step, "build", lambda *args, **options: model)
         patch.setattr(step, "after_step", lambda name, sharded: calls.append)
-        run = step.step_of("tensorwise", MODELS["debug"], None, args, tuple(batch))
+        _, run = step.step_of("tensorwise", MODELS["debug"], None, args, (batch[0], batch[1]))
     weight = model.layers[0].attention.wq.weight
     before = weight.detach().clone()
     for count in (1, 2):
@@ -193,6 +204,12 @@ def test_steps_train() -> None:
         assert calls == [model] * count
         assert weight.grad is None
     assert not torch.equal(weight, before)
+
+
+def test_statistics(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--recipes", "tensorwise", "--assert", "0.01"]
+    assert stats.main(words) == 1
+    assert "| tensorwise |" in capsys.readouterr().out
 
 
 def test_precompute(ranks: RankPools) -> None:

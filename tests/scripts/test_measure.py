@@ -11,6 +11,7 @@ from ranks import RankPool, RankPools, device_mesh
 from fp8_dist import CastConfig, cast_to_float8
 from fp8_dist.debug import comm_audit
 from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.common.gemms import GEMMS
 from scripts.common.llama import LlamaConfig
 from scripts.common.metrics import sqnr
 from scripts.common.models import build
@@ -121,7 +122,7 @@ def test_operands_of_a_training_run() -> None:
     place = operands.Place(linears[0], 2)
     figures = {place: sqnr_script.measure(recorded[place])}
     for name, by_gemm in figures[place].items():
-        assert all(value > 20 for value in by_gemm.values()), name
+        assert all(by_gemm[gemm] > 20 for gemm in GEMMS), name
     assert all(check.holds for check in sqnr_script.checks(figures, {}))
     for behind in (0.11, float("nan")):
         row = figures[place]
@@ -132,14 +133,12 @@ def test_operands_of_a_training_run() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_simulated_casts_are_what_the_library_does(case: str) -> None:
-    def library(recipe: str) -> dict[str, torch.Tensor]:
+    def library(recipe: str) -> operands.Products:
         return sqnr_script.products(CASES[case], sqnr_script.configs()[recipe])
 
     for way, recipe in (("ours", "rowwise_folded"), ("rowwise", "rowwise")):
         results = library(recipe)
-        for gemm, expected in zip(
-            ("grad_input", "grad_weight"), folds.gradients(CASES[case])[way], strict=True
-        ):
+        for gemm, expected in folds.products(CASES[case])[way].items():
             assert sqnr(expected, results[gemm]) > 100, (recipe, gemm)
     for recipe, blocks in block_ways.RECIPES.items():
         simulated = block_ways.products(CASES[case], *blocks)[block_ways.ONE_COPY]
@@ -153,11 +152,12 @@ def test_the_ways_differ_where_the_documents_say_so() -> None:
         (operands.ZERO_ROWS, {"chained"}),
         (operands.OUTPUT_CHANNELS, {"ours", "chained"}),
     ):
-        by_way = folds.fold_figures(cases[case])
+        by_way = operands.figures(cases[case], folds.products(cases[case]))
         worst = "worst rows of grad_weight"
         assert {way for way in by_way if by_way[way][worst] < 5} == lost
-    square = block_ways.block_figures(cases[operands.TOKENS], "mxfp8")[block_ways.SQUARE]
-    assert square["worst tokens of output"] < 10
+    tokens = cases[operands.TOKENS]
+    by_way = operands.figures(tokens, block_ways.products(tokens, *block_ways.BLOCKS["mxfp8"]))
+    assert by_way[block_ways.SQUARE]["worst tokens of output"] < 10
 
 
 def test_gradients_on_the_wire(ranks: RankPools) -> None:
