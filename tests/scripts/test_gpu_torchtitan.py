@@ -48,14 +48,6 @@ def test_it_trains_in_each_recipe_with_both_back_ends(tmp_path: Path) -> None:
     assert f"outputs/fp8_dist/rowwise_folded-spmd_types-tp2.log: {command}" in lines
 
 
-def test_an_odd_number_of_gpus_has_no_tensor_parallelism(tmp_path: Path) -> None:
-    (tmp_path / "tests/assets/tokenizer").mkdir(parents=True)
-    lines = run(tmp_path, 1).stdout.splitlines()
-    assert len(lines) == 2 * 6
-    assert lines[0].startswith("outputs/fp8_dist/bf16-spmd_types-tp1.log: step: 20")
-    assert "--module llama3 --config llama3_debugmodel " in lines[0]
-
-
 def test_it_needs_gpus_and_torchtitan(tmp_path: Path) -> None:
     without_gpus, elsewhere = run(tmp_path, 0), run(tmp_path, 2)
     assert without_gpus.returncode == elsewhere.returncode == 1

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_run import BROKEN, layers_of, write_lines, write_run
@@ -133,57 +132,6 @@ def test_the_page_needs_nothing_else(tmp_path):
     assert "default-src 'none'; script-src 'sha256-" in html.unescape(own_part(page))
 
 
-def test_what_the_parts_of_a_new_run_are_made_by(tmp_path):
-    (tmp_path / "config.json").write_text('{"recipe": "bf16", "steps": 9}')
-    (tmp_path / "metrics.jsonl").write_text("")
-    shown = own_part(page_of(tmp_path))
-    for name in ("no-anomalies", "no-stats"):
-        part = re.search(rf'id="{name}">(.*?)</p>', shown)
-        assert part is not None
-        assert "--stats-every N" in part[1]
-    assert "There is no <code>comm.json</code>: the last step of a run writes it" in shown
-    assert "There is no step in <code>metrics.jsonl</code>." in shown
-
-
-def test_alerts_name_the_first_layer_and_step_of_each_operand(tmp_path):
-    bad = CAST | {"amax": "NaN", "nonfinite": 1.0}
-    rows = [bad | {"fqn": "b", "step": 3}, bad | {"step": 4}, CAST | {"fqn": "c"}]
-    rows += [GEMM | {"sqnr": "NaN", "step": 2, "fqn": ""}]
-    assert_expected_inline(
-        "\n".join(report.alerts(stats_of(tmp_path, rows))),
-        """\
-The first values that are not finite in the result of the output GEMM: the model at step 2.
-The first values that are not finite in the input as float8_e4m3fn, scaled per tensor, for output: b at step 3, and then or later in 1 other layer.""",
-    )
-
-
-def test_anomalies_of_all_ranks(tmp_path):
-    write_lines(
-        tmp_path / "anomalies.jsonl", [ANOMALY | {"ranks": []}, ANOMALY | {"ranks": [1, 3]}]
-    )
-    found = read_run(tmp_path).anomalies or []
-    assert [row["ranks"] for row in found] == ["all", "1, 3"]
-
-
-def test_a_run_in_bf16_has_no_casts_to_watch(tmp_path):
-    (tmp_path / "config.json").write_text('{"recipe": "bf16", "float8_layers": []}')
-    shown = own_part(page_of(tmp_path))
-    assert shown.count("The run has no float8 layers.") == 2
-    assert "--stats-every" not in shown
-
-
-def test_milliseconds_of_collectives_that_were_timed(tmp_path):
-    write_run(tmp_path)
-    rows = json.loads((tmp_path / "comm.json").read_text())
-    for row in rows:
-        row["seconds"] = 0.002
-    (tmp_path / "comm.json").write_text(json.dumps(rows))
-    shown = own_part(page_of(tmp_path))
-    assert '<th class="right">milliseconds</th>' in shown
-    assert f'<td class="right">{2 * len(rows):.3f}</td>' in shown  # of all
-    assert '<td class="right">56.000</td>' in shown  # of the 28 gathers of weights
-
-
 def test_what_is_said_of_a_damaged_folder(tmp_path, capsys):
     lines = {
         "config.json": '{"recipe": ',
@@ -199,15 +147,8 @@ def test_what_is_said_of_a_damaged_folder(tmp_path, capsys):
         (tmp_path / name).write_bytes(content.encode("latin-1"))
     shown = own_part(page_of(tmp_path))
     notes = capsys.readouterr().err
-    assert_expected_inline(
-        notes.strip(),
-        """\
-note: config.json could not be read: Expecting value: line 1 column 12 (char 11)
-note: metrics.jsonl: row 2 and 1 more were passed over: x is not a number
-note: comm.json holds a dict, not a list.
-note: float8_stats.jsonl: row 2 and 3 more were passed over: the kind a is unknown
-note: anomalies.jsonl: row 2 was passed over: 'utf-8' codec can't decode byte 0xff in position 1: invalid start byte""",
-    )
+    for name in lines:
+        assert f"note: {name}" in notes
     assert shown.count("<li>") == notes.count("note: ")
     assert "a: underflow" in shown
     assert "2.0000" in shown
@@ -228,22 +169,6 @@ def test_folders_that_are_no_runs(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_a_config_that_is_missing_is_named(tmp_path):
-    write_run(tmp_path, steps=4)
-    (tmp_path / "config.json").unlink()
-    assert read_run(tmp_path).notes == [
-        "config.json is missing: the options of the run are unknown."
-    ]
-    assert "There is no <code>config.json</code>." in page_of(tmp_path)
-
-
-def test_files_that_are_folders(tmp_path):
-    for name in report_data.FILES:
-        (tmp_path / name).mkdir()
-    page_of(tmp_path)
-    assert len(read_run(tmp_path).notes) == len(report_data.FILES)
-
-
 def test_names_are_data(tmp_path):
     bad = "</script><script>document.title='bad'</script><img src=x onerror=alert(1)>"
     write_run(tmp_path, steps=4, model=bad, **{bad: bad}, float8_layers=[bad])
@@ -255,11 +180,6 @@ def test_names_are_data(tmp_path):
     assert "document.title='bad'" not in page
     assert page.count("<script") - report.get_plotlyjs().count("<script") == 3
     assert data_of(page)["grids"][0]["layers"] == [bad]
-
-
-def test_text_is_one_line_of_printable_characters():
-    assert report_data.text("a\nb\u202ec\x00\ud800") == "a\ufffdb\ufffdc\ufffd\ufffd"
-    assert report_data.text("x" * 301) == "x" * 300 + "…"
 
 
 @pytest.mark.parametrize(
@@ -285,26 +205,6 @@ def test_rows_of_any_types_are_read_or_refused(parse, row, data):
             assert str(error)  # noqa: PT017
 
 
-@given(
-    config=st.dictionaries(
-        st.sampled_from([*report.SHOWN_FIRST, "dp", "tp", "float8_layers", "memory", "x"]), JSON
-    )
-)
-@settings(deadline=None, max_examples=50)
-def test_configs_of_any_types_are_shown(config):
-    run = Run("a", config, stats={})
-    report.tiles(run)
-    report.summary(config)
-    assert all(isinstance(part, str) for row in report.config_rows(config) for part in row)
-    assert report_charts.layers_in_order(run) is not None
-
-
-def test_a_later_row_of_a_step_holds(tmp_path):
-    run = stats_of(tmp_path, [CAST | {"amax": 1.0}, CAST | {"amax": 2.0}])
-    (grid,) = grids(run)
-    assert array(grid, "amax").tolist() == [[2.0]]
-
-
 def test_columns_of_several_steps_show_the_worst(tmp_path, monkeypatch):
     monkeypatch.setattr(report_charts, "MAX_CELLS", 4)
     rows = [CAST | {"fqn": fqn, "step": step} for fqn in "ab" for step in range(1, 6)]
@@ -323,14 +223,6 @@ def test_columns_of_several_steps_show_the_worst(tmp_path, monkeypatch):
     assert np.isnan(array(grid, "amax")[1, 0])
 
 
-@pytest.mark.parametrize(
-    ("layers", "steps", "columns"),
-    [(1, 1, 1), (7, 500, 500), (200, 500, 500), (200, 10**6, 600), (900, 500, 133), (10**6, 9, 1)],
-)
-def test_heat_maps_are_small_enough_for_a_browser(layers, steps, columns):
-    assert report_charts.columns_for(layers, steps) == columns
-
-
 def test_lines_keep_their_extremes():
     values = np.sin(np.arange(10**5) / 50.0)
     values[[777, 54321]] = [9.0, -9.0]
@@ -339,19 +231,3 @@ def test_lines_keep_their_extremes():
     assert len(kept) <= 3 * report_charts.MAX_PARTS
     assert {0, 777, 54321, 70000, 10**5 - 1} <= set(kept)
     assert kept == sorted(set(kept))
-
-
-def test_layers_stand_in_the_order_of_the_model(tmp_path):
-    (tmp_path / "config.json").write_text('{"float8_layers": ["b", 1, "a"]}')
-    run = stats_of(tmp_path, [CAST | {"fqn": fqn} for fqn in "cab"])
-    assert grids(run)[0]["layers"] == ["b", "a", "c"]
-
-
-def test_labels_differ():
-    long = "x" * 60
-    assert report_charts.labels(["", "a", f"1{long}", f"2{long}"]) == [
-        "(the model)",
-        "a",
-        f"…{long[:44]} (2)",
-        f"…{long[:44]} (3)",
-    ]

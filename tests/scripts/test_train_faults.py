@@ -3,13 +3,10 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -58,14 +55,6 @@ def test_a_rank_with_an_error_of_its_own_is_named_with_it() -> None:
     assert said == ["rank 1 of 3 failed: ValueError: bad", None, ""]
 
 
-def test_ranks_that_lost_each_other() -> None:
-    said = explained([LOST, LOST], steps=[3, 3])
-    assert said == [
-        f"all 2 ranks are there, and lost a connection: RuntimeError: {LOST}",
-        "",
-    ]
-
-
 def test_a_late_rank_is_named_once() -> None:
     store = dist.HashStore()
 
@@ -81,32 +70,6 @@ def test_a_late_rank_is_named_once() -> None:
         "longer --timeout",
         "",
     ]
-
-
-def test_all_ranks_are_there() -> None:
-    store = dist.HashStore()
-    with ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda rank: Roll(store, rank, 3).call(10.0), range(3)))
-
-
-def test_a_lost_store_is_said() -> None:
-    lonely = Roll(dist.HashStore(), 1, 2)
-    lonely._store = mock.Mock(set=mock.Mock(side_effect=dist.DistNetworkError("gone")))
-    said = lonely.explain(LOST)
-    assert said is not None
-    assert said.startswith("rank 1 of 2 lost the store of the run, after: RuntimeError: [gloo")
-
-
-def test_groups_without_a_timeout_get_the_given_one() -> None:
-    program = (
-        "import torch.distributed as dist\n"
-        "from torch.distributed.distributed_c10d import _get_default_timeout\n"
-        "from scripts.common.gloo import set_default_timeout\n"
-        "set_default_timeout(7.5)\n"
-        "print(_get_default_timeout(dist.Backend.GLOO), _get_default_timeout(dist.Backend.NCCL))"
-    )
-    printed = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT)
-    assert printed.split() == [str(timedelta(seconds=7.5))] * 2
 
 
 def test_a_killed_rank_under_torchrun(tmp_path: Path) -> None:
