@@ -28,6 +28,7 @@ from fp8_dist import (
     invalidate_float8_scales,
     precompute_float8_dynamic_scale,
 )
+from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor import Float8Tensor
@@ -227,6 +228,23 @@ def steps_with_evaluation(dp: int, tp: int, reshard: bool) -> list[bool]:
 @pytest.mark.parametrize(("dp", "tp", "reshard"), [(2, 1, False), (2, 1, True), (1, 2, True)])
 def test_evaluation_between_steps(ranks: RankPools, dp: int, tp: int, reshard: bool) -> None:
     assert ranks(2).run(steps_with_evaluation, dp, tp, reshard) == [[True]] * 2
+
+
+def reductions_in_eval() -> list[int]:
+    """All-reduces of scales in the forward and in the backward of a model in ``eval()``."""
+    world = Distributed(2, 1)
+    world.net.eval()
+    counts = []
+    with comm_audit(world.mesh) as audit:
+        loss = world.net(world.mine(torch.randn(4, 8, 64))).sum()
+        counts.append(audit.count("all_reduce"))
+        loss.backward()
+        counts.append(audit.count("all_reduce"))
+    return counts
+
+
+def test_a_model_in_eval_may_be_trained(ranks: RankPools) -> None:
+    assert ranks(2).run_same(reductions_in_eval) == [6, 6]
 
 
 class Expert(nn.Module):

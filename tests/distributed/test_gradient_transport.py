@@ -30,11 +30,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_dist
 from fp8_dist import Float8LinearConfig, Float8State
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
+from fp8_dist.kernels.encoding import encode_float8
 from fp8_dist.mesh import local_tensor
 from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_reduction
 from scripts.common.llama import MODELS, Llama
@@ -91,23 +93,25 @@ def sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
     return math.inf if noise == 0 else 10 * math.log10(signal / noise)
 
 
-def of_single_rank(rank: int, **arguments: Any) -> Gradients:
+def of_single_rank(rank: int, frozen: bool = False, **arguments: Any) -> Gradients:
     net = Uneven()
+    net.flat.requires_grad_(not frozen)
     backward(net, rank, **arguments)
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
 def wrong_bits(transport: Any, spare: bool) -> list[str]:
     """Parameters whose shard is not the mean that was computed apart, bit by bit; or that repeat
-    with others."""
+    with others. (Without `spare` a parameter between others is frozen, too.)"""
     mesh, own = device_mesh(dp=dist.get_world_size()), dist.get_rank()
     runs = []
     for _ in range(2):
         net = sharded(mesh)
+        net.flat.requires_grad_(spare)
         set_gradient_transport(net, transport)
         backward(net, own, spare=spare)
         runs.append({name: p.grad for name, p in net.named_parameters()})
-    each = [of_single_rank(rank, spare=spare) for rank in range(mesh.size())]
+    each = [of_single_rank(rank, not spare, spare=spare) for rank in range(mesh.size())]
     wrong = []
     for name, grad in runs[0].items():
         if (grad is None) != (name not in each[0]):
@@ -545,6 +549,39 @@ def test_replicated_parameters_round_alike_on_tensor_parallel_ranks(ranks: RankP
             assert not ranks(4).run_same(gate_differs, transport, hidden)
 
 
+class Seeds(TorchDispatchMode):
+    """The seeds by which values are encoded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is encode_float8.overload:
+            self.found.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def seeds_of_a_step(in_nodes: bool) -> list[int]:
+    """This rank's seeds in a step of HSDP, or of nodes and between them."""
+    mesh, hierarchy = device_mesh(replicas=2, dp=2), None
+    if in_nodes:
+        mesh, hierarchy = flat_mesh(2, 2), device_mesh(nodes=2, local=2)
+    net = Uneven()
+    for part in (net.wide, net.flat, net):
+        fully_shard(part, mesh=mesh)
+    set_gradient_transport(net, "float8", stochastic_rounding=True, hierarchy=hierarchy)
+    with Seeds() as seeds:
+        backward(net, dist.get_rank(), spare=True)
+    return seeds.found
+
+
+@pytest.mark.parametrize("in_nodes", [False, True])
+def test_every_rounding_has_a_seed_of_its_own(ranks: RankPools, in_nodes: bool) -> None:
+    found = [seed for seeds in ranks(4).run(seeds_of_a_step, in_nodes) for seed in seeds]
+    assert len(set(found)) == len(found) == 4 * 2 * 4  # ranks, exchanges, matrices
+
+
 def differ_over_tp() -> str:
     mesh = device_mesh(dp=2, tp=2)
     how: Any = "float8" if mesh.get_local_rank("tp") else "bf16"
@@ -557,15 +594,15 @@ def test_tensor_parallel_ranks_that_differ(ranks: RankPools) -> None:
 
 
 def feedback(error_feedback: bool) -> float:
-    """SQNR of the mean over steps with one gradient."""
+    """SQNR of the mean over steps with one gradient; the lower one of two parameters."""
     mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
     net, exact = sharded(mesh), sharded(mesh)
     set_gradient_transport(net, "float8", error_feedback=error_feedback)
     backward(exact, rank)
     for _ in range(16):  # gradients accumulate
         backward(net, rank)
-    expected = gradients_of(exact)["wide.weight"]
-    return sqnr(expected, gradients_of(net)["wide.weight"] / 16)
+    expected, found = gradients_of(exact), gradients_of(net)
+    return min(sqnr(expected[name], found[name] / 16) for name in ("wide.weight", "last.weight"))
 
 
 def test_error_feedback_makes_up_for_what_was_left_out(ranks: RankPools) -> None:
@@ -655,6 +692,7 @@ def errors_that_do_not_fit() -> list[str]:
         warnings.simplefilter("always")
         state.load_state_dict({"gradient_errors": saved})
         state.load_state_dict({})
+        assert not any(t.any() for name, t in errors_of(net).items() if ".codes." in name)
         set_gradient_transport(net, None)
         state.load_state_dict({"gradient_errors": saved})
     return found + [str(each.message) for each in given]

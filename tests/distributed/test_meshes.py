@@ -12,7 +12,7 @@ from ranks import RankPools, device_mesh
 from reference import raised, same_cast, sqnr, weights_used
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist import (
@@ -216,6 +216,30 @@ def mixed_model() -> list[str]:
 
 def test_a_model_distributed_in_parts(ranks: RankPools) -> None:
     assert ranks(4).run(mixed_model) == [[]] * 4
+
+
+def of_missing_axes() -> list[bool]:
+    """Whether scales are right: of a weight that differs along two axes of another's mesh."""
+    mesh = device_mesh(a=2, b=2, c=2)
+    place = 2 * mesh.get_local_rank("b") + mesh.get_local_rank("c")
+    net = convert_to_float8_training(nn.Sequential(*(nn.Linear(32, 32) for _ in range(2))))
+    masters = [net[0].weight.detach() * 2.0**place, net[1].weight.detach().clone()]
+    for layer, master, part in zip(net, masters, (mesh["a"], mesh["b", "c"]), strict=True):
+        placements = [Shard(0), Shard(1)][: part.ndim]
+        weight = distribute_tensor(master, part, placements, src_data_rank=None)
+        layer.weight, layer.bias = nn.Parameter(weight), None
+    with comm_audit(mesh) as audit:
+        precompute_float8_dynamic_scale(net)
+    assert audit.count() == 1
+    with weights_used(net) as used:
+        for layer in net:
+            layer(distribute_tensor(torch.ones(4, 32), layer.weight.device_mesh))
+    expected = [cast_to_float8(master, CastConfig()).scale for master in masters]
+    return [torch.equal(used[f"{i}"].scale, scale) for i, scale in enumerate(expected)]
+
+
+def test_weights_that_differ_along_two_axes_that_they_lack(ranks: RankPools) -> None:
+    assert ranks(8).run(of_missing_axes) == [[True, True]] * 8
 
 
 def overlapping() -> str:

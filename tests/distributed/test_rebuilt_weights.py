@@ -147,6 +147,31 @@ def test_data_that_is_assigned_drops_scales(config: Float8LinearConfig, precompu
     assert cast.dequantize().abs().max() > 10
 
 
+def test_data_assigned_after_writes_drops_scales() -> None:
+    for writes in range(4):  # after one of these the sum of versions would be the same
+        layer = Float8Linear(32, 16, config=GATHERED)
+        layer.weight.data = alias = torch.ones(16, 32)
+        for _ in range(writes):
+            alias.mul_(0.5)
+        layer(torch.ones(16, 32))
+        alias.fill_(100)
+        layer.weight.data = alias.data  # the same memory, with a version of its own
+        with weights_used(layer) as used:
+            layer(torch.ones(16, 32))
+        (cast,) = used.values()
+        assert cast.dequantize().min() > 50, writes
+
+
+def test_writes_through_data_drop_scales() -> None:
+    layer = Float8Linear(32, 16, config=GATHERED)
+    layer(torch.ones(16, 32))
+    layer.weight.data.fill_(100)
+    with weights_used(layer) as used:
+        layer(torch.ones(16, 32))
+    (cast,) = used.values()
+    assert cast.dequantize().min() > 50
+
+
 def trained_after(change: Callable[[nn.Module], None]) -> tuple[dict[str, int], bool]:
     """Gathers of a step of a bf16 model that was upcast; whether optimizer and state are fp32."""
     model = net(torch.bfloat16)

@@ -197,6 +197,25 @@ def test_precomputed_scales(ranks: RankPools, dp: int, tp: int, recipe: str) -> 
         assert all(same)
 
 
+def reductions_of_uneven_rows() -> list[int]:
+    """All-reduces of precompute and of a step after it, where FSDP2 divides rows unevenly."""
+    config = Float8LinearConfig.from_recipe_name("rowwise_folded")
+    world = Distributed(2, 1, config=config, net_arguments={"hidden": 33})
+    counts = []
+    for run in (
+        lambda: precompute_float8_dynamic_scale(world.net),
+        lambda: world.net(world.mine(torch.randn(4, 8, 64))).sum().backward(),
+    ):
+        with comm_audit(world.mesh) as audit:
+            run()
+        counts.append(audit.count("all_reduce"))
+    return counts
+
+
+def test_precompute_finds_all_scales_of_uneven_rows(ranks: RankPools) -> None:
+    assert ranks(2).run_same(reductions_of_uneven_rows) == [1, 0]
+
+
 def shared_by_two_configs(*configs: Float8LinearConfig) -> str:
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     for i, config in enumerate(configs):

@@ -1,16 +1,22 @@
 """What a CUDA graph would hold: while one is captured, nothing of earlier steps is used."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 from reference import raised
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from fp8_dist import Float8LinearConfig, convert_to_float8_training
+from fp8_dist.debug import comm_audit
 from scripts.common.candidates import OURS
 from scripts.common.fake_cuda.counter import KernelCounter
 from scripts.common.fake_cuda.device import FakeCudaMode, fake_tensors
 from scripts.common.fake_cuda.layer import LayerShape, layer_on_fake_cuda
 from scripts.common.fake_cuda.process import FakeCudaProcess
+from scripts.common.fake_cuda.world import meshes
 
 SHAPE = LayerShape(256, 512, 1024)
 
@@ -36,6 +42,25 @@ def launches(name: str) -> list[int]:
     return counts
 
 
+def reductions_of_gathers() -> list[int]:
+    """All-reduces of row scales where FSDP2 gathers uneven parts; the third gather is captured."""
+    mesh, counts = meshes(dp=8)["dp"], []
+    config = Float8LinearConfig.from_recipe_name("rowwise_folded")
+    with fake_tensors():
+        model = nn.Sequential(nn.Linear(64, 36, bias=False, device="cuda"))
+        convert_to_float8_training(
+            model, config=replace(config, enable_fsdp_float8_all_gather=True)
+        )
+        fully_shard(model, mesh=mesh)
+        for capturing in (False, False, True, False):
+            capture = patch.object(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+            with capture, comm_audit(mesh) as audit:
+                model.unshard()
+                model.reshard()
+            counts.append(audit.count("all_reduce"))
+    return counts
+
+
 def refusal_of_delayed_scales() -> str:
     mode = FakeCudaMode()
     layer = layer_on_fake_cuda("delayed", SHAPE, mode)
@@ -52,6 +77,10 @@ def test_a_captured_step_holds_the_cast_of_the_weight(
     assert captured == captured_new > known
     # A graph's copies are not kept: the next step casts the weight.
     assert after > known
+
+
+def test_a_captured_gather_finds_the_scales_of_uneven_rows(fake_cuda: FakeCudaProcess) -> None:
+    assert fake_cuda.run(reductions_of_gathers) == [1, 0, 1, 0]
 
 
 def test_a_delayed_scale_is_not_captured(fake_cuda: FakeCudaProcess) -> None:

@@ -18,7 +18,7 @@ from fp8_dist.dtypes import device_has_float8_gemm
 from fp8_dist.linear.checks import check_alignment
 
 ROOT = Path(__file__).parents[2]
-SIZES = (16, 24, 48, 50, 64, 100)
+SIZES = (16, 24, 31, 48, 50, 64, 100)
 
 
 class Block(nn.Module):

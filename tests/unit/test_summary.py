@@ -71,6 +71,16 @@ FLOPs: of products with weights, without attention's own products and convolutio
     )
 
 
+def test_layers_that_are_not_alike_have_lines_of_their_own() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    convert_to_float8_training(model, module_filter_fn=lambda layer, fqn: fqn != "1")
+    lines = str(conversion_summary(model)).splitlines()
+    assert [line.split()[:5] for line in lines[3:5]] == [
+        ["*", "(2)", "32", "x", "32"],
+        ["1", "32", "x", "32", "skip"],
+    ]
+
+
 def test_the_data() -> None:
     model = Model()
     convert_to_float8_training(model, module_filter_fn=skip_head(model))

@@ -23,7 +23,7 @@ from fp8_dist import (
     float8_layers,
     update_float8_scales,
 )
-from fp8_dist.debug import RecipeComparison, compare_recipes
+from fp8_dist.debug import LayerSqnr, RecipeComparison, compare_recipes
 from fp8_dist.debug.recipes.layer_runs import Arithmetic
 
 RECIPES = [r.value for r in Float8LinearRecipeName if r is not Float8LinearRecipeName.DELAYED]
@@ -327,6 +327,16 @@ def test_results_that_can_not_be_compared() -> None:
     x[0, 0, 0] = math.nan
     comparison = compare_recipes(Net(), x, recipes=["tensorwise"])
     assert "layers.0.w1" in comparison.layers_below(-1000)
+
+
+def test_a_layer_whose_sqnr_is_nan_is_the_worst() -> None:
+    nothing = dict.fromkeys(("model_output", "model_grad_input", "model_grad_weight"))
+    rows = [
+        LayerSqnr("mxfp8", fqn, output, 30.0, None, **nothing)
+        for fqn, output in (("good", 40.0), ("low", 5.0), ("lost", math.nan))
+    ]
+    comparison = RecipeComparison(rows, [], {"mxfp8": 20.0}, {}, [])
+    assert comparison.worst(2) == comparison.layers_below(20) == ["lost", "low"]
 
 
 def test_which_layers_are_compared() -> None:

@@ -479,6 +479,29 @@ def test_an_outlier_is_named_where_it_is(recipe: str) -> None:
     assert "octaves above the largest of the last steps (limit: 7)" in str(first)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "what", "factors"),
+    [
+        ("delayed", "lag", (1, 7)),
+        ("delayed", "lag", (1, 9)),
+        ("tensorwise", "jump", (1, 7)),
+        ("tensorwise", "jump", (1, 9)),
+        ("tensorwise", "jump", (1, math.inf, 9)),  # what is infinite is not usual from then on
+    ],
+)
+def test_limits_are_octaves(recipe: str, what: str, factors: tuple[float, ...]) -> None:
+    model, x = net(recipe), torch.randn(32, 64)
+    limits = {"underflow": None, "sqnr": None, "lag": None, "jump": None} | {what: 3.0}
+    stats = float8_stats(model, limits=AnomalyLimits(**limits))
+    for factor in factors:
+        with stats:
+            model[0](x * factor)
+        if recipe == "delayed":
+            sync_float8_amax_and_scale_history(model)
+    found = [anomaly.what for anomaly in stats.anomalies if anomaly.what != "non-finite"]
+    assert found == ([what] if factors[-1] == 9 else [])
+
+
 def test_warnings_once_per_layer() -> None:
     model = net()
     stats = float8_stats(model, on_anomaly="warn", limits=AnomalyLimits(sqnr=100.0))

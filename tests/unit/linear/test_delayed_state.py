@@ -15,7 +15,7 @@ import torch.nn as nn
 from checkpoint_patterns import NAMES, load, save
 from delayed_steps import DELAYED, amaxes, delayed, histories, recorded, through_a_file, train
 from nets import Net
-from reference import same_bits
+from reference import same_bits, weights_used
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -230,6 +230,21 @@ def test_float8_state_continues_a_run() -> None:
     assert losses_after(resumed) == losses_after(net)
     Float8State(resumed).load_state_dict({})
     assert not any(amaxes(resumed).values())
+
+
+def test_float8_state_alone_replaces_casts() -> None:
+    net, x = new(), torch.randn(2, 4, 64)
+    train(net, 2)
+    scales = []
+    for factor in (1, 4):
+        state = Float8State(net).state_dict()
+        for rows in state.values():
+            rows["weight"] = [factor * amax for amax in rows["weight"]]
+        Float8State(net).load_state_dict(state)
+        with weights_used(net) as used:
+            net(x)
+        scales.append(torch.stack([weight.scale for weight in used.values()]))
+    torch.testing.assert_close(scales[1], 4 * scales[0])
 
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
