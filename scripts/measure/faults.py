@@ -481,13 +481,6 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
-        file="fsdp/streams.py",
-        what="gathers wait for the first scales of a weight alone, not for later ones",
-        before="            weight.made = event\n",
-        after="            weight.made = weight.made or event\n",
-        test="tests/fake_cuda/test_streams.py::test_steps[tensorwise-event, prefetch]",
-    ),
-    Fault(
         file="fsdp/sync.py",
         what="amaxes of histories are reduced over the first axis of a mesh",
         before="common_groups({mesh: range(mesh.ndim) for mesh in meshes})",
