@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is imported, here and in the ranks that inherit it: tests compare bits, and
 # the ranks share few cores.
@@ -19,14 +20,18 @@ if not torch.cuda.is_available():
 
 from ranks import RankPools
 
+SCRIPTS = Path(__file__).parent / "scripts"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` or `gpus(n)`, where there are too few.
+    """Skips tests marked `gpu` or `gpus(n)`, where there are too few. Programs are marked `full`.
 
-    (The only other skips are those of tests/scripts/test_report_browser.py without a browser.)
+    (The only other skips are those of tests in a browser, where there is none.)
     """
     devices = torch.cuda.device_count()
     for item in items:
+        if SCRIPTS in item.path.parents:
+            item.add_marker(pytest.mark.full)
         several = item.get_closest_marker("gpus")
         needed = several.args[0] if several else int(item.get_closest_marker("gpu") is not None)
         if devices < needed:
