@@ -38,7 +38,7 @@ fi
 status=0
 "$PY" -m pytest -q -m "gpu or gpus" tests | tee "$results/tests.txt" || status=1
 # Kernels that are tested in Triton's interpreter elsewhere are compiled here.
-"$PY" -m pytest -q tests/unit/kernels/test_triton_kernels.py \
-    tests/unit/kernels/test_triton_rounding.py | tee "$results/kernels.txt" || status=1
+"$PY" -m pytest -q tests/unit/kernels/test_triton_{kernels,blocks,encoding,rounding}.py |
+    tee "$results/kernels.txt" || status=1
 "$PY" -m scripts.bench.gpu "$@" | tee "$results/benchmark.md" || status=1
 exit "$status"

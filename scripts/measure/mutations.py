@@ -4,12 +4,13 @@ python -m scripts.measure.mutations               all of them: about half a minu
 python -m scripts.measure.mutations --only fsdp   those whose file or number holds this text
 python -m scripts.measure.mutations --list        where they are, and the tests that find them
 
-scripts/measure/faults.py has the faults, each with the test that must fail. All of these tests
+scripts/measure/faults.txt has the faults, each with the test that must fail. All of these tests
 belong to what `bash scripts/test.sh` runs. The faults are planted in a copy of the checkout.
 Exit status 1 if one survives, or if a test fails without a fault.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,28 +21,66 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import Queue
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from scripts.common.markdown import table
 from scripts.common.options import command_parser, positive
-from scripts.measure.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
+FAULTS = Path(__file__).with_name("faults.txt")
 FAILED, PASSED = 1, 0  # of pytest
 TIMEOUT_S = 900
 
 
+class Fault(NamedTuple):
+    """A small mistake that someone could make.
+
+    Attributes:
+        file: where, from the root of the checkout.
+        what: the mistake, in a few words.
+        before: whole lines that the file has once.
+        after: the lines that take their place.
+        test: a test, or several in one file, as pytest takes them; one must fail.
+    """
+
+    file: str
+    what: str
+    before: str
+    after: str
+    test: str
+
+
+def read_faults(text: str) -> list[Fault]:
+    """Return the faults of a text in which empty lines separate them.
+
+    A fault is a line `FILE: WHAT`, lines of a patch, which begin with two characters ("- " for a
+    line that goes, "+ " for one that comes, two spaces for one that stays), and the test.
+    """
+    faults = []
+    for entry in text.strip().split("\n\n"):
+        first, *patch, test = entry.splitlines()
+        file, what = first.split(": ", 1)
+        before, after = (
+            "".join(line[2:] + "\n" for line in patch if line[0] in (" ", sign)) for sign in "-+"
+        )
+        faults.append(Fault(file, what, before, after, test))
+    return faults
+
+
 def planted(source: str, fault: Fault) -> str:
-    """The source of the fault's file with the fault.
+    """Return the source of the fault's file with the fault.
 
     Raises:
         ValueError: what the fault replaces does not stand in the file exactly once.
     """
-    count = source.count(fault.before)
+    changed, count = re.subn(
+        f"^{re.escape(fault.before)}", lambda _: fault.after, source, flags=re.MULTILINE
+    )
     if count != 1:
         raise ValueError(f"{fault.file}: {fault.before!r} stands there {count} times, not once")
-    return source.replace(fault.before, fault.after)
+    return changed
 
 
 @contextmanager
@@ -90,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the faults, plant none")
     parser.add_argument("--jobs", type=positive, default=2, help="at a time; %(default)s")
     args = parser.parse_args(argv)
-    chosen = [(f"{i} {f.file}", f) for i, f in enumerate(FAULTS, 1)]
+    chosen = [(f"{i} {f.file}", f) for i, f in enumerate(read_faults(FAULTS.read_text()), 1)]
     chosen = [(name, fault) for name, fault in chosen if args.only in name]
     if not chosen:
         parser.error(f"no fault has {args.only!r} in its name")

@@ -1,0 +1,25 @@
+"""The faults of scripts.measure.mutations can be planted, and the tests that must fail exist."""
+
+import pytest
+
+from scripts.measure.mutations import FAULTS, ROOT, planted, read_faults
+
+
+def test_faults_apply_and_their_tests_exist() -> None:
+    faults = read_faults(FAULTS.read_text())
+    assert len({fault.what for fault in faults}) == len(faults) >= 60
+    for fault in faults:
+        source = (ROOT / fault.file).read_text()
+        changed = planted(source, fault)
+        assert changed != source, fault.what
+        compile(changed, fault.file, "exec")
+        file, _, name = fault.test.partition("::")
+        tests = (ROOT / file).read_text()
+        assert not name or f"def {name.partition('[')[0]}(" in tests, fault.test
+
+
+def test_a_patch() -> None:
+    (fault,) = read_faults("a.py: wrong sign\n  def f(x):\n-     return x\n+     return -x\nt.py\n")
+    assert planted("def f(x):\n    return x\n", fault) == "def f(x):\n    return -x\n"
+    with pytest.raises(ValueError, match="2 times"):
+        planted("def f(x):\n    return x\n" * 2, fault)
