@@ -4,17 +4,14 @@ In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is com
 """
 
 import math
-from collections.abc import Callable
+from itertools import product
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from reference import same_values
 
-from fp8_dist import kernels
 from fp8_dist.dtypes import FLOAT8_DTYPES
 from fp8_dist.kernels import (
     CustomOp,
@@ -28,7 +25,6 @@ from fp8_dist.kernels import (
     reblock,
 )
 from fp8_dist.kernels.block_gemm import dequantized
-from fp8_dist.kernels.blocks import exponents_shape
 from fp8_dist.kernels.cuda import DTYPES, block_operators, block_registration, triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,15 +92,20 @@ def check_reblock(
 
 
 @RULES
-@pytest.mark.parametrize(("shape", "blocks"), CASES)
-def test_casts_of_any_shape(shape: tuple[int, int], blocks: Blocks, rule: str | None) -> None:
-    check(matrix(shape, torch.bfloat16), E4M3, blocks, rule)
+def test_casts_of_any_shape_and_strides(rule: str | None) -> None:
+    for shape, blocks in CASES:
+        check(matrix(shape, torch.bfloat16), E4M3, blocks, rule)
+    x = matrix((40, 72), torch.bfloat16)
+    for view in (x.t(), x[:, 1::2], x[1:, 3:-1], x[:, :1].expand(40, 72)):
+        for blocks in ((1, 32, 0, 0), (32, 32, 3, 5)):
+            qdata = check(view, E4M3, blocks, rule)
+            exponents = block_exponents.portable(view, E4M3, blocks, rule)
+            check_reblock(qdata.t().contiguous().t(), exponents.t().contiguous().t(), blocks)
 
 
 @RULES
-@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("of", DTYPES)
-def test_casts_of_special_values(of: torch.dtype, dtype: torch.dtype, rule: str | None) -> None:
+def test_casts_of_special_values(of: torch.dtype, rule: str | None) -> None:
     info = torch.finfo(of)
     # A row of each alone, and squares of all of them.
     special = [math.nan, -math.nan, math.inf, -math.inf, -0.0, info.max, info.smallest_normal]
@@ -114,10 +115,9 @@ def test_casts_of_special_values(of: torch.dtype, dtype: torch.dtype, rule: str 
     x[4] = -0.0
     x[6] = info.smallest_normal / torch.arange(4, 13, device=DEVICE)  # subnormal
     x[7] = info.smallest_normal * info.eps
-    for blocks in ((1, 4, 0, 0), (4, 4, 0, 0), (4, 4, 3, 1)):
+    for dtype, blocks in product(FLOAT8_DTYPES, ((1, 4, 0, 0), (4, 4, 0, 0), (4, 4, 3, 1))):
         qdata = check(x, dtype, blocks, rule)
-        exponents = block_exponents.portable(x, dtype, blocks, rule)
-        check_reblock(qdata, exponents, blocks, 4, rule)
+        check_reblock(qdata, block_exponents.portable(x, dtype, blocks, rule), blocks, 4, rule)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -130,53 +130,19 @@ def test_every_exponent(dtype: torch.dtype) -> None:
     expected = quantize_blocks.portable(x, exponents, dtype, blocks)
     check_layouts(triton.quantize_blocks(x, exponents, dtype, blocks, column_major=True), expected)
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
-    one_each = exponents.view(256, 1)
-    check_reblock(codes.expand(256, 256), one_each, (1, 256, 0, 0), 1)
-    check_reblock(codes.expand(256, 256), one_each, (1, 256, 0, 0), 32)
+    for rows in (1, 32):
+        check_reblock(codes.expand(256, 256), exponents.view(256, 1), (1, 256, 0, 0), rows)
 
 
-@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("rule", [None, "ceil"])
-def test_amaxes_around_each_power_of_2(rule: str | None, dtype: torch.dtype) -> None:
+def test_amaxes_around_each_power_of_2(rule: str | None) -> None:
     """Times the largest value, where a logarithm of fp32 may round to the power; and subnormal."""
-    powers = (
-        torch.finfo(dtype).max
-        * torch.arange(-135.0, 100, device=DEVICE, dtype=torch.float64).exp2()
-    )
-    bits = powers.to(torch.float32).view(torch.int32)[:, None]
-    x = (bits + torch.arange(-50, 50, device=DEVICE)).clamp(min=0).to(torch.int32)
-    x = x.view(torch.float32)
-    check(x[x.isfinite().all(1)], dtype, (1, 1, 0, 0), rule)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.floats(width=32), min_size=12, max_size=12),
-    st.sampled_from(FLOAT8_DTYPES),
-    st.sampled_from([(1, 2), (2, 2), (4, 4)]),
-    st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    st.sampled_from([None, "ceil", "floor"]),
-)
-def test_casts_of_any_floats(
-    values: list[float],
-    dtype: torch.dtype,
-    size: tuple[int, int],
-    start: tuple[int, int],
-    rule: str | None,
-) -> None:
-    x = torch.tensor(values, dtype=torch.float32, device=DEVICE).view(3, 4)
-    blocks = (*size, start[0] % size[0], start[1] % size[1])
-    qdata = check(x, dtype, blocks, rule)
-    check_reblock(qdata, block_exponents.portable(x, dtype, blocks, rule), blocks, 2, rule)
-
-
-def test_casts_of_any_strides() -> None:
-    x = matrix((40, 72), torch.bfloat16)
-    for view in (x.t(), x[:, 1::2], x[1:, 3:-1], x[:, :1].expand(40, 72)):
-        for blocks in ((1, 32, 0, 0), (32, 32, 3, 5)):
-            qdata = check(view, E4M3, blocks, None)
-            exponents = block_exponents.portable(view, E4M3, blocks, None)
-            check_reblock(qdata.t().contiguous().t(), exponents.t().contiguous().t(), blocks)
+    for dtype in FLOAT8_DTYPES:
+        powers = torch.arange(-135.0, 100, device=DEVICE, dtype=torch.float64).exp2()
+        bits = (torch.finfo(dtype).max * powers).to(torch.float32).view(torch.int32)[:, None]
+        x = (bits + torch.arange(-50, 50, device=DEVICE)).clamp(min=0).to(torch.int32)
+        x = x.view(torch.float32)
+        check(x[x.isfinite().all(1)], dtype, (1, 1, 0, 0), rule)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +160,8 @@ def test_reblocked(shape: tuple[int, int], blocks: Blocks, rows: int) -> None:
     x[0, 0] = math.nan
     for dtype, rule in ((E4M3, "floor"), (E5M2, None)):
         exponents = block_exponents.portable(x, dtype, blocks, rule)
-        check_reblock(
-            quantize_blocks.portable(x, exponents, dtype, blocks), exponents, blocks, rows, rule
-        )
+        qdata = quantize_blocks.portable(x, exponents, dtype, blocks)
+        check_reblock(qdata, exponents, blocks, rows, rule)
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
@@ -204,11 +169,9 @@ def test_reblocked(shape: tuple[int, int], blocks: Blocks, rows: int) -> None:
 def test_dequantized(of: torch.dtype, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(256, 1)
-    every = codes.expand(256, 256).contiguous()
-    found = triton.dequantize(every, exponents, (1, 256, 0, 0), of)
-    assert same_values(found, dequantized(every, exponents, (1, 256, 0, 0), of))
-    numbers = exponents.view(16, 16)
+    every, numbers = codes.expand(256, 256).contiguous(), exponents.view(16, 16)
     for data, scales, blocks in (
+        (every, exponents, (1, 256, 0, 0)),
         (every[:, :250], numbers[:9, :9], (32, 32, 7, 30)),
         (every[:250].t(), numbers[:9, :9], (32, 32, 30, 7)),
         (every[::2, 1::2], numbers.t()[:4, :9], (32, 16, 0, 15)),
@@ -226,34 +189,33 @@ MANY: list[tuple[tuple[int, int], tuple[int, int]]] = [
     ((1, 1), (31, 0)),
     ((33, 64), (16, 16)),
 ]
+ROUTES = pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 
 
 @RULES
-@pytest.mark.parametrize("of", DTYPES)
-@pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
+@ROUTES
 @pytest.mark.parametrize("size", [(32, 32), (1, 32)])
-def test_many_matrices(
-    size: tuple[int, int], route: ModuleType, of: torch.dtype, rule: str | None
-) -> None:
-    tensors = [matrix(shape, of) for shape, _ in MANY]
-    tensors[0][5, 7], tensors[1][3] = math.nan, -math.inf
+def test_many_matrices(size: tuple[int, int], route: ModuleType, rule: str | None) -> None:
     blocks = [(*size, start[0] % size[0], start[1]) for _, start in MANY]
-    for chosen in (slice(None), slice(1), slice(2, 3), slice(0, None, 5)):
-        given, parts = tensors[chosen], blocks[chosen]
-        each = list(zip(given, parts, strict=True))
+    chosen = [(of, slice(None)) for of in DTYPES]
+    chosen += [(torch.float32, part) for part in (slice(1), slice(2, 3), slice(0, None, 5))]
+    for of, part in chosen:
+        tensors = [matrix(shape, of) for shape, _ in MANY]
+        tensors[0][5, 7], tensors[1][3] = math.nan, -math.inf
+        each = list(zip(tensors[part], blocks[part], strict=True))
         found = [block_exponents.portable(x, E4M3, b, rule) for x, b in each]
         exponents = torch.cat([one.view(-1) for one in found])
-        assert torch.equal(route.exponents_of_many(given, E4M3, parts, rule), exponents)
+        given = tensors[part], exponents, E4M3, blocks[part]
+        assert torch.equal(route.exponents_of_many(given[0], *given[2:], rule), exponents)
         data = [
             quantize_blocks.portable(x, one, E4M3, b).view(torch.uint8).view(-1)
             for (x, b), one in zip(each, found, strict=True)
         ]
-        qdata = route.quantize_many_blocks(given, exponents, E4M3, parts)
-        assert same_values(qdata, torch.cat(data).view(E4M3))
+        assert same_values(route.quantize_many_blocks(*given), torch.cat(data).view(E4M3))
 
 
+@ROUTES
 @pytest.mark.parametrize("multiple", [1, 4])
-@pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 def test_scales_of_gemms(route: ModuleType, multiple: int) -> None:
     every = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(64, 4)
     for exponents in (every, every.t(), every[:33, 1:], every[:1], every.repeat(33, 1)):
@@ -272,16 +234,15 @@ def tiles(exponents: torch.Tensor, repeats: int) -> torch.Tensor:
     rows, columns = len(exponents) * repeats, exponents.shape[1]
     across = -(-columns // 4)
     expected = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
-    for row in range(rows):
-        for column in range(columns):
-            tile = row // 128 * across + column // 4
-            inside = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
-            expected[tile * 512 + inside] = exponents[row // repeats, column]
+    for row, column in product(range(rows), range(columns)):
+        tile = row // 128 * across + column // 4
+        inside = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+        expected[tile * 512 + inside] = exponents[row // repeats, column]
     return expected
 
 
+@ROUTES
 @pytest.mark.parametrize("repeats", [1, 32])
-@pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 def test_tiles_of_exponents(route: ModuleType, repeats: int) -> None:
     a = torch.randint(1, 255, (150, 10), dtype=torch.uint8)
     b = torch.randint(1, 255, (320 // repeats, 5), dtype=torch.uint8)
@@ -291,9 +252,6 @@ def test_tiles_of_exponents(route: ModuleType, repeats: int) -> None:
         found = route.tiled_exponents(of_a, of_b, repeats)
         for mine, wanted in zip(found, expected, strict=True):
             assert torch.equal(mine.cpu(), wanted)
-
-
-# As operators
 
 
 def check_op(op: CustomOp[..., Any], *args: Any) -> None:
@@ -325,88 +283,65 @@ def check_op(op: CustomOp[..., Any], *args: Any) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_operators(dtype: torch.dtype, shape: tuple[int, ...], blocks: Blocks) -> None:
-    x = torch.randn(shape, device=DEVICE).mul_(100).to(dtype)
-    check_op(block_exponents, x, E4M3, blocks, "ceil")
-    exponents = block_exponents.portable(x, E4M3, blocks, None)
-    check_op(quantize_blocks, x, exponents, E4M3, blocks)
-    for transposed in ([False], [True], [False, True], [True, False]):
-        check_op(cast_blocks, x, E4M3, blocks, "ceil", transposed)
-        check_op(quantize_block_copies, x, exponents, E4M3, blocks, transposed)
-    qdata = quantize_blocks.portable(x, exponents, E4M3, blocks)
-    if x.ndim == 2:
-        for rows, transposed in ((16, False), (16, True), (12, True)):
+def test_operators(shape: tuple[int, ...], blocks: Blocks) -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        x = torch.randn(shape, device=DEVICE).mul_(100).to(dtype)
+        check_op(block_exponents, x, E4M3, blocks, "ceil")
+        exponents = block_exponents.portable(x, E4M3, blocks, None)
+        check_op(quantize_blocks, x, exponents, E4M3, blocks)
+        for transposed in ([False], [True], [False, True], [True, False]):
+            check_op(cast_blocks, x, E4M3, blocks, "ceil", transposed)
+            check_op(quantize_block_copies, x, exponents, E4M3, blocks, transposed)
+        qdata = quantize_blocks.portable(x, exponents, E4M3, blocks)
+        for rows, transposed in ((16, False), (16, True), (12, True)) if x.ndim == 2 else ():
             check_op(reblock, qdata, exponents, blocks, rows, "ceil", transposed)
 
 
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("size", [8, 12])
-def test_a_product_without_a_gemm_of_blocks(size: int, out_dtype: torch.dtype) -> None:
+def test_a_product_without_a_gemm_of_blocks(size: int) -> None:
     operands = []
     for shape, blocks in (((33, 40), (1, size, 0, 5)), ((17, 40), (size, size, 3, 5))):
         x = torch.randn(shape, device=DEVICE)
         operands.append((*cast_blocks(x, E4M3, blocks, "ceil", [False]), blocks))
     (of_a, a, blocks_a), (of_b, b, (rows, columns, *first)) = operands
     turned = (columns, rows, *first[::-1])
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        check_op(block_scaled_mm, a, b.t(), of_a, of_b.t(), blocks_a, turned, out_dtype, True)
+    for out_dtype in (torch.bfloat16, torch.float32, torch.float16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            check_op(block_scaled_mm, a, b.t(), of_a, of_b.t(), blocks_a, turned, out_dtype, True)
 
 
-def test_operators_of_many() -> None:
-    shapes = [(6, 32), (0, 32), (5, 7)]
-    sizes: list[list[Blocks]] = [
+@pytest.mark.parametrize(
+    "parts",
+    [
         [(4, 8, 0, 0), (4, 8, 3, 1), (4, 8, 0, 7)],
         [(4, 8, 0, 0), (1, 8, 0, 1), (4, 4, 0, 0)],  # not alike
         [(3, 8, 0, 0), (3, 8, 0, 1), (3, 8, 0, 7)],
+    ],
+)
+def test_operators_of_many(parts: list[Blocks]) -> None:
+    matrices = [
+        torch.randn(shape, device=DEVICE).bfloat16() for shape in ((6, 32), (0, 32), (5, 7))
     ]
-    for parts in sizes:
-        tensors = [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
-        blocks = [number for part in parts for number in part]
-        for first in (tensors[0], tensors[0].float(), tensors[0].t().contiguous().t()):
-            check_op(block_exponents_of_each, first, tensors[1:], E4M3, blocks, "ceil")
-            exponents = block_exponents_of_each(first, tensors[1:], E4M3, blocks, "floor")
-            expected = [
-                block_exponents(x, E4M3, b, "floor") for x, b in zip(tensors, parts, strict=True)
-            ]
-            assert torch.equal(exponents, torch.cat([each.view(-1) for each in expected]))
-            check_op(quantize_blocks_of_each, first, tensors[1:], exponents, E4M3, blocks)
-
-
-@pytest.mark.parametrize("transposed", [[False], [True], [False, True]])
-def test_operators_describe_their_results(transposed: list[bool]) -> None:
-    """For tensors without data, as compilers trace them; on CPUs, which cast in two steps."""
-    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-    for shape, blocks in (((6, 10), (4, 4, 1, 3)), ((2, 3, 10), (1, 4, 0, 3))):
-        x = torch.randn(shape)
-        exponents = block_exponents(x, E4M3, blocks, "floor")
-        assert [*exponents.shape] == exponents_shape(shape, blocks)
-        calls.append((cast_blocks.overload, (x, E4M3, blocks, "ceil", transposed)))
-        given = (x, exponents, E4M3, blocks, transposed)
-        calls.append((quantize_block_copies.overload, given))
-    qdata, exponents = cast_blocks(torch.randn(6, 10), E4M3, (1, 4, 0, 0), "ceil", [False])[::-1]
-    calls.append((reblock.overload, (qdata, exponents, (1, 4, 0, 0), 4, "ceil", transposed[-1])))
-    matrices, parts = [torch.randn(6, 10), torch.randn(3, 4)], [4, 4, 1, 3, 4, 4, 0, 0]
-    first, *others = matrices
-    of_many = block_exponents_of_each(first, others, E4M3, parts, None)
-    calls.append((block_exponents_of_each.overload, (first, others, E4M3, parts, None)))
-    calls.append((quantize_blocks_of_each.overload, (first, others, of_many, E4M3, parts)))
-    for op, arguments in calls:
-        torch.library.opcheck(op, arguments, test_utils="test_faketensor")
+    x, others = matrices[0], matrices[1:]
+    blocks = [number for part in parts for number in part]
+    for first in (x, x.float(), x.t().contiguous().t()):
+        check_op(block_exponents_of_each, first, others, E4M3, blocks, "ceil")
+        exponents = block_exponents_of_each(first, others, E4M3, blocks, "floor")
+        each = zip((first, *others), parts, strict=True)
+        expected = [block_exponents(x, E4M3, b, "floor").view(-1) for x, b in each]
+        assert torch.equal(exponents, torch.cat(expected))
+        check_op(quantize_blocks_of_each, first, others, exponents, E4M3, blocks)
 
 
 def test_the_route_without_triton_has_the_same_layouts() -> None:
     x, blocks = matrix((6, 33), torch.bfloat16), (1, 16, 0, 3)
-    expected = kernels.quantize_blocks(x, block_exponents(x, E4M3, blocks, "ceil"), E4M3, blocks)
+    expected = quantize_blocks(x, block_exponents(x, E4M3, blocks, "ceil"), E4M3, blocks)
     found = block_operators.cast_blocks(x, E4M3, blocks, "ceil", column_major=True)
     check_layouts(found[:2], expected)
     assert block_operators.cast_blocks(x, E4M3, blocks, "ceil").qdata_t is None
-    assert (
-        block_operators.quantize_blocks(x, found.exponents, E4M3, blocks, row_major=False)[0]
-        is None
-    )
-    data, numbers = block_operators.reblock(expected, found.exponents, blocks, 4, "ceil", True)
-    assert same_values(
-        data.t(), triton.reblock(expected, found.exponents, blocks, 4, "ceil", False)[0]
-    )
+    alone = block_operators.quantize_blocks(x, found.exponents, E4M3, blocks, row_major=False)
+    assert alone[0] is None
+    of_rows = (expected, found.exponents, blocks, 4, "ceil")
+    data, numbers = block_operators.reblock(*of_rows, True)
+    assert same_values(data.t(), triton.reblock(*of_rows, False)[0])
     assert numbers.shape == (2, 33)

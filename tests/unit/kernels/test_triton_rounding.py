@@ -6,8 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from reference import same_values
 
 from fp8_dist.dtypes import FLOAT8_DTYPES, device_has_float8_gemm
 from fp8_dist.kernels import scaling_from_amax
@@ -98,16 +97,6 @@ def test_soft_rounding_is_that_of_torch(dtype: torch.dtype) -> None:
     assert torch.equal(encoded(x, dtype), x.to(dtype).view(torch.uint8))
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.floats(width=32), min_size=1, max_size=50))
-def test_soft_rounding_is_that_of_torch_on_any_floats(values: list[float]) -> None:
-    x = torch.tensor(values, dtype=torch.float32)
-    for dtype in FLOAT8_DTYPES:
-        limit = torch.finfo(dtype).max
-        expected = x.clamp(-limit, limit).to(dtype).view(torch.uint8)
-        assert torch.equal(encoded(x, dtype, saturate=True), expected)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_the_instruction_rounds_as_the_soft_code(dtype: torch.dtype) -> None:
@@ -124,10 +113,7 @@ def test_soft_decoding_is_that_of_torch(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     out = torch.empty(256, device=DEVICE)
     _decode[(1,)](codes.to(DEVICE), out, BIAS[dtype], True)
-    expected = codes.view(dtype).float()
-    nan = expected.isnan()
-    assert torch.equal(out.cpu().isnan(), nan)
-    assert torch.equal(out.cpu()[~nan].view(torch.int32), expected[~nan].view(torch.int32))
+    assert same_values(out, codes.view(dtype).float())
 
 
 @pytest.mark.parametrize("power_of_2", [False, True])
