@@ -3,9 +3,10 @@
 import gc
 import json
 import math
-import re
 import warnings
 import weakref
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,10 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from reference import raised
+from reference import Watching, raised
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.tensorboard import SummaryWriter
 
@@ -89,36 +89,37 @@ def expected(x: torch.Tensor, low: Quantized) -> Measures:
     )
 
 
-@pytest.mark.parametrize("granularity", [TENSOR, ROW, COLUMN])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("float8", [E4M3, E5M2])
-@pytest.mark.parametrize("rows", [300, 129])  # the last part has one row
-def test_measures(
-    granularity: Granularity, dtype: torch.dtype, float8: torch.dtype, rows: int
-) -> None:
-    x = torch.randn(rows, 512) * torch.logspace(-12, 4, rows)[:, None]
-    x[:, ::3] *= 1e-9
-    x[::7, ::5] = 0.0
-    x = x.to(dtype)
-    low = quantize_over(x, CastSpec(float8, granularity), False)
+def check(x: torch.Tensor, low: Quantized) -> Measures:
+    """What is measured is what the reference finds; the latter."""
     found, exact = Measures(*measure(x, low, 0).tolist()), expected(x, low)
     assert found[:-2] == exact[:-2]
     assert found.signal == pytest.approx(exact.signal, rel=1e-4)
     assert found.noise == pytest.approx(exact.noise, rel=1e-4)
-    assert exact.underflow
-    assert not exact.saturated
+    return exact
 
 
 @pytest.mark.parametrize("granularity", [TENSOR, ROW, COLUMN])
-@pytest.mark.parametrize("amax", [1e-30, 1e30])
-def test_values_whose_squares_are_out_of_range(amax: float, granularity: Granularity) -> None:
-    x = amax * torch.randn(300, 512).clamp(-1, 1)
-    scale = torch.full(granularity.scale_shape(x.shape), amax / 448)
-    low = Quantized((x / scale).to(E4M3), scale, granularity)
-    found, exact = Measures(*measure(x, low, 0).tolist()), expected(x, low)
-    assert found[:-2] == exact[:-2]
-    assert found.signal == pytest.approx(exact.signal, rel=1e-4)
-    assert found.noise == pytest.approx(exact.noise, rel=1e-4)
+def test_measures(granularity: Granularity) -> None:
+    dtypes = (torch.bfloat16, torch.float32, torch.float64)
+    for rows, dtype, float8 in product(
+        (300, 129), dtypes, (E4M3, E5M2)
+    ):  # the last part of 129 has one row
+        x = torch.randn(rows, 512) * torch.logspace(-12, 4, rows)[:, None]
+        x[:, ::3] *= 1e-9
+        x[::7, ::5] = 0.0
+        x = x.to(dtype)
+        exact = check(x, quantize_over(x, CastSpec(float8, granularity), False))
+        assert exact.underflow
+        assert not exact.saturated
+    for amax in (1e-30, 1e30):  # squares are out of range
+        x = amax * torch.randn(300, 512).clamp(-1, 1)
+        scale = torch.full(granularity.scale_shape(x.shape), amax / 448)
+        check(x, Quantized((x / scale).to(E4M3), scale, granularity))
+    # The host reads nothing of other devices: a meta tensor has no value to be read.
+    x = torch.randn(300, 512, device="meta")
+    low = quantize_over(x, CastSpec(E4M3, granularity), False)
+    for found in measure_casts(x, [low, low], 0):
+        assert (found.device.type, found.shape) == ("meta", (10,))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -129,22 +130,11 @@ def test_casts_of_one_operand(dtype: torch.dtype) -> None:
     lows = [quantize_over(x, CastSpec(E4M3, each), False) for each in (ROW, COLUMN, TENSOR)]
     small = torch.tensor(1e-3)
     lows.append(Quantized((x.float() / small).clamp(-448, 448).to(E4M3), small))
-    assert torch.equal(
-        torch.stack(measure_casts(x, lows, 2)), torch.stack([measure(x, low, 2) for low in lows])
-    )
-    found = Measures(*measure_casts(x, lows, 2)[-1].tolist())
+    together = torch.stack(measure_casts(x, lows, 2))
+    assert torch.equal(together, torch.stack([measure(x, low, 2) for low in lows]))
+    found = Measures(*together[-1].tolist())
     assert found[:-2] == expected(x, lows[-1])[:-2]
     assert found.saturated
-
-
-@pytest.mark.parametrize("granularity", [TENSOR, ROW, COLUMN])
-def test_the_host_reads_nothing_of_other_devices(granularity: Granularity) -> None:
-    """A meta tensor has no value to be read."""
-    x = torch.randn(300, 512, device="meta")
-    low = quantize_over(x, CastSpec(E4M3, granularity), False)
-    first, second = measure_casts(x, [low, low], 0)
-    assert first.device.type == "meta"
-    assert first.shape == second.shape == (10,)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -155,40 +145,28 @@ def test_saturation(transposed: bool) -> None:
     if transposed:
         qdata = qdata.t().contiguous().t()
     found = Measures(*measure(x, Quantized(qdata, torch.tensor(1.0)), 0).tolist())
-    assert found.saturated == 3
-    assert found.nonfinite == 0
+    assert (found.saturated, found.nonfinite) == (3, 0)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_values_that_are_not_finite(value: float) -> None:
-    x = torch.randn(4, 8)
+    x, ones = torch.randn(4, 8), torch.ones(4, 8)
     x[1, 2] = value
-    low = quantize_over(x, CastSpec(E4M3, TENSOR), False)
+    low, low_ones = (quantize_over(each, CastSpec(E4M3, TENSOR), False) for each in (x, ones))
     found = Measures(*measure(x, low, 3).tolist())
-    assert found.nonfinite == 1
-    assert found.minus_rank == -3
+    assert (found.nonfinite, found.minus_rank) == (1, -3)
     assert math.isnan(found.amax) is math.isnan(value)
     total = nothing("cpu")
-    combine_(
-        total,
-        measure(
-            torch.ones(4, 8), quantize_over(torch.ones(4, 8), CastSpec(E4M3, TENSOR), False), 1
-        ),
-    )
+    combine_(total, measure(ones, low_ones, 1))
     combine_(total, measure(x, low, 3))
     assert Measures(*total.tolist()).minus_rank == -3
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 4, 8), (2, 3, 4, 8), (8,)])
-def test_shapes(shape: tuple[int, ...]) -> None:
-    x = torch.ones(shape)
-    low = Quantized(x.to(E4M3), torch.tensor(1.0))
-    found = Measures(*measure(x, low, 0).tolist())
-    assert found.values == found.signal == x.numel()
-    assert found.noise == 0
-
-
-def test_zeros_and_exact_values() -> None:
+def test_shapes_zeros_and_exact_values() -> None:
+    for shape in ((0, 8), (3, 0), (0, 4, 8), (2, 3, 4, 8), (8,)):
+        x = torch.ones(shape)
+        found = Measures(*measure(x, Quantized(x.to(E4M3), torch.tensor(1.0)), 0).tolist())
+        assert (found.values, found.signal, found.noise) == (x.numel(), x.numel(), 0)
     layer = Float8Linear(16, 16, bias=False)
     with torch.no_grad():
         layer.weight.copy_(448 * torch.eye(16))  # the scale is 1
@@ -196,36 +174,31 @@ def test_zeros_and_exact_values() -> None:
         layer(torch.zeros(16, 16))
     rows = {row.operand: row for row in cast_rows(stats)}
     assert rows.keys() == {"input", "weight"}
-    assert rows["input"].amax == 0
+    assert rows["input"].amax == rows["input"].underflow == rows["input"].nonfinite == 0
     assert (rows["input"].sqnr, rows["weight"].sqnr) == (math.inf, math.inf)
-    assert rows["input"].underflow == rows["input"].nonfinite == 0
 
 
 # What is recorded, and when.
 
 
-def test_table() -> None:
-    with (stats := float8_stats(net("rowwise_folded"), gemms=True)):
-        train(stats._model)
-    assert_expected_inline(
-        stats.table(),
-        """\
-step  layer  operand      for                       amax      scale  underflow  saturation  non-finite      SQNR
-   0  0      input        output, grad_weight      4.101    0.01562        0 %         0 %         0 %  31.40 dB
-   0  0      weight       output, grad_input       0.125  0.0004883        0 %         0 %         0 %  32.63 dB
-   0  0      grad_output  grad_input            2.77e-07  9.313e-10        0 %         0 %         0 %  31.71 dB
-   0  0      grad_output  grad_weight          8.865e-06   2.98e-08        0 %         0 %         0 %  31.68 dB
-   0  0                   output                                                                        29.21 dB
-   0  0                   grad_input                                                                    30.66 dB
-   0  0                   grad_weight                                                                   29.13 dB
-   0  2      input        output, grad_weight      1.833   0.007812        0 %         0 %         0 %  31.23 dB
-   0  2      weight       output, grad_input      0.1021  0.0002441        0 %         0 %         0 %  31.63 dB
-   0  2      grad_output  grad_input           2.358e-07  9.313e-10        0 %         0 %         0 %  31.54 dB
-   0  2      grad_output  grad_weight          5.222e-06   1.49e-08        0 %         0 %         0 %  31.67 dB
-   0  2                   output                                                                        27.92 dB
-   0  2                   grad_input                                                                    30.80 dB
-   0  2                   grad_weight                                                                   34.56 dB""",
-    )
+def test_the_rows_of_a_step_and_their_table() -> None:
+    model = net("rowwise_folded")
+    with (stats := float8_stats(model, gemms=True)):
+        train(model)
+    casts = ["input", "weight", "grad_output", "grad_output"]
+    for layer, rows in (("0", stats.rows[:7]), ("2", stats.rows[7:])):
+        assert [getattr(row, "operand", None) for row in rows] == [*casts, None, None, None]
+        assert {row.fqn for row in rows} == {layer}
+        assert all(27 < row.sqnr < 35 for row in rows)
+    head, *lines = stats.table().splitlines()
+    assert head.split() == [
+        *("step", "layer", "operand", "for", "amax", "scale"),
+        *("underflow", "saturation", "non-finite", "SQNR"),
+    ]
+    for line, row in zip(lines, stats.rows, strict=True):
+        assert line.split()[:2] == ["0", row.fqn]
+        assert line.endswith(f" {row.sqnr:.2f} dB")
+    assert lines[0].split()[2:7] == ["input", "output,", "grad_weight", "4.101", "0.01562"]
 
 
 def test_steps() -> None:
@@ -258,29 +231,27 @@ def test_micro_batches_add_up() -> None:
         assert row.scale == max(first.scale, second.scale)  # type: ignore[union-attr]
 
 
-def save_products() -> Any:
-    """Selective checkpointing: what its operators return must not depend on who observes."""
-    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
-
-
 CHECKPOINTING = {
     "reentrant": {"use_reentrant": True},
     "full": {"use_reentrant": False},
-    "selective": {"use_reentrant": False, "context_fn": save_products},
+    # What its operators return must not depend on who observes.
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm.default]),
+    },
 }
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_repeated_forward_does_not_count(recipe: str, kind: str) -> None:
+def test_a_repeated_forward_does_not_count(recipe: str) -> None:
     model = net(recipe)
     x = torch.randn(32, 64, requires_grad=True)
-    plain, repeated = float8_stats(model, gemms=True), float8_stats(model, gemms=True)
-    with plain:
+    with (plain := float8_stats(model, gemms=True)):
         model(x).square().mean().backward()
-    with repeated:
-        checkpoint(model, x, **CHECKPOINTING[kind]).square().mean().backward()
-    assert plain.rows == repeated.rows
+    for arguments in CHECKPOINTING.values():
+        with (repeated := float8_stats(model, gemms=True)):
+            checkpoint(model, x, **arguments).square().mean().backward()
+        assert plain.rows == repeated.rows
 
 
 def test_an_error_in_the_block_leaves_nothing() -> None:
@@ -308,23 +279,16 @@ def test_blocks_of_several_objects() -> None:
     assert len(inner.rows) == 12
 
 
-def test_layers_of_other_models_are_not_measured() -> None:
-    model, other = net(), net()
-    stats = float8_stats(model[0], gemms=True)
-    with mock.patch.object(recorder, "measure_casts", side_effect=measure_casts) as measured, stats:
-        train(model)
-        train(other)
-    assert measured.call_count == 3
-    assert {row.fqn for row in stats.rows} == {"0"}
-
-
-def test_casts_of_one_operand_are_measured_together() -> None:
-    model = net("rowwise")
-    stats = float8_stats(model)
-    with mock.patch.object(recorder, "measure_casts", side_effect=measure_casts) as measured, stats:
-        train(model)
-    assert [len(call.args[1]) for call in measured.call_args_list] == [2] * 6
-    assert len(stats.rows) == 12
+def test_layers_of_other_models_are_not_measured_and_casts_of_one_operand_together() -> None:
+    for model, chosen, casts in ((net(), "0", 1), (net("rowwise"), "2", 2)):
+        stats = float8_stats(model.get_submodule(chosen), gemms=True)
+        counted = mock.patch.object(recorder, "measure_casts", side_effect=measure_casts)
+        with counted as measured, stats:
+            train(model)
+            train(net())
+        assert [len(call.args[1]) for call in measured.call_args_list] == [casts] * 3
+        assert {row.fqn for row in stats.rows} == {chosen}
+        assert len(cast_rows(stats)) == 3 * casts
 
 
 def test_inputs_are_not_kept_after_the_backward() -> None:
@@ -342,26 +306,17 @@ def test_inputs_are_not_kept_after_the_backward() -> None:
 
 
 def test_wrong_arguments() -> None:
-    errors = [
-        raised(ValueError, lambda: float8_stats(nn.Linear(2, 2))),
-        raised(ValueError, lambda: float8_stats(net(), every=0)),
-        raised(ValueError, lambda: float8_stats(net(), every=True)),
-        raised(TypeError, lambda: float8_stats(net(), on_anomaly="raise")),  # type: ignore[arg-type]
-        raised(TypeError, lambda: float8_stats("model")),  # type: ignore[arg-type]
-        raised(TypeError, lambda: float8_stats(net(), limits={"sqnr": 1})),  # type: ignore[arg-type]
-        raised(TypeError, lambda: float8_stats(net(), mesh="dp")),  # type: ignore[arg-type]
+    wrong: list[tuple[type[Exception], Any, dict[str, Any], str]] = [
+        (ValueError, nn.Linear(2, 2), {}, "the model has no Float8Linear; call convert_to_float8"),
+        (ValueError, net(), {"every": 0}, "float8_stats: every=0 must be a positive integer"),
+        (ValueError, net(), {"every": True}, "float8_stats: every=True must be a positive integer"),
+        (TypeError, net(), {"on_anomaly": "raise"}, "on_anomaly='raise': use 'warn', a function"),
+        (TypeError, "model", {}, "expected a model (an nn.Module), got a str"),
+        (TypeError, net(), {"limits": {"sqnr": 1}}, "limits={'sqnr': 1} must be of type"),
+        (TypeError, net(), {"mesh": "dp"}, "mesh='dp' must be of type DeviceMesh"),
     ]
-    assert_expected_inline(
-        "\n".join(errors),
-        """\
-float8_stats: the model has no Float8Linear; call convert_to_float8_training first
-float8_stats: every=0 must be a positive integer
-float8_stats: every=True must be a positive integer
-float8_stats: on_anomaly='raise': use 'warn', a function or None
-expected a model (an nn.Module), got a str
-float8_stats: limits={'sqnr': 1} must be of type AnomalyLimits
-float8_stats: mesh='dp' must be of type DeviceMesh""",
-    )
+    for kind, model, arguments, message in wrong:
+        assert message in raised(kind, partial(float8_stats, model, **arguments))
 
 
 # Anomalies.
@@ -409,25 +364,26 @@ def test_planted_faults(tmp_path: Path) -> None:
 (11, '0', 'grad_output', 'non-finite')""",
     )
     assert {(step, *faults[step]) for step in faults} <= {entry[:3] for entry in found}
-    assert_expected_inline(
-        # (The last digits of so small an SQNR are the machine's.)
-        re.sub(r"0\.00276\d", "0.00276", "\n".join(map(str, seen))),
-        """\
-step 7: 0: input (for output, grad_weight): the amax is 13.29 octaves above the largest of the last steps (limit: 7)
-step 7: 0: input (for output, grad_weight): the amax is 13.29 octaves above what the delayed scale was made for (limit: 1): values saturate until the history has caught up
-step 7: 0: input (for output, grad_weight): an SQNR of 0.00276 dB (limit: 15 dB)
-step 7: 2: input (for output, grad_weight): the amax is 2.222 octaves above what the delayed scale was made for (limit: 1): values saturate until the history has caught up
-step 7: 2: input (for output, grad_weight): an SQNR of 6.373 dB (limit: 15 dB)
-step 9: 2: grad_output (for grad_input, grad_weight): the amax is 18.85 octaves above the largest of the last steps (limit: 7)
-step 9: 2: grad_output (for grad_input, grad_weight): 99.95 % of the values become zero in float8 (limit: 20 %)
-step 11: 0: grad_output (for grad_input, grad_weight): 100 % of the values are NaN or infinite, first on rank 0""",
-    )
+    for anomaly, text in zip(
+        seen,
+        (
+            "step 7: 0: input (for output, grad_weight): the amax is 13.29 octaves above the largest of the last steps (limit: 7)",
+            "the amax is 13.29 octaves above what the delayed scale was made for (limit: 1)",
+            "an SQNR of 0.00276",
+            "the amax is 2.222 octaves above what the delayed scale was made for (limit: 1)",
+            "an SQNR of 6.373 dB (limit: 15 dB)",
+            "the amax is 18.85 octaves above the largest of the last steps (limit: 7)",
+            "99.95 % of the values become zero in float8 (limit: 20 %)",
+            "step 11: 0: grad_output (for grad_input, grad_weight): 100 % of the values are NaN or infinite, first on rank 0",
+        ),
+        strict=True,
+    ):
+        assert text in str(anomaly)
     assert stats.anomalies == seen
 
 
-@pytest.mark.parametrize(
-    ("limits", "error", "message"),
-    [
+def test_limits_that_are_none() -> None:
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"underflow": -1.0}, ValueError, "underflow=-1.0 is no limit; give a number that is not"),
         ({"underflow": math.nan}, ValueError, "underflow=nan is no limit"),
         ({"lag": -0.5}, ValueError, "lag=-0.5 is no limit; give a number that is not negative"),
@@ -435,14 +391,22 @@ step 11: 0: grad_output (for grad_input, grad_weight): 100 % of the values are N
         ({"sqnr": math.nan}, ValueError, "sqnr=nan is no limit; give a number, or None (never)"),
         ({"sqnr": "15"}, TypeError, "sqnr='15' must be a number or None (never)"),
         ({"lag": True}, TypeError, "lag=True must be a number or None (never)"),
-    ],
-)
-def test_limits_that_are_none(limits: dict[str, Any], error: type[Exception], message: str) -> None:
-    assert raised(error, lambda: AnomalyLimits(**limits)).startswith(f"AnomalyLimits: {message}")
+    ]
+    for limits, error, message in wrong:
+        found = raised(error, partial(AnomalyLimits, **limits))
+        assert found.startswith(f"AnomalyLimits: {message}")
     AnomalyLimits(underflow=0, sqnr=-5.0, lag=None)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "delayed", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "tensorwise",
+        "delayed",
+        pytest.param("rowwise_folded", marks=pytest.mark.full),
+        pytest.param("mxfp8", marks=pytest.mark.full),
+    ],
+)
 def test_an_outlier_is_named_where_it_is(recipe: str) -> None:
     """Healthy training raises no alarm, from the first step on. Then one layer's input has a 1e5."""
     torch.manual_seed(0)
@@ -452,7 +416,7 @@ def test_an_outlier_is_named_where_it_is(recipe: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     attach_update(optimizer, model)
     stats = float8_stats(model, limits=AnomalyLimits(None, None, None))
-    tokens = torch.randint(64, (30, 2, 17))
+    tokens = torch.randint(64, (16, 2, 17))
 
     def plant(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         x = args[0].clone()
@@ -470,13 +434,9 @@ def test_an_outlier_is_named_where_it_is(recipe: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     first = stats.anomalies[0]
-    assert (first.what, first.row.step, first.row.fqn) == (
-        "jump",
-        len(tokens) - 1,
-        "layers.0.feed_forward.w1",
-    )
+    where = first.what, first.row.step, first.row.fqn
+    assert where == ("jump", len(tokens) - 1, "layers.0.feed_forward.w1")
     assert "input (for output" in str(first)
-    assert "octaves above the largest of the last steps (limit: 7)" in str(first)
 
 
 @pytest.mark.parametrize(
@@ -511,12 +471,10 @@ def test_warnings_once_per_layer() -> None:
             with stats:
                 train(model)
     assert {w.filename for w in caught} == {__file__}
-    assert_expected_inline(
-        "\n".join(str(w.message) for w in caught),
-        """\
-float8_stats: step 0: 0: weight (for output, grad_input): an SQNR of 31.91 dB (limit: 100 dB)
-float8_stats: step 0: 2: weight (for output, grad_input): an SQNR of 31.99 dB (limit: 100 dB)""",
-    )
+    texts = [str(w.message).partition(" an SQNR of ")[0] for w in caught]
+    assert texts == [
+        f"float8_stats: step 0: {fqn}: weight (for output, grad_input):" for fqn in "02"
+    ]
 
 
 # Outputs.
@@ -560,36 +518,20 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert event.value == pytest.approx(gemm.sqnr)
 
 
-# What it costs when it is off.
-
-
-class Ops(TorchDispatchMode):
-    """The names of all operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_off_costs_no_operator(recipe: str) -> None:
     model = net(recipe)
 
     def ops() -> list[str]:
-        with Ops() as seen:
+        with Watching() as watching:
             train(model)
-        return seen.names
+        return watching.seen
 
     train(model)
     before = ops()
     with float8_stats(model, gemms=True):
         ops()
-    stats = float8_stats(model, every=2)
-    with stats.at(1):
+    with float8_stats(model, every=2).at(1):
         assert ops() == before
     assert ops() == before
     assert not [name for name in before if "observe" in name]
