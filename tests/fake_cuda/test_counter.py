@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
-from expecttest import assert_expected_inline
 from stream_hazards import Hazards
 
 from fp8_dist.kernels import quantize, scaling_from_amax
@@ -24,43 +23,6 @@ def counted(run: Callable[[torch.Tensor], object], *size: int) -> Counts:
         with KernelCounter() as counter:
             run(x)
     return counter.counts
-
-
-def shown(counts: Counts) -> str:
-    return "\n".join(
-        f"{k.launches} {k.name}, {k.kind}, reads {k.read:,} and writes {k.written:,} bytes"
-        for k in counts.kernels
-    )
-
-
-def several_operators(x: torch.Tensor) -> None:
-    y = x.t()[1:].view(-1, 512).detach()  # views launch nothing
-    y = torch.empty_like(x)  # nor do allocations
-    y.fill_(1)
-    y.mul_(x)
-    x.t().contiguous()
-    x[0].expand(512, 512) + 1
-    torch.nn.functional.pad(x, (0, 16))
-    torch._foreach_norm([x] * 100, float("inf"))
-    x.to(torch.float32).sum()
-    torch.mm(x, x)
-    torch.zeros(0, 512, device="cuda")
-
-
-def test_operators(fake_cuda: FakeCudaProcess) -> None:
-    assert_expected_inline(
-        shown(fake_cuda.run(counted, several_operators, 512, 512)),
-        """\
-1 fill_, tiny, reads 0 and writes 524,288 bytes
-1 mul_, elementwise, reads 1,048,576 and writes 524,288 bytes
-1 clone, transposing copy, reads 524,288 and writes 524,288 bytes
-1 add, tiny, reads 1,024 and writes 524,288 bytes
-2 constant_pad_nd, elementwise, reads 524,288 and writes 540,672 bytes
-3 _foreach_norm, reduction, reads 52,428,800 and writes 200 bytes
-1 _to_copy, elementwise, reads 524,288 and writes 1,048,576 bytes
-1 sum, reduction, reads 1,048,576 and writes 4 bytes
-1 mm, gemm, reads 1,048,576 and writes 524,288 bytes""",
-    )
 
 
 @triton.jit
@@ -92,14 +54,13 @@ def triton_on_two_streams(waits: bool) -> list[str]:
 
 
 def test_triton_kernels(fake_cuda: FakeCudaProcess) -> None:
-    assert_expected_inline(
-        shown(fake_cuda.run(counted, triton_kernels, 1024, 1024)),
-        """\
-1 _double, elementwise, reads 4,194,304 and writes 0 bytes
-1 _double, elementwise, reads 4,194,304 and writes 0 bytes
-1 _to_copy, tiny, reads 16 and writes 16 bytes
-1 _double, elementwise, reads 2,097,172 and writes 0 bytes""",
-    )
+    counts = fake_cuda.run(counted, triton_kernels, 1024, 1024)
+    assert [(k.name, k.launches, k.read) for k in counts.kernels] == [
+        ("_double", 1, 4 * 2**20),
+        ("_double", 1, 4 * 2**20),
+        ("_to_copy", 1, 16),
+        ("_double", 1, 2 * 2**20 + 20),
+    ]
     assert fake_cuda.run(triton_on_two_streams, True) == []
     early = fake_cuda.run(triton_on_two_streams, False)
     assert any("_double on other reads what ones" in hazard for hazard in early)

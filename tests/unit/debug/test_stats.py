@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from reference import Watching, raised
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -27,7 +26,6 @@ from fp8_dist import (
     Float8LinearRecipeName,
     attach_update,
     convert_to_float8_training,
-    skip_head,
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.cast import quantize_over
@@ -43,7 +41,6 @@ from fp8_dist.debug.statistics.measuring import (
 )
 from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity
 from fp8_dist.tensor import Quantized
-from scripts.common.llama import Llama, LlamaConfig
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -225,10 +222,10 @@ def test_micro_batches_add_up() -> None:
     with both:
         train(model, 0)
         train(model, 1)
-    for row, first, second in zip(both.rows, single.rows[:6], single.rows[6:], strict=True):
-        assert isinstance(row, CastStats)
-        assert row.amax == max(first.amax, second.amax)  # type: ignore[union-attr]
-        assert row.scale == max(first.scale, second.scale)  # type: ignore[union-attr]
+    firsts, seconds = cast_rows(single)[:6], cast_rows(single)[6:]
+    for row, first, second in zip(cast_rows(both), firsts, seconds, strict=True):
+        assert row.amax == max(first.amax, second.amax)
+        assert row.scale == max(first.scale, second.scale)
 
 
 CHECKPOINTING = {
@@ -254,28 +251,19 @@ def test_a_repeated_forward_does_not_count(recipe: str) -> None:
         assert plain.rows == repeated.rows
 
 
-def test_an_error_in_the_block_leaves_nothing() -> None:
-    model = net()
-    stats = float8_stats(model)
-    failing = nn.Sequential(model, nn.Linear(3, 3))
-    with pytest.raises(RuntimeError), stats:
-        train(failing)
-    assert stats.rows == []
-    with stats:
-        train(model)
-    assert {row.step for row in stats.rows} == {1}
-
-
-def test_blocks_of_several_objects() -> None:
+def test_an_error_in_the_block_leaves_nothing_and_blocks_nest() -> None:
     model, other = net(), net("rowwise")
     outer, inner = float8_stats(model), float8_stats(other)
+    with pytest.raises(RuntimeError), outer:
+        train(nn.Sequential(model, nn.Linear(3, 3)))
+    assert outer.rows == []
     with outer:
         train(model)
         with inner:
             train(other)
         with pytest.raises(RuntimeError, match="this float8_stats is already recording"):
             outer.__enter__()
-    assert len(outer.rows) == 6
+    assert [row.step for row in outer.rows] == [1] * 6
     assert len(inner.rows) == 12
 
 
@@ -305,18 +293,32 @@ def test_inputs_are_not_kept_after_the_backward() -> None:
     assert kept[0]() is None
 
 
+WRONG: list[tuple[type[Exception], Any, dict[str, Any], str]] = [
+    (ValueError, nn.Linear(2, 2), {}, "the model has no Float8Linear; call convert_to_float8"),
+    (ValueError, net(), {"every": 0}, "float8_stats: every=0 must be a positive integer"),
+    (ValueError, net(), {"every": True}, "float8_stats: every=True must be a positive integer"),
+    (TypeError, net(), {"on_anomaly": "raise"}, "on_anomaly='raise': use 'warn', a function"),
+    (TypeError, "model", {}, "expected a model (an nn.Module), got a str"),
+    (TypeError, net(), {"limits": {"sqnr": 1}}, "limits={'sqnr': 1} must be of type"),
+    (TypeError, net(), {"mesh": "dp"}, "mesh='dp' must be of type DeviceMesh"),
+]
+NO_LIMITS: list[tuple[type[Exception], dict[str, Any], str]] = [
+    (ValueError, {"underflow": -1.0}, "underflow=-1.0 is no limit; give a number that is not"),
+    (ValueError, {"underflow": math.nan}, "underflow=nan is no limit"),
+    (ValueError, {"lag": -0.5}, "lag=-0.5 is no limit; give a number that is not negative"),
+    (ValueError, {"jump": -1}, "jump=-1 is no limit; give a number that is not negative"),
+    (ValueError, {"sqnr": math.nan}, "sqnr=nan is no limit; give a number, or None (never)"),
+    (TypeError, {"sqnr": "15"}, "AnomalyLimits: sqnr='15' must be a number or None (never)"),
+    (TypeError, {"lag": True}, "AnomalyLimits: lag=True must be a number or None (never)"),
+]
+
+
 def test_wrong_arguments() -> None:
-    wrong: list[tuple[type[Exception], Any, dict[str, Any], str]] = [
-        (ValueError, nn.Linear(2, 2), {}, "the model has no Float8Linear; call convert_to_float8"),
-        (ValueError, net(), {"every": 0}, "float8_stats: every=0 must be a positive integer"),
-        (ValueError, net(), {"every": True}, "float8_stats: every=True must be a positive integer"),
-        (TypeError, net(), {"on_anomaly": "raise"}, "on_anomaly='raise': use 'warn', a function"),
-        (TypeError, "model", {}, "expected a model (an nn.Module), got a str"),
-        (TypeError, net(), {"limits": {"sqnr": 1}}, "limits={'sqnr': 1} must be of type"),
-        (TypeError, net(), {"mesh": "dp"}, "mesh='dp' must be of type DeviceMesh"),
-    ]
-    for kind, model, arguments, message in wrong:
+    for kind, model, arguments, message in WRONG:
         assert message in raised(kind, partial(float8_stats, model, **arguments))
+    for kind, arguments, message in NO_LIMITS:
+        assert message in raised(kind, partial(AnomalyLimits, **arguments))
+    AnomalyLimits(underflow=0, sqnr=-5.0, lag=None)
 
 
 # Anomalies.
@@ -364,79 +366,31 @@ def test_planted_faults(tmp_path: Path) -> None:
 (11, '0', 'grad_output', 'non-finite')""",
     )
     assert {(step, *faults[step]) for step in faults} <= {entry[:3] for entry in found}
-    for anomaly, text in zip(
-        seen,
-        (
-            "step 7: 0: input (for output, grad_weight): the amax is 13.29 octaves above the largest of the last steps (limit: 7)",
-            "the amax is 13.29 octaves above what the delayed scale was made for (limit: 1)",
-            "an SQNR of 0.00276",
-            "the amax is 2.222 octaves above what the delayed scale was made for (limit: 1)",
-            "an SQNR of 6.373 dB (limit: 15 dB)",
-            "the amax is 18.85 octaves above the largest of the last steps (limit: 7)",
-            "99.95 % of the values become zero in float8 (limit: 20 %)",
-            "step 11: 0: grad_output (for grad_input, grad_weight): 100 % of the values are NaN or infinite, first on rank 0",
-        ),
-        strict=True,
-    ):
-        assert text in str(anomaly)
+    first = (
+        "step 7: 0: input (for output, grad_weight): the amax is 13.29 octaves above the largest"
+    )
+    assert str(seen[0]).startswith(first)
+    assert str(seen[-1]).endswith("100 % of the values are NaN or infinite, first on rank 0")
     assert stats.anomalies == seen
 
 
-def test_limits_that_are_none() -> None:
-    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"underflow": -1.0}, ValueError, "underflow=-1.0 is no limit; give a number that is not"),
-        ({"underflow": math.nan}, ValueError, "underflow=nan is no limit"),
-        ({"lag": -0.5}, ValueError, "lag=-0.5 is no limit; give a number that is not negative"),
-        ({"jump": -1}, ValueError, "jump=-1 is no limit; give a number that is not negative"),
-        ({"sqnr": math.nan}, ValueError, "sqnr=nan is no limit; give a number, or None (never)"),
-        ({"sqnr": "15"}, TypeError, "sqnr='15' must be a number or None (never)"),
-        ({"lag": True}, TypeError, "lag=True must be a number or None (never)"),
-    ]
-    for limits, error, message in wrong:
-        found = raised(error, partial(AnomalyLimits, **limits))
-        assert found.startswith(f"AnomalyLimits: {message}")
-    AnomalyLimits(underflow=0, sqnr=-5.0, lag=None)
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "tensorwise",
-        "delayed",
-        pytest.param("rowwise_folded", marks=pytest.mark.full),
-        pytest.param("mxfp8", marks=pytest.mark.full),
-    ],
-)
-def test_an_outlier_is_named_where_it_is(recipe: str) -> None:
-    """Healthy training raises no alarm, from the first step on. Then one layer's input has a 1e5."""
-    torch.manual_seed(0)
-    model = Llama(LlamaConfig(64, 2, 4, 2, 96, vocab_size=64, max_seq_len=32))
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_healthy_training_raises_no_alarm_and_an_outlier_does(recipe: str) -> None:
+    model = net(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     attach_update(optimizer, model)
     stats = float8_stats(model, limits=AnomalyLimits(None, None, None))
-    tokens = torch.randint(64, (16, 2, 17))
-
-    def plant(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        x = args[0].clone()
-        x[0, 0, 0] = 1e5
-        return (x,)
-
-    for step, part in enumerate(tokens):
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 10)
-        if step == len(tokens) - 1:
-            assert stats.anomalies == []
-            model.layers[0].feed_forward.w1.register_forward_pre_hook(plant)
+    for step in range(8):
+        assert stats.anomalies == []
+        x = torch.randn(32, 64)
+        x[0, 0] = 1e5 if step == 7 else 1
         with stats:
-            logits = model(part[:, :-1])
-            F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()).backward()
+            model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     first = stats.anomalies[0]
-    where = first.what, first.row.step, first.row.fqn
-    assert where == ("jump", len(tokens) - 1, "layers.0.feed_forward.w1")
-    assert "input (for output" in str(first)
+    where = first.what, first.row.step, first.row.fqn, getattr(first.row, "operand", None)
+    assert where == ("jump", 7, "0", "input")
 
 
 @pytest.mark.parametrize(
@@ -481,20 +435,17 @@ def test_warnings_once_per_layer() -> None:
 
 
 def test_jsonl(tmp_path: Path) -> None:
-    model = net()
-    path = tmp_path / "stats.jsonl"
-    stats = float8_stats(model, gemms=True)
+    path, stats = tmp_path / "stats.jsonl", float8_stats(model := net(), gemms=True)
     with stats, torch.no_grad():
         model(torch.full((4, 64), math.nan))
-    rows = stats.to_dicts()
+    kinds = [row["kind"] for row in stats.to_dicts()]
     stats.append_jsonl(path)
     assert stats.rows == []
     stats.append_jsonl(path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == [row["kind"] for row in rows]
+    assert [line["kind"] for line in lines] == kinds
     assert lines[0]["amax"] == lines[0]["sqnr"] == "NaN"
-    assert lines[0]["nonfinite"] == 100.0
-    assert lines[0]["gemms"] == ["output", "grad_weight"]
+    assert (lines[0]["nonfinite"], lines[0]["gemms"]) == (100.0, ["output", "grad_weight"])
 
 
 def test_tensorboard(tmp_path: Path) -> None:

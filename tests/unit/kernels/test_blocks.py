@@ -107,26 +107,6 @@ def test_values_at_both_ends_of_a_dtype(rule: str | None) -> None:
     assert finite < infinite == 255
 
 
-def test_each_rule_at_each_bf16_value_of_an_octave() -> None:
-    """Floor saturates those above 448 / 512 of the next power of two, the others none."""
-    x = (1 + torch.arange(128) / 128).view(128, 1).bfloat16()
-    blocks = (1, 1, 0, 0)
-    sizes = {}
-    for rule in (None, "ceil", "floor"):
-        exponents = block_exponents(x, E4M3, blocks, rule)
-        found = dequantized(
-            quantize_blocks(x, exponents, E4M3, blocks), exponents, blocks, torch.float32
-        )
-        sizes[rule] = (found / x.float() - 1).abs().flatten()
-        assert set(exponents.flatten().tolist()) == ({119} if rule == "floor" else {119, 120})
-    assert torch.equal(sizes["ceil"], sizes[None])
-    assert sizes["ceil"].max() <= 2**-4
-    above = x.flatten() > 1.75 * (1 + 2**-5)
-    assert sizes["floor"][~above].max() <= 2**-4
-    assert (sizes["floor"][above] > 2**-6).all()
-    assert sizes["floor"].max() < 0.125
-
-
 @RULES
 def test_a_value_that_is_not_finite_stays_in_its_block(rule: str | None) -> None:
     for blocks, rows, columns in (
@@ -168,39 +148,34 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
 
 
 # Larger than what the CPU's implementation takes at once, in some cases by rows that hold no block.
-LARGE: list[tuple[tuple[int, ...], Blocks]] = [
-    ((300, 520), (1, 128, 0, 0)),
-    ((300, 520), (1, 32, 0, 7)),
-    ((300, 520), (128, 128, 0, 0)),
-    ((300, 520), (128, 128, 0, 5)),
-    ((300, 520), (128, 128, 77, 5)),
-    ((3, 100, 520), (1, 128, 0, 0)),
-    ((3, 100, 520), (128, 128, 0, 0)),
-    ((3, 40000), (128, 128, 0, 0)),
-    ((40000, 3), (32, 32, 0, 0)),
-    ((2, 70000), (1, 32, 0, 0)),
+LARGE: list[tuple[tuple[int, ...], list[Blocks]]] = [
+    ((300, 520), [(1, 32, 0, 7), (128, 128, 0, 0), (128, 128, 0, 5), (128, 128, 77, 5)]),
+    ((3, 100, 520), [(1, 128, 0, 0), (128, 128, 0, 0)]),
+    ((3, 40000), [(128, 128, 0, 0)]),
+    ((40000, 3), [(32, 32, 0, 0)]),
+    ((2, 70000), [(1, 32, 0, 0)]),
 ]
 
 
-@pytest.mark.parametrize(("shape", "blocks"), LARGE)
+@pytest.mark.parametrize(("shape", "each"), LARGE)
 def test_large_tensors_on_cpus_have_the_portable_bits(
-    shape: tuple[int, ...], blocks: Blocks
+    shape: tuple[int, ...], each: list[Blocks]
 ) -> None:
     x = of_many_magnitudes(*shape).float()
     x[..., 0, 2] = torch.inf
-    for view in (x, x.bfloat16(), x.mT.contiguous().mT):
+    for blocks, view in product(each, (x, x.bfloat16(), x.mT.contiguous().mT)):
         exponents = block_exponents(view, E4M3, blocks, None)
         assert same_bits(exponents, block_exponents.portable(view, E4M3, blocks, None))
         expected = quantize_blocks.portable(view, exponents, E4M3, blocks)
         assert same_bits(quantize_blocks(view, exponents, E4M3, blocks), expected)
-        matrix = expected.reshape(-1, shape[-1])
         if blocks[0] > 1 and len(shape) > 2:
             continue
+        matrix = expected.reshape(-1, shape[-1])
         numbers = exponents.reshape(-1, exponents.shape[-1])
         for data, rows in product((matrix, matrix.t().contiguous().t()), (32, 128)):
             found = reblock(data, numbers, blocks, rows, None)
             portable = reblock.portable(data, numbers, blocks, rows, None)
-            assert all(same_bits(a, b) for a, b in zip(found, portable, strict=True))
+            assert all(map(same_bits, found, portable))
 
 
 @RULES
@@ -226,27 +201,6 @@ def scale_of_each(exponents: torch.Tensor, shape: Sequence[int], blocks: Blocks)
         byte = int(exponents[(first_row + i) // rows, (first_column + j) // columns])
         out[i, j] = math.nan if byte == 255 else 2.0 ** (byte - 127)
     return out
-
-
-@pytest.mark.parametrize("spread", [0, 4])
-@RULES
-def test_blocks_along_the_rows_round_small_values_alone(rule: str | None, spread: int) -> None:
-    """Values up to 2 ** -14 of the largest of their new block, by at most 2 ** -10 of its scale."""
-    rows, blocks = 128, (1, 32, 0, 0)
-    # Tokens of many magnitudes, so that neighbours in a column had different scales.
-    x = torch.randn(300, 200).clamp(-4, 4) * (spread * torch.randn(300, 1)).exp()
-    x = torch.where(x.abs() < 2**-8, 2**-8, x) if not spread else x
-    exponents = block_exponents(x, E4M3, blocks, rule)
-    qdata = quantize_blocks(x, exponents, E4M3, blocks)
-    again, numbers = reblock(qdata, exponents, blocks, rows, rule and "ceil")
-    before = dequantized(qdata, exponents, blocks, torch.float64)
-    after = dequantized(again, numbers, (rows, 1, 0, 0), torch.float64)
-    scale = torch.exp2(numbers.double() - 127).repeat_interleave(rows, 0)[:300]
-    largest = torch.cat([part.abs().amax(0).expand_as(part) for part in before.split(rows)])
-    rounded = before != after
-    assert (before.abs() <= largest * 2**-14)[rounded].all()
-    assert ((before - after).abs() <= scale * 2**-10).all()
-    assert bool(rounded.any()) is (spread > 0)
 
 
 @pytest.mark.parametrize("rule", [None, "ceil"])
