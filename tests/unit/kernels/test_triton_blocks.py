@@ -6,15 +6,14 @@ In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is com
 import math
 from itertools import product
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+from implementations import check_operator
 from reference import same_values
 
 from fp8_dist.dtypes import FLOAT8_DTYPES
 from fp8_dist.kernels import (
-    CustomOp,
     block_exponents,
     block_exponents_of_each,
     block_scaled_mm,
@@ -25,7 +24,7 @@ from fp8_dist.kernels import (
     reblock,
 )
 from fp8_dist.kernels.block_gemm import dequantized
-from fp8_dist.kernels.cuda import DTYPES, block_operators, block_registration, triton
+from fp8_dist.kernels.cuda import DTYPES, block_operators, triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -145,20 +144,17 @@ def test_amaxes_around_each_power_of_2(rule: str | None) -> None:
         check(x[x.isfinite().all(1)], dtype, (1, 1, 0, 0), rule)
 
 
-@pytest.mark.parametrize(
-    ("shape", "blocks", "rows"),
-    [
+def test_reblocked() -> None:
+    cases: list[tuple[tuple[int, int], Blocks, int]] = [
         ((300, 200), (1, 128, 0, 0), 128),
         ((300, 200), (1, 32, 0, 9), 32),
         ((33, 70), (32, 32, 5, 7), 32),
         ((5, 3), (1, 128, 0, 126), 128),
         ((1, 1), (1, 1, 0, 0), 1),
-    ],
-)
-def test_reblocked(shape: tuple[int, int], blocks: Blocks, rows: int) -> None:
-    x = matrix(shape, torch.bfloat16)
-    x[0, 0] = math.nan
-    for dtype, rule in ((E4M3, "floor"), (E5M2, None)):
+    ]
+    for (shape, blocks, rows), (dtype, rule) in product(cases, ((E4M3, "floor"), (E5M2, None))):
+        x = matrix(shape, torch.bfloat16)
+        x[0, 0] = math.nan
         exponents = block_exponents.portable(x, dtype, blocks, rule)
         qdata = quantize_blocks.portable(x, exponents, dtype, blocks)
         check_reblock(qdata, exponents, blocks, rows, rule)
@@ -254,18 +250,6 @@ def test_tiles_of_exponents(route: ModuleType, repeats: int) -> None:
             assert torch.equal(mine.cpu(), wanted)
 
 
-def check_op(op: CustomOp[..., Any], *args: Any) -> None:
-    """What is registered for CUDA devices, and the portable one: the same bits and shapes."""
-    implementation = getattr(block_registration, f"_{op.overload._schema.name.partition('::')[2]}")
-    found, expected = implementation(*args), op.portable(*args)
-    if isinstance(found, torch.Tensor):
-        found, expected = [found], [expected]
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.is_contiguous()
-        assert same_values(mine, theirs)
-
-
 @pytest.mark.parametrize(
     ("shape", "blocks"),
     [
@@ -286,15 +270,15 @@ def check_op(op: CustomOp[..., Any], *args: Any) -> None:
 def test_operators(shape: tuple[int, ...], blocks: Blocks) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         x = torch.randn(shape, device=DEVICE).mul_(100).to(dtype)
-        check_op(block_exponents, x, E4M3, blocks, "ceil")
+        check_operator(block_exponents, x, E4M3, blocks, "ceil")
         exponents = block_exponents.portable(x, E4M3, blocks, None)
-        check_op(quantize_blocks, x, exponents, E4M3, blocks)
+        check_operator(quantize_blocks, x, exponents, E4M3, blocks)
         for transposed in ([False], [True], [False, True], [True, False]):
-            check_op(cast_blocks, x, E4M3, blocks, "ceil", transposed)
-            check_op(quantize_block_copies, x, exponents, E4M3, blocks, transposed)
+            check_operator(cast_blocks, x, E4M3, blocks, "ceil", transposed)
+            check_operator(quantize_block_copies, x, exponents, E4M3, blocks, transposed)
         qdata = quantize_blocks.portable(x, exponents, E4M3, blocks)
         for rows, transposed in ((16, False), (16, True), (12, True)) if x.ndim == 2 else ():
-            check_op(reblock, qdata, exponents, blocks, rows, "ceil", transposed)
+            check_operator(reblock, qdata, exponents, blocks, rows, "ceil", transposed)
 
 
 @pytest.mark.parametrize("size", [8, 12])
@@ -304,10 +288,10 @@ def test_a_product_without_a_gemm_of_blocks(size: int) -> None:
         x = torch.randn(shape, device=DEVICE)
         operands.append((*cast_blocks(x, E4M3, blocks, "ceil", [False]), blocks))
     (of_a, a, blocks_a), (of_b, b, (rows, columns, *first)) = operands
-    turned = (columns, rows, *first[::-1])
+    given = a, b.t(), of_a, of_b.t(), blocks_a, (columns, rows, *first[::-1])
     for out_dtype in (torch.bfloat16, torch.float32, torch.float16):
         with torch.autocast(DEVICE.type, torch.bfloat16):
-            check_op(block_scaled_mm, a, b.t(), of_a, of_b.t(), blocks_a, turned, out_dtype, True)
+            check_operator(block_scaled_mm, *given, out_dtype, True)
 
 
 @pytest.mark.parametrize(
@@ -325,12 +309,12 @@ def test_operators_of_many(parts: list[Blocks]) -> None:
     x, others = matrices[0], matrices[1:]
     blocks = [number for part in parts for number in part]
     for first in (x, x.float(), x.t().contiguous().t()):
-        check_op(block_exponents_of_each, first, others, E4M3, blocks, "ceil")
+        check_operator(block_exponents_of_each, first, others, E4M3, blocks, "ceil")
         exponents = block_exponents_of_each(first, others, E4M3, blocks, "floor")
         each = zip((first, *others), parts, strict=True)
         expected = [block_exponents(x, E4M3, b, "floor").view(-1) for x, b in each]
         assert torch.equal(exponents, torch.cat(expected))
-        check_op(quantize_blocks_of_each, first, others, exponents, E4M3, blocks)
+        check_operator(quantize_blocks_of_each, first, others, exponents, E4M3, blocks)
 
 
 def test_the_route_without_triton_has_the_same_layouts() -> None:

@@ -1,0 +1,28 @@
+"""The operators' implementations for CUDA devices, beside the portable ones."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from reference import same_values
+
+from fp8_dist.kernels import CustomOp
+from fp8_dist.kernels.cuda import block_registration, registration
+
+
+def implementation(op: CustomOp[..., Any]) -> Callable[..., Any]:
+    """What is registered for CUDA devices."""
+    name = f"_{op.overload._schema.name.partition('::')[2]}"
+    found = getattr(registration, name, None) or getattr(block_registration, name)
+    return found  # type: ignore[no-any-return]
+
+
+def check_operator(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> None:
+    """An implementation and the portable one give the same bits, shapes and dtypes."""
+    found, expected = implementation(op)(*args, **kwargs), op.portable(*args, **kwargs)
+    if isinstance(found, torch.Tensor):
+        found, expected = [found], [expected]
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert same_values(mine, theirs)
+        assert mine.is_contiguous()
