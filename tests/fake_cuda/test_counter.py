@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from stream_hazards import Hazards
 
-from fp8_dist.kernels import quantize, scaling_from_amax
 from scripts.common.fake_cuda import streams
 from scripts.common.fake_cuda.counter import Counts, KernelCounter
 from scripts.common.fake_cuda.device import fake_tensors
@@ -64,24 +63,6 @@ def test_triton_kernels(fake_cuda: FakeCudaProcess) -> None:
     assert fake_cuda.run(triton_on_two_streams, True) == []
     early = fake_cuda.run(triton_on_two_streams, False)
     assert any("_double on other reads what ones" in hazard for hazard in early)
-
-
-def cast(x: torch.Tensor) -> None:
-    amax = torch.ones((), device="cuda")
-    m, _ = scaling_from_amax(amax, E4M3, False)
-    quantize(x, m, E4M3)
-
-
-def cast_by_operators(x: torch.Tensor) -> None:
-    amax = torch.ones((), device="cuda")
-    m, _ = scaling_from_amax.overload(amax, E4M3, False)
-    quantize.overload(x, m, E4M3)
-
-
-def test_custom_operators(fake_cuda: FakeCudaProcess) -> None:
-    direct, dispatched = (fake_cuda.run(counted, f, 64, 64) for f in (cast, cast_by_operators))
-    assert direct.launches == dispatched.launches == 3
-    assert direct.bytes_besides_gemms == dispatched.bytes_besides_gemms
 
 
 def waits(x: torch.Tensor) -> None:

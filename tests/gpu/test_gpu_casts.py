@@ -20,10 +20,7 @@ from fp8_dist.kernels.block_gemm import dequantized
 from fp8_dist.kernels.cuda import block_operators
 from fp8_dist.kernels.cuda import triton as triton_kernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 
 DEVICE = "cuda"
 TARGETS = [torch.float8_e4m3fn, torch.float8_e5m2]

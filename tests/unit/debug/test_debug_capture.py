@@ -16,14 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
-from fp8_dist.debug import (
-    Capture,
-    CapturedCast,
-    CastStats,
-    capture,
-    float8_stats,
-    load_capture,
-)
+from fp8_dist.debug import Capture, CapturedCast, CastStats, capture, float8_stats, load_capture
 from fp8_dist.debug.captures import files
 
 
