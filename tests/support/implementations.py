@@ -25,4 +25,4 @@ def check_operator(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> None:
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
         assert same_values(mine, theirs)
-        assert mine.is_contiguous()
+        assert mine.is_contiguous() or mine.itemsize > 1  # float8 data is

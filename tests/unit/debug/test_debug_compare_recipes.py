@@ -50,7 +50,6 @@ def recorded(model: nn.Module, x: torch.Tensor) -> dict[str, dict[str, torch.Ten
     for handle in handles:
         handle.remove()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
         seen[name] = {"gradient": parameter.grad}
         parameter.grad = None
     return seen
@@ -107,8 +106,6 @@ def test_the_numbers_are_those_of_runs_by_hand(is_converted: bool) -> None:
                 assert row.model_grad_input is not None
     # A layer's own error does not grow with depth; what arrives from other layers does.
     last = rows["tensorwise", "layers.1.w2"]
-    assert last.output is not None
-    assert last.model_output is not None
     assert last.output > last.model_output + 1
 
 
@@ -135,7 +132,6 @@ def test_a_bad_layer_is_found_by_name() -> None:
     assert low == ["layers.1"]
     # The input of the next layer lost it all, but that layer is not to blame.
     last = next(row for row in comparison.layers if row.fqn == "layers.2")
-    assert last.model_output is not None
     assert last.model_output < 10 < 20 < last.worst[0]
     assert len(comparison.layers_below(math.inf, "rowwise")) == 3
     assert comparison.table().splitlines()[1].startswith("layers.1 ")
@@ -188,7 +184,6 @@ def test_the_model_is_left_as_it_was(fails: bool, recipe: str | None) -> None:
     update_float8_scales(model) if recipe else None
     own_forward = model.norm.forward = lambda x: nn.BatchNorm1d.forward(model.norm, x)
     objects = {n: (t, t.grad) for n, t in model.named_parameters()}
-    assert x.grad is not None
     before, grad, values = state(model), x.grad, x.grad.clone()
     buffers = dict(model.named_buffers())
     if fails:
@@ -233,8 +228,6 @@ def test_delayed_scales_are_those_of_the_histories() -> None:
     update_float8_scales(model)
     comparison = compare_recipes(model, batch(), recipes=["delayed", "tensorwise"])
     first = {row.recipe: row.output for row in comparison.layers if row.fqn == "layers.0.w1"}
-    assert first["delayed"] is not None
-    assert first["tensorwise"] is not None
     assert first["delayed"] < 10 < first["tensorwise"]  # it saturates
 
 
@@ -308,7 +301,6 @@ def test_results_that_can_not_be_compared() -> None:
 
     comparison = compare_recipes(Routed(), batch(), recipes=["tensorwise"])
     row = comparison.layers[1]
-    assert row.model_output is not None
     assert math.isnan(row.model_output)
     assert comparison.layers_below(20) == []
     x = batch()

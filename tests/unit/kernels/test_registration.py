@@ -1,7 +1,6 @@
 """The operators' implementations for GPUs, in Triton's interpreter, against the portable ones."""
 
 from collections.abc import Sequence
-from itertools import product
 
 import pytest
 import torch
@@ -31,24 +30,6 @@ def test_amaxes_and_casts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         check_operator(kernels.scaling_from_amax, kernels.amax(x, dims), E4M3, True)
         for fits in (True, False):
             check_operator(kernels.quantize, x, m, E4M3, fits=fits)
-
-
-@pytest.mark.parametrize("of_rows", [False, True])
-def test_many_tensors(of_rows: bool) -> None:
-    first, *others = [torch.randn(shape).bfloat16() for shape in SHAPES]
-    check_operator(kernels.amax_of_each, first.t(), [], of_rows)
-    for x in (first, first.float(), torch.randn(32, 6).bfloat16().t()):
-        check_operator(kernels.amax_of_each, x, others, of_rows)
-        multipliers = kernels.amax_of_each.portable(x, others, of_rows) * 200
-        check_operator(kernels.quantize_each, x, others, multipliers, E4M3, of_rows)
-        left, data = multipliers.tolist(), []
-        for each in (x, *others):
-            for row in each.reshape(-1, each.shape[-1]) if of_rows else each.reshape(1, -1):
-                data.append(kernels.quantize(row, torch.tensor(left.pop(0)), E4M3))
-        assert not left
-        every = torch.cat([each.view(torch.uint8) for each in data]).view(E4M3)
-        found = kernels.quantize_each.portable(x, others, multipliers, E4M3, of_rows)
-        assert same_bits(found, every)
 
 
 COPIES: list[tuple[Sequence[str], list[int], list[bool]]] = [
@@ -85,11 +66,21 @@ def test_a_value_that_is_not_finite_poisons_a_scale_that_was_known(value: float)
         assert (qdata.float() * scale).isnan().all()
 
 
-def test_folded_gradients() -> None:
-    grad = torch.randn(8, 48).bfloat16()
-    scales = product((torch.rand(48) + 0.5, None), (torch.rand(8) + 0.5, None), (True, False))
-    for weight_scale, input_scale, transposed in scales:
-        check_operator(fold_gradient, grad, E4M3, weight_scale, input_scale, transposed)
+def test_casts_of_many_tensors_are_those_of_each() -> None:
+    first, *others = [torch.randn(shape).bfloat16() for shape in SHAPES]
+    for of_rows in (False, True):
+        check_operator(kernels.amax_of_each, first.t(), [], of_rows)
+        for x in (first, first.float(), torch.randn(32, 6).bfloat16().t()):
+            multipliers = kernels.amax_of_each.portable(x, others, of_rows) * 200
+            check_operator(kernels.quantize_each, x, others, multipliers, E4M3, of_rows)
+            left, data = multipliers.tolist(), []
+            for each in (x, *others):
+                for row in each.reshape(-1, each.shape[-1]) if of_rows else each.reshape(1, -1):
+                    data.append(kernels.quantize(row, torch.tensor(left.pop(0)), E4M3))
+            assert not left
+            every = torch.cat([each.view(torch.uint8) for each in data]).view(E4M3)
+            found = kernels.quantize_each.portable(x, others, multipliers, E4M3, of_rows)
+            assert same_bits(found, every)
 
 
 @pytest.mark.parametrize("rows", [4, 33])
