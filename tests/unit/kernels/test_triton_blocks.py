@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from implementations import check_operator
+from implementations import check_operator, note_calls
 from reference import same_values
 
 from fp8_dist.dtypes import FLOAT8_DTYPES
@@ -53,58 +53,58 @@ def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(DEVICE, dtype)
 
 
-def check_layouts(
-    found: tuple[torch.Tensor | None, torch.Tensor | None], expected: torch.Tensor
+@pytest.fixture(params=[triton, block_operators], ids=["triton", "operators"])
+def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the functions of a route that are called."""
+    return note_calls(monkeypatch, request.param)
+
+
+def check_casts(
+    x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, rule: str | None, rows: int = 32
 ) -> None:
-    qdata, qdata_t = found
-    for layout, values in ((qdata, expected), (qdata_t, expected.t())):
-        assert layout is not None
-        assert layout.is_contiguous()
-        assert same_values(layout, values)
-
-
-def check(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, rule: str | None) -> torch.Tensor:
-    """All that casts a matrix in blocks; the cast."""
+    """All operators that cast in blocks, or again in other ones."""
+    check_operator(block_exponents, x, dtype, blocks, rule)
     exponents = block_exponents.portable(x, dtype, blocks, rule)
-    expected = quantize_blocks.portable(x, exponents, dtype, blocks)
-    found = triton.cast_blocks(x, dtype, blocks, rule, column_major=True)
-    assert torch.equal(found.exponents, exponents)
-    check_layouts(found[:2], expected)
-    assert torch.equal(triton.block_exponents(x, dtype, blocks, rule), exponents)
-    check_layouts(triton.quantize_blocks(x, exponents, dtype, blocks, column_major=True), expected)
-    return expected
-
-
-def check_reblock(
-    qdata: torch.Tensor,
-    exponents: torch.Tensor,
-    blocks: Blocks,
-    rows: int = 32,
-    rule: str | None = "ceil",
-) -> None:
-    expected, numbers = reblock.portable(qdata, exponents, blocks, rows, rule)
-    for transposed in (False, True):
-        data, found = triton.reblock(qdata, exponents, blocks, rows, rule, transposed)
-        assert torch.equal(found, numbers)
-        assert data.is_contiguous()
-        assert same_values(data, expected.t() if transposed else expected)
+    check_operator(quantize_blocks, x, exponents, dtype, blocks)
+    for transposed in ([False, True], [True]):
+        check_operator(cast_blocks, x, dtype, blocks, rule, transposed)
+        check_operator(quantize_block_copies, x, exponents, dtype, blocks, transposed)
+    if x.ndim == 2:
+        qdata = quantize_blocks.portable(x, exponents, dtype, blocks)
+        turned = qdata.t().contiguous().t(), exponents.t().contiguous().t()
+        check_operator(reblock, qdata, exponents, blocks, rows, rule, False)
+        check_operator(reblock, *turned, blocks, rows, rule, True)
 
 
 @RULES
-def test_casts_of_any_shape_and_strides(rule: str | None) -> None:
-    for shape, blocks in CASES:
-        check(matrix(shape, torch.bfloat16), E4M3, blocks, rule)
+def test_casts_of_any_shape_and_strides(used: set[str], rule: str | None) -> None:
     x = matrix((40, 72), torch.bfloat16)
+    cases = [(matrix(shape, torch.bfloat16), blocks) for shape, blocks in CASES]
     for view in (x.t(), x[:, 1::2], x[1:, 3:-1], x[:, :1].expand(40, 72)):
-        for blocks in ((1, 32, 0, 0), (32, 32, 3, 5)):
-            qdata = check(view, E4M3, blocks, rule)
-            exponents = block_exponents.portable(view, E4M3, blocks, rule)
-            check_reblock(qdata.t().contiguous().t(), exponents.t().contiguous().t(), blocks)
+        cases += [(view, (1, 32, 0, 0)), (view, (32, 32, 3, 5))]
+    for each, blocks in cases:
+        used.clear()
+        check_casts(each, E4M3, blocks, rule)
+        assert used == {"block_exponents", "quantize_blocks", "cast_blocks", "reblock"}
+    # Of other numbers of dims, empty, and what is left to the portable implementation.
+    others: list[tuple[tuple[int, ...], Blocks]] = [
+        ((2, 3, 33), (1, 16, 0, 3)),
+        ((2, 3, 33), (4, 8, 0, 0)),  # of each matrix
+        ((33,), (1, 16, 0, 3)),
+        ((6, 32), (1, 12, 0, 5)),  # no power of two
+        ((3, 1100), (1, 1024, 0, 0)),  # larger than a tile
+        ((0, 32), (1, 16, 0, 3)),
+        ((0, 32), (16, 16, 3, 3)),
+        ((6, 0), (1, 16, 0, 3)),
+        ((0,), (1, 16, 0, 0)),
+    ]
+    for (shape, blocks), dtype in product(others, (torch.bfloat16, torch.float64)):
+        check_casts(matrix(shape, dtype), E4M3, blocks, rule, 12 if shape == (6, 32) else 16)
 
 
 @RULES
 @pytest.mark.parametrize("of", DTYPES)
-def test_casts_of_special_values(of: torch.dtype, rule: str | None) -> None:
+def test_casts_of_special_values(used: set[str], of: torch.dtype, rule: str | None) -> None:
     info = torch.finfo(of)
     # A row of each alone, and squares of all of them.
     special = [math.nan, -math.nan, math.inf, -math.inf, -0.0, info.max, info.smallest_normal]
@@ -115,36 +115,34 @@ def test_casts_of_special_values(of: torch.dtype, rule: str | None) -> None:
     x[6] = info.smallest_normal / torch.arange(4, 13, device=DEVICE)  # subnormal
     x[7] = info.smallest_normal * info.eps
     for dtype, blocks in product(FLOAT8_DTYPES, ((1, 4, 0, 0), (4, 4, 0, 0), (4, 4, 3, 1))):
-        qdata = check(x, dtype, blocks, rule)
-        check_reblock(qdata, block_exponents.portable(x, dtype, blocks, rule), blocks, 4, rule)
+        check_casts(x, dtype, blocks, rule, 4)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_every_exponent(dtype: torch.dtype) -> None:
+def test_every_exponent(used: set[str], dtype: torch.dtype) -> None:
     """Given ones, for all codes: products that saturate, that are subnormal, of NaN."""
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
     x = matrix((16, 512), torch.float32)
     x.view(16, 16, 32)[..., :4] = torch.tensor([math.inf, -math.inf, math.nan, 2.0**127])
-    blocks = (1, 32, 0, 0)
-    expected = quantize_blocks.portable(x, exponents, dtype, blocks)
-    check_layouts(triton.quantize_blocks(x, exponents, dtype, blocks, column_major=True), expected)
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
-    for rows in (1, 32):
-        check_reblock(codes.expand(256, 256), exponents.view(256, 1), (1, 256, 0, 0), rows)
+    check_operator(quantize_block_copies, x, exponents, dtype, (1, 32, 0, 0), [False, True])
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype).expand(256, 256)
+    for rows, transposed in product((1, 32), (False, True)):
+        given = codes, exponents.view(256, 1), (1, 256, 0, 0), rows, "ceil", transposed
+        check_operator(reblock, *given)
 
 
 @pytest.mark.parametrize("rule", [None, "ceil"])
-def test_amaxes_around_each_power_of_2(rule: str | None) -> None:
+def test_amaxes_around_each_power_of_2(used: set[str], rule: str | None) -> None:
     """Times the largest value, where a logarithm of fp32 may round to the power; and subnormal."""
     for dtype in FLOAT8_DTYPES:
         powers = torch.arange(-135.0, 100, device=DEVICE, dtype=torch.float64).exp2()
         bits = (torch.finfo(dtype).max * powers).to(torch.float32).view(torch.int32)[:, None]
         x = (bits + torch.arange(-50, 50, device=DEVICE)).clamp(min=0).to(torch.int32)
         x = x.view(torch.float32)
-        check(x[x.isfinite().all(1)], dtype, (1, 1, 0, 0), rule)
+        check_casts(x[x.isfinite().all(1)], dtype, (1, 1, 0, 0), rule)
 
 
-def test_reblocked() -> None:
+def test_reblocked(used: set[str]) -> None:
     cases: list[tuple[tuple[int, int], Blocks, int]] = [
         ((300, 200), (1, 128, 0, 0), 128),
         ((300, 200), (1, 32, 0, 9), 32),
@@ -157,7 +155,9 @@ def test_reblocked() -> None:
         x[0, 0] = math.nan
         exponents = block_exponents.portable(x, dtype, blocks, rule)
         qdata = quantize_blocks.portable(x, exponents, dtype, blocks)
-        check_reblock(qdata, exponents, blocks, rows, rule)
+        for transposed in (False, True):
+            check_operator(reblock, qdata, exponents, blocks, rows, rule, transposed)
+    assert used == {"reblock"}
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
@@ -189,25 +189,41 @@ ROUTES = pytest.mark.parametrize("route", [triton, block_operators], ids=["trito
 
 
 @RULES
-@ROUTES
 @pytest.mark.parametrize("size", [(32, 32), (1, 32)])
-def test_many_matrices(size: tuple[int, int], route: ModuleType, rule: str | None) -> None:
+def test_many_matrices(used: set[str], size: tuple[int, int], rule: str | None) -> None:
     blocks = [(*size, start[0] % size[0], start[1]) for _, start in MANY]
     chosen = [(of, slice(None)) for of in DTYPES]
     chosen += [(torch.float32, part) for part in (slice(1), slice(2, 3), slice(0, None, 5))]
     for of, part in chosen:
         tensors = [matrix(shape, of) for shape, _ in MANY]
         tensors[0][5, 7], tensors[1][3] = math.nan, -math.inf
-        each = list(zip(tensors[part], blocks[part], strict=True))
-        found = [block_exponents.portable(x, E4M3, b, rule) for x, b in each]
-        exponents = torch.cat([one.view(-1) for one in found])
-        given = tensors[part], exponents, E4M3, blocks[part]
-        assert torch.equal(route.exponents_of_many(given[0], *given[2:], rule), exponents)
-        data = [
-            quantize_blocks.portable(x, one, E4M3, b).view(torch.uint8).view(-1)
-            for (x, b), one in zip(each, found, strict=True)
-        ]
-        assert same_values(route.quantize_many_blocks(*given), torch.cat(data).view(E4M3))
+        check_many(tensors[part], blocks[part], rule)
+    assert used == {"exponents_of_many", "quantize_many_blocks"}
+
+
+def check_many(tensors: list[torch.Tensor], each: list[Blocks], rule: str | None) -> None:
+    blocks = [number for part in each for number in part]
+    first, *others = tensors
+    check_operator(block_exponents_of_each, first, others, E4M3, blocks, rule)
+    exponents = block_exponents_of_each.portable(first, others, E4M3, blocks, rule)
+    pairs = zip(tensors, each, strict=True)
+    alone = [block_exponents.portable(x, E4M3, b, rule).view(-1) for x, b in pairs]
+    assert torch.equal(exponents, torch.cat(alone))
+    check_operator(quantize_blocks_of_each, first, others, exponents, E4M3, blocks)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(4, 8, 0, 0), (4, 8, 3, 1), (4, 8, 0, 7)],
+        [(4, 8, 0, 0), (1, 8, 0, 1), (4, 4, 0, 0)],  # not alike
+        [(3, 8, 0, 0), (3, 8, 0, 1), (3, 8, 0, 7)],
+    ],
+)
+def test_matrices_that_are_not_alike(parts: list[Blocks]) -> None:
+    x, *others = [matrix(shape, torch.bfloat16) for shape in ((6, 32), (0, 32), (5, 7))]
+    for first in (x, x.float(), x.t().contiguous().t()):
+        check_many([first, *others], parts, "floor")
 
 
 @ROUTES
@@ -250,37 +266,6 @@ def test_tiles_of_exponents(route: ModuleType, repeats: int) -> None:
             assert torch.equal(mine.cpu(), wanted)
 
 
-@pytest.mark.parametrize(
-    ("shape", "blocks"),
-    [
-        ((6, 32), (1, 16, 0, 0)),
-        ((6, 33), (4, 8, 3, 1)),
-        ((2, 3, 33), (1, 16, 0, 3)),
-        ((2, 3, 33), (4, 8, 0, 0)),  # of each matrix
-        ((33,), (1, 16, 0, 3)),
-        ((6, 32), (1, 12, 0, 5)),  # no power of two
-        ((3, 1100), (1, 1024, 0, 0)),  # larger than a tile
-        ((0, 32), (1, 16, 0, 3)),
-        ((0, 32), (16, 16, 3, 3)),
-        ((6, 0), (1, 16, 0, 3)),
-        ((0,), (1, 16, 0, 0)),
-    ],
-    ids=str,
-)
-def test_operators(shape: tuple[int, ...], blocks: Blocks) -> None:
-    for dtype in (torch.bfloat16, torch.float64):
-        x = torch.randn(shape, device=DEVICE).mul_(100).to(dtype)
-        check_operator(block_exponents, x, E4M3, blocks, "ceil")
-        exponents = block_exponents.portable(x, E4M3, blocks, None)
-        check_operator(quantize_blocks, x, exponents, E4M3, blocks)
-        for transposed in ([False], [True], [False, True], [True, False]):
-            check_operator(cast_blocks, x, E4M3, blocks, "ceil", transposed)
-            check_operator(quantize_block_copies, x, exponents, E4M3, blocks, transposed)
-        qdata = quantize_blocks.portable(x, exponents, E4M3, blocks)
-        for rows, transposed in ((16, False), (16, True), (12, True)) if x.ndim == 2 else ():
-            check_operator(reblock, qdata, exponents, blocks, rows, "ceil", transposed)
-
-
 @pytest.mark.parametrize("size", [8, 12])
 def test_a_product_without_a_gemm_of_blocks(size: int) -> None:
     operands = []
@@ -292,40 +277,3 @@ def test_a_product_without_a_gemm_of_blocks(size: int) -> None:
     for out_dtype in (torch.bfloat16, torch.float32, torch.float16):
         with torch.autocast(DEVICE.type, torch.bfloat16):
             check_operator(block_scaled_mm, *given, out_dtype, True)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [(4, 8, 0, 0), (4, 8, 3, 1), (4, 8, 0, 7)],
-        [(4, 8, 0, 0), (1, 8, 0, 1), (4, 4, 0, 0)],  # not alike
-        [(3, 8, 0, 0), (3, 8, 0, 1), (3, 8, 0, 7)],
-    ],
-)
-def test_operators_of_many(parts: list[Blocks]) -> None:
-    matrices = [
-        torch.randn(shape, device=DEVICE).bfloat16() for shape in ((6, 32), (0, 32), (5, 7))
-    ]
-    x, others = matrices[0], matrices[1:]
-    blocks = [number for part in parts for number in part]
-    for first in (x, x.float(), x.t().contiguous().t()):
-        check_operator(block_exponents_of_each, first, others, E4M3, blocks, "ceil")
-        exponents = block_exponents_of_each(first, others, E4M3, blocks, "floor")
-        each = zip((first, *others), parts, strict=True)
-        expected = [block_exponents(x, E4M3, b, "floor").view(-1) for x, b in each]
-        assert torch.equal(exponents, torch.cat(expected))
-        check_operator(quantize_blocks_of_each, first, others, exponents, E4M3, blocks)
-
-
-def test_the_route_without_triton_has_the_same_layouts() -> None:
-    x, blocks = matrix((6, 33), torch.bfloat16), (1, 16, 0, 3)
-    expected = quantize_blocks(x, block_exponents(x, E4M3, blocks, "ceil"), E4M3, blocks)
-    found = block_operators.cast_blocks(x, E4M3, blocks, "ceil", column_major=True)
-    check_layouts(found[:2], expected)
-    assert block_operators.cast_blocks(x, E4M3, blocks, "ceil").qdata_t is None
-    alone = block_operators.quantize_blocks(x, found.exponents, E4M3, blocks, row_major=False)
-    assert alone[0] is None
-    of_rows = (expected, found.exponents, blocks, 4, "ceil")
-    data, numbers = block_operators.reblock(*of_rows, True)
-    assert same_values(data.t(), triton.reblock(*of_rows, False)[0])
-    assert numbers.shape == (2, 33)

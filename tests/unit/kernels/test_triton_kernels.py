@@ -5,13 +5,12 @@ In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is com
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from implementations import check_operator, implementation
+from implementations import check_operator, implementation, note_calls
 
 from fp8_dist import kernels, warn
 from fp8_dist.dtypes import FLOAT8_DTYPES
@@ -37,16 +36,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 
 @pytest.fixture(params=[triton, operators], ids=["triton", "operators"])
 def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the functions of a route that are called, in whose place there are others."""
-    names: set[str] = set()
-
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: names.add(name) or function(*args, **kwargs)
-
-    for name in cuda.__all__:
-        if name.islower() and hasattr(operators, name):
-            monkeypatch.setattr(cuda, name, noted(name, getattr(request.param, name)))
-    return names
+    """The names of the functions of a route that are called."""
+    return note_calls(monkeypatch, request.param)
 
 
 def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
