@@ -97,6 +97,12 @@ def test_mxfp8_is_to_mx_by_rceil(dtype: torch.dtype) -> None:
     assert its[1][small].lt(127 - 48).any()
     assert not values(formula)[amax == 0].any()
     assert formula[1][~finite].eq(255).all()
+    # Floor: all bits of normal scales, zeros below; there theirs divides by the smallest normal.
+    floor, by_floor, tiny = ours(x, FLOOR), theirs(x, "FLOOR"), (amax > 0) & (amax < 2.0**-118)
+    assert not differing(floor, by_floor)[finite & ~tiny].any()
+    assert same_bits(floor[1][tiny | nan], by_floor[1][tiny | nan])
+    assert not values(floor)[tiny].any()
+    assert floor[1][~finite].eq(255).all()
 
 
 @pytest.mark.parametrize(("cast", "mode"), RULES)
