@@ -114,8 +114,10 @@ def test_casts_of_special_values(used: set[str], of: torch.dtype, rule: str | No
     x[4] = -0.0
     x[6] = info.smallest_normal / torch.arange(4, 13, device=DEVICE)  # subnormal
     x[7] = info.smallest_normal * info.eps
-    for dtype, blocks in product(FLOAT8_DTYPES, ((1, 4, 0, 0), (4, 4, 0, 0), (4, 4, 3, 1))):
-        check_casts(x, dtype, blocks, rule, 4)
+    for blocks in ((1, 4, 0, 0), (4, 4, 0, 0), (4, 4, 3, 1)):
+        check_casts(x, E4M3, blocks, rule, 4)
+    for dtype in FLOAT8_DTYPES[1:]:
+        check_casts(x, dtype, (4, 4, 3, 1), rule, 4)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

@@ -94,7 +94,7 @@ def test_casts_of_special_values(used: set[str], power_of_2: bool, of: torch.dty
     x[4] = -0.0
     x[6] = info.smallest_normal / torch.arange(4, 13, device=DEVICE)  # subnormal
     for dtype in FLOAT8_DTYPES:
-        for part in (x, x[4:7], x[6:7]):  # the last two are finite
+        for part in (x, x[4:7], x[6:7]) if dtype is E4M3 else (x,):  # the last two are finite
             check_casts(used, part, dtype, power_of_2)
 
 
