@@ -88,8 +88,7 @@ def test_strict_alignment_refuses_on_cpu_what_a_gpu_refuses(
 
 
 def test_row_scales_that_are_no_powers_of_two_round_once() -> None:
-    x, w = torch.randn(64, 512), torch.randn(64, 512)
-    a, b = (cast_to_float8(each, ROWS, dim=-1) for each in (x, w))
+    a, b = (cast_to_float8(torch.randn(64, 512), ROWS, dim=-1) for _ in range(2))
     found = scaled_mm(a, b.t(), out_dtype=torch.bfloat16)
     assert same_bits(found, fp64(a, b.t()).to(torch.bfloat16))
 
@@ -99,16 +98,13 @@ def test_rows_beside_a_non_finite_one_keep_their_bits(bad: float) -> None:
     # Sums that an accumulator of 24 bits rounds and one of 53 doesn't: they tell which one it was.
     x, w = torch.full((8, 64), 2.0**-9), torch.full((16, 64), 2.0**-9)
     x[:, 0], x[:, -1], w[:, 0], w[:, -1] = 448, -448, 448, 448
-    products = []
+    products, options = [], {"dim": -1, "round_scales_to_power_of_2": True}
     for value in (0.0, bad):
         x[3, 5] = value
-        rows = [
-            cast_to_float8(each, ROWS, dim=-1, round_scales_to_power_of_2=True) for each in (x, w)
-        ]
-        products.append(scaled_mm(rows[0], rows[1].t(), out_dtype=torch.bfloat16))
+        a, b = (cast_to_float8(each, ROWS, **options) for each in (x, w))
+        products.append(scaled_mm(a, b.t(), out_dtype=torch.bfloat16))
     assert products[1][3].isnan().all()
-    others = [product[torch.arange(8) != 3] for product in products]
-    assert same_bits(*others)
+    assert same_bits(*(product[torch.arange(8) != 3] for product in products))
 
 
 def test_the_native_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,10 +155,9 @@ def test_the_rowwise_kernel_takes_what_all_devices_take(monkeypatch: pytest.Monk
 def test_a_slow_rowwise_kernel_is_told(
     cuda: str, fast: bool, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    multiply = lambda a, b, *_, out_dtype, **__: a.float() @ b.float()  # noqa: E731
     monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
-    monkeypatch.setattr(
-        gemm, "native_scaled_mm", lambda a, b, *_, out_dtype, **__: a.float() @ b.float()
-    )
+    monkeypatch.setattr(gemm, "native_scaled_mm", multiply)
     monkeypatch.setattr(warn, "_warned", set())
     monkeypatch.setattr(torch.version, "cuda", cuda)
     a, b = (cast_to_float8(torch.randn(16, 32), ROWS, dim=-1) for _ in range(2))

@@ -92,7 +92,7 @@ def test_who_asks_twice_gets_a_copy_of_its_own() -> None:
     assert group.backward(0, 0, 1) == [2, 1]
 
 
-def test_a_refill_in_the_middle_of_a_backward(group: Group) -> None:
+def test_a_refill_in_the_middle_of_a_backward_and_what_is_resharded(group: Group) -> None:
     def asks() -> None:
         group.ask(0)
         group.refill()
@@ -101,9 +101,7 @@ def test_a_refill_in_the_middle_of_a_backward(group: Group) -> None:
     group.launches.clear()
     in_backward(asks)
     assert group.launches == [3, 2, 1]
-
-
-def test_what_is_resharded_is_left_out(group: Group) -> None:
+    group.backward(0, 1, 2)
     storage = group.matrices[1].untyped_storage()
     storage.resize_(0)
     assert group.backward(0, 2) == [2]
