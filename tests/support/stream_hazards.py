@@ -36,9 +36,7 @@ class Access:
     stream: Stream
     number: int
     name: str
-    clock: Clock | None = (
-        None  # of the stream then, for collectives, which are waited for one by one
-    )
+    clock: Clock | None = None  # of the stream, for collectives, which are waited for one by one
 
     def known_to(self, stream: Stream) -> bool:
         """Whether a stream runs after it."""
@@ -47,21 +45,15 @@ class Access:
 
 @dataclass
 class Memory:
-    """The memory of one storage.
-
-    Attributes:
-        pool: the stream that it was allocated on.
-        made: the line of the library that did.
-        recorded: the streams that the allocator was told of.
-    """
+    """The memory of one storage."""
 
     reference: StorageWeakRef
     size: int
-    pool: Stream
-    made: str
+    pool: Stream  # that it was allocated on
+    made: str  # the line of the library that did
     written: Access | None = None
     uses: dict[int, Access] = field(default_factory=dict)  # by the id of the stream
-    recorded: set[int] = field(default_factory=set)
+    recorded: set[int] = field(default_factory=set)  # the streams that the allocator was told of
 
     def is_freed(self) -> bool:
         """Whether Python freed it, or FSDP2, which resizes storages."""

@@ -4,20 +4,16 @@ In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is com
 """
 
 import math
-from collections.abc import Callable
+from itertools import product
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from implementations import check_operator, implementation, note_calls
 from reference import same_values
 
-from fp8_dist import kernels
 from fp8_dist.dtypes import FLOAT8_DTYPES
 from fp8_dist.kernels import (
-    CustomOp,
     block_exponents,
     block_exponents_of_each,
     block_scaled_mm,
@@ -28,8 +24,7 @@ from fp8_dist.kernels import (
     reblock,
 )
 from fp8_dist.kernels.block_gemm import dequantized
-from fp8_dist.kernels.blocks import exponents_shape
-from fp8_dist.kernels.cuda import DTYPES, block_operators, block_registration, triton
+from fp8_dist.kernels.cuda import DTYPES, block_operators, triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -58,53 +53,58 @@ def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(DEVICE, dtype)
 
 
-def check_layouts(
-    found: tuple[torch.Tensor | None, torch.Tensor | None], expected: torch.Tensor
+@pytest.fixture(params=[triton, block_operators], ids=["triton", "operators"])
+def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the functions of a route that are called."""
+    return note_calls(monkeypatch, request.param)
+
+
+def check_casts(
+    x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, rule: str | None, rows: int = 32
 ) -> None:
-    qdata, qdata_t = found
-    for layout, values in ((qdata, expected), (qdata_t, expected.t())):
-        assert layout is not None
-        assert layout.is_contiguous()
-        assert same_values(layout, values)
-
-
-def check(x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, rule: str | None) -> torch.Tensor:
-    """All that casts a matrix in blocks; the cast."""
+    """All operators that cast in blocks, or again in other ones."""
+    check_operator(block_exponents, x, dtype, blocks, rule)
     exponents = block_exponents.portable(x, dtype, blocks, rule)
-    expected = quantize_blocks.portable(x, exponents, dtype, blocks)
-    found = triton.cast_blocks(x, dtype, blocks, rule, column_major=True)
-    assert torch.equal(found.exponents, exponents)
-    check_layouts(found[:2], expected)
-    assert torch.equal(triton.block_exponents(x, dtype, blocks, rule), exponents)
-    check_layouts(triton.quantize_blocks(x, exponents, dtype, blocks, column_major=True), expected)
-    return expected
-
-
-def check_reblock(
-    qdata: torch.Tensor,
-    exponents: torch.Tensor,
-    blocks: Blocks,
-    rows: int = 32,
-    rule: str | None = "ceil",
-) -> None:
-    expected, numbers = reblock.portable(qdata, exponents, blocks, rows, rule)
-    for transposed in (False, True):
-        data, found = triton.reblock(qdata, exponents, blocks, rows, rule, transposed)
-        assert torch.equal(found, numbers)
-        assert data.is_contiguous()
-        assert same_values(data, expected.t() if transposed else expected)
+    check_operator(quantize_blocks, x, exponents, dtype, blocks)
+    for transposed in ([False, True], [True]):
+        check_operator(cast_blocks, x, dtype, blocks, rule, transposed)
+        check_operator(quantize_block_copies, x, exponents, dtype, blocks, transposed)
+    if x.ndim == 2:
+        qdata = quantize_blocks.portable(x, exponents, dtype, blocks)
+        turned = qdata.t().contiguous().t(), exponents.t().contiguous().t()
+        check_operator(reblock, qdata, exponents, blocks, rows, rule, False)
+        check_operator(reblock, *turned, blocks, rows, rule, True)
 
 
 @RULES
-@pytest.mark.parametrize(("shape", "blocks"), CASES)
-def test_casts_of_any_shape(shape: tuple[int, int], blocks: Blocks, rule: str | None) -> None:
-    check(matrix(shape, torch.bfloat16), E4M3, blocks, rule)
+def test_casts_of_any_shape_and_strides(used: set[str], rule: str | None) -> None:
+    x = matrix((40, 72), torch.bfloat16)
+    cases = [(matrix(shape, torch.bfloat16), blocks) for shape, blocks in CASES]
+    for view in (x.t(), x[:, 1::2], x[1:, 3:-1], x[:, :1].expand(40, 72)):
+        cases += [(view, (1, 32, 0, 0)), (view, (32, 32, 3, 5))]
+    for each, blocks in cases:
+        used.clear()
+        check_casts(each, E4M3, blocks, rule)
+        assert used == {"block_exponents", "quantize_blocks", "cast_blocks", "reblock"}
+    # Of other numbers of dims, empty, and what is left to the portable implementation.
+    others: list[tuple[tuple[int, ...], Blocks]] = [
+        ((2, 3, 33), (1, 16, 0, 3)),
+        ((2, 3, 33), (4, 8, 0, 0)),  # of each matrix
+        ((33,), (1, 16, 0, 3)),
+        ((6, 32), (1, 12, 0, 5)),  # no power of two
+        ((3, 1100), (1, 1024, 0, 0)),  # larger than a tile
+        ((0, 32), (1, 16, 0, 3)),
+        ((0, 32), (16, 16, 3, 3)),
+        ((6, 0), (1, 16, 0, 3)),
+        ((0,), (1, 16, 0, 0)),
+    ]
+    for (shape, blocks), dtype in product(others, (torch.bfloat16, torch.float64)):
+        check_casts(matrix(shape, dtype), E4M3, blocks, rule, 12 if shape == (6, 32) else 16)
 
 
 @RULES
-@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("of", DTYPES)
-def test_casts_of_special_values(of: torch.dtype, dtype: torch.dtype, rule: str | None) -> None:
+def test_casts_of_special_values(used: set[str], of: torch.dtype, rule: str | None) -> None:
     info = torch.finfo(of)
     # A row of each alone, and squares of all of them.
     special = [math.nan, -math.nan, math.inf, -math.inf, -0.0, info.max, info.smallest_normal]
@@ -115,88 +115,51 @@ def test_casts_of_special_values(of: torch.dtype, dtype: torch.dtype, rule: str 
     x[6] = info.smallest_normal / torch.arange(4, 13, device=DEVICE)  # subnormal
     x[7] = info.smallest_normal * info.eps
     for blocks in ((1, 4, 0, 0), (4, 4, 0, 0), (4, 4, 3, 1)):
-        qdata = check(x, dtype, blocks, rule)
-        exponents = block_exponents.portable(x, dtype, blocks, rule)
-        check_reblock(qdata, exponents, blocks, 4, rule)
+        check_casts(x, E4M3, blocks, rule, 4)
+    for dtype in FLOAT8_DTYPES[1:]:
+        check_casts(x, dtype, (4, 4, 3, 1), rule, 4)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_every_exponent(dtype: torch.dtype) -> None:
+def test_every_exponent(used: set[str], dtype: torch.dtype) -> None:
     """Given ones, for all codes: products that saturate, that are subnormal, of NaN."""
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
     x = matrix((16, 512), torch.float32)
     x.view(16, 16, 32)[..., :4] = torch.tensor([math.inf, -math.inf, math.nan, 2.0**127])
-    blocks = (1, 32, 0, 0)
-    expected = quantize_blocks.portable(x, exponents, dtype, blocks)
-    check_layouts(triton.quantize_blocks(x, exponents, dtype, blocks, column_major=True), expected)
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
-    one_each = exponents.view(256, 1)
-    check_reblock(codes.expand(256, 256), one_each, (1, 256, 0, 0), 1)
-    check_reblock(codes.expand(256, 256), one_each, (1, 256, 0, 0), 32)
+    check_operator(quantize_block_copies, x, exponents, dtype, (1, 32, 0, 0), [False, True])
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype).expand(256, 256)
+    for rows, transposed in product((1, 32), (False, True)):
+        given = codes, exponents.view(256, 1), (1, 256, 0, 0), rows, "ceil", transposed
+        check_operator(reblock, *given)
 
 
-@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("rule", [None, "ceil"])
-def test_amaxes_around_each_power_of_2(rule: str | None, dtype: torch.dtype) -> None:
+def test_amaxes_around_each_power_of_2(used: set[str], rule: str | None) -> None:
     """Times the largest value, where a logarithm of fp32 may round to the power; and subnormal."""
-    powers = (
-        torch.finfo(dtype).max
-        * torch.arange(-135.0, 100, device=DEVICE, dtype=torch.float64).exp2()
-    )
-    bits = powers.to(torch.float32).view(torch.int32)[:, None]
-    x = (bits + torch.arange(-50, 50, device=DEVICE)).clamp(min=0).to(torch.int32)
-    x = x.view(torch.float32)
-    check(x[x.isfinite().all(1)], dtype, (1, 1, 0, 0), rule)
+    for dtype in FLOAT8_DTYPES:
+        powers = torch.arange(-135.0, 100, device=DEVICE, dtype=torch.float64).exp2()
+        bits = (torch.finfo(dtype).max * powers).to(torch.float32).view(torch.int32)[:, None]
+        x = (bits + torch.arange(-50, 50, device=DEVICE)).clamp(min=0).to(torch.int32)
+        x = x.view(torch.float32)
+        check_casts(x[x.isfinite().all(1)], dtype, (1, 1, 0, 0), rule)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.floats(width=32), min_size=12, max_size=12),
-    st.sampled_from(FLOAT8_DTYPES),
-    st.sampled_from([(1, 2), (2, 2), (4, 4)]),
-    st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    st.sampled_from([None, "ceil", "floor"]),
-)
-def test_casts_of_any_floats(
-    values: list[float],
-    dtype: torch.dtype,
-    size: tuple[int, int],
-    start: tuple[int, int],
-    rule: str | None,
-) -> None:
-    x = torch.tensor(values, dtype=torch.float32, device=DEVICE).view(3, 4)
-    blocks = (*size, start[0] % size[0], start[1] % size[1])
-    qdata = check(x, dtype, blocks, rule)
-    check_reblock(qdata, block_exponents.portable(x, dtype, blocks, rule), blocks, 2, rule)
-
-
-def test_casts_of_any_strides() -> None:
-    x = matrix((40, 72), torch.bfloat16)
-    for view in (x.t(), x[:, 1::2], x[1:, 3:-1], x[:, :1].expand(40, 72)):
-        for blocks in ((1, 32, 0, 0), (32, 32, 3, 5)):
-            qdata = check(view, E4M3, blocks, None)
-            exponents = block_exponents.portable(view, E4M3, blocks, None)
-            check_reblock(qdata.t().contiguous().t(), exponents.t().contiguous().t(), blocks)
-
-
-@pytest.mark.parametrize(
-    ("shape", "blocks", "rows"),
-    [
+def test_reblocked(used: set[str]) -> None:
+    cases: list[tuple[tuple[int, int], Blocks, int]] = [
         ((300, 200), (1, 128, 0, 0), 128),
         ((300, 200), (1, 32, 0, 9), 32),
         ((33, 70), (32, 32, 5, 7), 32),
         ((5, 3), (1, 128, 0, 126), 128),
         ((1, 1), (1, 1, 0, 0), 1),
-    ],
-)
-def test_reblocked(shape: tuple[int, int], blocks: Blocks, rows: int) -> None:
-    x = matrix(shape, torch.bfloat16)
-    x[0, 0] = math.nan
-    for dtype, rule in ((E4M3, "floor"), (E5M2, None)):
+    ]
+    for (shape, blocks, rows), (dtype, rule) in product(cases, ((E4M3, "floor"), (E5M2, None))):
+        x = matrix(shape, torch.bfloat16)
+        x[0, 0] = math.nan
         exponents = block_exponents.portable(x, dtype, blocks, rule)
-        check_reblock(
-            quantize_blocks.portable(x, exponents, dtype, blocks), exponents, blocks, rows, rule
-        )
+        qdata = quantize_blocks.portable(x, exponents, dtype, blocks)
+        for transposed in (False, True):
+            check_operator(reblock, qdata, exponents, blocks, rows, rule, transposed)
+    assert used == {"reblock"}
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
@@ -204,11 +167,9 @@ def test_reblocked(shape: tuple[int, int], blocks: Blocks, rows: int) -> None:
 def test_dequantized(of: torch.dtype, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(256, 1)
-    every = codes.expand(256, 256).contiguous()
-    found = triton.dequantize(every, exponents, (1, 256, 0, 0), of)
-    assert same_values(found, dequantized(every, exponents, (1, 256, 0, 0), of))
-    numbers = exponents.view(16, 16)
+    every, numbers = codes.expand(256, 256).contiguous(), exponents.view(16, 16)
     for data, scales, blocks in (
+        (every, exponents, (1, 256, 0, 0)),
         (every[:, :250], numbers[:9, :9], (32, 32, 7, 30)),
         (every[:250].t(), numbers[:9, :9], (32, 32, 30, 7)),
         (every[::2, 1::2], numbers.t()[:4, :9], (32, 16, 0, 15)),
@@ -226,34 +187,49 @@ MANY: list[tuple[tuple[int, int], tuple[int, int]]] = [
     ((1, 1), (31, 0)),
     ((33, 64), (16, 16)),
 ]
+ROUTES = pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 
 
 @RULES
-@pytest.mark.parametrize("of", DTYPES)
-@pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 @pytest.mark.parametrize("size", [(32, 32), (1, 32)])
-def test_many_matrices(
-    size: tuple[int, int], route: ModuleType, of: torch.dtype, rule: str | None
-) -> None:
-    tensors = [matrix(shape, of) for shape, _ in MANY]
-    tensors[0][5, 7], tensors[1][3] = math.nan, -math.inf
+def test_many_matrices(used: set[str], size: tuple[int, int], rule: str | None) -> None:
     blocks = [(*size, start[0] % size[0], start[1]) for _, start in MANY]
-    for chosen in (slice(None), slice(1), slice(2, 3), slice(0, None, 5)):
-        given, parts = tensors[chosen], blocks[chosen]
-        each = list(zip(given, parts, strict=True))
-        found = [block_exponents.portable(x, E4M3, b, rule) for x, b in each]
-        exponents = torch.cat([one.view(-1) for one in found])
-        assert torch.equal(route.exponents_of_many(given, E4M3, parts, rule), exponents)
-        data = [
-            quantize_blocks.portable(x, one, E4M3, b).view(torch.uint8).view(-1)
-            for (x, b), one in zip(each, found, strict=True)
-        ]
-        qdata = route.quantize_many_blocks(given, exponents, E4M3, parts)
-        assert same_values(qdata, torch.cat(data).view(E4M3))
+    chosen = [(of, slice(None)) for of in DTYPES]
+    chosen += [(torch.float32, part) for part in (slice(1), slice(2, 3), slice(0, None, 5))]
+    for of, part in chosen:
+        tensors = [matrix(shape, of) for shape, _ in MANY]
+        tensors[0][5, 7], tensors[1][3] = math.nan, -math.inf
+        check_many(tensors[part], blocks[part], rule)
+    assert used == {"exponents_of_many", "quantize_many_blocks"}
 
 
+def check_many(tensors: list[torch.Tensor], each: list[Blocks], rule: str | None) -> None:
+    blocks = [number for part in each for number in part]
+    first, *others = tensors
+    check_operator(block_exponents_of_each, first, others, E4M3, blocks, rule)
+    exponents = block_exponents_of_each.portable(first, others, E4M3, blocks, rule)
+    pairs = zip(tensors, each, strict=True)
+    alone = [block_exponents.portable(x, E4M3, b, rule).view(-1) for x, b in pairs]
+    assert torch.equal(exponents, torch.cat(alone))
+    check_operator(quantize_blocks_of_each, first, others, exponents, E4M3, blocks)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(4, 8, 0, 0), (4, 8, 3, 1), (4, 8, 0, 7)],
+        [(4, 8, 0, 0), (1, 8, 0, 1), (4, 4, 0, 0)],  # not alike
+        [(3, 8, 0, 0), (3, 8, 0, 1), (3, 8, 0, 7)],
+    ],
+)
+def test_matrices_that_are_not_alike(parts: list[Blocks]) -> None:
+    x, *others = [matrix(shape, torch.bfloat16) for shape in ((6, 32), (0, 32), (5, 7))]
+    for first in (x, x.float(), x.t().contiguous().t()):
+        check_many([first, *others], parts, "floor")
+
+
+@ROUTES
 @pytest.mark.parametrize("multiple", [1, 4])
-@pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 def test_scales_of_gemms(route: ModuleType, multiple: int) -> None:
     every = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(64, 4)
     for exponents in (every, every.t(), every[:33, 1:], every[:1], every.repeat(33, 1)):
@@ -272,16 +248,15 @@ def tiles(exponents: torch.Tensor, repeats: int) -> torch.Tensor:
     rows, columns = len(exponents) * repeats, exponents.shape[1]
     across = -(-columns // 4)
     expected = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
-    for row in range(rows):
-        for column in range(columns):
-            tile = row // 128 * across + column // 4
-            inside = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
-            expected[tile * 512 + inside] = exponents[row // repeats, column]
+    for row, column in product(range(rows), range(columns)):
+        tile = row // 128 * across + column // 4
+        inside = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+        expected[tile * 512 + inside] = exponents[row // repeats, column]
     return expected
 
 
+@ROUTES
 @pytest.mark.parametrize("repeats", [1, 32])
-@pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
 def test_tiles_of_exponents(route: ModuleType, repeats: int) -> None:
     a = torch.randint(1, 255, (150, 10), dtype=torch.uint8)
     b = torch.randint(1, 255, (320 // repeats, 5), dtype=torch.uint8)
@@ -293,120 +268,15 @@ def test_tiles_of_exponents(route: ModuleType, repeats: int) -> None:
             assert torch.equal(mine.cpu(), wanted)
 
 
-# As operators
-
-
-def check_op(op: CustomOp[..., Any], *args: Any) -> None:
-    """What is registered for CUDA devices, and the portable one: the same bits and shapes."""
-    implementation = getattr(block_registration, f"_{op.overload._schema.name.partition('::')[2]}")
-    found, expected = implementation(*args), op.portable(*args)
-    if isinstance(found, torch.Tensor):
-        found, expected = [found], [expected]
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.is_contiguous()
-        assert same_values(mine, theirs)
-
-
-@pytest.mark.parametrize(
-    ("shape", "blocks"),
-    [
-        ((6, 32), (1, 16, 0, 0)),
-        ((6, 33), (4, 8, 3, 1)),
-        ((2, 3, 33), (1, 16, 0, 3)),
-        ((2, 3, 33), (4, 8, 0, 0)),  # of each matrix
-        ((33,), (1, 16, 0, 3)),
-        ((6, 32), (1, 12, 0, 5)),  # no power of two
-        ((3, 1100), (1, 1024, 0, 0)),  # larger than a tile
-        ((0, 32), (1, 16, 0, 3)),
-        ((0, 32), (16, 16, 3, 3)),
-        ((6, 0), (1, 16, 0, 3)),
-        ((0,), (1, 16, 0, 0)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_operators(dtype: torch.dtype, shape: tuple[int, ...], blocks: Blocks) -> None:
-    x = torch.randn(shape, device=DEVICE).mul_(100).to(dtype)
-    check_op(block_exponents, x, E4M3, blocks, "ceil")
-    exponents = block_exponents.portable(x, E4M3, blocks, None)
-    check_op(quantize_blocks, x, exponents, E4M3, blocks)
-    for transposed in ([False], [True], [False, True], [True, False]):
-        check_op(cast_blocks, x, E4M3, blocks, "ceil", transposed)
-        check_op(quantize_block_copies, x, exponents, E4M3, blocks, transposed)
-    qdata = quantize_blocks.portable(x, exponents, E4M3, blocks)
-    if x.ndim == 2:
-        for rows, transposed in ((16, False), (16, True), (12, True)):
-            check_op(reblock, qdata, exponents, blocks, rows, "ceil", transposed)
-
-
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("size", [8, 12])
-def test_a_product_without_a_gemm_of_blocks(size: int, out_dtype: torch.dtype) -> None:
+def test_a_product_without_a_gemm_of_blocks(size: int) -> None:
     operands = []
     for shape, blocks in (((33, 40), (1, size, 0, 5)), ((17, 40), (size, size, 3, 5))):
         x = torch.randn(shape, device=DEVICE)
         operands.append((*cast_blocks(x, E4M3, blocks, "ceil", [False]), blocks))
     (of_a, a, blocks_a), (of_b, b, (rows, columns, *first)) = operands
-    turned = (columns, rows, *first[::-1])
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        check_op(block_scaled_mm, a, b.t(), of_a, of_b.t(), blocks_a, turned, out_dtype, True)
-
-
-def test_operators_of_many() -> None:
-    shapes = [(6, 32), (0, 32), (5, 7)]
-    sizes: list[list[Blocks]] = [
-        [(4, 8, 0, 0), (4, 8, 3, 1), (4, 8, 0, 7)],
-        [(4, 8, 0, 0), (1, 8, 0, 1), (4, 4, 0, 0)],  # not alike
-        [(3, 8, 0, 0), (3, 8, 0, 1), (3, 8, 0, 7)],
-    ]
-    for parts in sizes:
-        tensors = [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
-        blocks = [number for part in parts for number in part]
-        for first in (tensors[0], tensors[0].float(), tensors[0].t().contiguous().t()):
-            check_op(block_exponents_of_each, first, tensors[1:], E4M3, blocks, "ceil")
-            exponents = block_exponents_of_each(first, tensors[1:], E4M3, blocks, "floor")
-            expected = [
-                block_exponents(x, E4M3, b, "floor") for x, b in zip(tensors, parts, strict=True)
-            ]
-            assert torch.equal(exponents, torch.cat([each.view(-1) for each in expected]))
-            check_op(quantize_blocks_of_each, first, tensors[1:], exponents, E4M3, blocks)
-
-
-@pytest.mark.parametrize("transposed", [[False], [True], [False, True]])
-def test_operators_describe_their_results(transposed: list[bool]) -> None:
-    """For tensors without data, as compilers trace them; on CPUs, which cast in two steps."""
-    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-    for shape, blocks in (((6, 10), (4, 4, 1, 3)), ((2, 3, 10), (1, 4, 0, 3))):
-        x = torch.randn(shape)
-        exponents = block_exponents(x, E4M3, blocks, "floor")
-        assert [*exponents.shape] == exponents_shape(shape, blocks)
-        calls.append((cast_blocks.overload, (x, E4M3, blocks, "ceil", transposed)))
-        given = (x, exponents, E4M3, blocks, transposed)
-        calls.append((quantize_block_copies.overload, given))
-    qdata, exponents = cast_blocks(torch.randn(6, 10), E4M3, (1, 4, 0, 0), "ceil", [False])[::-1]
-    calls.append((reblock.overload, (qdata, exponents, (1, 4, 0, 0), 4, "ceil", transposed[-1])))
-    matrices, parts = [torch.randn(6, 10), torch.randn(3, 4)], [4, 4, 1, 3, 4, 4, 0, 0]
-    first, *others = matrices
-    of_many = block_exponents_of_each(first, others, E4M3, parts, None)
-    calls.append((block_exponents_of_each.overload, (first, others, E4M3, parts, None)))
-    calls.append((quantize_blocks_of_each.overload, (first, others, of_many, E4M3, parts)))
-    for op, arguments in calls:
-        torch.library.opcheck(op, arguments, test_utils="test_faketensor")
-
-
-def test_the_route_without_triton_has_the_same_layouts() -> None:
-    x, blocks = matrix((6, 33), torch.bfloat16), (1, 16, 0, 3)
-    expected = kernels.quantize_blocks(x, block_exponents(x, E4M3, blocks, "ceil"), E4M3, blocks)
-    found = block_operators.cast_blocks(x, E4M3, blocks, "ceil", column_major=True)
-    check_layouts(found[:2], expected)
-    assert block_operators.cast_blocks(x, E4M3, blocks, "ceil").qdata_t is None
-    assert (
-        block_operators.quantize_blocks(x, found.exponents, E4M3, blocks, row_major=False)[0]
-        is None
-    )
-    data, numbers = block_operators.reblock(expected, found.exponents, blocks, 4, "ceil", True)
-    assert same_values(
-        data.t(), triton.reblock(expected, found.exponents, blocks, 4, "ceil", False)[0]
-    )
-    assert numbers.shape == (2, 33)
+    given = a, b.t(), of_a, of_b.t(), blocks_a, (columns, rows, *first[::-1])
+    for out_dtype in (torch.bfloat16, torch.float32, torch.float16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            found = implementation(block_scaled_mm)(*given, out_dtype, True)
+            assert same_values(found, block_scaled_mm.portable(*given, out_dtype, True))
