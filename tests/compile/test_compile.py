@@ -4,8 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from graphs import Compilations
 from nets import Distributed, Net, blocks, full
-from ranks import RankPools
+from ranks import RankPools, device_mesh
 from reference import same_bits, same_cast, sqnr
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
@@ -22,9 +23,11 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
+from fp8_dist.debug import comm_audit
 from fp8_dist.kernels import block_scaled_mm, scaled_mm
 from fp8_dist.kernels.cpu.gemm import left_upcasts
-from fp8_dist.linear.weight import Float8Weight
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 
 
 class GemmWeights(TorchDispatchMode):
@@ -103,74 +106,48 @@ def compiled_steps(
     return differ, worst, weights[0] == weights[1]
 
 
-# Every pair of a mesh, a backend, and with or without precompute.
-@pytest.mark.parametrize(
-    ("dp", "tp", "precompute", "backend"),
-    [
-        (2, 1, False, "eager"),
-        (2, 1, True, "aot_eager"),
-        (1, 2, True, "eager"),
-        (1, 2, False, "aot_eager"),
-    ],
-)
-def test_blocks(ranks: RankPools, dp: int, tp: int, precompute: bool, backend: str) -> None:
-    arguments = (dp, tp, precompute, backend)
-    for differ, _, same_weights in ranks(2).run(compiled_steps, *arguments, timeout=180):
-        assert (differ, same_weights) == ([], True)
+full_tier = pytest.mark.full
 
 
-RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
-BACKENDS = ["eager", "aot_eager", "inductor"]
-
-
-def test_blocks_that_are_sharded_before_they_are_compiled(ranks: RankPools) -> None:
-    arguments = (2, 1, True, "aot_eager", "rowwise_folded", True)
-    for differ, _, same_weights in ranks(2).run(compiled_steps, *arguments, timeout=180):
-        assert (differ, same_weights) == ([], True)
-
-
-# Every recipe on both axes: at once where a mesh gathers weights in float8, else one by one.
+# Every recipe on both axes: at once where a mesh gathers weights in float8, else one by one. Blocks
+# that shards cut find their exponents in the step, where nothing was precomputed.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("dp", "tp", "recipe"),
+    ("dp", "tp", "recipe", "precompute", "backend", "sharded_first"),
     [
-        (2, 2, "tensorwise"),
-        (2, 2, "rowwise_folded"),
-        (2, 2, "blockwise"),
-        (2, 2, "mxfp8"),
-        (2, 2, "delayed"),
-        (2, 1, "rowwise"),
-        (1, 2, "rowwise"),
-        (2, 1, "rowwise_with_gw_hp"),
-        (1, 2, "rowwise_with_gw_hp"),
+        (2, 2, "tensorwise", True, "aot_eager", False),
+        (2, 1, "tensorwise", False, "eager", True),
+        (1, 2, "tensorwise", False, "aot_eager", False),
+        (2, 2, "rowwise_folded", True, "aot_eager", True),
+        (2, 2, "blockwise", False, "aot_eager", False),
+        (2, 2, "mxfp8", True, "aot_eager", False),
+        (2, 2, "delayed", True, "aot_eager", False),
+        (1, 2, "rowwise", True, "aot_eager", False),
+        (2, 1, "rowwise_with_gw_hp", True, "aot_eager", False),
+        pytest.param(2, 2, "blockwise", True, "aot_eager", False, marks=full_tier),
+        pytest.param(2, 2, "mxfp8", False, "aot_eager", False, marks=full_tier),
+        pytest.param(2, 1, "rowwise", True, "aot_eager", False, marks=full_tier),
+        pytest.param(1, 2, "rowwise_with_gw_hp", True, "aot_eager", False, marks=full_tier),
     ],
 )
-def test_blocks_in_every_recipe(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
-    arguments = (dp, tp, True, "aot_eager", recipe)
+def test_blocks(
+    ranks: RankPools,
+    dp: int,
+    tp: int,
+    recipe: str,
+    precompute: bool,
+    backend: str,
+    sharded_first: bool,
+) -> None:
+    arguments = (dp, tp, precompute, backend, recipe, sharded_first)
     for differ, _, same_weights in ranks(dp * tp).run(compiled_steps, *arguments, timeout=180):
         assert (differ, same_weights) == ([], True)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_exponents_that_the_step_finds(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
-    """Blocks that shards cut, without precompute."""
-    arguments = (dp, tp, False, "aot_eager", recipe)
-    for differ, _, same_weights in ranks(2).run(compiled_steps, *arguments, timeout=180):
-        assert (differ, same_weights) == ([], True)
-
-
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("dp", "tp", "recipe"),
-    [
-        (1, 2, "tensorwise"),
-        (2, 1, "rowwise_folded"),
-        (2, 2, "delayed"),
-        (1, 2, "blockwise"),
-        (2, 1, "mxfp8"),
-    ],
+    ("dp", "tp", "recipe"), [(2, 1, "rowwise_folded"), (2, 2, "delayed"), (1, 2, "blockwise")]
 )
 def test_blocks_with_inductor(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
     # Its fusions round the operands of the casts of activations otherwise; weights are as they are.
@@ -181,8 +158,9 @@ def test_blocks_with_inductor(ranks: RankPools, dp: int, tp: int, recipe: str) -
         assert worst > 30
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("backend", "dim"), [("eager", 1), ("aot_eager", None), ("aot_eager", 0), ("inductor", 1)]
+)
 def test_a_cast_alone(backend: str, dim: int | None) -> None:
     granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
     config = CastConfig(scaling_granularity=granularity)
@@ -198,8 +176,7 @@ def test_a_cast_alone(backend: str, dim: int | None) -> None:
         assert all(same_bits(a, b) for a, b in zip(cast(x), compiled(x), strict=True))
 
 
-@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("rows", [4, 5003])
+@pytest.mark.parametrize(("target", "rows"), [(torch.float8_e4m3fn, 4), (torch.float8_e5m2, 5003)])
 def test_an_amax_of_fp64_is_fp32(target: torch.dtype, rows: int) -> None:
     torch._dynamo.reset()
     config = CastConfig(target_dtype=target)
@@ -210,8 +187,18 @@ def test_an_amax_of_fp64_is_fp32(target: torch.dtype, rows: int) -> None:
     assert same_cast(cast_to_float8(x, config), compiled)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("backend", "recipe"),
+    [
+        *(("aot_eager", recipe) for recipe in RECIPES),
+        ("eager", "tensorwise"),
+        ("inductor", "rowwise_folded"),
+        *(
+            pytest.param("inductor", recipe, marks=full_tier)
+            for recipe in ("tensorwise", "rowwise", "blockwise", "delayed")
+        ),
+    ],
+)
 def test_a_layer_alone(backend: str, recipe: str) -> None:
     """Steps with precompute (or sync) between some of them: the same bits, from one graph."""
     torch._dynamo.reset()
@@ -281,57 +268,53 @@ def test_a_layer_whose_batches_differ(recipe: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def precomputed_in_graphs(recipe: str) -> list[int]:
-    """Scales of weights that forwards of tensor-parallel blocks had to compute, by step."""
+def precomputed_in_graphs(recipe: str) -> list[tuple[int, int]]:
+    """All-reduces of amaxes in the passes of tensor-parallel blocks: two of each step."""
     torch._dynamo.reset()
     world = Distributed(1, 2, shard=False, config=Float8LinearConfig.from_recipe_name(recipe))
     model = blocks(world)
     for block in model:
         block.compile(backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    computed: list[int] = []
-    original = Float8Weight._new_casts
-
-    def counting(*args):  # type: ignore[no-untyped-def]
-        scalings, *others = original(*args)
-        computed[-1] += len(scalings)
-        return scalings, *others
-
-    Float8Weight._new_casts = counting  # type: ignore[method-assign]
-    try:
-        for step in range(4):
-            computed.append(0)
-            if step in (1, 2):
-                precompute_float8_dynamic_scale(model)
-            for _ in range(2):
+    reduced = []
+    for step in range(4):
+        if step in (1, 2):
+            precompute_float8_dynamic_scale(model)
+        audits = [comm_audit(world.mesh) for _ in range(2)]
+        for audit in audits:
+            with audit:
                 model(world.mine(torch.randn(4, 8, 64))).sum().backward()
-            optimizer.step()
-    finally:
-        Float8Weight._new_casts = original  # type: ignore[method-assign]
-    return computed
+        reduced.append(tuple(audit.count("all_reduce", dtype=torch.int32) for audit in audits))
+        optimizer.step()
+    return reduced
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 6), ("rowwise", 10)])
-def test_graphs_use_what_precompute_left(ranks: RankPools, recipe: str, casts: int) -> None:
-    # Two micro-batches share what the first of them computes. Of the weights of rowwise, which are
-    # cast twice, two belong to layers whose input needs no gradient.
-    assert ranks(2).run(precomputed_in_graphs, recipe) == [[casts, 0, 0, casts]] * 2
+@pytest.mark.parametrize(("recipe", "activations", "weights"), [("tensorwise", 0, 0)])
+def test_graphs_use_what_precompute_left(
+    ranks: RankPools, recipe: str, activations: int, weights: int
+) -> None:
+    # Two micro-batches share what the first of them computes.
+    alone = (activations + weights, activations)
+    known = (activations, activations)
+    assert ranks(2).run_same(precomputed_in_graphs, recipe) == [alone, known, known, alone]
 
 
-def data_parallel(backend: str) -> bool:
-    torch._dynamo.reset()
-    gradients, x = [], torch.randn(2, 8, 64)
-    for compiled in (False, True):
-        net = convert_to_float8_training(Net())
-        if compiled:
-            net.compile(backend=backend, fullgraph=True)
-        parallel = DistributedDataParallel(net)
-        parallel(x).square().mean().backward()
-        gradients.append([p.grad for p in net.parameters()])
-    return all(same_bits(a, b) for a, b in zip(*gradients, strict=True))
+def inside_ddp(compiled: bool) -> tuple[list[torch.Tensor], str]:
+    """Gradients, and the collectives of a step."""
+    compilations = Compilations()
+    net = convert_to_float8_training(Net(layers=1))
+    if compiled:
+        net.compile(backend="aot_eager", fullgraph=True)
+    parallel = DistributedDataParallel(net)
+    with comm_audit(device_mesh(dp=2)) as audit:
+        parallel(torch.randn(2, 8, 64)).square().mean().backward()
+    assert (compilations.breaks, compilations.graphs) == (0, compiled)
+    return [p.grad for p in net.parameters()], audit.table()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_a_module_inside_ddp(ranks: RankPools, backend: str) -> None:
-    assert ranks(2).run(data_parallel, backend) == [True, True]
+def test_a_module_inside_ddp(ranks: RankPools) -> None:
+    eager, compiled = (ranks(2).run(inside_ddp, compiled) for compiled in (False, True))
+    for (expected, table), (found, same_table) in zip(eager, compiled, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+        assert table == same_table

@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import fp8_dist
 from fp8_dist import debug, fsdp, tensor_parallel
 
@@ -26,10 +24,6 @@ FOLDERS = "docs|fp8_dist|fsdp|scripts|tensor_parallel|tests"
 FILE = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w/]+\.(?:md|png|py|sh))\b")
 # A call in the text, on the model or the optimizer of the reader.
 CALL = re.compile(r"`(\w+)\((?:model|optimizer)\b[^`]*\)`")
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 def anchors(page: Path) -> set[str]:
@@ -64,19 +58,12 @@ def unknown_calls(text: str) -> set[str]:
     return set(CALL.findall(text)) - public
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_resolve(page: Path) -> None:
-    assert list(broken_links(page, page.read_text())) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_and_files_exist(page: Path) -> None:
-    assert list(unknown_files(page.read_text())) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_calls_are_public(page: Path) -> None:
-    assert unknown_calls(page.read_text()) == set()
+def test_what_pages_refer_to_exists() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        placeholders = [line for line in text.splitlines() if re.fullmatch(r"[A-Z_]{4,}", line)]
+        found = [*broken_links(page, text), *unknown_files(text), *unknown_calls(text)]
+        assert [*found, *placeholders] == [], page
 
 
 def test_what_the_checks_find() -> None:
@@ -92,8 +79,3 @@ def test_what_the_checks_find() -> None:
 def test_the_index_lists_every_page() -> None:
     linked = set(LINK.findall((ROOT / "docs/README.md").read_text()))
     assert {page.name for page in DOCS} - {"README.md"} <= linked
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_no_placeholder_is_left(page: Path) -> None:
-    assert not [line for line in page.read_text().splitlines() if re.fullmatch(r"[A-Z_]{4,}", line)]

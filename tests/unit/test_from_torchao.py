@@ -116,28 +116,23 @@ def default(value: Any, parameter: str) -> str:
 
 
 @with_torchao
-def test_every_name_of_torchao_is_on_the_page() -> None:
+def test_the_page_names_what_torchao_has() -> None:
     assert set(exported()) - items_on_the_page(TABLE) == set()
+    for row in TABLE:
+        for entry in row.theirs:
+            check(entry, THEIRS)
+
+
+def test_counterparts_exist() -> None:
+    for row in TABLE:
+        assert row.ours or row.remark, f"{row.theirs}: a name without a counterpart says why"
+        for entry in row.ours:
+            check(entry, OURS)
 
 
 @with_torchao
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.theirs[0])
-def test_the_page_names_what_torchao_has(row: Row) -> None:
-    for entry in row.theirs:
-        check(entry, THEIRS)
-
-
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.theirs[0])
-def test_counterparts_exist(row: Row) -> None:
-    assert row.ours or row.remark, "a name without a counterpart says why"
-    for entry in row.ours:
-        check(entry, OURS)
-
-
-@with_torchao
-@pytest.mark.parametrize("row", [row for row in TABLE if row.same], ids=lambda row: row.theirs[0])
-def test_what_is_called_the_same_is(row: Row) -> None:
-    for path, parameters in map(parsed, row.theirs):
+def test_what_is_called_the_same_is() -> None:
+    for path, parameters in (parsed(entry) for row in TABLE if row.same for entry in row.theirs):
         ours, theirs = found(path, OURS), found(path, THEIRS)
         for parameter in parameters:
             assert default(ours, parameter) == default(theirs, parameter), (path, parameter)

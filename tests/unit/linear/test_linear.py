@@ -6,9 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.nn as nn
-from expecttest import assert_expected_inline
 from recipe_algebra import step
-from reference import raised, same_bits, saved_in, sqnr
+from reference import raised, same_bits, sqnr
 
 import fp8_dist.warn
 from fp8_dist import (
@@ -32,31 +31,13 @@ def twins(
     return layer, Float8Linear.from_float(copy.deepcopy(layer), config)
 
 
-def test_saves_float8_operands_for_backward() -> None:
-    _, float8 = twins(bias=False)
-    x = torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)
-    _, saved = saved_in(lambda: float8(x))
-    table = "\n".join(f"{str(t.dtype)[6:]} {tuple(t.shape)} {t.nbytes} B" for t in saved)
-    assert_expected_inline(
-        table,
-        """\
-float8_e4m3fn (32, 128) 4096 B
-float32 () 4 B
-float8_e4m3fn (96, 128) 12288 B
-float32 () 4 B""",
-    )
-
-
 def test_a_gather_that_cannot_happen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_dist.warn, "_warned", set())
     model = nn.Sequential(nn.Linear(16, 16))
     convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
-    with pytest.warns(UserWarning, match="no effect") as record:
+    text = "0: enable_fsdp_float8_all_gather=True has no effect on this layer: FSDP2 does not"
+    with pytest.warns(UserWarning, match=text):
         model(torch.randn(2, 16)).sum().backward()
-    assert_expected_inline(
-        str(record[0].message),
-        """0: enable_fsdp_float8_all_gather=True has no effect on this layer: FSDP2 does not manage its weight. Call fully_shard on the model (after convert_to_float8_training), or leave the flag off""",
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.randn(2, 16))
@@ -74,16 +55,10 @@ def test_auto_says_nothing_of_a_model_without_fsdp(monkeypatch: pytest.MonkeyPat
     assert model[0].weight.grad is not None
 
 
-def test_inputs_that_are_no_floats_are_refused() -> None:
+def test_inputs_that_are_refused() -> None:
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
-    assert_expected_inline(
-        raised(TypeError, lambda: model(torch.ones(2, 16, dtype=torch.int64))),
-        """0: the input must be floating point, got torch.int64""",
-    )
-
-
-def test_inputs_of_another_width_are_refused() -> None:
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    text = raised(TypeError, lambda: model(torch.ones(2, 16, dtype=torch.int64)))
+    assert text == "0: the input must be floating point, got torch.int64"
     for shape in ((2, 15), ()):
         text = raised(ValueError, lambda shape=shape: model(torch.ones(shape)))
         assert text.startswith("0: the last dim of the input must be in_features=16, got")
@@ -98,11 +73,11 @@ def test_outputs_may_be_modified_in_place() -> None:
         assert sqnr(layer.weight.grad, float8.weight.grad) > 15
 
 
-def test_the_constructor_takes_those_of_linear() -> None:
+def test_the_constructor_takes_the_arguments_of_linear() -> None:
     config = Float8LinearConfig(round_scales_to_power_of_2=True)
     layer = Float8Linear(16, 32, False, dtype=torch.bfloat16, config=config)
     assert layer(torch.randn(2, 16, dtype=torch.bfloat16)).shape == (2, 32)
-    assert "round_scales_to_power_of_2=True" in repr(layer)
+    assert (layer.bias, layer.config) == (None, config)
 
 
 def test_scales_whose_product_exceeds_fp32() -> None:
