@@ -1,14 +1,16 @@
 """torch.compile of layers, and of whole blocks as FSDP2 users do it, without graph breaks."""
 
+from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
-from graphs import Compilations
+from graphs import Compilations, Graphs
 from nets import Distributed, Net, blocks, full
 from ranks import RankPools, device_mesh
 from reference import same_bits, same_cast, sqnr
-from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +26,7 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.debug import comm_audit
+from fp8_dist.debug.communication.table import CommTable
 from fp8_dist.kernels import block_scaled_mm, scaled_mm
 from fp8_dist.kernels.cpu.gemm import left_upcasts
 
@@ -48,86 +51,122 @@ class GemmWeights(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def compiled_steps(
-    dp: int,
-    tp: int,
-    precompute: bool,
-    backend: str,
-    recipe: str = "tensorwise",
-    sharded_first: bool = False,
-) -> tuple[list[str], float, bool]:
-    """A compiled model beside the eager model, in the third step.
+class Steps(NamedTuple):
+    """Three steps of compiled blocks beside those of eager ones.
 
-    Returns:
-        The results whose bits differ, the smallest SQNR of a result, and whether the weights that
-        the first step multiplied had the same bits.
+    Attributes:
+        differ: the results of the third step whose bits differ.
+        worst: the smallest SQNR of a result.
+        same_weights: whether the first step multiplied the same weights, bit for bit.
+        rows: what the third step communicates, by block: of eager code, of compiled code.
+        graphs: by op, what runs in the graphs of the third step (with the backend "counting").
+        graph_bytes: bytes of the collectives among that.
     """
+
+    differ: list[str]
+    worst: float
+    same_weights: bool
+    rows: list[list[tuple[object, ...]]]
+    graphs: Counter[str]
+    graph_bytes: int
+
+
+def compiled_steps(
+    dp: int, tp: int, recipe: str, precompute: bool, backend: str, sharded_first: bool = False
+) -> Steps:
     config = Float8LinearConfig.from_recipe_name(recipe)
-    torch._dynamo.reset()
-    counters.clear()
     results: list[dict[str, torch.Tensor]] = []
     weights: list[set[tuple[bytes, float]]] = []
-    whole = torch.randn(4, 8, 64)
+    rows: list[list[tuple[object, ...]]] = []
+    compilations, whole = Compilations(), torch.randn(4, 8, 64)
     for compiled in (False, True):
         world = Distributed(dp, tp, shard=False, config=config)
-        model = blocks(world)
+        graphs, model = Graphs(world.mesh), blocks(world)
         if sharded_first:
             world.fully_shard(model, model)
         if compiled:
             for block in model:
-                block.compile(backend=backend, fullgraph=True)
+                used = graphs.backend if backend == "counting" else backend
+                block.compile(backend=used, fullgraph=True)
         if not sharded_first:
             world.fully_shard(model, model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder, audit = GemmWeights(), comm_audit(world.mesh)
         for step in range(3):
             if precompute and recipe != "delayed":
                 precompute_float8_dynamic_scale(model)
             optimizer.zero_grad()
+            graphs.forget_runs()
             leaf = world.mine(whole).requires_grad_()
-            recorder = GemmWeights()
-            with nullcontext() if step else recorder:
-                output = model(leaf)
-            weights += [] if step else [recorder.found]
-            output.square().mean().backward()
+            with audit if step == 2 else nullcontext():
+                with nullcontext() if step else recorder:
+                    output = model(leaf)
+                output.square().mean().backward()
             optimizer.step()
             if recipe == "delayed":
                 sync_float8_amax_and_scale_history(model)
+        weights.append(recorder.found)
+        by_block = CommTable(
+            replace(row, module=row.module.partition(".")[0]) for row in audit.rows
+        )
+        key = ("op", "axis", "dtype", "module", "in_mixed_gather", "elements", "bytes", "count")
+        rows.append(sorted(tuple(str(getattr(row, k)) for k in key) for row in by_block.rows))
         results.append(
             {"output": output.detach(), "grad_input": leaf.grad}
             | {n: full(p.grad) for n, p in model.named_parameters()}
         )
-    assert sum(counters["graph_break"].values()) == 0
-    # One graph serves both blocks, forward and backward, in all steps.
-    assert counters["stats"]["unique_graphs"] == 1
-    expected, found = results
-    differ = [name for name in expected if not same_bits(expected[name], found[name])]
+    # One graph serves both blocks, forward and backward, in all steps, also under an audit.
+    assert (compilations.breaks, compilations.graphs) == (0, 1)
+    if backend == "counting":
+        assert graphs.made == {"forward": 1, "backward": 1}
+        assert graphs.ran == {"forward": 2, "backward": 2}
     assert len(weights[0]) == 6
-    worst = min(sqnr(expected[name], found[name]) for name in expected)
-    return differ, worst, weights[0] == weights[1]
+    expected, found = results
+    return Steps(
+        [name for name in expected if not same_bits(expected[name], found[name])],
+        min(sqnr(expected[name], found[name]) for name in expected),
+        weights[0] == weights[1],
+        rows,
+        graphs.ops["forward"] + graphs.ops["backward"],
+        graphs.bytes,
+    )
+
+
+def same_collectives(recipe: str, tp: int, steps: Steps) -> bool:
+    """Whether compiled blocks communicate as eager ones."""
+    eager, compiled = steps.rows
+    if recipe == "tensorwise" and tp > 1:
+        # Eager code reduces the amaxes of the output gradients of w1 and w3 at once: one message
+        # less for each block.
+        more = [int(a[-1]) - int(b[-1]) for a, b in zip(compiled, eager, strict=True)]
+        return [r[:-1] for r in eager] == [r[:-1] for r in compiled] and sorted(more)[-2:] == [1, 1]
+    return eager == compiled
 
 
 full_tier = pytest.mark.full
 
 
 # Every recipe on both axes: at once where a mesh gathers weights in float8, else one by one. Blocks
-# that shards cut find their exponents in the step, where nothing was precomputed.
+# that shards cut find their exponents in the step, where nothing was precomputed. Of a layer's
+# operands graphs find amaxes, and cast: inputs (w1 and w3 share one), gradients, and the weights
+# that FSDP2 does not gather in float8.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("dp", "tp", "recipe", "precompute", "backend", "sharded_first"),
+    ("dp", "tp", "recipe", "precompute", "backend", "sharded_first", "casts"),
     [
-        (2, 2, "tensorwise", True, "aot_eager", False),
-        (2, 1, "tensorwise", False, "eager", True),
-        (1, 2, "tensorwise", False, "aot_eager", False),
-        (2, 2, "rowwise_folded", True, "aot_eager", True),
-        (2, 2, "blockwise", False, "aot_eager", False),
-        (2, 2, "mxfp8", True, "aot_eager", False),
-        (2, 2, "delayed", True, "aot_eager", False),
-        (1, 2, "rowwise", True, "aot_eager", False),
-        (2, 1, "rowwise_with_gw_hp", True, "aot_eager", False),
-        pytest.param(2, 2, "blockwise", True, "aot_eager", False, marks=full_tier),
-        pytest.param(2, 2, "mxfp8", False, "aot_eager", False, marks=full_tier),
-        pytest.param(2, 1, "rowwise", True, "aot_eager", False, marks=full_tier),
-        pytest.param(1, 2, "rowwise_with_gw_hp", True, "aot_eager", False, marks=full_tier),
+        (2, 2, "tensorwise", True, "counting", False, (10, 10)),
+        (2, 1, "tensorwise", False, "eager", True, None),
+        (1, 2, "tensorwise", False, "counting", False, (10, 16)),
+        (2, 2, "rowwise_folded", True, "counting", True, (22, 22)),
+        (2, 2, "blockwise", False, "counting", False, (0, 0)),
+        (2, 2, "mxfp8", True, "counting", False, (0, 0)),
+        (2, 2, "delayed", True, "counting", False, (0, 10)),
+        (1, 2, "rowwise", True, "counting", False, (0, 0)),
+        (2, 1, "rowwise_with_gw_hp", True, "aot_eager", False, None),
+        pytest.param(2, 2, "blockwise", True, "aot_eager", False, None, marks=full_tier),
+        pytest.param(2, 2, "mxfp8", False, "aot_eager", False, None, marks=full_tier),
+        pytest.param(2, 1, "rowwise", True, "aot_eager", False, None, marks=full_tier),
+        pytest.param(1, 2, "rowwise_with_gw_hp", True, "aot_eager", False, None, marks=full_tier),
     ],
 )
 def test_blocks(
@@ -138,10 +177,18 @@ def test_blocks(
     precompute: bool,
     backend: str,
     sharded_first: bool,
+    casts: tuple[int, int] | None,
 ) -> None:
-    arguments = (dp, tp, precompute, backend, recipe, sharded_first)
-    for differ, _, same_weights in ranks(dp * tp).run(compiled_steps, *arguments, timeout=180):
-        assert (differ, same_weights) == ([], True)
+    arguments = (dp, tp, recipe, precompute, backend, sharded_first)
+    for steps in ranks(dp * tp).run(compiled_steps, *arguments, timeout=180):
+        assert (steps.differ, steps.same_weights) == ([], True)
+        assert same_collectives(recipe, tp, steps)
+        if backend == "counting":
+            assert (steps.graphs["amax"], steps.graphs["quantize"]) == casts
+            assert steps.graphs["scaled_mm"] == 18
+            # (Rows travel with their scales as one message of bytes.)
+            on_tp = sum(int(row[-2]) for row in steps.rows[0] if row[1] == "tp")
+            assert steps.graph_bytes == on_tp
 
 
 @pytest.mark.full
@@ -151,11 +198,10 @@ def test_blocks(
 )
 def test_blocks_with_inductor(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
     # Its fusions round the operands of the casts of activations otherwise; weights are as they are.
-    for _, worst, same_weights in ranks(dp * tp).run(
-        compiled_steps, dp, tp, True, "inductor", recipe, timeout=240
-    ):
-        assert same_weights
-        assert worst > 30
+    for steps in ranks(dp * tp).run(compiled_steps, dp, tp, recipe, True, "inductor", timeout=240):
+        assert steps.same_weights
+        assert steps.worst > 30
+        assert same_collectives(recipe, tp, steps)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +236,8 @@ def test_an_amax_of_fp64_is_fp32(target: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize(
     ("backend", "recipe"),
     [
-        *(("aot_eager", recipe) for recipe in RECIPES),
-        ("eager", "tensorwise"),
+        *(("counting", recipe) for recipe in RECIPES),
+        ("aot_eager", "tensorwise"),
         ("inductor", "rowwise_folded"),
         *(
             pytest.param("inductor", recipe, marks=full_tier)
@@ -201,18 +247,19 @@ def test_an_amax_of_fp64_is_fp32(target: torch.dtype, rows: int) -> None:
 )
 def test_a_layer_alone(backend: str, recipe: str) -> None:
     """Steps with precompute (or sync) between some of them: the same bits, from one graph."""
-    torch._dynamo.reset()
-    counters.clear()
+    compilations, graphs = Compilations(), Graphs()
     config = Float8LinearConfig.from_recipe_name(recipe)
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
         layer = Float8Linear(64, 48, dtype=torch.bfloat16, config=config)
         if compiled:
-            layer.compile(backend=backend, fullgraph=True)
+            used = graphs.backend if backend == "counting" else backend
+            layer.compile(backend=used, fullgraph=True)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         found = []
         for step in range(4):
+            graphs.forget_runs()
             x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
             output = layer(x)
             output.float().square().mean().backward()
@@ -226,8 +273,12 @@ def test_a_layer_alone(backend: str, recipe: str) -> None:
                 precompute_float8_dynamic_scale(layer)
         results.append(found)
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
-    assert sum(counters["graph_break"].values()) == 0
-    assert counters["stats"]["unique_graphs"] == 1
+    assert (compilations.breaks, compilations.graphs) == (0, 1)
+    if backend == "counting":
+        forward, backward = graphs.ops["forward"], graphs.ops["backward"]
+        # The backward casts the output gradient alone.
+        assert (forward["quantize"], backward["quantize"]) == (2, int(recipe != "rowwise_folded"))
+        assert forward["scaled_mm"] + backward["scaled_mm"] + backward["mm"] == 3
 
 
 def test_a_graph_keeps_no_upcast_copy_of_an_operand() -> None:
@@ -251,8 +302,7 @@ def test_a_graph_keeps_no_upcast_copy_of_an_operand() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_whose_batches_differ(recipe: str) -> None:
     """One graph for all numbers of rows, once that is marked as dynamic."""
-    torch._dynamo.reset()
-    counters.clear()
+    compilations = Compilations()
     layer = Float8Linear(64, 48, config=Float8LinearConfig.from_recipe_name(recipe))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for rows in (16, 24, 7):
@@ -265,7 +315,7 @@ def test_a_layer_whose_batches_differ(recipe: str) -> None:
             results.append([output.detach(), leaf.grad, *(p.grad for p in layer.parameters())])
             layer.zero_grad()
         assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
-    assert counters["stats"]["unique_graphs"] == 1
+    assert compilations.graphs == 1
 
 
 def precomputed_in_graphs(recipe: str) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-from fp8_dist.debug import comm_audit
+from fp8_dist.debug import CommRow, comm_audit
 
 full_tier = pytest.mark.full
 
@@ -46,7 +46,7 @@ def test_compiled(recipe: str, mode: str) -> None:
     assert (compilations.breaks, compilations.graphs) == (0, 1)
 
 
-def compiled_counts(recipe: str, mode: str) -> tuple[Counter[str], str]:
+def compiled_counts(recipe: str, mode: str) -> tuple[Counter[str], list[CommRow]]:
     """Ops and collectives in the graphs of a compiled step, which has the bits of an eager one."""
     compilations = Compilations()
     results: list[list[torch.Tensor]] = []
@@ -65,7 +65,7 @@ def compiled_counts(recipe: str, mode: str) -> tuple[Counter[str], str]:
         results.append([output.detach(), x.grad, *gradients])
     assert (compilations.breaks, compilations.graphs) == (0, 1)
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
-    return graphs.ops["forward"] + graphs.ops["backward"], graphs.collectives_shown()
+    return graphs.ops["forward"] + graphs.ops["backward"], graphs.collectives.rows
 
 
 @pytest.mark.filterwarnings("ignore")

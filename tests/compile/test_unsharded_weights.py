@@ -69,8 +69,7 @@ def resident_in_graphs(backend: str, recipe: str) -> int:
 @pytest.mark.filterwarnings("ignore")
 # (What FSDP2 gathers in high precision is cast again in backward, not kept in float8.)
 @pytest.mark.parametrize(
-    ("recipe", "gather"),
-    [("rowwise_folded", True), ("tensorwise", False), ("rowwise", False)],
+    ("recipe", "gather"), [("rowwise_folded", True), ("tensorwise", False), ("rowwise", False)]
 )
 def test_no_unsharded_weight_outlives_its_layer(
     ranks: RankPools, recipe: str, gather: bool

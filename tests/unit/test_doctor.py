@@ -21,21 +21,19 @@ ROOT = Path(__file__).parents[2]
 SIZES = (16, 24, 31, 48, 50, 64, 100)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4096, 8192)
-        self.down = nn.Linear(8192, 4096)
-        self.small = nn.Linear(4096, 64)
-        self.odd = nn.Linear(48, 4100)
+def of_shapes(*shapes: tuple[int, int]) -> nn.Module:
+    return nn.ModuleDict({f"{out}x{in_}": nn.Linear(in_, out) for out, in_ in shapes})
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(1000, 4096)
-        self.layers = nn.ModuleList([Block(), Block()])
-        self.lm_head = nn.Linear(4096, 1000, bias=False)
+def model() -> nn.Module:
+    block = {"up": (4096, 8192), "down": (8192, 4096), "small": (4096, 64), "odd": (48, 4100)}
+    blocks = [
+        nn.ModuleDict({name: nn.Linear(*shape) for name, shape in block.items()}) for _ in range(2)
+    ]
+    head = nn.Linear(4096, 1000, bias=False)
+    return nn.ModuleDict(
+        {"embedding": nn.Embedding(1000, 4096), "layers": nn.ModuleList(blocks), "lm_head": head}
+    )
 
 
 def reads_values() -> nn.Module:
@@ -49,7 +47,11 @@ def tied() -> nn.Module:
 
 
 def of_all_sizes() -> nn.Module:
-    return nn.ModuleDict({f"{o}x{i}": nn.Linear(i, o) for o, i in product(SIZES, SIZES)})
+    return of_shapes(*product(SIZES, SIZES))
+
+
+def without_features() -> nn.Module:
+    return of_shapes((16, 0), (24, 16))
 
 
 def needs_an_argument(size: int) -> nn.Module:
@@ -57,10 +59,6 @@ def needs_an_argument(size: int) -> nn.Module:
 
 
 A_MODEL = nn.Linear(16, 16)
-
-
-def without_features() -> nn.Module:
-    return nn.Sequential(nn.Linear(0, 16), nn.Linear(16, 24))
 
 
 def no_model() -> int:
@@ -81,18 +79,15 @@ def report_of(capsys: pytest.CaptureFixture[str], function: str, *arguments: str
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stands for a machine with an A100 and an H100, and torch's build for CUDA."""
-    names = ["A100", "H100"]
-    capabilities = [(8, 0), (9, 0)]
-
-    def properties(index: int) -> SimpleNamespace:
-        major, minor = capabilities[index]
-        return SimpleNamespace(name=names[index], major=major, minor=minor)
-
+    devices = [
+        SimpleNamespace(name="A100", major=8, minor=0),
+        SimpleNamespace(name="H100", major=9, minor=0),
+    ]
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (devices[d.index].major, 0))
     device_has_float8_gemm.cache_clear()
     yield
     device_has_float8_gemm.cache_clear()
@@ -109,10 +104,7 @@ def test_gpus_multiply_natively_or_not(capsys: pytest.CaptureFixture[str]) -> No
 def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
-    for cuda, told in (
-        (None, "CPUs\n"),
-        ("13.0", "CUDA 13.0, but finds no device\n"),
-    ):
+    for cuda, told in ((None, "CPUs\n"), ("13.0", "CUDA 13.0, but finds no device\n")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         assert f"  no GPU: torch is built for {told}" in report(capsys)
 
@@ -151,10 +143,10 @@ def test_every_documented_switch_is_known() -> None:
 
 
 def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    text = report_of(capsys, "Model", "--dp", "4", "--tp", "2")
+    text = report_of(capsys, "model", "--dp", "4", "--tp", "2")
     head, _, rest = text.partition("\ngathers\n")
     assert head.splitlines()[:3] == [
-        "model test_doctor:Model, built on the meta device",
+        "model test_doctor:model, built on the meta device",
         'recipe tensorwise, enable_fsdp_float8_all_gather="auto"',
         "module_filter_fn=skip_head(model)",
     ]
@@ -176,7 +168,7 @@ float8 layers that auto_filter("tensorwise", tp_size=2) would leave out as too s
 
 
 def test_other_recipes(capsys: pytest.CaptureFixture[str]) -> None:
-    text = report_of(capsys, "Model", "--recipe", "rowwise")
+    text = report_of(capsys, "model", "--recipe", "rowwise")
     for told in (
         "gathers\n  none on one rank; --dp N and --tp N say how many there are\n",
         "  layers.*.odd (2), 4100 x 48: out_features 4100\n",
@@ -187,7 +179,7 @@ def test_other_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     two = "in high precision (the two GEMMs take different casts)"
     mixed = "in high precision (a GEMM takes high precision)"
     for recipe, activations in (("rowwise", two), ("rowwise_with_gw_hp", mixed)):
-        text = report_of(capsys, "Model", "--recipe", recipe, "--dp", "2", "--tp", "2")
+        text = report_of(capsys, "model", "--recipe", recipe, "--dp", "2", "--tp", "2")
         assert f"elements, {two}" in text
         assert f"inputs of converted layers {activations}" in text
         assert f"their output gradients {activations}" in text
@@ -203,7 +195,7 @@ def test_a_model_that_cannot_be_on_the_meta_device(capsys: pytest.CaptureFixture
 def test_a_layer_without_features(capsys: pytest.CaptureFixture[str]) -> None:
     text = report_of(capsys, "without_features")
     assert "16 x 0" in text
-    assert "1, 24 x 16: out_features 24" in text
+    assert "24x16, 24 x 16: out_features 24" in text
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
@@ -220,11 +212,11 @@ def test_alignment_is_that_of_the_layers(
             return True
         return False
 
-    weights = {f"{o}x{i}": torch.empty(o, i, device="meta") for o, i in product(SIZES, SIZES)}
     expected = {
-        name
-        for name, weight in weights.items()
-        if any(refused(part) for dim in (0, 1) for part in weight.chunk(tp, dim))
+        f"{out}x{in_}"
+        for out, in_ in product(SIZES, SIZES)
+        for dim in (0, 1)
+        if any(map(refused, torch.empty(out, in_, device="meta").chunk(tp, dim)))
     }
     text = report_of(capsys, "of_all_sizes", "--tp", str(tp))
     section = text[text.index("not multiples of 16") : text.index("auto_filter")]
@@ -247,8 +239,8 @@ WRONG = {
     "--model test_doctor:no_model": "it returned a int, not an nn.Module",
     "--model test_doctor:needs_an_argument": "the function raised TypeError: needs_an_argument() mi",
     "--tp 2": "--recipe, --dp and --tp describe the use of a model: give --model",
-    "--model test_doctor:Model --dp 0": "'0' is not a number of ranks",
-    "--model test_doctor:Model --recipe int4": "invalid choice: 'int4'",
+    "--model test_doctor:model --dp 0": "'0' is not a number of ranks",
+    "--model test_doctor:model --recipe int4": "invalid choice: 'int4'",
     "--verbose": "unrecognized arguments: --verbose",
 }
 

@@ -104,11 +104,6 @@ def test_sub_packages_are_attributes_that_are_imported_when_used() -> None:
     assert done.stdout.splitlines() == expected, done.stderr
 
 
-def test_type_checkers_see_the_annotations() -> None:
-    assert (ROOT / "fp8_dist" / "py.typed").is_file()
-    assert PROJECT["tool"]["setuptools"]["package-data"] == {"fp8_dist": ["py.typed"]}
-
-
 # Modules that nothing else in the library imports without asking, and what they need besides torch.
 OPTIONAL = {
     "fp8_dist.debug.captures.plot": {"matplotlib"},
@@ -150,46 +145,35 @@ def test_private_names_of_torch_are_in_one_file() -> None:
     }
 
 
-# Requirements of torch's GPU wheels: exact in its own metadata, and absent from the CPU's.
+# Of torch's GPU wheels: exact in its own metadata, and absent from the CPU's.
 GPU_WHEELS = ("cuda-", "nvidia-", "triton")
 
 
-def required(distribution: str, extra: str) -> Iterator[Requirement]:
-    """What an installed distribution requires on this machine, for one of its extras ("": none)."""
-    for text in importlib.metadata.requires(distribution) or ():
-        requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-            yield requirement
-
-
 def transitive(requirements: Iterable[Requirement]) -> set[str]:
-    """Canonical names of the requirements and of everything that they require in turn."""
-    waiting, seen = list(requirements), set()
-    names = set()
+    """Canonical names of the requirements, and of what they require on this machine in turn."""
+    waiting, seen = list(requirements), set[tuple[str, str]]()
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
-        names.add(name)
-        for extra in ("", *requirement.extras):
+        for extra in {"", *requirement.extras}:
             if (name, extra) not in seen and not name.startswith(GPU_WHEELS):
                 seen.add((name, extra))
-                waiting += required(name, extra)
-    return names
+                for text in importlib.metadata.requires(name) or ():
+                    inner = Requirement(text)
+                    if inner.marker is None or inner.marker.evaluate({"extra": extra}):
+                        waiting.append(inner)
+    return {name for name, _ in seen}
 
 
-def test_everything_that_an_extra_installs_is_pinned() -> None:
+def test_everything_that_is_installed_is_pinned() -> None:
+    own = PROJECT["project"]["name"]
     extras: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
-    waiting, wanted = ["train", "test", "bench", "dev"], []
-    while waiting:
-        for requirement in map(Requirement, extras[waiting.pop()]):
-            own = requirement.name == PROJECT["project"]["name"]
-            (waiting if own else wanted).extend(requirement.extras if own else [requirement])
-    wanted += map(Requirement, PROJECT["project"]["dependencies"])
-    wanted += map(Requirement, PROJECT["build-system"]["requires"])
-    names = {name for name in transitive(wanted) if not name.startswith(GPU_WHEELS)}
+    texts = [text for extra in ("train", "test", "bench", "dev") for text in extras[extra]]
+    texts += PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]
+    wanted = (each for each in map(Requirement, texts) if each.name != own)
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
-    assert names - pinned == set()
+    assert transitive(wanted) - pinned == set()
 
 
 def test_constraints_are_exact_and_on_the_page_of_torchtitan() -> None:

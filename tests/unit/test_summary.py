@@ -9,12 +9,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from fp8_dist import (
-    auto_filter,
-    conversion_summary,
-    convert_to_float8_training,
-    skip_head,
-)
+from fp8_dist import auto_filter, conversion_summary, convert_to_float8_training, skip_head
 
 
 class Experts(nn.Module):
