@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from graphs import Compilations, Graphs
+from local_nets import local_net
 from nets import Distributed, Net, blocks, full
 from ranks import RankPools, device_mesh
 from reference import same_bits, same_cast, sqnr
@@ -31,6 +32,8 @@ from fp8_dist.kernels import block_scaled_mm, scaled_mm
 from fp8_dist.kernels.cpu.gemm import left_upcasts
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+DTENSORS, SHARDED, LOCAL = "of DTensors", "sharded first", "of local tensors"
+full_tier = pytest.mark.full
 
 
 class GemmWeights(TorchDispatchMode):
@@ -72,15 +75,18 @@ class Steps(NamedTuple):
 
 
 def compiled_steps(
-    dp: int, tp: int, recipe: str, precompute: bool, backend: str, sharded_first: bool = False
+    dp: int, tp: int, recipe: str, precompute: bool, backend: str, model_is: str = DTENSORS
 ) -> Steps:
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config, sharded_first = Float8LinearConfig.from_recipe_name(recipe), model_is == SHARDED
     results: list[dict[str, torch.Tensor]] = []
     weights: list[set[tuple[bytes, float]]] = []
     rows: list[list[tuple[object, ...]]] = []
     compilations, whole = Compilations(), torch.randn(4, 8, 64)
     for compiled in (False, True):
         world = Distributed(dp, tp, shard=False, config=config)
+        if model_is == LOCAL:
+            of_gathers = world.net.layers[0].w1.config  # with float8 gathers, where FSDP2 shards
+            world.net = local_net(world.mesh["tp"], of_gathers, True)
         graphs, model = Graphs(world.mesh), blocks(world)
         if sharded_first:
             world.fully_shard(model, model)
@@ -143,30 +149,32 @@ def same_collectives(recipe: str, tp: int, steps: Steps) -> bool:
     return eager == compiled
 
 
-full_tier = pytest.mark.full
-
-
 # Every recipe on both axes: at once where a mesh gathers weights in float8, else one by one. Blocks
 # that shards cut find their exponents in the step, where nothing was precomputed. Of a layer's
 # operands graphs find amaxes, and cast: inputs (w1 and w3 share one), gradients, and the weights
 # that FSDP2 does not gather in float8.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("dp", "tp", "recipe", "precompute", "backend", "sharded_first", "casts"),
+    ("dp", "tp", "recipe", "precompute", "backend", "model_is", "casts"),
     [
-        (2, 2, "tensorwise", True, "counting", False, (10, 10)),
-        (2, 1, "tensorwise", False, "eager", True, None),
-        (1, 2, "tensorwise", False, "counting", False, (10, 16)),
-        (2, 2, "rowwise_folded", True, "counting", True, (22, 22)),
-        (2, 2, "blockwise", False, "counting", False, (0, 0)),
-        (2, 2, "mxfp8", True, "counting", False, (0, 0)),
-        (2, 2, "delayed", True, "counting", False, (0, 10)),
-        (1, 2, "rowwise", True, "counting", False, (0, 0)),
-        (2, 1, "rowwise_with_gw_hp", True, "aot_eager", False, None),
-        pytest.param(2, 2, "blockwise", True, "aot_eager", False, None, marks=full_tier),
-        pytest.param(2, 2, "mxfp8", False, "aot_eager", False, None, marks=full_tier),
-        pytest.param(2, 1, "rowwise", True, "aot_eager", False, None, marks=full_tier),
-        pytest.param(1, 2, "rowwise_with_gw_hp", True, "aot_eager", False, None, marks=full_tier),
+        (2, 2, "tensorwise", True, "counting", DTENSORS, (10, 10)),
+        (2, 1, "tensorwise", False, "eager", SHARDED, None),
+        (1, 2, "tensorwise", False, "counting", DTENSORS, (10, 16)),
+        (2, 2, "rowwise_folded", True, "counting", SHARDED, (22, 22)),
+        (2, 2, "blockwise", False, "counting", DTENSORS, (0, 0)),
+        (2, 2, "mxfp8", True, "counting", DTENSORS, (0, 0)),
+        (2, 2, "delayed", True, "counting", DTENSORS, (0, 10)),
+        (1, 2, "rowwise_folded", False, "aot_eager", LOCAL, None),
+        pytest.param(2, 2, "tensorwise", True, "aot_eager", LOCAL, None, marks=full_tier),
+        pytest.param(1, 2, "delayed", True, "aot_eager", LOCAL, None, marks=full_tier),
+        (1, 2, "rowwise", True, "counting", DTENSORS, (0, 0)),
+        (2, 1, "rowwise_with_gw_hp", True, "aot_eager", DTENSORS, None),
+        pytest.param(2, 2, "blockwise", True, "aot_eager", DTENSORS, None, marks=full_tier),
+        pytest.param(2, 2, "mxfp8", False, "aot_eager", DTENSORS, None, marks=full_tier),
+        pytest.param(2, 1, "rowwise", True, "aot_eager", DTENSORS, None, marks=full_tier),
+        pytest.param(
+            1, 2, "rowwise_with_gw_hp", True, "aot_eager", DTENSORS, None, marks=full_tier
+        ),
     ],
 )
 def test_blocks(
@@ -176,10 +184,10 @@ def test_blocks(
     recipe: str,
     precompute: bool,
     backend: str,
-    sharded_first: bool,
+    model_is: str,
     casts: tuple[int, int] | None,
 ) -> None:
-    arguments = (dp, tp, recipe, precompute, backend, sharded_first)
+    arguments = (dp, tp, recipe, precompute, backend, model_is)
     for steps in ranks(dp * tp).run(compiled_steps, *arguments, timeout=180):
         assert (steps.differ, steps.same_weights) == ([], True)
         assert same_collectives(recipe, tp, steps)
