@@ -54,20 +54,12 @@ def admits(out: int, in_: int, recipe: str = "tensorwise", **arguments: Any) -> 
     return auto_filter(recipe, **arguments)(layer(out, in_), "layer")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4096, device="meta")
-        self.up = layer(8192, 4096)
-        self.down = layer(4096, 8192)
-        self.gate = layer(8, 4096)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.head = layer(32000, 4096)
+def model() -> nn.Module:
+    blocks = nn.ModuleList()
+    for _ in range(2):
+        layers = {"up": layer(8192, 4096), "down": layer(4096, 8192), "gate": layer(8, 4096)}
+        blocks.append(nn.ModuleDict({"norm": nn.LayerNorm(4096, device="meta"), **layers}))
+    return nn.ModuleDict({"layers": blocks, "head": layer(32000, 4096)})
 
 
 def decisions(filter_fn: AutoFilter) -> list[tuple[tuple[int, int], str]]:
@@ -156,7 +148,7 @@ def test_a_plan_divides_what_its_styles_say() -> None:
         "head.*": ColwiseParallel(),
     }
     filter_fn = auto_filter("tensorwise", tp_size=4, plan=plan)
-    asked(Model(), filter_fn)
+    asked(model(), filter_fn)
     up, down = ((2048, 4096), ""), ((4096, 2048), "")
     assert decisions(filter_fn) == [
         *(up, down, ((8, 4096), "out = 8 is not a multiple of 16")),
@@ -171,13 +163,13 @@ def test_patterns_match_as_in_parallelize_module() -> None:
             reached.append(module)
             return module
 
-    model = Model()
-    names = {module: fqn for fqn, module in model.named_modules()}
+    root = model()
+    names = {module: fqn for fqn, module in root.named_modules()}
     for pattern in ("head", "*", "layers", "layers.*", "layers.0.*", "*.*.u*", "*.up", "", "x.*"):
         reached: list[nn.Module] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of what a pattern misses on its way
-            parallelize_module(model, object(), {pattern: Recorded()})  # type: ignore[arg-type]
+            parallelize_module(root, object(), {pattern: Recorded()})  # type: ignore[arg-type]
         ours = {fqn for fqn in names.values() if _matches(pattern, fqn)}
         assert ours == {names[module] for module in reached}, pattern
 
@@ -204,12 +196,12 @@ def test_a_plan_that_divides_a_layer_both_ways() -> None:
 
 
 def test_conversion_and_report() -> None:
-    model = Model()
+    net = model()
     filter_fn = auto_filter("tensorwise", ["head", "lm_head", "1.up"], 4)
     assert filter_fn.report.unmatched_fqns == ("head", "lm_head", "1.up")
     for _ in range(2):  # the second time it keeps one row for each layer
-        convert_to_float8_training(model, module_filter_fn=filter_fn)
-    converted = [fqn for fqn, m in model.named_modules() if isinstance(m, Float8Linear)]
+        convert_to_float8_training(net, module_filter_fn=filter_fn)
+    converted = [fqn for fqn, m in net.named_modules() if isinstance(m, Float8Linear)]
     assert converted == [row.fqn for row in filter_fn.report.rows if row.convert]
     assert filter_fn.report.unmatched_fqns == ("lm_head",)
     assert_expected_inline(

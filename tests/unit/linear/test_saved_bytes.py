@@ -19,10 +19,7 @@ LIMIT = 0.52  # of the bf16 input: half of it, and room for scales
 class Saved(NamedTuple):
     """Bytes of the storages that a forward keeps for its backward, each counted once.
 
-    What belongs to the weight is there whether the layer runs or not, once for a whole step: its
-    parameter, and the float8 copies that the layer keeps of it. All else is kept for each forward,
-    and is counted as activations: the input in float8, its scales, and what a view would hold on
-    to beyond its own size.
+    Of the weight: its parameter, and the float8 copies that the layer keeps for a whole step.
     """
 
     activations: int
