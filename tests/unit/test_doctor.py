@@ -233,7 +233,7 @@ def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
 WRONG = {
     "--model test_doctor:nothing": "it can't be imported: AttributeError: module 'test_doctor'",
     "--model no_such_module:f": "ModuleNotFoundError: No module named 'no_such_module'",
-    "--model name": "ValueError: invalid format: 'name'",
+    "--model a-name": "ValueError: invalid format: 'a-name'",
     "--model test_doctor:SIZES": "--model test_doctor:SIZES: it is a tuple, not a function",
     "--model test_doctor:A_MODEL": "it is a Linear, not a function",
     "--model test_doctor:no_model": "it returned a int, not an nn.Module",

@@ -26,10 +26,10 @@ def test_the_input_alone_is_cast(recipe: str, dtype: torch.dtype) -> None:
     # (torch casts the gradient back to the dtype of the input.)
     expected[1] = expected[1].float()
     assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
-    with torch.no_grad():
-        layer.weight.copy_(layer.weight.to(dtype))
-    rounded = forward_and_backward(layer, x, grad, dtype)
-    assert not same_bits(rounded[0], found[0])  # it could be told
+    if dtype is torch.bfloat16:  # it could be told
+        with torch.no_grad():
+            layer.weight.copy_(layer.weight.to(dtype))
+        assert not same_bits(forward_and_backward(layer, x, grad, dtype)[0], found[0])
 
 
 @contextmanager
