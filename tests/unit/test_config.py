@@ -1,6 +1,5 @@
 """Configs: what None means, what is refused."""
 
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from typing import Any
@@ -99,8 +98,8 @@ def recipe(name: str, **changes: Any) -> Float8LinearConfig:
     return replace(Float8LinearConfig.from_recipe_name(name), **changes)
 
 
-def blocks(rows: int, columns: Any, **fields: Any) -> CastConfig:
-    return CastConfig(scaling_granularity=BLOCKWISE, block_size=(rows, columns), **fields)
+def blocks(rows: int, columns: int) -> CastConfig:
+    return CastConfig(scaling_granularity=BLOCKWISE, block_size=(rows, columns))
 
 
 WITHOUT_GRAD_INPUT = {
@@ -108,98 +107,70 @@ WITHOUT_GRAD_INPUT = {
     "cast_config_grad_output": OFF,
     "cast_config_grad_output_for_grad_weight": CastConfig(),
 }
+GATHER = {"enable_fsdp_float8_all_gather": True}
 HISTORY = "keeps the history of one amax per tensor"
 SIZE = "BLOCKWISE needs (rows, columns) of a block, two positive integers"
 DROP = "are for ScalingGranularity.BLOCKWISE; drop them"
 SERVE = "but one copy must serve both of its GEMMs; its block_size must be"
 TWICE = "one copy with scales of blocks must serve both"
 ROWS = "fold_row_scales=True needs one scale per row, and"
-REFUSED: list[tuple[Callable[..., object], dict[str, Any], str]] = [
-    (CastConfig, {"target_dtype": torch.bfloat16}, "torch.bfloat16 is not a float8 dtype; use one"),
-    (CastConfig, {"scaling_type": ScalingType.DELAYED, "scaling_granularity": AXISWISE}, HISTORY),
-    (partial(blocks, 1, 128), {"scaling_type": ScalingType.DELAYED}, HISTORY),
-    (CastConfig, {"scaling_granularity": BLOCKWISE}, f"CastConfig.block_size=None: {SIZE}"),
-    (partial(blocks, 0, 128), {}, SIZE),
-    (partial(blocks, 1, 0.5), {}, SIZE),
-    (CastConfig, {"scaling_granularity": BLOCKWISE, "block_size": (1, 1, 128)}, SIZE),
-    (CastConfig, {"block_size": (1, 128)}, DROP),
-    (CastConfig, {"scale_rule": "ceil"}, DROP),
-    (partial(blocks, 1, 128), {"scale_rule": "even"}, "scale_rule='even': use 'ceil', 'floor'"),
-    (Float8LinearConfig, {"cast_config_weight": OFF}, "weight is DISABLED while input is not"),
+TWO = "but its GEMMs take two, with one scale per row and one per"
+OF_BLOCKS = {"scaling_granularity": BLOCKWISE, "block_size": (1, 128)}
+# Fields of a cast; a recipe and fields of its config.
+CASTS: list[tuple[dict[str, Any], str]] = [
+    ({"target_dtype": torch.bfloat16}, "torch.bfloat16 is not a float8 dtype; use one"),
+    ({"scaling_type": ScalingType.DELAYED, "scaling_granularity": AXISWISE}, HISTORY),
+    (OF_BLOCKS | {"scaling_type": ScalingType.DELAYED}, HISTORY),
+    (OF_BLOCKS | {"block_size": None}, f"CastConfig.block_size=None: {SIZE}"),
+    (OF_BLOCKS | {"block_size": (0, 128)}, SIZE),
+    (OF_BLOCKS | {"block_size": (1, 0.5)}, SIZE),
+    (OF_BLOCKS | {"block_size": (1, 1, 128)}, SIZE),
+    ({"block_size": (1, 128)}, DROP),
+    ({"scale_rule": "ceil"}, DROP),
+    (OF_BLOCKS | {"scale_rule": "even"}, "scale_rule='even': use 'ceil', 'floor'"),
+]
+CONFIGS: list[tuple[str, dict[str, Any], str]] = [
+    ("tensorwise", {"cast_config_weight": OFF}, "weight is DISABLED while input is not"),
     (
-        Float8LinearConfig,
+        "tensorwise",
         {"cast_config_input_for_grad_weight": CastConfig(target_dtype=E5M2)},
         "in its two GEMMs; both casts need the same target_dtype",
     ),
+    ("tensorwise", GATHER | WITHOUT_GRAD_INPUT, "GEMM of grad_input has its weight cast DISABLED"),
+    ("tensorwise", {"amax_scope": "node"}, "amax_scope='node': use 'global' or 'rank'"),
+    ("tensorwise", {"amax_history_len": 4}, "amax_history_len=4 has no effect: it belongs"),
+    ("delayed", {"amax_history_len": 0}, "=0: use an integer of at least 1"),
     (
-        Float8LinearConfig,
-        {"enable_fsdp_float8_all_gather": True} | WITHOUT_GRAD_INPUT,
-        "but the GEMM of grad_input has its weight cast DISABLED",
-    ),
-    (Float8LinearConfig, {"amax_scope": "node"}, "amax_scope='node': use 'global' or 'rank'"),
-    (Float8LinearConfig, {"amax_history_len": 4}, "amax_history_len=4 has no effect: it belongs"),
-    (partial(recipe, "delayed"), {"amax_history_len": 0}, "=0: use an integer of at least 1"),
-    (
-        partial(recipe, "delayed"),
+        "delayed",
         {"cast_config_input_for_grad_weight": CastConfig()},
         "input has a DELAYED scale in one GEMM and a DYNAMIC one in the other",
     ),
-    (partial(recipe, "delayed"), {"amax_scope": "rank"}, "it costs no all-reduce in the step and"),
-    (Float8LinearConfig, {"enable_fsdp_float8_all_gather": "on"}, "use True, False or 'auto'"),
-    (
-        partial(recipe, "rowwise"),
-        {"enable_fsdp_float8_all_gather": True},
-        "but its GEMMs take two, with one scale per row and one per column; leave it off",
-    ),
-    (
-        partial(recipe, "rowwise_with_gw_hp"),
-        {"enable_fsdp_float8_all_gather": True},
-        "but its GEMMs take two, with one scale per row and one per tensor; leave it off",
-    ),
-    (Float8LinearConfig, {"fold_row_scales": True}, f"{ROWS} input has another cast"),
-    (
-        partial(recipe, "rowwise_folded"),
-        {"cast_config_grad_output": CastConfig()},
-        f"{ROWS} grad_output has another cast",
-    ),
-    (
-        partial(recipe, "rowwise_with_gw_hp"),
-        {"fold_row_scales": True},
-        f"{ROWS} weight has another cast",
-    ),
-    (partial(recipe, "blockwise"), {"fold_row_scales": True}, f"{ROWS} input has another cast"),
-    (
-        partial(recipe, "rowwise_folded"),
-        {"round_scales_to_power_of_2": False},
-        "which is exact for powers of two only; set round_scales_to_power_of_2=True",
-    ),
-    (
-        partial(recipe, "blockwise"),
-        {"round_scales_to_power_of_2": False},
-        "the scales of BLOCKWISE casts are powers of two; set",
-    ),
-    (partial(recipe, "blockwise"), {"cast_config_weight": blocks(1, 128)}, f"{SERVE} a square"),
-    (partial(recipe, "blockwise"), {"cast_config_weight": blocks(128, 64)}, f"{SERVE} a square"),
-    (partial(recipe, "blockwise"), {"cast_config_input": blocks(128, 128)}, f"{SERVE} one row"),
-    (partial(recipe, "blockwise"), {"cast_config_grad_output": blocks(128, 1)}, f"{SERVE} one row"),
-    (
-        partial(recipe, "blockwise"),
-        {"cast_config_weight": CastConfig()},
-        "and only one of them has scales of blocks; set",
-    ),
-    (partial(recipe, "rowwise"), {"cast_config_input_for_grad_weight": blocks(1, 32)}, TWICE),
-    (partial(recipe, "blockwise"), {"cast_config_weight_for_grad_input": blocks(32, 32)}, TWICE),
-    (
-        Float8LinearConfig,
-        {"force_recompute_fp8_weight_in_bwd": True},
-        "the weight is kept as float8 and FSDP2 gathers it again by itself; drop the flag",
-    ),
+    ("delayed", {"amax_scope": "rank"}, "it costs no all-reduce in the step and"),
+    ("tensorwise", {"enable_fsdp_float8_all_gather": "on"}, "use True, False or 'auto'"),
+    ("rowwise", GATHER, f"{TWO} column; leave it off"),
+    ("rowwise_with_gw_hp", GATHER, f"{TWO} tensor; leave it off"),
+    ("tensorwise", {"fold_row_scales": True}, f"{ROWS} input has another cast"),
+    ("rowwise_folded", {"cast_config_grad_output": CastConfig()}, f"{ROWS} grad_output has"),
+    ("rowwise_with_gw_hp", {"fold_row_scales": True}, f"{ROWS} weight has another cast"),
+    ("blockwise", {"fold_row_scales": True}, f"{ROWS} input has another cast"),
+    ("rowwise_folded", {"round_scales_to_power_of_2": False}, "exact for powers of two only; set"),
+    ("blockwise", {"round_scales_to_power_of_2": False}, "scales of BLOCKWISE casts are powers of"),
+    ("blockwise", {"cast_config_weight": blocks(1, 128)}, f"{SERVE} a square"),
+    ("blockwise", {"cast_config_weight": blocks(128, 64)}, f"{SERVE} a square"),
+    ("blockwise", {"cast_config_input": blocks(128, 128)}, f"{SERVE} one row"),
+    ("blockwise", {"cast_config_grad_output": blocks(128, 1)}, f"{SERVE} one row"),
+    ("blockwise", {"cast_config_weight": CastConfig()}, "only one of them has scales of blocks"),
+    ("rowwise", {"cast_config_input_for_grad_weight": blocks(1, 32)}, TWICE),
+    ("blockwise", {"cast_config_weight_for_grad_input": blocks(32, 32)}, TWICE),
+    ("tensorwise", {"force_recompute_fp8_weight_in_bwd": True}, "and FSDP2 gathers it again by it"),
 ]
 
 
 def test_refusals() -> None:
-    for call, arguments, text in REFUSED:
-        assert text in raised(ValueError, partial(call, **arguments)), arguments
+    for arguments, text in CASTS:
+        assert text in raised(ValueError, partial(CastConfig, **arguments)), arguments
+    for name, changes, text in CONFIGS:
+        assert text in raised(ValueError, partial(recipe, name, **changes)), (name, changes)
     unknown = raised(ValueError, lambda: Float8LinearConfig.from_recipe_name("fast"))
     assert unknown.startswith("recipe_name='fast' is not one of ['tensorwise', 'rowwise',")
     wrong_types: list[tuple[Any, str, Any, str]] = [
