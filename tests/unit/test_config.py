@@ -112,6 +112,7 @@ HISTORY = "keeps the history of one amax per tensor"
 SIZE = "BLOCKWISE needs (rows, columns) of a block, two positive integers"
 DROP = "are for ScalingGranularity.BLOCKWISE; drop them"
 SERVE = "but one copy must serve both of its GEMMs; its block_size must be"
+ONE = "and only one of them has scales of blocks; set"
 TWICE = "one copy with scales of blocks must serve both"
 ROWS = "fold_row_scales=True needs one scale per row, and"
 TWO = "but its GEMMs take two, with one scale per row and one per"
@@ -159,7 +160,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("blockwise", {"cast_config_weight": blocks(128, 64)}, f"{SERVE} a square"),
     ("blockwise", {"cast_config_input": blocks(128, 128)}, f"{SERVE} one row"),
     ("blockwise", {"cast_config_grad_output": blocks(128, 1)}, f"{SERVE} one row"),
-    ("blockwise", {"cast_config_weight": CastConfig()}, "only one of them has scales of blocks"),
+    ("blockwise", {"cast_config_weight": CastConfig()}, ONE),
     ("rowwise", {"cast_config_input_for_grad_weight": blocks(1, 32)}, TWICE),
     ("blockwise", {"cast_config_weight_for_grad_input": blocks(32, 32)}, TWICE),
     ("tensorwise", {"force_recompute_fp8_weight_in_bwd": True}, "and FSDP2 gathers it again by it"),
