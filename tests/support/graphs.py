@@ -132,8 +132,8 @@ class Graphs:
         made: how many "forward" and "backward" graphs were made.
         ran: how many of them ran.
         ops: what ran in them: by direction, and op of ``OPS``.
-        collectives: by direction, the collectives that ran in them. Sizes and dtypes are those of
-            the buffers in the graph, where float8 travels as uint8.
+        collectives: those that ran in them. Sizes and dtypes are of the buffers in the graph, where
+            float8 travels as uint8.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -150,24 +150,12 @@ class Graphs:
         """Count anew what runs."""
         self.ran: Counter[str] = Counter()
         self.ops: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
-        self.collectives = {"forward": CommTable(), "backward": CommTable()}
+        self.collectives = CommTable()
 
     @property
     def bytes(self) -> int:
         """The bytes of all collectives that ran."""
-        return sum(table.bytes for table in self.collectives.values())
-
-    def collectives_shown(self) -> str:
-        """The collectives, a line for each kind."""
-        lines = []
-        for direction, table in self.collectives.items():
-            for row in table.rows:
-                dtype = str(row.dtype).removeprefix("torch.")
-                lines.append(
-                    f"{direction:9} {row.op:15} {row.axis:3} {dtype:9}"
-                    f"{row.count:3}{row.bytes:>9,} bytes"
-                )
-        return "\n".join(lines)
+        return self.collectives.bytes
 
     def _compiler(self, direction: str) -> Callable[..., Any]:
         def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -178,7 +166,7 @@ class Graphs:
                 self.ran[direction] += 1
                 self.ops[direction] += ops
                 for row in rows:
-                    self.collectives[direction].add(row)
+                    self.collectives.add(row)
                 return graph(*args)
 
             run._boxed_call = True  # type: ignore[attr-defined]
