@@ -267,6 +267,6 @@ def train_cases(draw: st.DrawFn, max_ranks: int) -> TrainCase:
 
 def cases(kind: str, max_ranks: int = 4) -> st.SearchStrategy[Case]:
     """Cases of a kind that need at most so many ranks."""
-    return {"cast": cast_cases(max_ranks), "layer": layer_cases(), "train": train_cases(max_ranks)}[
-        kind
-    ]
+    if kind == "layer":
+        return layer_cases()
+    return cast_cases(max_ranks) if kind == "cast" else train_cases(max_ranks)
