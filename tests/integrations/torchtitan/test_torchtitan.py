@@ -65,21 +65,8 @@ def test_tensor_parallelism(backend: str, tmp_path: Path) -> None:
     losses, ours = train(tmp_path, "llama3_debugmodel_tensorwise", 2, 2, backend)
     assert losses[-1] < losses[0] - 2
     assert max(abs(a - b) for a, b in zip(expected, losses, strict=True)) < 0.05
-    assert f"{theirs}\n\n{ours}" in PAGE
     # The embedding and the output head stay in bf16.
-    assert_expected_inline(
-        f"{theirs}\n\n{ours}",
-        """\
-op              axis   dtype     count   elements      bytes
-reduce_scatter  world  bfloat16     26  1,703,936  3,407,872
-all_gather      world  bfloat16     26  1,703,936  3,407,872
-
-op              axis   dtype          count   elements      bytes
-reduce_scatter  world  bfloat16          26  1,703,936  3,407,872
-all_gather      world  float8_e4m3fn     12    786,432    786,432
-all_gather      world  bfloat16           2    131,072    262,144
-all_gather      world  float8_e5m2       12    786,432    786,432""",
-    )
+    assert f"{theirs}\n\n{ours}" in PAGE
 
 
 def test_fsdp_and_tensor_parallelism(tmp_path: Path) -> None:
