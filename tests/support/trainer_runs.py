@@ -81,16 +81,11 @@ class SequentialTrainer(Trainer):
 
 
 class Audit(TrainerCallback):
-    """Audits each step; comes after the callback that updates the scales.
-
-    Attributes:
-        gathers: how many messages of each step are float8 gathers, and how many elements they have.
-        amaxes: how many are int32.
-    """
+    """Audits each step; comes after the callback that updates the scales."""
 
     def __init__(self) -> None:
-        self.gathers: list[tuple[int, int]] = []
-        self.amaxes: list[int] = []
+        self.gathers: list[tuple[int, int]] = []  # in float8: messages, elements
+        self.amaxes: list[int] = []  # int32 messages
         self._stack = ExitStack()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
