@@ -23,7 +23,6 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from fp8_dist import (
     Float8LinearConfig,
-    Float8LinearRecipeName,
     attach_update,
     conversion_summary,
     convert_to_float8_training,
@@ -82,7 +81,7 @@ def evaluated(model: LlamaForCausalLM) -> float:
         return float(model.eval()(input_ids=x, labels=x).loss)
 
 
-@pytest.mark.parametrize("recipe", list(Float8LinearRecipeName))
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed", "mxfp8"])
 def test_loaded_as_if_converted(checkpoint: Path, recipe: str) -> None:
     model, other = load(checkpoint, recipe), llama()
     config = Float8LinearConfig.from_recipe_name(recipe)

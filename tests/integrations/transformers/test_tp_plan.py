@@ -218,7 +218,7 @@ def test_sequence_parallel(ranks: RankPools, kind: str, dp: int) -> None:
         assert found.gathers == gathers_of(kind)
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi3", long("gemma2"), long("glm4_moe")])
+@pytest.mark.parametrize("kind", ["llama", "phi3", long("gemma3"), long("glm4_moe")])
 def test_without_sequence_parallelism(ranks: RankPools, kind: str) -> None:
     for found in ranks(2).run(step, kind, sequence_parallel=False):
         check(kind, found)
