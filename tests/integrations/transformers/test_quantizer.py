@@ -193,7 +193,7 @@ def test_distributed_by_transformers(
     assert found["float8"] == (4 * 36_864 // tp if fsdp > 1 else 0)
 
 
-def trained_by_trainer(checkpoint: str, folder: str) -> tuple[list[float], int, int]:
+def trained_by_trainer(checkpoint: str, folder: str) -> list[Any]:
     """A model that transformers sharded when it was loaded: the callback only updates scales."""
     with launched():
         model = load(checkpoint, distributed_config=DistributedConfig(fsdp_size=2))
@@ -203,7 +203,7 @@ def trained_by_trainer(checkpoint: str, folder: str) -> tuple[list[float], int, 
             model(input_ids=x, labels=x).loss.backward()
     rows = audit.rows
     counts = [sum(r.count for r in rows if r.dtype is d) for d in (torch.int32, E4M3)]
-    return losses["loss"], *counts
+    return [losses["loss"], *counts]
 
 
 def test_trainer_of_a_sharded_model(ranks: RankPools, checkpoint: Path, tmp_path: Path) -> None:

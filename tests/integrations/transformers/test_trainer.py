@@ -69,7 +69,7 @@ def trained_and_resumed(
     adapters: of LoRA, on a frozen base, which is not in the checkpoint.
     """
 
-    def model(seed: int) -> nn.Module:
+    def model(seed: int) -> Any:
         lora = LoraConfig(target_modules=["q_proj", "up_proj"], r=8)
         return get_peft_model(llama(), lora) if adapters else llama(seed).to(dtype)
 
