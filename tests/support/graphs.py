@@ -34,19 +34,9 @@ from fp8_dist.linear.amax_history import history_copies
 from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.linear.weight_queries import shard_scalings, weight_copies
 
-# Passes over tensors, GEMMs, collectives; and the queries of scales.
-OPS = (
-    "scale_query",
-    "amax",
-    "quantize",
-    "reblock",
-    "scaled_mm",
-    "mm",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-)
-
+# The queries of scales, passes over tensors, GEMMs, and collectives.
+OPS = ("scale_query", "amax", "quantize", "reblock", "scaled_mm", "mm")
+OPS += ("all_gather", "reduce_scatter", "all_reduce")
 
 # Each is one cast of a tensor, to one copy or to several. The last two ask for the scale, too.
 CASTS = {
@@ -83,12 +73,9 @@ def counted(func: Any) -> str | None:
     if func in QUERIES:
         return None if func is shard_scalings.overload else "scale_query"
     name = func._schema.name.partition("::")[2]
-    if name in OF_BLOCKS:
-        return OF_BLOCKS[name]
-    for op in OPS:
-        if name in (op, f"{op}es", f"{op}_into_tensor", f"{op}_tensor"):
-            return op
-    return None
+    name = OF_BLOCKS.get(name, name)
+    names = ((op, (op, f"{op}es", f"{op}_into_tensor", f"{op}_tensor")) for op in OPS)
+    return next((op for op, every in names if name in every), None)
 
 
 def op_columns(columns: Mapping[str, Counter[str]]) -> str:
