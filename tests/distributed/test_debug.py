@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch_releases import RELEASE
 
 from fp8_dist import CastConfig, Float8LinearConfig, cast_to_float8, convert_to_float8_training
-from fp8_dist.debug import CommAudit, CommRow, comm_audit
+from fp8_dist.debug import comm_audit
 from fp8_dist.debug.communication.collectives import (
     IGNORED_OPS,
     NAMESPACES,
@@ -43,10 +43,19 @@ SIZES = LlamaConfig(
 )
 
 
-def fsdp(model: Llama, mesh: DeviceMesh) -> None:
-    for block in model.layers:
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+def fsdp_tp_step() -> tuple[str, str, list[str]]:
+    model, mesh = Llama(SIZES).bfloat16(), device_mesh(dp=2, tp=2)
+    sequence_parallel(model, mesh["tp"])
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=True)
+    tokens = torch.randint(SIZES.vocab_size, (2, SIZES.max_seq_len))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # No mesh given: the groups of a mesh of several axes know their names.
+    with comm_audit() as audit:
+        model(tokens).float().square().mean().backward()
+        optimizer.step()
+    first = [row for row in audit.rows if row.module.startswith("layers.0") and row.axis == "tp"]
+    return audit.table(), repr(audit), [f"{row.module}: {row.count} {row.op}" for row in first]
 
 
 def sequence_parallel(model: Llama, mesh: DeviceMesh) -> None:
@@ -65,37 +74,6 @@ def sequence_parallel(model: Llama, mesh: DeviceMesh) -> None:
         plan |= {f"layers.*.{block}.{name}": ColwiseParallel() for name in columns}
         plan[f"layers.*.{block}.{row}"] = RowwiseParallel(output_layouts=Shard(1))
     parallelize_module(model, mesh, plan)
-
-
-def audited_step(model: Llama, mesh: DeviceMesh | None = None) -> CommAudit:
-    tokens = torch.randint(SIZES.vocab_size, (2, SIZES.max_seq_len))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with comm_audit(mesh) as audit:
-        model(tokens).float().square().mean().backward()
-        optimizer.step()
-    return audit
-
-
-def fsdp_step() -> tuple[str, str]:
-    model, mesh = Llama(SIZES).bfloat16(), device_mesh(dp=2)
-    fsdp(model, mesh)
-    audit = audited_step(model, mesh)
-    return audit.table(), repr(audit)
-
-
-def tp_step() -> tuple[str, list[CommRow]]:
-    model, mesh = Llama(SIZES).bfloat16(), device_mesh(tp=2)
-    sequence_parallel(model, mesh)
-    audit = audited_step(model, mesh)
-    return audit.table(), audit.rows
-
-
-def fsdp_tp_step() -> str:
-    model, mesh = Llama(SIZES).bfloat16(), device_mesh(dp=2, tp=2)
-    sequence_parallel(model, mesh["tp"])
-    fsdp(model, mesh["dp"])
-    # No mesh given: the groups of a mesh of several axes know their names.
-    return audited_step(model).table()
 
 
 class SentAsFloat8(torch.Tensor):
@@ -128,7 +106,7 @@ class SentAsFloat8(torch.Tensor):
         return (weight, (weight,)) if out is None else out.copy_(weight)
 
 
-def mixed_gathers() -> tuple[str, str, list[int]]:
+def mixed_gathers() -> tuple[str, list[int]]:
     mesh = device_mesh(dp=2)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 2))
     for layer in (model[0], model[1]):
@@ -138,7 +116,7 @@ def mixed_gathers() -> tuple[str, str, list[int]]:
     with comm_audit(mesh) as audit:
         model(torch.ones(2, 4))
     counts = [audit.count(dtype=d) for d in (torch.float8_e4m3fn, torch.bfloat16, torch.uint8)]
-    return audit.table(), audit.table(by_module=True), counts
+    return audit.table(by_module=True), counts
 
 
 def every_kind() -> str:
@@ -233,13 +211,11 @@ def all_registered_ops() -> dict[str, str]:
     return recorded
 
 
-def reprs_of_float8_tensors() -> tuple[list[CommRow], str]:
+def reprs_of_float8_tensors() -> list[str]:
     mesh = device_mesh(dp=2)
     model = nn.Sequential(nn.Linear(4, 2))
     convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
     fully_shard(model, mesh=mesh)
-    with torch.no_grad():
-        model[0].weight.fill_(1.0)
     x = cast_to_float8(DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)]), CastConfig())
     gathered = x.redistribute(mesh, [Replicate()], async_op=True)
     assert isinstance(gathered._local_tensor, AsyncCollectiveTensor)  # still on its way
@@ -249,7 +225,18 @@ def reprs_of_float8_tensors() -> tuple[list[CommRow], str]:
     model.unshard()
     with audit:
         shown.append(repr(model[0].weight))
-    return audit.rows, "\n".join(shown)
+    assert audit.rows == []
+    return shown
+
+
+def test_a_repr_is_one_line_and_communicates_nothing(ranks: RankPools) -> None:
+    cast, gathered, sharded, unsharded = ranks(2).run_same(reprs_of_float8_tensors)
+    text = "Float8Tensor(shape=(2, 4), qdata=e4m3fn, scale=0.00223214, orig_dtype=float32"
+    assert text in cast
+    assert text.replace("(2, 4)", "(4, 4)") in gathered
+    assert "Float8AllGatherWeight" in sharded
+    assert unsharded.startswith("Float8Tensor(shape=(2, 4), qdata=e4m3fn, scale=")
+    assert not any("\n" in line for line in (cast, gathered, unsharded))
 
 
 def names_of_axes() -> list[str]:
@@ -284,56 +271,10 @@ def an_error_inside_and_an_audit_inside() -> tuple[str, str, str]:
     return kept, repr(inner), repr(outer)
 
 
-def test_a_step_of_fsdp(ranks: RankPools) -> None:
-    (table, text), second = ranks(2).run(fsdp_step)
-    assert second == (table, text)
+def test_a_step_of_fsdp_and_tp(ranks: RankPools) -> None:
+    table, text, first_layer = ranks(4).run_same(fsdp_tp_step)
     assert_expected_inline(
         table,
-        """\
-op              axis  dtype     count  elements      bytes
-all_gather      dp    bfloat16     10   394,368    788,736
-reduce_scatter  dp    bfloat16      5   197,184    394,368
-total                              15            1,183,104
-  float8                                                 0
-  other                                          1,183,104""",
-    )
-    assert_expected_inline(text, """CommAudit(15 collectives, 1,183,104 bytes)""")
-
-
-def test_a_step_of_tp_with_sequence_parallelism(ranks: RankPools) -> None:
-    table, rows = ranks(2).run(tp_step)[0]
-    assert_expected_inline(
-        table,
-        """\
-op              axis  dtype     count  elements    bytes
-reduce_scatter  tp    bfloat16     18    73,728  147,456
-all_gather      tp    bfloat16     19    90,112  180,224
-all_reduce      tp    bfloat16      9       576    1,152
-total                              46            328,832
-  float8                                               0
-  other                                          328,832""",
-    )
-    first_layer = [row for row in rows if row.module.startswith("layers.0")]
-    text = "\n".join(f"{row.module}: {row.count} {row.op}" for row in first_layer)
-    assert_expected_inline(
-        text,
-        """\
-layers.0.attention: 1 all_gather
-layers.0.attention.wo: 1 reduce_scatter
-layers.0.feed_forward: 1 all_gather
-layers.0.feed_forward.w2: 1 reduce_scatter
-layers.0.feed_forward.w2: 1 all_gather
-layers.0.feed_forward: 1 reduce_scatter
-layers.0.attention.wo: 1 all_gather
-layers.0.attention: 1 reduce_scatter""",
-    )
-
-
-def test_a_step_of_fsdp_and_tp_names_both_axes(ranks: RankPools) -> None:
-    tables = ranks(4).run(fsdp_tp_step)
-    assert len(set(tables)) == 1
-    assert_expected_inline(
-        tables[0],
         """\
 op              axis  dtype     count  elements    bytes
 all_gather      dp    bfloat16     10   197,760  395,520
@@ -345,22 +286,22 @@ total                              61            922,112
   float8                                               0
   other                                          922,112""",
     )
+    assert text == "CommAudit(61 collectives, 922,112 bytes)"
+    assert first_layer == [
+        "layers.0.attention: 1 all_gather",
+        "layers.0.attention.wo: 1 reduce_scatter",
+        "layers.0.feed_forward: 1 all_gather",
+        "layers.0.feed_forward.w2: 1 reduce_scatter",
+        "layers.0.feed_forward.w2: 1 all_gather",
+        "layers.0.feed_forward: 1 reduce_scatter",
+        "layers.0.attention.wo: 1 all_gather",
+        "layers.0.attention: 1 reduce_scatter",
+    ]
 
 
 def test_mixed_fsdp_gathers_show_their_float8_part_and_the_rest(ranks: RankPools) -> None:
-    table, by_module, counts = ranks(2).run(mixed_gathers)[0]
+    by_module, counts = ranks(2).run(mixed_gathers)[0]
     assert counts == [2, 1, 0]
-    assert_expected_inline(
-        table,
-        """\
-op          axis  dtype          count  elements  bytes
-all_gather  dp    float8_e4m3fn      2        64     64
-all_gather  dp    bfloat16           +         8     16
-all_gather  dp    bfloat16           1        10     20
-total                                3              100
-  float8                                             64
-  other                                              36""",
-    )
     assert_expected_inline(
         by_module,
         """\
@@ -440,20 +381,6 @@ def test_every_registered_op_is_read_ignored_or_counted_by_name(ranks: RankPools
     }
     # A new op elsewhere wants a schema, or to be ignored.
     assert {name.split("::")[0] for name in by_name} == {"symm_mem", "c10d_functional"}
-
-
-def test_a_repr_communicates_nothing(ranks: RankPools) -> None:
-    found = ranks(2).run_same(reprs_of_float8_tensors)
-    rows, text = found
-    assert rows == []
-    assert_expected_inline(
-        text,
-        """\
-DTensor(local_tensor=Float8Tensor(shape=(2, 4), qdata=e4m3fn, scale=0.00223214, orig_dtype=float32, device=cpu), device_mesh=DeviceMesh((dp=2), 'cpu', stride=(1,)), placements=(Shard(dim=0),))
-DTensor(local_tensor=AsyncCollectiveTensor(Float8Tensor(shape=(4, 4), qdata=e4m3fn, scale=0.00223214, orig_dtype=float32, device=cpu)), device_mesh=DeviceMesh((dp=2), 'cpu', stride=(1,)), placements=(Replicate(),))
-DTensor(local_tensor=Float8AllGatherWeight(tensor([[1., 1., 1., 1.]])), device_mesh=DeviceMesh((dp=2), 'cpu', stride=(1,)), placements=(Shard(dim=0),))
-Float8Tensor(shape=(2, 4), qdata=e4m3fn, scale=0.00223214, orig_dtype=float32, device=cpu)""",
-    )
 
 
 def test_axes_have_the_names_of_their_mesh_or_group(ranks: RankPools) -> None:
