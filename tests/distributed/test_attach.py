@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Distributed, Net
+from rank_tests import on_ranks
 from ranks import RankPools
 from reference import raised, same_bits
 from torch.optim import AdamW, Optimizer
@@ -237,7 +238,8 @@ def states(net: nn.Module) -> set[ScaleState]:
     return {layer.float8_weight.cache.state for layer in float8_layers(net).values()}
 
 
-def a_wrapper_that_writes() -> set[ScaleState]:
+@on_ranks(2, returns={ScaleState.STALE})
+def test_scales_are_dropped_after_a_wrapper_that_writes() -> set[ScaleState]:
     """After the step of the optimizer that it holds, which alone is attached to."""
     world = Distributed(2, 1)
     held = Lookahead(AdamW(world.net.parameters()))
@@ -245,10 +247,6 @@ def a_wrapper_that_writes() -> set[ScaleState]:
     world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
     held.step()
     return states(world.net)
-
-
-def test_scales_are_dropped_after_a_wrapper_that_writes(ranks: RankPools) -> None:
-    assert ranks(2).run_same(a_wrapper_that_writes) == {ScaleState.STALE}
 
 
 def test_an_empty_step_of_a_container_drops_nothing() -> None:
@@ -333,7 +331,8 @@ def test_arguments_of_other_kinds_are_refused(attach: Any) -> None:
     assert "expected a model (an nn.Module), got a AdamW" in text
 
 
-def attached_while_unsharded() -> tuple[int, int]:
+@on_ranks(2, returns=(1, 1))
+def test_attaching_while_weights_are_unsharded() -> tuple[int, int]:
     """After a forward whose weights stay unsharded: the layers have not the optimizer's then."""
     world = Distributed(2, 1, fsdp_arguments={"reshard_after_forward": False})
     optimizer = AdamW(world.net.parameters())
@@ -344,10 +343,6 @@ def attached_while_unsharded() -> tuple[int, int]:
     with comm_audit() as audit:
         optimizer.step()
     return audit.count("all_reduce"), audit.count()
-
-
-def test_attaching_while_weights_are_unsharded(ranks: RankPools) -> None:
-    assert ranks(2).run_same(attached_while_unsharded) == (1, 1)
 
 
 @pytest.mark.parametrize("attach", ATTACH)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -149,7 +150,8 @@ def test_a_scale_that_was_left_out_is_found_when_it_is_needed(compiled: bool) ->
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def amax_reductions() -> list[int]:
+@on_ranks(2, returns=[0, 1, 0, 0])
+def test_ranks_reduce_a_scale_once() -> list[int]:
     """Of a column-parallel layer, whose scales for grad_input cover all ranks; in each forward."""
     net = layers("rowwise")
     apply_tp_plan(net, device_mesh(tp=2), {"0": Float8ColwiseParallel()})
@@ -161,7 +163,3 @@ def amax_reductions() -> list[int]:
         counts.append(audit.count())
     assert isinstance(net[0].weight, DTensor)
     return counts
-
-
-def test_ranks_reduce_a_scale_once(ranks: RankPools) -> None:
-    assert ranks(2).run(amax_reductions) == [[0, 1, 0, 0]] * 2

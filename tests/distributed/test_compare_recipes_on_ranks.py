@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import Distributed, Net
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, sqnr
 from torch import nn
@@ -107,21 +108,18 @@ def test_training_goes_on_as_before(ranks: RankPools) -> None:
         assert ranks(2).run_same(trained, when) == expected, when
 
 
-def refused(dp: int, tp: int) -> str:
+@pytest.mark.parametrize(("dp", "tp", "kind"), [(2, 1, "Float8Tensor"), (1, 2, "DTensor")])
+@on_ranks(2)
+def test_float8_gathers_and_tensor_parallelism_are_refused_by_name(
+    dp: int, tp: int, kind: str
+) -> None:
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=dp > 1)
     world = Distributed(dp=dp, tp=tp, config=config)
     x = world.mine(torch.randn(2, 8, 64))
     text = raised(NotImplementedError, lambda: compare_recipes(world.net, x, recipes=RECIPES))
     assert not any("forward" in vars(module) for module in world.net.modules())
     world.net(x).sum().backward()  # the model still runs
-    return text
-
-
-@pytest.mark.parametrize(("dp", "tp", "kind"), [(2, 1, "Float8Tensor"), (1, 2, "DTensor")])
-def test_float8_gathers_and_tensor_parallelism_are_refused_by_name(
-    ranks: RankPools, dp: int, tp: int, kind: str
-) -> None:
-    message = ranks(2).run_same(refused, dp, tp)
+    message = text
     start = f"compare_recipes: layers.0.w1 computes on a {kind} weight"
     assert message.startswith(start), message
     assert "Tensor parallelism and float8 gathers are not supported: compare before" in message

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from nets import Net, full, net_plan
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, weights_used
 from safetensors.torch import load_file
@@ -150,15 +151,12 @@ def test_bits_are_those_that_a_forward_multiplies(
     assert ranks(4).run_same(trained, gather, {"mp_policy": policy}) == []
 
 
-def of_ddp() -> list[str]:
+@on_ranks(2, returns=[])
+def test_ddp_is_left_out_of_the_names() -> list[str]:
     net = converted("blockwise", **CUT)
     wrapped = DistributedDataParallel(net)
     assert float8_quantization_config(wrapped)["modules_to_not_convert"] == []
     return differences(float8_state_dict(wrapped), float8_state_dict(net))
-
-
-def test_ddp_is_left_out_of_the_names(ranks: RankPools) -> None:
-    assert ranks(2).run_same(of_ddp) == []
 
 
 def saved(folder: str, by_hugging_face: bool) -> None:
@@ -192,14 +190,11 @@ def test_distributed_checkpoints(ranks: RankPools, tmp_path: Path) -> None:
     assert differences(loaded, multiplied) == []
 
 
-def local_layer() -> str:
+@on_ranks(2)
+def test_plain_local_tensors_are_refused() -> None:
     mesh = device_mesh(tp=2)
     net = nn.Sequential(nn.Linear(128, 128))
     convert_to_float8_training(net, config=Float8LinearConfig.from_recipe_name("blockwise"))
     declare_placements(net[0], mesh, weight=Shard(0), input=Replicate(), output=Shard(-1))
-    return raised(NotImplementedError, lambda: float8_state_dict(net))
-
-
-def test_plain_local_tensors_are_refused(ranks: RankPools) -> None:
-    message = ranks(2).run_same(local_layer)
+    message = raised(NotImplementedError, lambda: float8_state_dict(net))
     assert "the weight of 0 is a plain local tensor (declare_placements), and where" in message

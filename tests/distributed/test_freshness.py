@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from nets import Distributed, Net, blocks, full, wrong_casts
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, weights_used
 from torch.autograd.graph import increment_version
@@ -102,7 +103,10 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 }
 
 
-def stale_weights(dp: int, tp: int) -> dict[str, list[str]]:
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@on_ranks("dp", "tp", returns={})
+def test_no_scale_is_stale_after_a_change(dp: int, tp: int) -> dict[str, list[str]]:
     """Layers whose forward after a change uses another cast than that of their values."""
     found = {}
     for number, (change, make) in enumerate(CHANGES.items()):
@@ -118,24 +122,16 @@ def stale_weights(dp: int, tp: int) -> dict[str, list[str]]:
     return {change: wrong for change, wrong in found.items() if wrong}
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_no_scale_is_stale_after_a_change(ranks: RankPools, dp: int, tp: int) -> None:
-    assert ranks(dp * tp).run_same(stale_weights, dp, tp) == {}
-
-
-def casts_of_a_first_evaluation() -> list[str]:
+@on_ranks(3, returns=[])
+def test_a_first_forward_in_inference_mode() -> list[str]:
+    """FSDP2 then first looks at its parameters."""
     world = Distributed(3, 1, net_arguments={"hidden": 100})
     x = world.mine(torch.randn(6, 8, 64))
     return world.wrong_casts(torch.inference_mode()(lambda: world.net(x)))
 
 
-def test_a_first_forward_in_inference_mode(ranks: RankPools) -> None:
-    """FSDP2 then first looks at its parameters."""
-    assert ranks(3).run_same(casts_of_a_first_evaluation) == []
-
-
-def warnings_of_a_late_step() -> list[str]:
+@on_ranks(2)
+def test_a_forgotten_precompute_is_said_once() -> None:
     fp8_dist.warn._warned.clear()
     world = Distributed(2, 1)
     precompute_float8_dynamic_scale(world.net)
@@ -146,11 +142,7 @@ def warnings_of_a_late_step() -> list[str]:
         for _ in range(3):
             world.net(x).sum().backward()
             optimizer.step()
-    return [str(w.message) for w in caught if "float8" in str(w.message)]
-
-
-def test_a_forgotten_precompute_is_said_once(ranks: RankPools) -> None:
-    (text,) = ranks(2).run_same(warnings_of_a_late_step)
+    (text,) = [str(w.message) for w in caught if "float8" in str(w.message)]
     assert text.startswith("layers.0.w1: an optimizer has taken a step after the scales were")
     assert "Call precompute_float8_dynamic_scale(model) after every optimizer.step()" in text
 
@@ -219,7 +211,8 @@ def test_evaluation_between_steps(ranks: RankPools, dp: int, tp: int, reshard: b
     assert all(map(torch.equal, never, always))
 
 
-def reductions_in_eval() -> list[int]:
+@on_ranks(2, returns=[6, 6])
+def test_a_model_in_eval_may_be_trained() -> list[int]:
     """All-reduces of scales in the forward and in the backward of a model in ``eval()``."""
     world = Distributed(2, 1)
     world.net.eval()
@@ -230,10 +223,6 @@ def reductions_in_eval() -> list[int]:
         loss.backward()
         counts.append(audit.count("all_reduce"))
     return counts
-
-
-def test_a_model_in_eval_may_be_trained(ranks: RankPools) -> None:
-    assert ranks(2).run_same(reductions_in_eval) == [6, 6]
 
 
 class Expert(nn.Module):
@@ -248,7 +237,8 @@ class Expert(nn.Module):
         return self.expert(y) if has_tokens else y
 
 
-def evaluated_without_tokens() -> bool:
+@on_ranks(2, returns=True)
+def test_ranks_without_tokens_in_an_evaluation_know_as_much_as_the_others() -> bool:
     """After an evaluation that uses a layer on rank 0 alone, ranks agree about its scale."""
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     net = convert_to_float8_training(Expert(), config=config)
@@ -260,11 +250,8 @@ def evaluated_without_tokens() -> bool:
     return all(parameter.grad is not None for parameter in net.parameters())
 
 
-def test_ranks_without_tokens_in_an_evaluation_know_as_much_as_the_others(ranks: RankPools) -> None:
-    assert ranks(2).run(evaluated_without_tokens) == [True, True]
-
-
-def unsharded_after_backward() -> list[str]:
+@on_ranks(2, returns=[])
+def test_precompute_while_unsharded() -> list[str]:
     """Weights that stay unsharded through the optimizer step: precompute reshards them."""
     world = Distributed(2, 1)
     for module in world.net.modules():
@@ -277,10 +264,6 @@ def unsharded_after_backward() -> list[str]:
     optimizer.step()
     precompute_float8_dynamic_scale(world.net)
     return world.wrong_casts(lambda: world.net(x))
-
-
-def test_precompute_while_unsharded(ranks: RankPools) -> None:
-    assert ranks(2).run(unsharded_after_backward) == [[], []]
 
 
 def test_copies_know_nothing() -> None:
@@ -333,7 +316,8 @@ def test_precompute_of_nothing_is_an_error() -> None:
         assert "the module has no Float8Linear with a float8 weight of dynamic scale" in text
 
 
-def high_precision_gather() -> list[str]:
+@on_ranks(2)
+def test_a_weight_gathered_in_high_precision_is_scaled_as_it_comes() -> None:
     fp8_dist.warn._warned.clear()
     world = Distributed(2, 1, gather=False)
     precompute_float8_dynamic_scale(world.net)
@@ -344,24 +328,17 @@ def high_precision_gather() -> list[str]:
         for _ in range(2):
             assert world.wrong_casts(lambda: world.net(x).sum().backward()) == []
             optimizer.step()
-    return [str(w.message) for w in caught if "float8" in str(w.message)]
-
-
-def test_a_weight_gathered_in_high_precision_is_scaled_as_it_comes(ranks: RankPools) -> None:
-    (text,) = ranks(2).run_same(high_precision_gather)
+    (text,) = [str(w.message) for w in caught if "float8" in str(w.message)]
     assert text.startswith("layers.0.w1: the precomputed scale is not used, because the weight of")
     assert "(set enable_fsdp_float8_all_gather=True), or functional_call replaced it" in text
 
 
-def cpu_offload() -> list[str]:
+@on_ranks(2, returns=[])
+def test_cpu_offload() -> list[str]:
     world = Distributed(2, 1, fsdp_arguments={"offload_policy": CPUOffloadPolicy(pin_memory=False)})
     precompute_float8_dynamic_scale(world.net)
     x = world.mine(torch.randn(4, 8, 64))
     return world.wrong_casts(lambda: world.net(x).sum().backward())
-
-
-def test_cpu_offload(ranks: RankPools) -> None:
-    assert ranks(2).run(cpu_offload) == [[], []]
 
 
 def test_config_without_cache_keeps_no_float8_copy() -> None:
@@ -395,7 +372,8 @@ def test_precompute_within_a_backward_is_refused(ranks: RankPools) -> None:
         assert ": called within a backward of layers." in text
 
 
-def compiled_evaluation_of_others() -> bool:
+@on_ranks(2, returns=True)
+def test_a_compiled_evaluation_leaves_nothing_behind() -> bool:
     """Weights of an EMA, swapped in and out by foreach ops, which no version shows."""
     world = Distributed(1, 2)
     net, x = blocks(world), world.mine(torch.randn(4, 8, 64))
@@ -412,10 +390,6 @@ def compiled_evaluation_of_others() -> bool:
     invalidate_float8_scales(net)
     with torch.compiler.set_stance("force_eager"):
         return torch.equal(compiled, net(x))
-
-
-def test_a_compiled_evaluation_leaves_nothing_behind(ranks: RankPools) -> None:
-    assert ranks(2).run(compiled_evaluation_of_others, timeout=120) == [True, True]
 
 
 @pytest.mark.filterwarnings("ignore")

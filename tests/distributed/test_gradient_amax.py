@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from nets import full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import same_bits
 from torch.autograd.graph import GradientEdge
@@ -233,7 +234,8 @@ def more_calls_than_layers(net: Projections, x: torch.Tensor) -> None:
     every(net, x)
 
 
-def a_layer_called_again() -> tuple[bool, int]:
+@on_ranks(2, returns=(True, 2))
+def test_a_layer_called_again() -> tuple[bool, int]:
     """Whether the gradients are close to those of amaxes that are reduced alone; all-reduces."""
     arguments = 2, more_calls_than_layers, (8, 8), 4
     torch.manual_seed(1)
@@ -244,10 +246,6 @@ def a_layer_called_again() -> tuple[bool, int]:
     # The order in which gradients of the input are summed is undefined for the last ones.
     torch.testing.assert_close(gx, gx_alone)
     return len(ours) == len(theirs), few
-
-
-def test_a_layer_called_again(ranks: RankPools) -> None:
-    assert ranks(2).run(a_layer_called_again) == [(True, 2)] * 2
 
 
 def together_and_alone(*arguments: Any) -> tuple[bool, int, int]:
@@ -261,7 +259,8 @@ def together_and_alone(*arguments: Any) -> tuple[bool, int, int]:
     return same, few, many
 
 
-def on_two_equal_meshes() -> tuple[int, int]:
+@on_ranks(4, returns=(2, 2))
+def test_siblings_on_a_mesh_that_equals_an_earlier_one() -> tuple[int, int]:
     """The amax all-reduces of a backward on either. On the second one DTensor's caches, which look
     a mesh up by equality, give some of the gradients the groups of the first."""
     counts = []
@@ -270,10 +269,6 @@ def on_two_equal_meshes() -> tuple[int, int]:
         with mock.patch.dict(globals(), device_mesh=lambda mesh=mesh, **axes: mesh):
             counts.append(gradients(2, every, (24, width, 24), 7)[1])
     return counts[0], counts[1]
-
-
-def test_siblings_on_a_mesh_that_equals_an_earlier_one(ranks: RankPools) -> None:
-    assert ranks(4).run_same(on_two_equal_meshes) == (2, 2)
 
 
 class Box:

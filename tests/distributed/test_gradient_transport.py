@@ -16,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from gradient_wire import shard_of_mean
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -298,7 +299,8 @@ def test_special_values_arrive(ranks: RankPools) -> None:
         assert ranks(world_size).run_same(special_values, transport) == []
 
 
-def removed() -> None:
+@on_ranks(2)
+def test_none_gives_back_the_reduction_of_fsdp2() -> None:
     mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
     expected, net = sharded(mesh), sharded(mesh)
     set_gradient_transport(net, "float8", error_feedback=True)
@@ -309,10 +311,6 @@ def removed() -> None:
         backward(each, rank)
     assert all(map(torch.equal, gradients_of(expected).values(), gradients_of(net).values()))
     assert not Float8State(net).state_dict()
-
-
-def test_none_gives_back_the_reduction_of_fsdp2(ranks: RankPools) -> None:
-    ranks(2).run(removed)
 
 
 def _micro_batches(net: Uneven, rank: int) -> None:
@@ -361,19 +359,15 @@ WAYS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def with_features() -> dict[str, float]:
-    """The lowest SQNR of a gradient for what else FSDP2 and users do with them."""
+@on_ranks(3)
+def test_with_what_else_is_done() -> None:
     mesh = device_mesh(dp=dist.get_world_size())
     runs = {name: (run, {}) for name, run in RUNS.items()}
     runs |= {name: (_reduced_each, how) for name, how in WAYS.items()}
-    return {
+    found = {
         name: min(sqnrs(mesh, run, how, transport="float8").values())
         for name, (run, how) in runs.items()
     }
-
-
-def test_with_what_else_is_done(ranks: RankPools) -> None:
-    found = ranks(3).run_same(with_features)
     # (Some parameters are so small that their SQNR hangs on a few values.)
     assert min(found.values()) > 28, found
 
@@ -425,7 +419,8 @@ def test_hierarchies(ranks: RankPools, nodes: int, local: int) -> None:
     pool.run_same(in_hierarchy, nodes, local, transport="float8", error_feedback=True)
 
 
-def sums_set_afterwards() -> list[str]:
+@on_ranks(4, returns=["all_reduce", "reduce_scatter"])
+def test_a_reduce_scatter_that_a_user_sets_afterwards_stays() -> list[str]:
     """Of replicas, by FSDP2's own all-reduce."""
     mesh = device_mesh(replicas=2, dp=2)
     net = fully_shard(nn.Linear(64, 64), mesh=mesh)
@@ -437,10 +432,6 @@ def sums_set_afterwards() -> list[str]:
     with comm_audit(mesh) as audit:
         net(data(dist.get_rank())[:, :64]).sum().backward()
     return sorted(row.op for row in audit.rows if row.op != "all_gather")
-
-
-def test_a_reduce_scatter_that_a_user_sets_afterwards_stays(ranks: RankPools) -> None:
-    assert ranks(4).run_same(sums_set_afterwards) == ["all_reduce", "reduce_scatter"]
 
 
 class Gated(nn.Module):
@@ -512,14 +503,11 @@ def test_every_rounding_has_a_seed_of_its_own(ranks: RankPools, in_nodes: bool) 
     assert len(set(found)) == len(found) == 4 * 2 * 4  # ranks, exchanges, matrices
 
 
-def differ_over_tp() -> str:
+@on_ranks(4)
+def test_tensor_parallel_ranks_that_differ() -> None:
     mesh = device_mesh(dp=2, tp=2)
     how: Any = "float8" if mesh.get_local_rank("tp") else "bf16"
-    return raised(ValueError, lambda: set_gradient_transport(Gated(mesh), how))
-
-
-def test_tensor_parallel_ranks_that_differ(ranks: RankPools) -> None:
-    message = ranks(4).run_same(differ_over_tp)
+    message = raised(ValueError, lambda: set_gradient_transport(Gated(mesh), how))
     assert "the transport of the gradient of up.weight: bf16 on rank" in message, message
 
 
@@ -540,17 +528,14 @@ def test_error_feedback_makes_up_for_what_was_left_out(ranks: RankPools) -> None
     assert ranks(3).run_same(feedback, True) > without + 20
 
 
-def nan_leaves_no_error() -> bool:
+@on_ranks(2, returns=True)
+def test_nan_is_no_error_to_make_up_for() -> bool:
     net, rank = sharded(device_mesh(dp=dist.get_world_size())), dist.get_rank()
     set_gradient_transport(net, "float8", error_feedback=True)
     (net(data(rank)).mean() * math.nan).backward()
     net.zero_grad()
     backward(net, rank)
     return all(grad.isfinite().all() for grad in gradients_of(net).values())
-
-
-def test_nan_is_no_error_to_make_up_for(ranks: RankPools) -> None:
-    assert ranks(2).run_same(nan_leaves_no_error)
 
 
 def resumed(folder: str) -> None:
@@ -715,7 +700,18 @@ def test_a_rank_sends_nothing_to_itself(ranks: RankPools) -> None:
                 assert all(torch.equal(a.flatten(), b.flatten()) for a, b in pairs)
 
 
-def experts() -> set[str]:
+@on_ranks(
+    4,
+    returns={
+        "torch.float8_e4m3fn over local",
+        "torch.uint8 over local",
+        "torch.float32 over local",
+        "torch.bfloat16 over local",
+        "torch.bfloat16 over nodes",
+        "torch.float32 over nodes",
+    },
+)
+def test_modules_that_are_sharded_over_other_ranks() -> set[str]:
     """The dtypes and axes of exchanges of modules that were set one by one."""
     hierarchy, flat = device_mesh(nodes=2, local=2), flat_mesh(2, 2)
     net = Uneven()
@@ -734,19 +730,8 @@ def experts() -> set[str]:
     return {f"{row.dtype} over {row.axis}" for row in audit.rows if row.op == "all_to_all"}
 
 
-def test_modules_that_are_sharded_over_other_ranks(ranks: RankPools) -> None:
-    assert ranks(4).run_same(experts) == {
-        "torch.float8_e4m3fn over local",
-        "torch.uint8 over local",
-        "torch.float32 over local",
-        "torch.bfloat16 over local",
-        "torch.bfloat16 over nodes",
-        "torch.float32 over nodes",
-    }
-
-
-def tracked() -> str:
-    """What a step says after a tool that puts back FSDP2's methods; its advice helps."""
+@on_ranks(2)
+def test_a_tool_that_puts_back_what_it_found() -> None:
     mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
     net, set_again = sharded(mesh), sharded(mesh)
     for each in (net, set_again):
@@ -755,11 +740,7 @@ def tracked() -> str:
             backward(each, rank)
     set_gradient_transport(set_again, "float8")
     backward(set_again, rank, spare=True)
-    return raised(RuntimeError, lambda: backward(net, rank, spare=True))
-
-
-def test_a_tool_that_puts_back_what_it_found(ranks: RankPools) -> None:
-    message = ranks(2).run_same(tracked)
+    message = raised(RuntimeError, lambda: backward(net, rank, spare=True))
     assert "has put back the post_backward of its parameter group (FSDPMemTracker does)" in message
 
 

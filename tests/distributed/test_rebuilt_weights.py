@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Net
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, weights_used
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -169,7 +170,8 @@ def upcast(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.float32)
 
 
-def prepared_together() -> tuple[Any, bool, int]:
+@on_ranks(2, returns=(IN_FLOAT8, True, 1))
+def test_an_optimizer_whose_parameters_are_found_by_address() -> tuple[Any, bool, int]:
     """As accelerate's FSDP2 plug-in prepares a model and the optimizer that was made for it.
 
     It finds the optimizer's parameters again by the addresses of the old ones.
@@ -189,10 +191,6 @@ def prepared_together() -> tuple[Any, bool, int]:
         optimizer.step()
     ours = list(model.parameters())
     return found, all(map(is_, group["params"], ours)), audit.count("all_reduce")
-
-
-def test_an_optimizer_whose_parameters_are_found_by_address(ranks: RankPools) -> None:
-    assert ranks(2).run_same(prepared_together) == (IN_FLOAT8, True, 1)
 
 
 def upcast_and_rebuild(model: nn.Module) -> None:
@@ -222,7 +220,8 @@ def load(model: nn.Module) -> None:
             module._parameters[name] = nn.Parameter(values)
 
 
-def loaded_after_sharding() -> tuple[Any, bool, bool]:
+@on_ranks(2, returns=(IN_FLOAT8, True, True))
+def test_weights_that_are_loaded_after_sharding() -> tuple[Any, bool, bool]:
     with torch.device("meta"):
         model = net()
     shard(model)
@@ -233,11 +232,8 @@ def loaded_after_sharding() -> tuple[Any, bool, bool]:
     return gathers(model), len(rewrapped) == 6, same
 
 
-def test_weights_that_are_loaded_after_sharding(ranks: RankPools) -> None:
-    assert ranks(2).run_same(loaded_after_sharding) == (IN_FLOAT8, True, True)
-
-
-def too_late() -> list[str]:
+@on_ranks(2)
+def test_rewrapping_too_late_is_refused() -> None:
     model = net()
     rebuild(model)
     shard(model)
@@ -249,11 +245,7 @@ def too_late() -> list[str]:
     gathers(model)
     texts.append(raised(ValueError, lambda: rewrap_float8_weights(model)))
     assert {type(local_tensor(x.weight)) for x in float8_layers(model).values()} == {torch.Tensor}
-    return texts
-
-
-def test_rewrapping_too_late_is_refused(ranks: RankPools) -> None:
-    sharded, gathered = ranks(2).run_same(too_late)
+    sharded, gathered = texts
     assert "layers.0.w1: FSDP2 was set up (fully_shard) after the weight lost its type" in sharded
     assert "layers.0.w1: FSDP2 has gathered it after the weight lost its type, and" in gathered
 
@@ -306,9 +298,8 @@ def test_rewrapping_a_weight_that_an_embedding_shares_is_refused() -> None:
     assert all(after[name] is parameter for name, parameter in before.items())
 
 
-def replaced_by_another_type() -> list[str]:
-    """What is said of a weight that multiplies in its own way, as torchao's quantized ones do."""
-
+@on_ranks(2)
+def test_a_weight_of_another_type_is_refused_on_a_mesh() -> None:
     def replace(layer: Float8Linear) -> None:
         plain = torch.zeros(layer.out_features, layer.in_features)
         layer.weight = nn.Parameter(TwoTensor(plain, plain), requires_grad=False)
@@ -324,10 +315,6 @@ def replaced_by_another_type() -> list[str]:
     replace(alone.layers[0].w1)
     kinds = [type(layer) for layer in (*layers, alone.layers[0].w1)]
     assert kinds == [Float8Linear] * 3 + [nn.Linear]
-    return found
-
-
-def test_a_weight_of_another_type_is_refused_on_a_mesh(ranks: RankPools) -> None:
-    for text in ranks(2).run_same(replaced_by_another_type):
+    for text in found:
         assert text.startswith("layers.0.w1: a torch.testing._internal.two_tensor.TwoTensor can't")
         assert "replace the weight of a layer that is distributed. Load the state dict" in text

@@ -13,6 +13,7 @@ from checkpointed import forward
 from expecttest import assert_expected_inline
 from local_nets import local_net
 from nets import Block, Net, full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, sqnr
 from torch import nn
@@ -201,7 +202,8 @@ SHAPES = [
 ]
 
 
-def wrong_sums() -> list[Any]:
+@on_ranks(3, returns=[])
+def test_the_owner_sums_in_the_order_of_ranks() -> list[Any]:
     """Cases in which the shard of a sum has not the bits of the reference."""
     world = dist.get_world_size()
     mesh, rank, wrong = device_mesh(tp=world), dist.get_rank(), []
@@ -219,10 +221,6 @@ def wrong_sums() -> list[Any]:
         if not same_bits(found.to_local(), reference_sum(mine, rank, transport)):
             wrong.append(case)
     return wrong
-
-
-def test_the_owner_sums_in_the_order_of_ranks(ranks: RankPools) -> None:
-    assert ranks(3).run(wrong_sums) == [[]] * 3
 
 
 def special(transport: Encoding) -> list[Any]:
@@ -317,7 +315,8 @@ def test_activation_checkpointing(ranks: RankPools) -> None:
             assert found[2] == other[2]
 
 
-def under_autocast() -> tuple[torch.dtype, torch.dtype, int]:
+@on_ranks(2, returns=(torch.bfloat16, torch.float32, 2))
+def test_autocast() -> tuple[torch.dtype, torch.dtype, int]:
     mesh = device_mesh(tp=2)
     module = mlp(mesh, "float8", local=True)
     x = torch.randn(2, 4, 256).requires_grad_()
@@ -329,11 +328,8 @@ def under_autocast() -> tuple[torch.dtype, torch.dtype, int]:
     return output.dtype, x.grad.dtype, audit.count("all_to_all", dtype=torch.float8_e4m3fn)
 
 
-def test_autocast(ranks: RankPools) -> None:
-    assert ranks(2).run_same(under_autocast) == (torch.bfloat16, torch.float32, 2)
-
-
-def micro_batches() -> bool:
+@on_ranks(2, returns=True)
+def test_micro_batches() -> bool:
     """Whether gradients of parameters are the sum of those of each backward."""
     mesh = device_mesh(tp=2)
     batches = torch.randn(2, 2, 4, 256)
@@ -343,10 +339,6 @@ def micro_batches() -> bool:
         together(x).square().sum().backward()
     parameters = zip(*(module.parameters() for module in (together, *alone)), strict=True)
     return all(same_bits(full(p.grad), full(a.grad) + full(b.grad)) for p, a, b in parameters)
-
-
-def test_micro_batches(ranks: RankPools) -> None:
-    assert ranks(2).run(micro_batches) == [True, True]
 
 
 def with_fsdp(transport: Encoding) -> tuple[list[torch.Tensor], Counter[tuple[str, str]]]:
@@ -372,15 +364,12 @@ def with_fsdp(transport: Encoding) -> tuple[list[torch.Tensor], Counter[tuple[st
     return [full(p.grad) for p in net.parameters()], counts
 
 
-def both_switches() -> tuple[float, list[Counter[tuple[str, str]]]]:
+@on_ranks(4)
+def test_both_switches_on_a_mesh_of_two_axes() -> None:
+    """Two layers, whose input gradient nobody needs in the first: three sums over tp, two over dp."""
     expected, found = with_fsdp(None), with_fsdp("float8")
     pairs = zip(expected[0], found[0], strict=True)
-    return min(sqnr(*pair) for pair in pairs), [expected[1], found[1]]
-
-
-def test_both_switches_on_a_mesh_of_two_axes(ranks: RankPools) -> None:
-    """Two layers, whose input gradient nobody needs in the first: three sums over tp, two over dp."""
-    worst, counts = ranks(4).run_same(both_switches)
+    worst, counts = min(sqnr(*pair) for pair in pairs), [expected[1], found[1]]
     assert 20 < worst < 60
     assert counts == [
         {("reduce_scatter", "tp"): 3, ("reduce_scatter", "dp"): 2},
@@ -388,7 +377,9 @@ def test_both_switches_on_a_mesh_of_two_axes(ranks: RankPools) -> None:
     ]
 
 
-def with_plain_tensors(transport: Encoding) -> list[bool]:
+@pytest.mark.parametrize("transport", ["float8", None])
+@on_ranks(2, returns=[True] * 3)
+def test_layers_of_plain_tensors(transport: Encoding) -> list[bool]:
     """Declared layers of local tensors, and layers that share a DTensor, as under the styles."""
     mesh = device_mesh(tp=2)
     styled = Net(dim=256, hidden=384, layers=1)
@@ -427,11 +418,6 @@ def with_plain_tensors(transport: Encoding) -> list[bool]:
         same_bits(first[0], other[0]) and same_bits(first[1], other[1]) and first[2] == other[2]
         for other in others
     ] + [first[2] == (0 if transport is None else 2)]
-
-
-@pytest.mark.parametrize("transport", ["float8", None])
-def test_layers_of_plain_tensors(ranks: RankPools, transport: Encoding) -> None:
-    assert ranks(2).run(with_plain_tensors, transport) == [[True] * 3] * 2
 
 
 TINY = LlamaConfig(
@@ -565,32 +551,26 @@ layers.0.w2: reduce_transport='bf16' sums in fp32, but the input is in fp64; dro
     )
 
 
-def other_transports() -> list[str]:
-    """Of a plan, and of a layer whose placements are declared."""
+@on_ranks(2)
+def test_ranks_that_disagree() -> None:
     mesh, module = device_mesh(tp=2), converted()
     transport: Encoding = "float8" if dist.get_rank() else "bf16"
     by_hand = local_net(mesh, Float8LinearConfig(), True, dim=32, hidden=32, layers=1)
     at: dict[str, Any] = {"weight": Shard(1), "input": Shard(-1), "output": Shard(1)}
     layer: Any = by_hand.layers[0]
     declare = partial(declare_placements, layer.w2, mesh, **at, reduce_transport=transport)
-    return [
+    of_plan, of_layers = [
         raised(ValueError, lambda: apply_tp_plan(module, mesh, mlp_plan(transport, True))),
         raised(ValueError, declare),
     ]
-
-
-def test_ranks_that_disagree(ranks: RankPools) -> None:
-    of_plan, of_layers = ranks(2).run_same(other_transports)
     assert "'reduce_transport': 'bf16'} on rank 0" in of_plan
     assert "reduce_transport='bf16' on rank 0; weight=" in of_layers
 
 
-def second_derivative() -> str:
+@on_ranks(2)
+def test_it_is_differentiated_once() -> None:
     module = mlp(device_mesh(tp=2), "float8", local=True)
     x = torch.randn(2, 4, 256).requires_grad_()
     (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-    return raised(NotImplementedError, lambda: gradient.sum().backward())
-
-
-def test_it_is_differentiated_once(ranks: RankPools) -> None:
-    assert "can't be differentiated twice" in ranks(2).run_same(second_derivative)
+    text = raised(NotImplementedError, lambda: gradient.sum().backward())
+    assert "can't be differentiated twice" in text

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from nets import Distributed, Net, full, net_plan, wrong_casts
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import same_bits, weights_used
 from torch.distributed.fsdp import fully_shard
@@ -85,7 +86,9 @@ def test_distributed_checkpoints_reshard(
     assert ranks(world_size).run(loaded, str(tmp_path), *loaded_as) == [[]] * world_size
 
 
-def from_meta(tp: int) -> list[str]:
+@pytest.mark.parametrize("tp", [1, 2])
+@on_ranks(2, "tp", returns=[])
+def test_meta_init(tp: int) -> list[str]:
     """meta init -> convert -> parallelize -> fully_shard -> to_empty -> load."""
     mesh = device_mesh(dp=2, tp=tp)
     with torch.device("meta"):
@@ -108,11 +111,6 @@ def from_meta(tp: int) -> list[str]:
     return wrong_casts(used, values, mesh["tp"])
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_meta_init(ranks: RankPools, tp: int) -> None:
-    assert ranks(2 * tp).run(from_meta, tp) == [[]] * (2 * tp)
-
-
 class LowRank(nn.Module):
     """A frozen converted layer beside trainable high-precision ones, as LoRA has it."""
 
@@ -125,7 +123,8 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def frozen() -> list[bool]:
+@on_ranks(2, returns=[True, True, True])
+def test_frozen_weights() -> list[bool]:
     torch.manual_seed(0)
     net = LowRank()
     net.base.requires_grad_(False)
@@ -144,7 +143,3 @@ def frozen() -> list[bool]:
         same_bits(full(net.up.weight.grad), twin.up.weight.grad),
         same_bits(net(x), twin(x)),
     ]
-
-
-def test_frozen_weights(ranks: RankPools) -> None:
-    assert ranks(2).run(frozen) == [[True, True, True]] * 2

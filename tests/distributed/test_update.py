@@ -1,6 +1,7 @@
-"""update_float8_scales: what it runs for each recipe on each mesh, and that it is enough."""
+"""update_float8_scales: what it runs for each recipe on each mesh; what layers say of themselves."""
 
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from nets import Distributed, Net
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits
+from torch import randn
 from torch.distributed.fsdp import fully_shard
 
 import fp8_dist.warn
@@ -19,6 +22,7 @@ from fp8_dist import (
     Float8LinearRecipeName,
     ScalingType,
     attach_update,
+    conversion_summary,
     convert_to_float8_training,
     float8_layers,
     sync_float8_amax_and_scale_history,
@@ -166,3 +170,76 @@ def test_a_model_that_was_not_converted() -> None:
     for name, call in (("update_float8_scales", update_float8_scales), ("attach_update", attach)):
         text = raised(ValueError, partial(call, Net()))
         assert text.startswith(f"{name}: the module has no Float8Linear; call convert_to")
+
+
+class Watched(nn.Module):
+    """Notes the repr of its layer before and after the layer, forward and backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.seen: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(f"forward: {self.layer!r}")
+        x = self.layer(x)
+        x.register_hook(lambda grad: self.seen.append(f"backward: {self.layer!r}"))
+        return x
+
+
+def scales_of_a_step(recipe: str, float8: bool) -> list[str]:
+    """How a layer shows its scale, moment by moment; and that saying so communicates nothing."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if float8:
+        config = replace(config, enable_fsdp_float8_all_gather=True)
+    model = Watched(convert_to_float8_training(nn.Linear(16, 32, bias=False), config=config))
+    fully_shard(model, mesh=device_mesh(dp=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    audit = comm_audit()
+
+    def note(when: str) -> None:
+        with audit:
+            shown = repr(model.layer)
+        assert repr(model.layer) == shown
+        model.seen.append(f"{when}: {shown}")
+
+    note("new")
+    update_float8_scales(model)
+    note("updated")
+    model(torch.ones(2, 16)).sum().backward()
+    note("after backward")
+    optimizer.step()
+    note("after the optimizer")
+    update_float8_scales(model)
+    note("updated again")
+    gathers = "weight|input|grad_output" if float8 else "input|grad_output"
+    assert all(f"recipe={recipe}, float8_gathers={gathers}" in line for line in model.seen)
+    assert audit.count() == 0
+    return [line.partition("scale=")[2].removesuffix(")") for line in model.seen]
+
+
+def test_at_each_moment_of_a_step(ranks: RankPools) -> None:
+    """New, updated, forward, backward, after it, after the optimizer, updated again."""
+    run = ranks(2).run_same
+    fresh = ["fresh"] * 3
+    assert run(scales_of_a_step, "tensorwise", True) == [
+        *("unknown", "pending", *fresh, "stale", "pending")
+    ]
+    assert run(scales_of_a_step, "tensorwise", False) == [
+        *("unknown", "unknown", "unknown", "fresh", "unknown", "unknown", "unknown")
+    ]
+    amaxes = [f"delayed ({count} of 16 amaxes)" for count in (0, 0, 0, 0, 0, 0, 1)]
+    assert run(scales_of_a_step, "delayed", True) == amaxes
+
+
+@on_ranks(4)
+def test_a_distributed_model_has_the_summary_of_the_whole() -> None:
+    world = Distributed(2, 2, fsdp_arguments={"reshard_after_forward": False})
+    found = {str(conversion_summary(world.twin))}
+    with comm_audit() as audit:
+        found.add(str(conversion_summary(world.net)))
+    world.net(world.mine(randn(4, 8, 64)))
+    with audit:
+        found.add(str(conversion_summary(world.net)))
+    assert len(found) == 1
+    assert audit.count() == 0
