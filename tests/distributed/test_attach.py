@@ -110,11 +110,6 @@ def accelerated(net: nn.Module) -> Pair:
     return wrapped, wrapped
 
 
-def wrapped_twice(net: nn.Module) -> Pair:
-    wrapped = Accelerated(Accelerated(one(net)[0]))
-    return wrapped, wrapped
-
-
 def scheduler(net: nn.Module) -> Pair:
     optimizer, _ = one(net)
     return optimizer, ConstantLR(optimizer)
@@ -137,11 +132,6 @@ def inside_of_a_container(net: nn.Module) -> Pair:
     return held, held.optimizers[1]
 
 
-def accelerated_container(net: nn.Module) -> Pair:
-    wrapped = Accelerated(Container(*parts(net)))
-    return wrapped, wrapped
-
-
 def list_of_optimizers(net: nn.Module) -> Pair:
     held = Optimizers(parts(net))
     return held, held
@@ -155,11 +145,9 @@ def lookahead(net: nn.Module) -> Pair:
 PAIRS = [
     one,
     accelerated,
-    wrapped_twice,
     scheduler,
     container,
     inside_of_a_container,
-    accelerated_container,
     list_of_optimizers,
     lookahead,
 ]

@@ -4,7 +4,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from expecttest import assert_expected_inline
 from gradient_wire import shard_of_mean
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import raised
+from reference import raised, sqnr
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -86,17 +86,15 @@ def gradients_of(net: nn.Module) -> Gradients:
     }
 
 
-def sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
-    noise = (found.double() - expected.double()).square().sum()
-    signal = expected.double().square().sum()
-    return math.inf if noise == 0 else 10 * math.log10(signal / noise)
-
-
 def of_single_rank(rank: int, frozen: bool = False, **arguments: Any) -> Gradients:
     net = Uneven()
     net.flat.requires_grad_(not frozen)
     backward(net, rank, **arguments)
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def _with_spare(net: Uneven, rank: int) -> None:
+    backward(net, rank, spare=True)
 
 
 def wrong_bits(transport: Any, spare: bool) -> list[str]:
@@ -132,27 +130,19 @@ def test_shards_are_the_sums_of_what_arrived(
 
 
 def sqnrs(
-    mesh: DeviceMesh,
-    run: Callable[[Uneven, int], object],
+    mesh: DeviceMesh | None = None,
+    run: Callable[[Uneven, int], object] = _with_spare,
     how: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> dict[str, float]:
     """SQNR of each gradient after `run` against FSDP2's own reduction, in dB."""
     found = []
     for each in ({"transport": None}, arguments):
-        net = sharded(mesh, **(how or {}))
+        net = sharded(mesh or device_mesh(dp=dist.get_world_size()), **(how or {}))
         set_gradient_transport(net, **each)  # type: ignore[arg-type]
         run(net, dist.get_rank())
         found.append(gradients_of(net))
     return {name: sqnr(grad, found[1][name]) for name, grad in found[0].items()}
-
-
-def _with_spare(net: Uneven, rank: int) -> None:
-    backward(net, rank, spare=True)
-
-
-def accuracy(**arguments: Any) -> dict[str, float]:
-    return sqnrs(device_mesh(dp=dist.get_world_size()), _with_spare, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +150,7 @@ def accuracy(**arguments: Any) -> dict[str, float]:
 )
 def test_accuracy(ranks: RankPools, world_size: int) -> None:
     def found(**arguments: Any) -> dict[str, float]:
-        return ranks(world_size).run_same(accuracy, **arguments)
+        return ranks(world_size).run_same(sqnrs, **arguments)
 
     for transport, least in (("bf16", 55), ("float8", 30)):
         each = found(transport=transport)
@@ -217,10 +207,11 @@ def test_bytes(ranks: RankPools) -> None:
         found += f"{transport}\n{ranks(4).run_same(wire, transport, hybrid)}"
     found += "float8 on 2 nodes of 4\n"
     found += ranks(8).run_same(wire, "float8", {"nodes": 2, "local": 4}, 2)
-    for feedback in (False, True):  # what is not encoded travels in reduce_dtype
-        arguments = {"reduce_dtype": torch.bfloat16, "error_feedback": feedback}
-        found += f"float8, bf16 else, feedback={feedback}\n"
-        found += ranks(2).run_same(wire, "float8", {"dp": 2}, **arguments)
+    # What is not encoded travels in reduce_dtype.
+    arguments = {"transport": "float8", "axes": {"dp": 2}, "reduce_dtype": torch.bfloat16}
+    with_feedback = ranks(2).run_same(wire, **arguments, error_feedback=True)
+    assert ranks(2).run_same(wire, **arguments) == with_feedback
+    found += f"float8, bf16 else\n{with_feedback}"
     assert_expected_inline(
         found,
         """\
@@ -249,11 +240,7 @@ all_to_all torch.float32 over local: 0, 2,048 B
 all_to_all torch.float8_e4m3fn over nodes: 1, 32,768 B
 all_to_all torch.uint8 over nodes: 0, 256 B
 all_to_all torch.float32 over nodes: 0, 512 B
-float8, bf16 else, feedback=False
-all_to_all torch.float8_e4m3fn over dp: 1, 131,072 B
-all_to_all torch.uint8 over dp: 0, 1,024 B
-all_to_all torch.bfloat16 over dp: 0, 1,024 B
-float8, bf16 else, feedback=True
+float8, bf16 else
 all_to_all torch.float8_e4m3fn over dp: 1, 131,072 B
 all_to_all torch.uint8 over dp: 0, 1,024 B
 all_to_all torch.bfloat16 over dp: 0, 1,024 B
@@ -261,13 +248,12 @@ all_to_all torch.bfloat16 over dp: 0, 1,024 B
     )
 
 
-def special_values(transport: Any) -> list[str]:
-    """What NaN, infinity and zeros of single ranks do to the gradient of a matrix."""
+def special_values(transport: Any) -> None:
+    """NaN, infinity and zeros of single ranks in the gradient of a matrix."""
     mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
     found = []
     for special in (False, True):
-        net = nn.Linear(160, 9, bias=False)
-        fully_shard(net, mesh=mesh)
+        net = fully_shard(nn.Linear(160, 9, bias=False), mesh=mesh)
         set_gradient_transport(net, transport)
         x = data(rank)[:1, :96].repeat(1, 2)[:, :160].clone()
         if rank == 1:
@@ -277,26 +263,21 @@ def special_values(transport: Any) -> list[str]:
         net(x).sum().backward()
         found.append(gradients_of(net)["weight"])
     clean, spoiled = found
-    wrong = []
-    for column, is_it in ((3, torch.isnan), (5, torch.isposinf), (130, torch.isneginf)):
-        if not is_it(spoiled[:, column]).all():
-            wrong.append(f"column {column}: {spoiled[:, column]}")
+    assert spoiled[:, 3].isnan().all()
+    assert (spoiled[:, 5] == math.inf).all()
+    assert (spoiled[:, 130] == -math.inf).all()
     others = [i for i in range(160) if i not in (3, 5, 130)]
     # Their blocks have the scales of before, unless what was replaced was the largest value.
-    if not spoiled[:, others].isfinite().all():
-        wrong.append("others are not finite")
-    if sqnr(clean[:, others], spoiled[:, others]) < 30:
-        wrong.append("others are changed")
+    assert spoiled[:, others].isfinite().all()
+    assert sqnr(clean[:, others], spoiled[:, others]) >= 30
     net.zero_grad()
     net(torch.zeros(2, 160)).sum().backward()
-    if gradients_of(net)["weight"].count_nonzero():
-        wrong.append("zeros are not exact")
-    return wrong
+    assert not gradients_of(net)["weight"].count_nonzero()
 
 
 def test_special_values_arrive(ranks: RankPools) -> None:
     for world_size, transport in ((2, "bf16"), (2, "float8"), (3, "float8")):
-        assert ranks(world_size).run_same(special_values, transport) == []
+        ranks(world_size).run(special_values, transport)
 
 
 @on_ranks(2)
@@ -344,32 +325,22 @@ def _divided(net: Uneven, rank: int) -> None:
     backward(net, rank)
 
 
-RUNS: Mapping[str, Callable[[Uneven, int], Gradients | None]] = {
-    run.__name__.strip("_"): run
-    for run in (_micro_batches, _reduced_each, _scaled, _clipped, _compiled, _divided)
-}
-WAYS: Mapping[str, dict[str, Any]] = {
-    "bf16 compute": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-    "bf16 compute, fp32 reduction": {
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    },
-    "fp16 reduction": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "kept": {"reshard_after_forward": False},
-}
-
-
 @on_ranks(3)
 def test_with_what_else_is_done() -> None:
-    mesh = device_mesh(dp=dist.get_world_size())
-    runs = {name: (run, {}) for name, run in RUNS.items()}
-    runs |= {name: (_reduced_each, how) for name, how in WAYS.items()}
-    found = {
-        name: min(sqnrs(mesh, run, how, transport="float8").values())
-        for name, (run, how) in runs.items()
-    }
-    # (Some parameters are so small that their SQNR hangs on a few values.)
-    assert min(found.values()) > 28, found
+    bf16 = torch.bfloat16
+    ways: list[tuple[Callable[[Uneven, int], None], dict[str, Any]]] = [
+        *((run, {}) for run in (_micro_batches, _reduced_each, _scaled, _clipped, _compiled)),
+        (_divided, {}),
+        (_reduced_each, {"mp_policy": MixedPrecisionPolicy(param_dtype=bf16)}),
+        (_reduced_each, {"mp_policy": MixedPrecisionPolicy(bf16, torch.float32)}),
+        (_reduced_each, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}),
+        (_reduced_each, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        (_reduced_each, {"reshard_after_forward": False}),
+    ]
+    for run, how in ways:
+        found = sqnrs(None, run, how, transport="float8")
+        # (Some parameters are so small that their SQNR hangs on a few values.)
+        assert min(found.values()) > 28, (run, how, found)
 
 
 def replicas(transport: Any, partial: bool, error_feedback: bool) -> tuple[float, bool]:
@@ -452,22 +423,18 @@ class Gated(nn.Module):
         return self.down(F.relu(self.up(x))) * self.gate(x)
 
 
-def gate_differs(transport: Any, hidden: int) -> bool:
-    """Whether tensor-parallel ranks have other gradients of what they replicate."""
+@on_ranks(4)
+def test_replicated_parameters_round_alike_on_tensor_parallel_ranks() -> None:
     mesh = device_mesh(dp=2, tp=2)
-    net = Gated(mesh, hidden)
-    set_gradient_transport(net, transport, stochastic_rounding=True)
-    net(data(mesh.get_local_rank("dp"))[:, :64]).pow(2).mean().backward()
-    own = local_tensor(net.gate.weight.grad).contiguous()
-    both = [torch.empty_like(own) for _ in range(2)]
-    dist.all_gather(both, own, group=mesh.get_group("tp"))
-    return not torch.equal(*both)
-
-
-def test_replicated_parameters_round_alike_on_tensor_parallel_ranks(ranks: RankPools) -> None:
     # What comes before is sharded evenly, or not.
     for transport, hidden in (("bf16", 251), ("float8", 256), ("float8", 251), ("float8", 3)):
-        assert not ranks(4).run_same(gate_differs, transport, hidden)
+        net = Gated(mesh, hidden)
+        set_gradient_transport(net, transport, stochastic_rounding=True)  # type: ignore[arg-type]
+        net(data(mesh.get_local_rank("dp"))[:, :64]).pow(2).mean().backward()
+        own = local_tensor(net.gate.weight.grad).contiguous()
+        both = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(both, own, group=mesh.get_group("tp"))
+        assert torch.equal(*both), (transport, hidden)
 
 
 class Seeds(TorchDispatchMode):
@@ -538,29 +505,6 @@ def test_nan_is_no_error_to_make_up_for() -> bool:
     return all(grad.isfinite().all() for grad in gradients_of(net).values())
 
 
-def resumed(folder: str) -> None:
-    """Errors that DCP saved and loaded give the gradients of an uninterrupted run."""
-    mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
-    old, new = sharded(mesh), sharded(mesh)
-    for net in (old, new):
-        set_gradient_transport(net, "float8", error_feedback=True)
-    backward(old, rank)
-    dcp.save({"float8": Float8State(old), "model": old}, checkpoint_id=folder)
-    dcp.load({"float8": Float8State(new), "model": new}, checkpoint_id=folder)
-    for net in (old, new):
-        net.zero_grad()
-        backward(net, rank, 1)
-    assert all(map(torch.equal, gradients_of(new).values(), gradients_of(old).values()))
-
-
-def loaded_elsewhere(folder: str, partial: bool) -> None:
-    net = sharded(device_mesh(dp=dist.get_world_size()))
-    set_gradient_transport(net, "float8", error_feedback=True)
-    planner = DefaultLoadPlanner(allow_partial_load=partial)
-    dcp.load({"float8": Float8State(net)}, checkpoint_id=folder, planner=planner)
-    assert not any(t.any() for k, t in errors_of(net).items() if ".codes." in k)
-
-
 def errors_of(net: nn.Module) -> Gradients:
     return Float8State(net).state_dict()["gradient_errors"]
 
@@ -601,8 +545,31 @@ Float8State: the state has errors of gradients, and the model keeps none; call s
     )
 
 
+def saved_and_loaded(folder: str) -> None:
+    """Errors that DCP saved and loaded give the gradients of an uninterrupted run."""
+    mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
+    old, new = sharded(mesh), sharded(mesh)
+    for net in (old, new):
+        set_gradient_transport(net, "float8", error_feedback=True)
+    backward(old, rank)
+    dcp.save({"float8": Float8State(old), "model": old}, checkpoint_id=folder)
+    dcp.load({"float8": Float8State(new), "model": new}, checkpoint_id=folder)
+    for net in (old, new):
+        net.zero_grad()
+        backward(net, rank, 1)
+    assert all(map(torch.equal, gradients_of(new).values(), gradients_of(old).values()))
+
+
+def loaded_elsewhere(folder: str, partial: bool) -> None:
+    net = sharded(device_mesh(dp=dist.get_world_size()))
+    set_gradient_transport(net, "float8", error_feedback=True)
+    planner = DefaultLoadPlanner(allow_partial_load=partial)
+    dcp.load({"float8": Float8State(net)}, checkpoint_id=folder, planner=planner)
+    assert not any(t.any() for k, t in errors_of(net).items() if ".codes." in k)
+
+
 def test_checkpoints_have_errors(ranks: RankPools, tmp_path: Path) -> None:
-    ranks(2).run(resumed, str(tmp_path))
+    ranks(2).run(saved_and_loaded, str(tmp_path))
     ranks(3).run(loaded_elsewhere, str(tmp_path), True)
     with pytest.raises(RuntimeError, match="Missing key"):
         ranks(3).run(loaded_elsewhere, str(tmp_path), False)
