@@ -100,19 +100,8 @@ Attach = Callable[[Any, nn.Module], Any]
 Pair = tuple[Any, Any]  # what steps, what is attached to
 
 
-def one(net: nn.Module) -> Pair:
-    optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
-    return optimizer, optimizer
-
-
-def accelerated(net: nn.Module) -> Pair:
-    wrapped = Accelerated(one(net)[0])
-    return wrapped, wrapped
-
-
-def scheduler(net: nn.Module) -> Pair:
-    optimizer, _ = one(net)
-    return optimizer, ConstantLR(optimizer)
+def adamw(net: nn.Module) -> AdamW:
+    return AdamW(net.parameters(), lr=1e-2, fused=True)
 
 
 def parts(net: nn.Module) -> list[Optimizer]:
@@ -122,41 +111,21 @@ def parts(net: nn.Module) -> list[Optimizer]:
     return [AdamW(params, lr=1e-2, fused=True) for params in (*weights, biases)]
 
 
-def container(net: nn.Module) -> Pair:
-    held = Container(*parts(net))
-    return held, held
+PAIRS: dict[str, Callable[[nn.Module], Pair]] = {
+    "optimizer": lambda net: 2 * (adamw(net),),
+    "accelerated": lambda net: 2 * (Accelerated(adamw(net)),),
+    "scheduler": lambda net: (held := adamw(net), ConstantLR(held)),
+    "container": lambda net: 2 * (Container(*parts(net)),),
+    "inside of a container": lambda net: (held := Container(*parts(net)), held.optimizers[1]),
+    "list": lambda net: 2 * (Optimizers(parts(net)),),
+    "lookahead": lambda net: 2 * (Lookahead(adamw(net)),),
+}
 
 
-def inside_of_a_container(net: nn.Module) -> Pair:
-    held = Container(*parts(net))
-    return held, held.optimizers[1]
-
-
-def list_of_optimizers(net: nn.Module) -> Pair:
-    held = Optimizers(parts(net))
-    return held, held
-
-
-def lookahead(net: nn.Module) -> Pair:
-    held = Lookahead(one(net)[0])
-    return held, held
-
-
-PAIRS = [
-    one,
-    accelerated,
-    scheduler,
-    container,
-    inside_of_a_container,
-    list_of_optimizers,
-    lookahead,
-]
-
-
-def steps(make: Callable[[nn.Module], Pair], attach: Attach | None) -> tuple[list[int], list[Any]]:
+def steps(pair: str, attach: Attach | None) -> tuple[list[int], list[Any]]:
     """Amax all-reduces of each of two steps with their next forwards; the weights after that."""
     world = Distributed(2, 1)
-    stepping, attached = make(world.net)
+    stepping, attached = PAIRS[pair](world.net)
     if attach is not None:
         attach(attached, world.net)
     x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0)))
@@ -171,11 +140,11 @@ def steps(make: Callable[[nn.Module], Pair], attach: Attach | None) -> tuple[lis
     return found, [local_tensor(p.detach()) for p in world.net.state_dict().values()]
 
 
-@pytest.mark.parametrize("make", PAIRS)
-def test_one_all_reduce_per_step(ranks: RankPools, make: Any) -> None:
-    attach = ATTACH[PAIRS.index(make) % 2]
-    results = ranks(2).run(steps, make, attach)
-    without = ranks(2).run(steps, make, None)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_one_all_reduce_per_step(ranks: RankPools, pair: str) -> None:
+    attach = ATTACH[list(PAIRS).index(pair) % 2]
+    results = ranks(2).run(steps, pair, attach)
+    without = ranks(2).run(steps, pair, None)
     for (found, weights), (each, expected) in zip(results, without, strict=True):
         assert found == [1, 1]
         assert each == [6, 6]

@@ -86,16 +86,14 @@ def test_distributed_checkpoints_reshard(
     assert ranks(world_size).run(loaded, str(tmp_path), *loaded_as) == [[]] * world_size
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@on_ranks(2, "tp", returns=[])
-def test_meta_init(tp: int) -> list[str]:
+@on_ranks(4, returns=[])
+def test_meta_init() -> list[str]:
     """meta init -> convert -> parallelize -> fully_shard -> to_empty -> load."""
-    mesh = device_mesh(dp=2, tp=tp)
+    mesh = device_mesh(dp=2, tp=2)
     with torch.device("meta"):
         net = Net()
     convert_to_float8_training(net, config=GATHERED)
-    if tp > 1:
-        apply_tp_plan(net, mesh["tp"], net_plan(net, True))
+    apply_tp_plan(net, mesh["tp"], net_plan(net, True))
     for module in (*net.layers, net):
         fully_shard(module, mesh=mesh["dp"])
     net.to_empty(device="cpu")
@@ -105,7 +103,7 @@ def test_meta_init(tp: int) -> list[str]:
     with torch.no_grad():
         for name, p in net.named_parameters():
             p.copy_(distribute_tensor(values[name], p.device_mesh, p.placements))
-    x = torch.randn(2, 8, 64).chunk(tp, 1)[mesh.get_local_rank("tp")]
+    x = torch.randn(2, 8, 64).chunk(2, 1)[mesh.get_local_rank("tp")]
     with weights_used(net) as used:
         net(x.contiguous()).sum().backward()
     return wrong_casts(used, values, mesh["tp"])

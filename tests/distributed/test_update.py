@@ -172,64 +172,46 @@ def test_a_model_that_was_not_converted() -> None:
         assert text.startswith(f"{name}: the module has no Float8Linear; call convert_to")
 
 
-class Watched(nn.Module):
-    """Notes the repr of its layer before and after the layer, forward and backward."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.seen: list[str] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(f"forward: {self.layer!r}")
-        x = self.layer(x)
-        x.register_hook(lambda grad: self.seen.append(f"backward: {self.layer!r}"))
-        return x
-
-
 def scales_of_a_step(recipe: str, float8: bool) -> list[str]:
     """How a layer shows its scale, moment by moment; and that saying so communicates nothing."""
     config = Float8LinearConfig.from_recipe_name(recipe)
-    if float8:
-        config = replace(config, enable_fsdp_float8_all_gather=True)
-    model = Watched(convert_to_float8_training(nn.Linear(16, 32, bias=False), config=config))
-    fully_shard(model, mesh=device_mesh(dp=2))
+    config = replace(config, enable_fsdp_float8_all_gather=float8)
+    layer = convert_to_float8_training(nn.Linear(16, 32, bias=False), config=config)
+    model = fully_shard(nn.Sequential(layer), mesh=device_mesh(dp=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    audit = comm_audit()
+    audit, seen = comm_audit(), []
 
-    def note(when: str) -> None:
+    def note(*_: object) -> None:
         with audit:
-            shown = repr(model.layer)
-        assert repr(model.layer) == shown
-        model.seen.append(f"{when}: {shown}")
+            seen.append(repr(layer))
+        assert repr(layer) == seen[-1]
 
-    note("new")
+    layer.register_forward_pre_hook(note)
+    layer.register_full_backward_pre_hook(note)
+    note()
     update_float8_scales(model)
-    note("updated")
+    note()
     model(torch.ones(2, 16)).sum().backward()
-    note("after backward")
+    note()
     optimizer.step()
-    note("after the optimizer")
+    note()
     update_float8_scales(model)
-    note("updated again")
+    note()
     gathers = "weight|input|grad_output" if float8 else "input|grad_output"
-    assert all(f"recipe={recipe}, float8_gathers={gathers}" in line for line in model.seen)
+    assert all(f"recipe={recipe}, float8_gathers={gathers}" in line for line in seen)
     assert audit.count() == 0
-    return [line.partition("scale=")[2].removesuffix(")") for line in model.seen]
+    return [line.partition("scale=")[2].removesuffix(")") for line in seen]
 
 
-def test_at_each_moment_of_a_step(ranks: RankPools) -> None:
+def test_layers_show_their_scale_at_each_moment_of_a_step(ranks: RankPools) -> None:
     """New, updated, forward, backward, after it, after the optimizer, updated again."""
     run = ranks(2).run_same
-    fresh = ["fresh"] * 3
-    assert run(scales_of_a_step, "tensorwise", True) == [
-        *("unknown", "pending", *fresh, "stale", "pending")
-    ]
-    assert run(scales_of_a_step, "tensorwise", False) == [
-        *("unknown", "unknown", "unknown", "fresh", "unknown", "unknown", "unknown")
-    ]
-    amaxes = [f"delayed ({count} of 16 amaxes)" for count in (0, 0, 0, 0, 0, 0, 1)]
-    assert run(scales_of_a_step, "delayed", True) == amaxes
+    expected = ["unknown", "pending", "fresh", "fresh", "fresh", "stale", "pending"]
+    assert run(scales_of_a_step, "tensorwise", True) == expected
+    expected = ["unknown", "unknown", "unknown", "fresh", "unknown", "unknown", "unknown"]
+    assert run(scales_of_a_step, "tensorwise", False) == expected
+    expected = [f"delayed ({count} of 16 amaxes)" for count in (0, 0, 0, 0, 0, 0, 1)]
+    assert run(scales_of_a_step, "delayed", True) == expected
 
 
 @on_ranks(4)
