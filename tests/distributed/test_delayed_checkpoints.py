@@ -31,7 +31,6 @@ from fp8_dist import (
     Float8State,
     attach_update,
     convert_to_float8_training,
-    update_float8_scales,
 )
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
@@ -40,42 +39,57 @@ from fp8_dist.fsdp import set_gradient_transport
 TENSORWISE = Float8LinearConfig()
 
 
-def steps(world: Distributed, count: int, seed: int) -> list[float]:
-    torch.manual_seed(seed)
-    losses = []
-    for _ in range(count):
-        loss = world.net(world.mine(torch.randn(4, 8, 64))).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        update_float8_scales(world.net)
-    return losses
-
-
 def world_of(dp: int, tp: int, seed: int, config: Float8LinearConfig = DELAYED) -> Distributed:
     return Distributed(dp, tp, config=config, net_arguments={"seed": seed})
 
 
+class Run:
+    """A net on a mesh and its optimizer, with all that its recipe keeps between steps."""
+
+    def __init__(self, dp: int, tp: int, seed: int, feedback: bool = False, **how: Any) -> None:
+        self.world = world_of(dp, tp, seed, **how)
+        self.net = self.world.net
+        if feedback:
+            set_gradient_transport(self.net, "float8", error_feedback=True)
+        # DCP steps an optimizer without state to give it one, and SGD will never have any.
+        make = torch.optim.SGD if tp > 1 else torch.optim.AdamW
+        self.optimizer = make(self.net.parameters(), lr=1e-2)
+        attach_update(self.optimizer, self.net)
+
+    def train(self, steps: int, seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        losses = []
+        for _ in range(steps):
+            loss = self.net(self.world.mine(torch.randn(4, 8, 64))).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return losses
+
+
 def resumed_on_ranks(dp: int, tp: int, how: str) -> dict[str, Any]:
     """From a run with histories into a new model: by each rank's shards, or by a full state."""
-    old, new = world_of(dp, tp, 0), world_of(dp, tp, 1)
-    steps(old, 2, seed=1)
-    steps(new, 1, seed=2)
+    old, new = Run(dp, tp, 0), Run(dp, tp, 1)
+    old.train(2, seed=1)
+    new.train(1, seed=2)
     with comm_audit() as audit:
         if how == "shards":
             new.net.load_state_dict(copy.deepcopy(old.net.state_dict()))
+    twin = old.world.twin
     if how == "rank 0":
         # What only rank 0 was given: the twin's, without the history of the prepared input.
         for _ in range(2):
-            old.twin(torch.randn(4, 8, 64)).sum().backward()
-            sync(old.twin)
-        full = through_a_file(old.twin.state_dict()) if dist.get_rank() == 0 else {}
+            twin(torch.randn(4, 8, 64)).sum().backward()
+            sync(twin)
+        full = through_a_file(twin.state_dict()) if dist.get_rank() == 0 else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(new.net, full, options=options)
     return {
         "loads": audit.count(),
         "kept": amaxes(new.net),
-        "expected": amaxes(old.net if how == "shards" else old.twin),
-        "losses": [steps(world, 2, seed=3) for world in (old, new)],
+        "expected": amaxes(old.net if how == "shards" else twin),
+        "losses": [run.train(2, seed=3) for run in (old, new)],
         "later": amaxes(new.net),
     }
 
@@ -99,38 +113,6 @@ def test_a_checkpoint_that_rank_0_broadcasts(ranks: RankPools) -> None:
         assert found["kept"] == results[0]["expected"] | {name: [] for name in prepared}
         assert found["later"] == results[0]["later"]
         assert set(expected) == set(found["kept"]) - prepared
-
-
-class Run:
-    """A net on a mesh and its optimizer, with all that its recipe keeps between steps."""
-
-    def __init__(
-        self,
-        dp: int,
-        tp: int,
-        seed: int,
-        config: Float8LinearConfig = DELAYED,
-        feedback: bool = False,
-    ) -> None:
-        self.world = world_of(dp, tp, seed, config)
-        self.net = self.world.net
-        if feedback:
-            set_gradient_transport(self.net, "float8", error_feedback=True)
-        # DCP steps an optimizer without state to give it one, and SGD will never have any.
-        make = torch.optim.SGD if tp > 1 else torch.optim.AdamW
-        self.optimizer = make(self.net.parameters(), lr=1e-2)
-        attach_update(self.optimizer, self.net)
-
-    def train(self, steps: int, seed: int) -> list[float]:
-        torch.manual_seed(seed)
-        losses = []
-        for _ in range(steps):
-            loss = self.net(self.world.mine(torch.randn(4, 8, 64))).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return losses
 
 
 def resumed_from_dcp(folder: str, dp: int, tp: int) -> None:
@@ -178,11 +160,11 @@ def loaded_elsewhere(
     found = {}
     planner = DefaultLoadPlanner(allow_partial_load=True)
     for name in ELSEWHERE:
-        new = Run(dp, tp, 1, config)
+        new = Run(dp, tp, 1, config=config)
         load(name, new.net, new.optimizer, folder, planner)
         found[name] = amaxes(new.net)
         new.train(1, seed=3)
-    new = Run(dp, tp, 1, config)
+    new = Run(dp, tp, 1, config=config)
     state = {"model": new.net, "float8": Float8State(new.net)}
     dcp.load(state, checkpoint_id=f"{folder}/async", planner=planner)
     return found | {"async": amaxes(new.net)}
@@ -267,15 +249,15 @@ def test_all_ranks_of_ddp_continue_with_the_histories_of_one(
 
 def damaged(how: str) -> str:
     """What a rank says of a state_dict that is damaged on rank 1."""
-    world = world_of(2, 1, 0)
-    steps(world, 2, seed=1)
-    before, state = amaxes(world.net), world.net.state_dict()
+    run = Run(2, 1, 0)
+    run.train(2, seed=1)
+    before, state = amaxes(run.net), run.net.state_dict()
     rows = state._metadata["layers.1.w3"]["float8_amax_histories"]  # type: ignore[attr-defined]
     if dist.get_rank() == 1:
         rows["weight"] = DAMAGED[how]
-    text = raised(ValueError, lambda: world.net.load_state_dict(state))
-    assert amaxes(world.net) == before
-    steps(world, 1, seed=1)  # the ranks go on together
+    text = raised(ValueError, lambda: run.net.load_state_dict(state))
+    assert amaxes(run.net) == before
+    run.train(1, seed=1)  # the ranks go on together
     return text
 
 

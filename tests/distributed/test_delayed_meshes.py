@@ -222,8 +222,8 @@ def poisoned(where: str) -> dict[str, Any]:
         world.net(x).square().mean().backward()
         sync(world.net)
     before = amaxes(world.net)
-    spoiled = x if where == "input" else world.net.layers[0].w1.weight.to_local()
     with torch.no_grad():
+        spoiled = x if where == "input" else world.net.layers[0].w1.weight.to_local()
         if dist.get_rank() == 0:
             spoiled.view(-1)[0] = torch.nan
     world.net.zero_grad()
