@@ -1,16 +1,19 @@
 """Blocks that shards cut, from step to step: what is cast anew, what is kept, what a NaN reaches."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from ranks import RankPools
 from reference import float8_gemms, same_bits, sqnr
-from test_blocks_on_meshes import (
+from test_mesh_grid import (
+    BLOCKS,
     MESHES,
-    config_of,
+    SHAPES,
     data_of,
     linear,
     mine,
@@ -18,22 +21,23 @@ from test_blocks_on_meshes import (
     parts_of,
     stage_mesh,
     step,
-    wrong_operands,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
+    Float8LinearConfig,
     Float8Tensor,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.debug import comm_audit
 
-SHAPE = (300, 260)  # cut on each of these meshes
-CUT = ["FSDP2 x3", "TP x3, row", "TP x3, column", "FSDP2 2 x TP 2, row"]
-RECIPES = ["blockwise", "mxfp8"]
+SHAPE = SHAPES["cut blocks"]  # on each of these meshes
+
+
+def of_recipe(recipe: str, **fields: Any) -> Float8LinearConfig:
+    return replace(Float8LinearConfig.from_recipe_name(recipe), **fields)
 
 
 def exponents_sent(audit: Any) -> int:
@@ -50,138 +54,95 @@ def gradients(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[tor
     return [output.detach(), x.grad, *(getattr(g, "_local_tensor", g) for g in found)]
 
 
-def stale(name: str) -> list[str]:
-    """Wrong operands where precompute was not repeated after the weights changed."""
-    mesh = MESHES[name]
-    return [
-        wrong
-        for recipe in RECIPES
-        for wrong in wrong_operands(mesh, recipe, SHAPE, precompute=(True, False))
-    ]
-
-
-@pytest.mark.parametrize("name", CUT)
-def test_exponents_of_other_values_are_not_used(ranks: RankPools, name: str) -> None:
-    size = MESHES[name].ranks
-    assert ranks(size).run(stale, name) == [[]] * size
-
-
 def micro_batches(name: str, recipe: str) -> list[int]:
     """All-reduces of exponents of weights in two micro-batches, and in one of other weights."""
-    mesh = MESHES[name]
-    model = on_mesh(mesh, SHAPE, config_of(recipe))
-    part = parts_of(mesh, *data_of(mesh, SHAPE))
+    at = MESHES[name]
+    model = on_mesh(at, SHAPE, of_recipe(recipe))
+    part = parts_of(at, *data_of(at, SHAPE))
     sent = []
     for i in range(3):
         if i == 2:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(3)
-        with comm_audit(stage_mesh(mesh.axes)) as audit:
+        with comm_audit(stage_mesh(at.axes)) as audit:
             step(model, *part)
         sent.append(exponents_sent(audit))
     return sent
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("FSDP2 x3", "blockwise"), ("TP x3, column", "mxfp8")]
+)
 def test_micro_batches_cast_a_weight_once(ranks: RankPools, name: str, recipe: str) -> None:
-    first, second, changed = ranks(MESHES[name].ranks).run_same(micro_batches, name, recipe)
+    first, second, changed = ranks(3).run_same(micro_batches, name, recipe)
     assert (first - second, changed) == (1, first)
 
 
-def frozen(name: str, recipe: str) -> list[bool]:
-    mesh = MESHES[name]
-    part = parts_of(mesh, *data_of(mesh, SHAPE))
-    learns, is_frozen = (on_mesh(mesh, SHAPE, config_of(recipe)) for _ in range(2))
-    is_frozen.requires_grad_(False)
-    expected, found = gradients(learns, *part), gradients(is_frozen, *part)
-    assert len(found) == 2
-    return [same_bits(a, b) for a, b in zip(expected, found, strict=False)]
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def checkpointed(name: str, recipe: str) -> list[bool]:
-    mesh = MESHES[name]
-    part = parts_of(mesh, *data_of(mesh, SHAPE))
+def differences(name: str, recipe: str) -> list[str]:
+    """What differs in frozen and checkpointed models, and in one that loads another's state_dict.
 
-    class Checkpointed(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    plain, again = (on_mesh(mesh, SHAPE, config_of(recipe)) for _ in range(2))
-    pairs = zip(gradients(plain, *part), gradients(Checkpointed(again), *part), strict=True)
-    return [same_bits(a, b) for a, b in pairs]
-
-
-def loaded(name: str, recipe: str) -> list[bool]:
-    """What state_dict gives is the weight in high precision; a model that loads it is the same."""
-    mesh = MESHES[name]
-    part = parts_of(mesh, *data_of(mesh, SHAPE))
-    model, other = (on_mesh(mesh, SHAPE, config_of(recipe)) for _ in range(2))
+    What state_dict gives is the weight in high precision.
+    """
+    at = MESHES[name]
+    part = parts_of(at, *data_of(at, SHAPE))
+    model, frozen, again, other = (on_mesh(at, SHAPE, of_recipe(recipe)) for _ in range(4))
+    frozen.requires_grad_(False)
+    results = {"frozen": gradients(frozen, *part), "again": gradients(Checkpointed(again), *part)}
+    expected = gradients(model, *part)
+    assert [len(found) for found in (*results.values(), expected)] == [2, 3, 3]
+    wrong = [
+        how
+        for how, found in results.items()
+        if not all(same_bits(a, b) for a, b in zip(expected, found, strict=False))
+    ]
     precompute_float8_dynamic_scale(other)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     whole = state["0.weight"].full_tensor()  # type: ignore[attr-defined]
-    assert torch.equal(whole, linear(SHAPE, config_of(recipe))[0].weight.detach() * 3)
+    assert torch.equal(whole, linear(SHAPE, of_recipe(recipe))[0].weight.detach() * 3)
     other.load_state_dict(state)
     pairs = zip(gradients(model, *part), gradients(other, *part), strict=True)
-    return [same_bits(a, b) for a, b in pairs]
+    return wrong if all(same_bits(a, b) for a, b in pairs) else [*wrong, "loaded"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BLOCKS)
 @pytest.mark.parametrize("name", ["FSDP2 x3", "TP x3, row"])
-@pytest.mark.parametrize("check", [frozen, checkpointed, loaded])
-def test_the_same_bits(ranks: RankPools, check: Any, name: str, recipe: str) -> None:
-    for found in ranks(3).run(check, name, recipe):
-        assert all(found)
-
-
-def data_parallel(recipe: str) -> list[bool]:
-    model, twin = linear(SHAPE, config_of(recipe)), linear(SHAPE, config_of(recipe))
-    mesh = MESHES["FSDP2 x2"]
-    wrapped = DistributedDataParallel(model)
-    x, grad = data_of(mesh, SHAPE)
-    with comm_audit() as audit:
-        found = gradients(wrapped, x, grad)
-    assert exponents_sent(audit) == 0
-    expected = gradients(twin, x, grad)
-    mean = expected[2].clone()
-    torch.distributed.all_reduce(mean)
-    return [
-        *(same_bits(a, b) for a, b in zip(found[:2], expected[:2], strict=True)),
-        sqnr(mean / 2, found[2]) > 120,
-    ]
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_ddp_sends_no_exponents(ranks: RankPools, recipe: str) -> None:
-    assert ranks(2).run(data_parallel, recipe) == [[True] * 3] * 2
+def test_the_same_bits(ranks: RankPools, name: str, recipe: str) -> None:
+    assert ranks(3).run(differences, name, recipe) == [[]] * 3
 
 
 def rank_scope(name: str, recipe: str) -> list[float]:
-    mesh, config = MESHES[name], config_of(recipe, amax_scope="rank")
-    model, twin = on_mesh(mesh, SHAPE, config), linear(SHAPE, config_of(recipe))
-    x, grad = data_of(mesh, SHAPE)
+    at = MESHES[name]
+    model = on_mesh(at, SHAPE, of_recipe(recipe, amax_scope="rank"))
+    twin = linear(SHAPE, of_recipe(recipe))
+    x, grad = data_of(at, SHAPE)
     precompute_float8_dynamic_scale(model)
-    with comm_audit(stage_mesh(mesh.axes)) as audit:
-        output, grad_input, *_ = gradients(model, *parts_of(mesh, x, grad))
+    with comm_audit(stage_mesh(at.axes)) as audit:
+        output, grad_input, *_ = gradients(model, *parts_of(at, x, grad))
     whole, grad_whole, *_ = gradients(twin, x, grad)
-    outside, inside = (1, 2) if mesh.style == "column" else (2, 1)
+    outside, inside = (1, 2) if at.style == "column" else (2, 1)
     return [
         exponents_sent(audit),
-        sqnr(mine(whole, inside, mesh), output),
-        sqnr(mine(grad_whole, outside, mesh), grad_input),
+        sqnr(mine(whole, inside, at), output),
+        sqnr(mine(grad_whole, outside, at), grad_input),
     ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["TP x3, row", "TP x3, column"])
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("TP x3, row", "blockwise"), ("TP x3, column", "mxfp8")]
+)
 def test_amax_scope_rank(ranks: RankPools, name: str, recipe: str) -> None:
     """What never leaves its rank has blocks of its own; the rest is as accurate as before."""
     for sent, *distances in ranks(3).run(rank_scope, name, recipe):
@@ -191,45 +152,31 @@ def test_amax_scope_rank(ranks: RankPools, name: str, recipe: str) -> None:
 
 def nan_of_an_activation(name: str) -> list[list[int]]:
     """The columns of the operand's row with a NaN, on this rank: of the input or the gradient."""
-    mesh = MESHES[name]
-    x, grad = data_of(mesh, SHAPE)
-    by_row = mesh.style == "row"
+    at = MESHES[name]
+    x, grad = data_of(at, SHAPE)
+    by_row = at.style == "row"
     (x if by_row else grad)[1, 3, 130] = math.nan
-    found = step(on_mesh(mesh, SHAPE, config_of("blockwise")), *parts_of(mesh, x, grad))
+    found = step(on_mesh(at, SHAPE, of_recipe("blockwise")), *parts_of(at, x, grad))
     bad = found[0 if by_row else 1][0].dequantize().isnan()
     row = x.shape[1] + 3
     assert bad.any(1).nonzero().flatten().tolist() == ([row] if bad.any() else [])
     size = -(-SHAPE[1 if by_row else 0] // 3)
-    start = size * (torch.distributed.get_rank() % 3)
+    start = size * (dist.get_rank() % 3)
     columns = (start + bad[row].nonzero().flatten()).tolist()
     return [columns[:1], columns[-1:]]
 
 
-def test_nan_in_one_ranks_part_of_an_activations_block(ranks: RankPools) -> None:
-    # 260 and 300 columns in parts of 87 and 100: block 128 to 255 is on ranks 1 and 2.
-    assert ranks(3).run(nan_of_an_activation, "TP x3, row") == [
-        [[], []],
-        [[128], [173]],
-        [[174], [255]],
-    ]
-    assert ranks(3).run(nan_of_an_activation, "TP x3, column") == [
-        [[], []],
-        [[128], [199]],
-        [[200], [255]],
-    ]
-
-
 def nan_of_a_weight(name: str, precompute: bool) -> list[Any]:
     """The rows and columns that are NaN of the weight that a rank multiplies."""
-    mesh = MESHES[name]
-    model = on_mesh(mesh, SHAPE, config_of("blockwise"))
-    if torch.distributed.get_rank() == 1:
+    at = MESHES[name]
+    model = on_mesh(at, SHAPE, of_recipe("blockwise"))
+    if dist.get_rank() == 1:
         with torch.no_grad():
             model[0].weight._local_tensor[10, 5] = math.nan  # type: ignore[union-attr]
     model[0].float8_weight.cache.drop()  # type: ignore[operator, union-attr]
     if precompute:
         precompute_float8_dynamic_scale(model)
-    found = step(model, *parts_of(mesh, *data_of(mesh, SHAPE)))
+    found = step(model, *parts_of(at, *data_of(at, SHAPE)))
     weight = found[0][1].t()
     assert isinstance(weight, Float8Tensor)
     bad = weight.dequantize().isnan()
@@ -238,17 +185,23 @@ def nan_of_a_weight(name: str, precompute: bool) -> list[Any]:
     return [(t[0].item(), t[-1].item()) if len(t) else None for t in (rows, columns)]
 
 
-@pytest.mark.parametrize("precompute", [False, True])
-def test_nan_in_one_ranks_part_of_a_weights_block(ranks: RankPools, precompute: bool) -> None:
-    # Row 110 of 300 in parts of 100; column 92 of 260 in parts of 87; row 110 in parts of 100.
-    assert ranks(3).run(nan_of_a_weight, "FSDP2 x3", precompute) == [[(0, 127), (0, 127)]] * 3
-    by_rows = ranks(3).run(nan_of_a_weight, "TP x3, column", precompute)
-    assert by_rows == [[(0, 99), (0, 127)], [(0, 27), (0, 127)], [None, None]]
-    by_columns = ranks(3).run(nan_of_a_weight, "TP x3, row", precompute)
-    assert by_columns == [[(0, 127), (0, 86)], [(0, 127), (0, 40)], [None, None]]
+def test_nan_in_one_ranks_part_of_a_block(ranks: RankPools) -> None:
+    run = ranks(3).run
+    # 260 and 300 columns in parts of 87 and 100: block 128 to 255 is on ranks 1 and 2.
+    by_rows = run(nan_of_an_activation, "TP x3, row")
+    assert by_rows == [[[], []], [[128], [173]], [[174], [255]]]
+    by_columns = run(nan_of_an_activation, "TP x3, column")
+    assert by_columns == [[[], []], [[128], [199]], [[200], [255]]]
+    for precompute in (False, True):
+        # Row 110 of 300 in parts of 100; row 110 in parts of 100; column 92 of 260 in parts of 87.
+        assert run(nan_of_a_weight, "FSDP2 x3", precompute) == [[(0, 127), (0, 127)]] * 3
+        by_rows = run(nan_of_a_weight, "TP x3, column", precompute)
+        assert by_rows == [[(0, 99), (0, 127)], [(0, 27), (0, 127)], [None, None]]
+        by_columns = run(nan_of_a_weight, "TP x3, row", precompute)
+        assert by_columns == [[(0, 127), (0, 86)], [(0, 127), (0, 40)], [None, None]]
 
 
-def mixed(gather: bool) -> list[Any]:
+def mixed() -> list[Any]:
     """Layers with scales of blocks, and others with one scale, in one model."""
     mesh = stage_mesh((1, 1, 3, 1))
     results = []
@@ -256,7 +209,7 @@ def mixed(gather: bool) -> list[Any]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(260, 260, bias=False) for _ in range(4)))
         for index, recipe in enumerate(("blockwise", "tensorwise", "mxfp8", "rowwise_folded")):
-            config = config_of(recipe, enable_fsdp_float8_all_gather=distributed and gather)
+            config = of_recipe(recipe, enable_fsdp_float8_all_gather=distributed)
             convert_to_float8_training(
                 model, config=config, module_filter_fn=lambda _, name, i=index: name == str(i)
             )
@@ -276,4 +229,4 @@ def mixed(gather: bool) -> list[Any]:
 
 def test_a_model_that_mixes_granularities(ranks: RankPools) -> None:
     """One all-reduce for all of its exponents and amaxes, and none in the step."""
-    assert ranks(3).run(mixed, True) == [[True, 1, 0]] * 3
+    assert ranks(3).run(mixed) == [[True, 1, 0]] * 3
