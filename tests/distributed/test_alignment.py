@@ -55,16 +55,27 @@ def sharded(dim: int, hidden: int, pad: bool, rows: int) -> dict[str, Any]:
 def test_refused_on_all_ranks_where_it_is_misaligned_on_one(ranks: RankPools) -> None:
     # 48 columns on 2 ranks: 24 each. 33: 17 and 16, of which only the first is misaligned.
     for hidden, found in ((48, "24"), (33, "16 or 17")):
-        first, second = ranks(2).run(sharded, 32, hidden, False, 16, timeout=60)
+        first, second = ranks(2).run(sharded, 32, hidden, False, 16)
         assert first == second
         assert "w1: float8 GEMMs need local sizes that are multiples of 16" in first["error"]
         assert f"found out_features {found};" in first["error"]
 
 
-@pytest.mark.parametrize(("dim", "hidden", "rows"), [(32, 33, 16), (20, 48, 5), (17, 6, 1)])
-def test_padded_on_every_rank(ranks: RankPools, dim: int, hidden: int, rows: int) -> None:
-    for found in ranks(2).run(sharded, dim, hidden, True, rows):
-        assert "error" not in found
+@pytest.mark.parametrize(
+    ("world_size", "dim", "hidden", "rows"),
+    [
+        (2, 32, 33, 16),
+        (2, 20, 48, 5),
+        # Some ranks hold nothing, and take part all the same.
+        (2, 17, 1, 1),
+        (4, 32, 5, 6),
+    ],
+)
+def test_padded_on_every_rank(
+    ranks: RankPools, world_size: int, dim: int, hidden: int, rows: int
+) -> None:
+    for found in ranks(world_size).run(sharded, dim, hidden, True, rows):
+        assert "error" not in found, found
         assert min(found.values()) > 120
 
 
@@ -89,18 +100,6 @@ def ragged_batches() -> dict[str, float]:
 def test_rows_are_padded_in_any_case(ranks: RankPools) -> None:
     for found in ranks(2).run(ragged_batches):
         assert found["output"] > 120
-
-
-def empty_tp_shard(hidden: int) -> dict[str, float]:
-    """More ranks than columns: some ranks hold nothing, and take part all the same."""
-    return sharded(32, hidden, True, 6)
-
-
-@pytest.mark.parametrize(("world_size", "hidden"), [(2, 1), (4, 5), (4, 2)])
-def test_empty_tp_shards(ranks: RankPools, world_size: int, hidden: int) -> None:
-    for found in ranks(world_size).run(empty_tp_shard, hidden):
-        assert "error" not in found, found
-        assert min(found.values()) > 120
 
 
 def fsdp_sizes() -> list[str]:

@@ -1,6 +1,5 @@
 """Tensors with a scale per line on two ranks: their casts, and how they travel."""
 
-import pytest
 import torch
 from ranks import RankPools, device_mesh
 from reference import same_bits, same_cast
@@ -32,7 +31,7 @@ def placements_of(shape: tuple[int, ...]) -> list[Placement]:
 
 
 def wrong_casts(shape: tuple[int, ...], dim: int) -> list[str]:
-    """Runs on each of two ranks."""
+    """Casts on one of two ranks that are not its parts, or that communicate anything but amaxes."""
     mesh, x, wrong = device_mesh(tp=2), numbers(shape), []
     whole = cast_to_float8(x, AXISWISE, dim=dim)
     for placement in placements_of(shape):
@@ -54,11 +53,12 @@ ON_MESHES = [(6,), (5,), (1,), (6, 8), (5, 7), (1, 8), (3, 1), (4, 6, 8), (3, 5,
 LINES = [(shape, dim) for shape in ON_MESHES for dim in range(len(shape))]
 
 
-@pytest.mark.parametrize(("shape", "dim"), LINES)
-def test_a_shard_of_the_cast_is_the_cast_of_the_shard(
-    ranks: RankPools, shape: tuple[int, ...], dim: int
-) -> None:
-    assert ranks(2).run(wrong_casts, shape, dim) == [[], []]
+def all_wrong_casts() -> list[str]:
+    return [wrong for line in LINES for wrong in wrong_casts(*line)]
+
+
+def test_a_shard_of_the_cast_is_the_cast_of_the_shard(ranks: RankPools) -> None:
+    assert ranks(2).run(all_wrong_casts) == [[], []]
 
 
 def moved_casts(shape: tuple[int, ...], dim: int, bad: float) -> dict[str, str]:
@@ -84,21 +84,25 @@ def moved_casts(shape: tuple[int, ...], dim: int, bad: float) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("bad", [0.0, torch.nan])
-@pytest.mark.parametrize(("shape", "dim"), [line for line in LINES if line != ((3, 1), 0)])
-def test_lines_travel_whole_or_not_at_all(
-    ranks: RankPools, shape: tuple[int, ...], dim: int, bad: float
-) -> None:
-    first, second = ranks(2).run(moved_casts, shape, dim, bad)
-    for found in (first, second):
-        for move, result in found.items():
+MOVED = [(*line, bad) for line in LINES if line != ((3, 1), 0) for bad in (0.0, torch.nan)]
+
+
+def all_moved_casts() -> list[dict[str, str]]:
+    return [moved_casts(*case) for case in MOVED]
+
+
+def test_lines_travel_whole_or_not_at_all(ranks: RankPools) -> None:
+    first, second = ranks(2).run(all_moved_casts)
+    for (shape, dim, _), *results in zip(MOVED, first, second, strict=True):
+        assert results[0].keys() == results[1].keys()
+        for move, result in (pair for found in results for pair in found.items()):
             now, then = move.split(" to ")
             # DTensor puts the parts of one row together by a view, which can't know their scale.
             one_row = shape[0] == 1 and now == f"S({len(shape) - 1})"
             may_refuse = (dim != len(shape) - 1 or one_row) and now not in (then, "R")
             refused = may_refuse and result.startswith("NotImplementedError: ")
-            assert result == "same" or (refused and "redistribute the high-prec" in result), move
-    assert first.keys() == second.keys()
+            expected = result == "same" or (refused and "redistribute the high-prec" in result)
+            assert expected, f"{shape}, {dim}, {move}: {result}"
 
 
 def test_ranks_refuse_alike(ranks: RankPools) -> None:
