@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from fp8_dist import (
     CastConfig,
     Float8LinearConfig,
-    attach_precompute,
     cast_to_float8,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
@@ -67,25 +66,6 @@ def side_by_side(steps: dict[str, Rows]) -> str:
     for kind, by_step in cells.items():
         lines.append(kind + "".join(f"{by_step.get(name, '-'):>15}" for name in steps))
     return "\n".join(lines)
-
-
-def test_fsdp(ranks: RankPools) -> None:
-    steps = {
-        "precompute": ranks(2).run_same(audited_steps, 2, 1, True),
-        "no precompute": ranks(2).run_same(audited_steps, 2, 1, False),
-    }
-    assert_expected_inline(
-        side_by_side(steps),
-        """\
-                                                   precompute  no precompute
-precompute all_reduce     dp    int32                  1 of 6              -
-forward    all_gather     dp    float8_e4m3fn     2 of 36,864    2 of 36,864
-forward    all_gather     dp    + float32            0 of 320       0 of 320
-forward    all_reduce     dp    int32                       -         6 of 6
-backward   all_gather     dp    float8_e4m3fn     2 of 36,864    2 of 36,864
-backward   all_gather     dp    + float32            0 of 320       0 of 320
-backward   reduce_scatter dp    float32           2 of 37,184    2 of 37,184""",
-    )
 
 
 def test_tensor_parallelism(ranks: RankPools) -> None:
@@ -170,47 +150,6 @@ def test_gradients_are_reduced_in_the_dtype_that_fsdp_takes(ranks: RankPools) ->
     assert all(sum(row.count for row in rows) == 1 for rows in ours)
 
 
-def table_of_a_mixed_gather() -> str:
-    return mixed_gather(torch.bfloat16).table()
-
-
-def test_float8_and_other_bytes_of_a_mixed_gather(ranks: RankPools) -> None:
-    assert_expected_inline(
-        ranks(2).run_same(table_of_a_mixed_gather),
-        """\
-op              axis  dtype          count  elements   bytes
-all_gather      dp    float8_e4m3fn      1     3,072   3,072
-all_gather      dp    bfloat16           +       208     416
-reduce_scatter  dp    bfloat16           1     3,280   6,560
-total                                    2            10,048
-  float8                                               3,072
-  other                                                6,976""",
-    )
-
-
-def micro_batches(cache: bool, precompute: bool) -> tuple[int, int, bool]:
-    """(amax all-reduces, casts of weights) of 4 micro-batches, and whether gradients agree."""
-    world = Distributed(2, 1, config=Float8LinearConfig(cache_float8_shards=cache))
-    other = Distributed(2, 1, config=Float8LinearConfig(cache_float8_shards=not cache))
-    if precompute:
-        precompute_float8_dynamic_scale(world.net)
-    batches = [world.mine(torch.randn(4, 8, 64)) for _ in range(4)]
-    from_shard = {
-        tuple(p.to_local().shape) for n, p in world.net.named_parameters() if "weight" in n
-    }
-    casts = Casts(from_shard)
-    with comm_audit(world.mesh) as audit, casts:
-        for x in batches:
-            world.net(x).square().mean().backward()
-    for x in batches:
-        other.net(x).square().mean().backward()
-    agree = all(
-        same_bits(full(a.grad), full(b.grad))
-        for a, b in zip(world.net.parameters(), other.net.parameters(), strict=True)
-    )
-    return audit.count("all_reduce", dtype=INT32), casts.count, agree
-
-
 class Casts(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts casts of tensors of the given shapes."""
 
@@ -224,17 +163,9 @@ class Casts(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_micro_batches_cast_each_weight_once(ranks: RankPools) -> None:
-    weights, gathers_per_weight = 6, 2  # FSDP2 gathers for forward and again for backward
-    cached = ranks(2).run(micro_batches, True, False)
-    assert cached == [(weights, weights, True)] * 2
-    uncached = ranks(2).run(micro_batches, False, True)
-    assert uncached == [(0, 4 * gathers_per_weight * weights, True)] * 2
-
-
-def casts_in_two_steps(dp: int, tp: int, gather: bool) -> list[int]:
+def casts_in_two_steps(dp: int, tp: int, gather: bool, cache: bool) -> list[int]:
     """Casts of weights in each of two steps of 4 micro-batches, never precomputed."""
-    world = Distributed(dp, tp, gather=gather)
+    world = Distributed(dp, tp, gather=gather, config=Float8LinearConfig(cache_float8_shards=cache))
     optimizer = torch.optim.AdamW(world.net.parameters())
     shapes = {tuple(local_tensor(p).shape) for p in world.net.parameters() if p.ndim == 2}
     if dp > 1 and not gather:
@@ -252,43 +183,22 @@ def casts_in_two_steps(dp: int, tp: int, gather: bool) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "gather", "expected"),
+    ("dp", "tp", "gather", "cache", "expected"),
     [
-        (1, 2, False, 6),
-        (2, 2, True, 6),
+        (1, 2, False, True, 6),
+        (2, 2, True, True, 6),
+        # FSDP2 gathers for forward and again for backward.
+        (2, 1, True, False, 4 * 2 * 6),
         # FSDP2 gathers them in high precision, and frees them between forward and backward: in
         # both they are cast (but for two of the first layer, whose input needs no gradient).
-        (2, 1, False, 40),
+        (2, 1, False, True, 40),
     ],
 )
-def test_micro_batches_without_precompute(
-    ranks: RankPools, dp: int, tp: int, gather: bool, expected: int
+def test_micro_batches_cast_each_weight_once(
+    ranks: RankPools, dp: int, tp: int, gather: bool, cache: bool, expected: int
 ) -> None:
-    found = ranks(dp * tp).run(casts_in_two_steps, dp, tp, gather)
+    found = ranks(dp * tp).run(casts_in_two_steps, dp, tp, gather, cache)
     assert found == [[expected] * 2] * (dp * tp)
-
-
-def attached() -> tuple[int, int, int]:
-    """all-reduces in a step with, and the next forward; in a step after the handle's removal."""
-    world = Distributed(2, 2)
-    optimizer = torch.optim.AdamW(world.net.parameters())
-    handle = attach_precompute(optimizer, world.net)
-    x = world.mine(torch.randn(4, 8, 64))
-    world.net(x).square().mean().backward()
-    with comm_audit(world.mesh) as step:
-        optimizer.step()
-    with comm_audit(world.mesh) as forward:
-        world.net(x)
-    handle.remove()
-    with comm_audit(world.mesh) as without:
-        optimizer.step()
-    tp_inputs = 4  # of two MLPs: the block's input, and w2's
-    assert forward.count("all_reduce", dtype=INT32) == tp_inputs
-    return step.count("all_reduce"), step.count(), without.count()
-
-
-def test_attach_precompute(ranks: RankPools) -> None:
-    assert ranks(4).run(attached) == [(1, 1, 0)] * 4
 
 
 def mixed_meshes() -> list[str]:
