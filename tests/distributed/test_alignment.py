@@ -10,10 +10,8 @@ from nets import MLP, full
 from ranks import RankPools, device_mesh
 from reference import sqnr
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
-from fp8_dist.mesh import Layout, local_sizes
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
 
 STRICT = "FP8_DIST_STRICT_ALIGNMENT"
@@ -115,24 +113,3 @@ def fsdp_sizes() -> list[str]:
 
 def test_shards_of_fsdp_need_no_alignment(ranks: RankPools) -> None:
     assert ranks(4).run(fsdp_sizes) == [[]] * 4
-
-
-def all_local_sizes() -> list[bool]:
-    agree = []
-    for mesh, size in ((device_mesh(dp=4), 4), (device_mesh(dp=2, tp=2), 4)):
-        for rows in (1, 3, 4, 5, 8, 33):
-            whole = DTensor.from_local(torch.zeros(rows, 3), mesh, [Replicate()] * mesh.ndim)
-            placed = whole.redistribute(placements=[Shard(0)] * mesh.ndim)
-            sizes = torch.zeros(size, dtype=torch.int64)
-            sizes[torch.distributed.get_rank()] = placed.to_local().shape[0]
-            torch.distributed.all_reduce(sizes)
-            layout = Layout.of(placed)
-            assert layout is not None
-            agree.append(local_sizes(layout, 0) == set(sizes.tolist()))
-            agree.append(local_sizes(layout, 1) == {3})
-    return agree
-
-
-def test_local_sizes_are_those_of_dtensor(ranks: RankPools) -> None:
-    for agree in ranks(4).run(all_local_sizes):
-        assert all(agree)

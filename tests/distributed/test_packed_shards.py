@@ -48,6 +48,7 @@ def found_otherwise() -> list[str]:
     meshes = {1: device_mesh(tp=4), 2: device_mesh(dp=2, tp=2)}
     ways = [(packed(0),), (packed(0, 3),), (packed(0), Shard(0)), (Shard(0), packed(0))]
     ways += [(packed(0), packed(0)), (packed(0, 3), Replicate()), (packed(0, 3), packed(0, 4))]
+    ways += [(Shard(0),), (Shard(0), Shard(0))]
     for placements in ways:
         # FSDP2's order of cuts, packed(0) over Shard(0), gives other parts where they are uneven.
         uneven = () if placements == (packed(0), Shard(0)) else (1, 3, 13, 30)

@@ -169,17 +169,3 @@ def cast_over_two_axes(world: int) -> list[bool]:
 @pytest.mark.parametrize("world", [4, 8])
 def test_a_graph_reduces_over_two_axes(ranks: RankPools, world: int) -> None:
     assert ranks(world).run(cast_over_two_axes, world) == [[True, True]] * world
-
-
-def wrapped() -> bool:
-    mesh = device_mesh(dp=2)
-    whole = torch.randn(3, 5)
-    dtensor = distribute_tensor(whole, mesh, [Shard(0)])
-    layout = Layout.of(dtensor)
-    assert layout is not None
-    again = layout.wrap(dtensor.to_local())
-    return isinstance(again, DTensor) and torch.equal(again.full_tensor(), whole)
-
-
-def test_layouts_wrap_uneven_shards(ranks: RankPools) -> None:
-    assert ranks(2).run(wrapped) == [True, True]

@@ -167,36 +167,28 @@ def keyword_inputs(use_local_output: bool) -> tuple[bool, int, int]:
     net = convert_to_float8_training(WithMask())
     twin = convert_to_float8_training(WithMask())
     twin.load_state_dict(net.state_dict())
-    apply_tp_plan(
-        net,
-        mesh,
-        {
-            "": PrepareFloat8ModuleInput(
-                input_layouts=(Replicate(),),
-                desired_input_layouts=(Replicate(),),
-                input_kwarg_layouts={"x": Shard(1)},
-                desired_input_kwarg_layouts={"x": Replicate()},
-                use_local_output=use_local_output,
-            ),
-            "layer": Float8ColwiseParallel(output_layouts=Replicate()),
-        },
+    prepare = PrepareFloat8ModuleInput(
+        input_layouts=(Replicate(),),
+        desired_input_layouts=(Replicate(),),
+        input_kwarg_layouts={"x": Shard(1)},
+        desired_input_kwarg_layouts={"x": Replicate()},
+        use_local_output=use_local_output,
     )
+    layer = Float8ColwiseParallel(output_layouts=Replicate())
+    apply_tp_plan(net, mesh, {"": prepare, "layer": layer})
     x, mask = torch.randn(2, 4, 32), torch.randint(0, 2, (2, 4))
     part = x.chunk(2, 1)[mesh.get_local_rank()].contiguous().requires_grad_()
     with comm_audit(mesh) as audit:
         output = net(mask, x=part)
     output.sum().backward()
     gathered = sum(row.float8_bytes for row in audit.rows if row.op == "all_gather")
-    return (
-        same_bits(output, twin(mask, x=x)),
-        audit.count("all_gather", dtype=torch.float8_e4m3fn),
-        gathered,
-    )
+    gathers = audit.count("all_gather", dtype=torch.float8_e4m3fn)
+    return same_bits(output, twin(mask, x=x)), gathers, gathered
 
 
-@pytest.mark.parametrize("use_local_output", [False, True])
-def test_keyword_inputs_and_integer_tensors(ranks: RankPools, use_local_output: bool) -> None:
-    assert ranks(2).run(keyword_inputs, use_local_output) == [(True, 1, 2 * 4 * 32)] * 2
+def test_keyword_inputs_and_integer_tensors(ranks: RankPools) -> None:
+    for use_local_output in (False, True):
+        assert ranks(2).run(keyword_inputs, use_local_output) == [(True, 1, 2 * 4 * 32)] * 2
 
 
 def converted(cls: Callable[[], nn.Module], **config: Any) -> nn.Module:
@@ -205,16 +197,6 @@ def converted(cls: Callable[[], nn.Module], **config: Any) -> nn.Module:
 
 def refusals() -> list[str]:
     mesh = device_mesh(tp=2)
-
-    def mixed() -> nn.Module:
-        mlp = MLP(32, 32)
-        for name in ("w1", "w2"):
-            convert_to_float8_training(
-                mlp,
-                module_filter_fn=lambda m, fqn, name=name: fqn == name,
-                config=Float8LinearConfig(round_scales_to_power_of_2=name == "w1"),
-            )
-        return mlp
 
     def small() -> MLP:
         return MLP(32, 32)
@@ -232,7 +214,11 @@ def refusals() -> list[str]:
     cases = [
         (small().w1, Float8ColwiseParallel(), "needs a Float8Linear, found a Linear; convert"),
         (small(), prepare(), "this MLP contains no Float8Linear; convert the model first, or use"),
-        (mixed(), prepare(), "the layers that share this input cast it differently: {'w1':"),
+        (
+            rounding_to(("w1",), small()),
+            prepare(),
+            "the layers that share this input cast it differently: {'w1':",
+        ),
         (
             converted(small),
             prepare(float8_dtype=torch.float8_e5m2),
@@ -259,23 +245,28 @@ def test_refusals(ranks: RankPools) -> None:
     assert ranks(2).run(refusals) == [[], []]
 
 
-def test_the_one_to_follow_may_be_named(ranks: RankPools) -> None:
-    assert ranks(2).run(named) == [True, True]
-
-
-def named() -> bool:
-    """The cast of the input is that of w1, though w2's differs."""
-    mlp = MLP(32, 32)
+def rounding_to(powers_of_2: tuple[str, ...], model: nn.Module) -> nn.Module:
+    """Converted, with scales of these layers rounded to powers of two."""
     for name in ("w1", "w2", "w3"):
         convert_to_float8_training(
-            mlp,
-            module_filter_fn=lambda m, fqn, name=name: fqn == name,
-            config=Float8LinearConfig(round_scales_to_power_of_2=name != "w2"),
+            model,
+            module_filter_fn=lambda _, fqn, name=name: fqn.endswith(name),
+            config=Float8LinearConfig(round_scales_to_power_of_2=name in powers_of_2),
         )
-    style = PrepareFloat8ModuleInput(
-        input_layouts=Shard(1), desired_input_layouts=Replicate(), fwd_config_submodule_fqn="w1"
-    )
-    parallelize_module(mlp, device_mesh(tp=2), style)
+    return model
+
+
+FOLLOWS_W1 = {
+    "input_layouts": Shard(1),
+    "desired_input_layouts": Replicate(),
+    "fwd_config_submodule_fqn": "w1",
+}
+
+
+def followed() -> bool:
+    """The cast of the input is that of w1, though w2's differs."""
+    mlp = rounding_to(("w1", "w3"), MLP(32, 32))
+    parallelize_module(mlp, device_mesh(tp=2), PrepareFloat8ModuleInput(**FOLLOWS_W1))
     seen: list[Any] = []
     mlp.forward = lambda x: seen.append(x.to_local())
     mlp(torch.randn(2, 4, 32))
@@ -284,26 +275,19 @@ def named() -> bool:
 
 def another_rounding() -> str:
     """w1 is followed, w3 takes the same input and rounds scales in another way."""
-    net = nn.ModuleDict({"mlp": MLP(32, 32)})
-    for name in ("w1", "w2", "w3"):
-        convert_to_float8_training(
-            net,
-            module_filter_fn=lambda m, fqn, name=name: fqn == f"mlp.{name}",
-            config=Float8LinearConfig(round_scales_to_power_of_2=name == "w1"),
-        )
+    net = rounding_to(("w1",), nn.ModuleDict({"mlp": MLP(32, 32)}))
     plan = {
-        "mlp": PrepareFloat8ModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate(), fwd_config_submodule_fqn="w1"
-        ),
+        "mlp": PrepareFloat8ModuleInput(**FOLLOWS_W1),
         "mlp.w1": Float8ColwiseParallel(),
         "mlp.w3": Float8ColwiseParallel(),
         "mlp.w2": Float8RowwiseParallel(output_layouts=Shard(1)),
     }
     apply_tp_plan(net, device_mesh(tp=2), plan)
-    return raised(ValueError, lambda: net["mlp"](torch.randn(2, 4, 32)))
+    return raised(ValueError, lambda: net["mlp"](torch.randn(2, 4, 32)))  # type: ignore[index]
 
 
-def test_siblings_that_round_in_another_way_are_refused_by_name(ranks: RankPools) -> None:
+def test_the_one_to_follow_may_be_named_and_its_siblings_must_round_alike(ranks: RankPools) -> None:
+    assert ranks(2).run(followed) == [True, True]
     text = ranks(2).run_same(another_rounding)
     assert "mlp.w3: PrepareFloat8ModuleInput cast the input with round_scales_to_power" in text
     assert "=True, but the layer has False; give the layers that share an input one config" in text
