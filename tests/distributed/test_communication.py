@@ -20,7 +20,7 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-from fp8_dist.debug import CommAudit, CommRow, comm_audit
+from fp8_dist.debug import CommRow, comm_audit
 from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import local_tensor
 
@@ -118,36 +118,25 @@ backward   reduce_scatter dp    float32           2 of 18,656    2 of 18,656""",
     )
 
 
-def mixed_gather(reduce_dtype: torch.dtype | None, converted: bool = True) -> CommAudit:
-    """A module whose FSDP group has float8 and bf16 parameters, bf16 mixed precision."""
+def reductions(converted: bool) -> list[CommRow]:
+    """Reduce-scatters of a group with float8 and bf16 parameters, where FSDP2 is asked for no dtype."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 16))
     if converted:
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         convert_to_float8_training(net, config=config)
     mesh = device_mesh(dp=2)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    fully_shard(net, mesh=mesh, mp_policy=policy)
-    if converted:
-        precompute_float8_dynamic_scale(net)
+    fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with comm_audit(mesh) as audit:
         net(torch.randn(4, 32, dtype=torch.bfloat16)).sum().backward()
-    return audit
-
-
-def reductions(converted: bool) -> list[list[CommRow]]:
-    """Reduce-scatters of the mixed gather's group, for each dtype that FSDP2 can be asked for."""
-    return [
-        [row for row in mixed_gather(dtype, converted).rows if row.op == "reduce_scatter"]
-        for dtype in (None, torch.bfloat16, torch.float32)
-    ]
+    return [row for row in audit.rows if row.op == "reduce_scatter"]
 
 
 def test_gradients_are_reduced_in_the_dtype_that_fsdp_takes(ranks: RankPools) -> None:
-    # None: that of the computation, of the parameters since torch 2.15.
+    # That of the computation, of the parameters since torch 2.15.
     ours, theirs = (ranks(2).run_same(reductions, converted) for converted in (True, False))
     assert ours == theirs
-    assert all(sum(row.count for row in rows) == 1 for rows in ours)
+    assert sum(row.count for row in ours) == 1
 
 
 class Casts(torch.utils._python_dispatch.TorchDispatchMode):

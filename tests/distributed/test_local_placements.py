@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from local_nets import LocalMLP, local_net
+from local_nets import local_net
 from nets import Distributed, net_plan
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, sqnr
@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
-    Placement,
     Replicate,
     Shard,
     distribute_tensor,
@@ -191,63 +190,6 @@ def test_a_dtensor_is_shared_as_by_the_style(ranks: RankPools, recipe: str) -> N
         assert found == []
 
 
-def one_layer(kind: str, input_at: Placement, output_at: Placement, bias: bool) -> dict[str, float]:
-    """A single layer of local tensors against one device; SQNR of every result in dB."""
-    mesh, rank = device_mesh(tp=2), device_mesh(tp=2).get_local_rank()
-    torch.manual_seed(0)
-    twin = nn.Linear(32, 48, bias=bias)
-    weight_at = {"column": Shard(0), "row": Shard(1), "replicated": Replicate()}[kind]
-
-    def part(tensor: torch.Tensor, at: Placement) -> torch.Tensor:
-        return tensor.chunk(2, at.dim)[rank] if isinstance(at, Shard) else tensor
-
-    def whole(local: torch.Tensor, at: Placement) -> torch.Tensor:
-        return DTensor.from_local(local.detach(), mesh, [at]).full_tensor()
-
-    layer = copy.deepcopy(twin)
-    layer.weight = nn.Parameter(part(twin.weight.detach(), weight_at).clone())
-    bias_at = weight_at if kind == "column" else Replicate()
-    if bias:
-        layer.bias = nn.Parameter(part(twin.bias.detach(), bias_at).clone())
-    layer, twin = (convert_to_float8_training(nn.Sequential(m))[0] for m in (layer, twin))
-    declare_placements(layer, mesh, weight=weight_at, input=input_at, output=output_at)
-    x, grad = torch.randn(2, 6, 32, requires_grad=True), torch.randn(2, 6, 48)
-    mine = part(x.detach(), input_at).clone().requires_grad_()
-    output = layer(mine)
-    output.backward(part(grad, output_at))
-    expected = twin(x)
-    expected.backward(grad)
-    found = {
-        "output": sqnr(expected, whole(output, output_at)),
-        "grad_input": sqnr(x.grad, whole(mine.grad, input_at)),
-        "grad_weight": sqnr(twin.weight.grad, whole(layer.weight.grad, weight_at)),
-    }
-    if bias:
-        found["grad_bias"] = sqnr(twin.bias.grad, whole(layer.bias.grad, bias_at))
-    tensors = [output, mine.grad, *layer.parameters(), *(p.grad for p in layer.parameters())]
-    assert not any(isinstance(tensor, DTensor) for tensor in tensors)
-    return found
-
-
-def all_layouts() -> dict[str, float]:
-    """The smallest SQNR of a result of one layer, for every pair of layouts."""
-    every = [Replicate(), Shard(0), Shard(1), Shard(2)]
-    return {
-        f"{kind} {every[i]} {every[j]}": min(
-            one_layer(kind, every[i], every[j], bias=(i + j) % 2 == 0).values()
-        )
-        for kind in ("column", "row", "replicated")
-        for i in range(4)
-        for j in range(4)
-    }
-
-
-def test_any_layouts(ranks: RankPools) -> None:
-    for found in ranks(2).run(all_layouts):
-        assert len(found) == 48
-        assert min(found.values()) > 120, found
-
-
 def one_device(whole: nn.Linear) -> Float8Linear:
     layer = convert_to_float8_training(nn.Sequential(whole))[0]
     assert isinstance(layer, Float8Linear)
@@ -312,26 +254,6 @@ def test_scales_are_those_of_the_global_weight_once_it_is_declared(ranks: RankPo
     first, second = ranks(2).run(scales_after_a_declaration)
     assert first == [True, True, True]  # it has the largest value
     assert second == [False, True, True]
-
-
-def states() -> tuple[list[str], list[str], bool]:
-    """The keys and types of a state_dict, and whether it loads into layers that are not float8."""
-    world = Distributed(1, 2)
-    net = by_hand(world)
-    state = net.layers[0].state_dict()
-    high = LocalMLP(64, 48)
-    high.w2.bias = nn.Parameter(torch.zeros(64))
-    for name, linear in high.named_children():
-        linear.weight = nn.Parameter(torch.zeros_like(state[f"{name}.weight"]))
-    high.load_state_dict(state)
-    same = all(same_bits(state[name], tensor) for name, tensor in high.state_dict().items())
-    return list(state), sorted({type(t).__name__ for t in state.values()}), same
-
-
-def test_state_dicts_hold_the_local_tensors(ranks: RankPools) -> None:
-    keys, types, same = ranks(2).run_same(states)
-    assert keys == ["w1.weight", "w3.weight", "w3.bias", "w2.weight", "w2.bias"]
-    assert (types, same) == (["Tensor"], True)
 
 
 # The error, the call, and a part of its text.

@@ -396,6 +396,7 @@ def compiled_results() -> tuple[dict[str, torch.Tensor], int]:
     return logits_loss_gradients(model, 7), counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.full
 def test_compiled_blocks_with_a_sequence_that_tp_does_not_divide(ranks: RankPools):
     expected = logits_loss_gradients(model_of("float8"), 7)
     with uneven_sequence_in_torchs_linear():

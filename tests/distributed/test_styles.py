@@ -13,34 +13,53 @@ from reference import raised, same_bits, sqnr
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fp8_dist import CastConfig, Float8LinearConfig, ScalingType, convert_to_float8_training
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    ScalingType,
+    convert_to_float8_training,
+)
 from fp8_dist.debug import comm_audit
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
     apply_tp_plan,
+    declare_placements,
 )
 
 OFF = CastConfig(ScalingType.DISABLED)
 
 
+def declared(layer: nn.Linear, kind: str, input_at: Placement, output_at: Placement) -> None:
+    """Makes a layer one of plain local tensors."""
+    mesh = device_mesh(tp=2)
+    weight_at = {"column": Shard(0), "row": Shard(1), "replicated": Replicate()}[kind]
+    bias_at = weight_at if kind == "column" else Replicate()
+    for parameter, at in ((layer.weight, weight_at), (layer.bias, bias_at)):
+        if isinstance(at, Shard):
+            parameter.data = parameter.data.chunk(2, at.dim)[mesh.get_local_rank()].clone()
+    assert isinstance(layer, Float8Linear)
+    declare_placements(layer, mesh, weight=weight_at, input=input_at, output=output_at)
+
+
 def one_layer(
-    style: str, input_at: Any, output_at: Any, local: bool, prepared: bool
+    kind: str, input_at: Any, output_at: Any, local: bool, prepared: bool, declare: bool
 ) -> dict[str, float]:
-    """A single layer under one style against one device; SQNR of every result in dB."""
+    """A single layer under one style, or declared, against one device; SQNR of every result in dB."""
     mesh = device_mesh(tp=2)
     torch.manual_seed(0)
     layer, twin = (nn.Sequential(nn.Linear(32, 48)) for _ in range(2))
     twin.load_state_dict(layer.state_dict())
     for model in (layer, twin):
         convert_to_float8_training(model)
-    kind = Float8ColwiseParallel if style == "column" else Float8RowwiseParallel
-    apply_tp_plan(
-        layer,
-        mesh,
-        {"0": kind(input_layouts=input_at, output_layouts=output_at, use_local_output=local)},
-    )
+    if declare:
+        declared(layer[0], kind, input_at, output_at)
+    else:
+        style = Float8ColwiseParallel if kind == "column" else Float8RowwiseParallel
+        arguments = {"input_layouts": input_at, "output_layouts": output_at}
+        apply_tp_plan(layer, mesh, {"0": style(**arguments, use_local_output=local)})
     x, grad = torch.randn(2, 6, 32), torch.randn(2, 6, 48)
     mine = DTensor.from_local(x, mesh, [Replicate()]).redistribute(mesh, [input_at]).to_local()
     mine = mine.detach().requires_grad_()
@@ -52,33 +71,45 @@ def one_layer(
     x.requires_grad_()
     expected = twin(x)
     expected.backward(grad)
-    whole = DTensor.from_local(
-        output.detach() if local else output.to_local().detach(), mesh, [output_at]
-    )
-    # The gradient of a replicated plain tensor is already summed over the ranks.
-    grad_input = DTensor.from_local(mine.grad, mesh, [input_at])
-    found = {"output": sqnr(expected, full(whole)), "grad_input": sqnr(x.grad, full(grad_input))}
+
+    def whole(tensor: torch.Tensor, at: Placement) -> torch.Tensor:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return full(DTensor.from_local(local.detach(), mesh, [at]))
+
+    found = {
+        "output": sqnr(expected, whole(output, output_at)),
+        # The gradient of a replicated plain tensor is already summed over the ranks.
+        "grad_input": sqnr(x.grad, whole(mine.grad, input_at)),
+    }
     for (name, p), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
-        found[name] = sqnr(other.grad, full(p.grad))
-        assert p.grad.placements == p.placements
+        assert isinstance(p.grad, DTensor) is not declare
+        at = Shard(0) if kind == "column" else Replicate()
+        if kind == "row" and name.endswith("weight"):
+            at = Shard(1)
+        assert declare or p.grad.placements == p.placements == (at,)
+        found[name] = sqnr(other.grad, whole(p.grad, at))
     return found
 
 
-def all_layouts(style: str) -> dict[str, float]:
+def all_layouts(kind: str, declare: bool) -> dict[str, float]:
     """The smallest SQNR of a result of one layer, for every pair of layouts."""
     every = [Replicate(), Shard(0), Shard(1), Shard(2)]
-    return {
-        f"{every[i]} {every[j]}": min(
-            one_layer(style, every[i], every[j], (i + j) % 2 == 0, (i + j // 2) % 2 == 0).values()
-        )
-        for i in range(4)
-        for j in range(4)
-    }
+    found = {}
+    for i, input_at in enumerate(every):
+        for j, output_at in enumerate(every):
+            local = declare or (i + j) % 2 == 0
+            prepared = not declare and (i + j // 2) % 2 == 0
+            results = one_layer(kind, input_at, output_at, local, prepared, declare)
+            found[f"{input_at} {output_at}"] = min(results.values())
+    return found
 
 
-@pytest.mark.parametrize("style", ["column", "row"])
-def test_any_layouts(ranks: RankPools, style: str) -> None:
-    for found in ranks(2).run(all_layouts, style):
+@pytest.mark.parametrize(
+    ("kind", "declare"),
+    [("column", False), ("row", False), ("column", True), ("row", True), ("replicated", True)],
+)
+def test_any_layouts(ranks: RankPools, kind: str, declare: bool) -> None:
+    for found in ranks(2).run(all_layouts, kind, declare):
         assert len(found) == 16
         assert min(found.values()) > 120, found
 
