@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from ranks import RankPools
-from reference import float8_gemms, same_bits, sqnr
+from reference import float8_gemms, same_bits
 from test_mesh_grid import (
     BLOCKS,
     MESHES,
     SHAPES,
     data_of,
     linear,
-    mine,
     on_mesh,
     parts_of,
     stage_mesh,
@@ -40,10 +39,6 @@ def of_recipe(recipe: str, **fields: Any) -> Float8LinearConfig:
     return replace(Float8LinearConfig.from_recipe_name(recipe), **fields)
 
 
-def exponents_sent(audit: Any) -> int:
-    return audit.count("all_reduce", dtype=torch.uint8)
-
-
 def gradients(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
     """Output, input gradient and local gradients of the parameters."""
     x = x.detach().requires_grad_()
@@ -52,31 +47,6 @@ def gradients(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[tor
     output.backward(grad)
     found = [p.grad for p in model.parameters() if p.grad is not None]
     return [output.detach(), x.grad, *(getattr(g, "_local_tensor", g) for g in found)]
-
-
-def micro_batches(name: str, recipe: str) -> list[int]:
-    """All-reduces of exponents of weights in two micro-batches, and in one of other weights."""
-    at = MESHES[name]
-    model = on_mesh(at, SHAPE, of_recipe(recipe))
-    part = parts_of(at, *data_of(at, SHAPE))
-    sent = []
-    for i in range(3):
-        if i == 2:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(3)
-        with comm_audit(stage_mesh(at.axes)) as audit:
-            step(model, *part)
-        sent.append(exponents_sent(audit))
-    return sent
-
-
-@pytest.mark.parametrize(
-    ("name", "recipe"), [("FSDP2 x3", "blockwise"), ("TP x3, column", "mxfp8")]
-)
-def test_micro_batches_cast_a_weight_once(ranks: RankPools, name: str, recipe: str) -> None:
-    first, second, changed = ranks(3).run_same(micro_batches, name, recipe)
-    assert (first - second, changed) == (1, first)
 
 
 class Checkpointed(nn.Module):
@@ -121,33 +91,6 @@ def differences(name: str, recipe: str) -> list[str]:
 @pytest.mark.parametrize("name", ["FSDP2 x3", "TP x3, row"])
 def test_the_same_bits(ranks: RankPools, name: str, recipe: str) -> None:
     assert ranks(3).run(differences, name, recipe) == [[]] * 3
-
-
-def rank_scope(name: str, recipe: str) -> list[float]:
-    at = MESHES[name]
-    model = on_mesh(at, SHAPE, of_recipe(recipe, amax_scope="rank"))
-    twin = linear(SHAPE, of_recipe(recipe))
-    x, grad = data_of(at, SHAPE)
-    precompute_float8_dynamic_scale(model)
-    with comm_audit(stage_mesh(at.axes)) as audit:
-        output, grad_input, *_ = gradients(model, *parts_of(at, x, grad))
-    whole, grad_whole, *_ = gradients(twin, x, grad)
-    outside, inside = (1, 2) if at.style == "column" else (2, 1)
-    return [
-        exponents_sent(audit),
-        sqnr(mine(whole, inside, at), output),
-        sqnr(mine(grad_whole, outside, at), grad_input),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "recipe"), [("TP x3, row", "blockwise"), ("TP x3, column", "mxfp8")]
-)
-def test_amax_scope_rank(ranks: RankPools, name: str, recipe: str) -> None:
-    """What never leaves its rank has blocks of its own; the rest is as accurate as before."""
-    for sent, *distances in ranks(3).run(rank_scope, name, recipe):
-        assert sent == 0
-        assert min(distances) > 25
 
 
 def nan_of_an_activation(name: str) -> list[list[int]]:

@@ -6,6 +6,7 @@ step is its sequence of collectives.
 
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool, RankPools, device_mesh
@@ -24,6 +25,7 @@ from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 from scripts.common.llama import Llama, LlamaConfig
 
+pytestmark = pytest.mark.full
 FAKE_RANKS = 1024
 # The first, and one whose FSDP shards are empty: no dim 0 of the model reaches 1,024.
 CHOSEN_RANKS = (0, FAKE_RANKS - 1)

@@ -109,6 +109,7 @@ def freed_anywhere() -> float:
     return found.sum().item()
 
 
+@pytest.mark.full
 def test_a_reduction_may_be_freed_while_another_starts(ranks: RankPools) -> None:
     # A wait in the collector would never end where gloo records the stack of a new collective.
     assert ranks(2).run(freed_anywhere, timeout=60) == [2.0, 2.0]
@@ -129,7 +130,9 @@ if sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize(("error", "left"), [([], 0), (["an error"], 2)])
+@pytest.mark.parametrize(
+    ("error", "left"), [([], 0), pytest.param(["an error"], 2, marks=pytest.mark.full)]
+)
 def test_at_exit_all_are_waited_for_but_after_an_error(error: list[str], left: int) -> None:
     done = run([sys.executable, "-c", ENDS, *error], capture_output=True, text=True)
     assert f"in flight: {left}" in done.stdout, done.stderr

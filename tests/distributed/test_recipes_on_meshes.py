@@ -76,7 +76,7 @@ def test_outputs_and_gradients(
 def rank_scope() -> dict[str, list[float]]:
     """amax_scope="rank": float8 accuracy; all-reduces of amaxes in a step after precompute."""
     found = {}
-    for recipe in ("tensorwise", "rowwise", "rowwise_folded"):
+    for recipe in ("tensorwise", "rowwise", "rowwise_folded", "mxfp8"):
         config = Float8LinearConfig.from_recipe_name(recipe)
         world = Distributed(1, 2, config=replace(config, amax_scope="rank"))
         precompute_float8_dynamic_scale(world.net)
@@ -84,14 +84,14 @@ def rank_scope() -> dict[str, list[float]]:
         with comm_audit(world.mesh) as audit:
             output = world.net(world.mine(x))
             output.sum().backward()
-        reduces = audit.count("all_reduce", dtype=torch.int32)
+        reduces = sum(audit.count("all_reduce", dtype=d) for d in (torch.int32, torch.uint8))
         found[recipe] = [sqnr(world.mine(world.twin(x)), output), reduces]
     return found
 
 
 def test_amax_scope_rank(ranks: RankPools) -> None:
     # tensorwise: one for the input of w1 and w3, one for grad_output of w2, in each of two layers.
-    reduces = {"tensorwise": 4, "rowwise": 0, "rowwise_folded": 0}
+    reduces = {"tensorwise": 4, "rowwise": 0, "rowwise_folded": 0, "mxfp8": 0}
     for found in ranks(2).run(rank_scope):
         assert min(distance for distance, _ in found.values()) > 25
         assert {recipe: count for recipe, (_, count) in found.items()} == reduces
