@@ -428,7 +428,7 @@ FAULTS: tuple[Fault, ...] = (
         what="local amaxes are padded from the first dim on, not from the last",
         before="added = [start, size - start - n, *added]",
         after="added = [*added, start, size - start - n]",
-        test="tests/distributed/test_blocks_in_training.py::test_the_same_bits",
+        test="tests/distributed/test_blocks_on_meshes.py::test_the_same_bits",
     ),
     Fault(
         file="fsdp/local_amaxes.py",
@@ -598,7 +598,7 @@ FAULTS: tuple[Fault, ...] = (
         before="return Shard(1) if is_embedding else Shard(0)",
         after="return Shard(0)",
         test=(
-            "tests/distributed/test_ties.py::test_plans_that_leave_or_divide_ties_alike_are_applied"
+            "tests/distributed/test_plans.py::test_plans_that_leave_or_divide_ties_alike_are_applied"
         ),
     ),
 )
