@@ -275,14 +275,3 @@ def placed_casts() -> list[bool]:
 
 def test_casts_of_dtensors(ranks: RankPools) -> None:
     assert ranks(2).run(placed_casts) == [[True] * 5] * 2
-
-
-def high_precision_redistribution() -> list[torch.dtype]:
-    world = Distributed(2, 2)
-    with comm_audit(world.mesh) as audit:
-        world.net.layers[0].w1.weight.full_tensor()
-    return sorted({row.dtype for row in audit.rows}, key=str)
-
-
-def test_a_parameter_itself_is_gathered_in_high_precision(ranks: RankPools) -> None:
-    assert ranks(4).run(high_precision_redistribution) == [[torch.float32]] * 4
