@@ -174,7 +174,7 @@ def error_of_first_use(
         ({"dp": 2}, "all", "precompute", "block", True),
         ({"dp": 2}, "all", "sync", "block", True),
         ({"dp": 2}, "all", "update", "frozen", True),
-        ({"dp": 2}, "parts", "update", "recipe", True),
+        ({"dp": 2}, "all", "update", "recipe", True),
         ({"replicas": 2, "dp": 2}, "all", "update", "config", True),
     ],
 )
