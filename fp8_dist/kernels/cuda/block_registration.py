@@ -45,7 +45,7 @@ def _quantize_blocks(
 ) -> torch.Tensor:
     if not _takes(x, blocks):
         return quantize_blocks.portable(x, exponents, dtype, blocks)
-    qdata = cuda.quantize_blocks(_matrix(x), exponents, dtype, blocks).qdata
+    qdata = cuda.quantize_blocks(_matrix(x), _matrix(exponents), dtype, blocks).qdata
     assert qdata is not None
     return qdata.view(x.shape)
 
@@ -75,7 +75,7 @@ def _quantize_block_copies(
     if not _takes(x, blocks):
         return quantize_block_copies.portable(x, exponents, dtype, blocks, transposed)
     layouts = {"row_major": False in transposed, "column_major": True in transposed}
-    made = cuda.quantize_blocks(_matrix(x), exponents, dtype, blocks, **layouts)
+    made = cuda.quantize_blocks(_matrix(x), _matrix(exponents), dtype, blocks, **layouts)
     return _copies(x, made.qdata, made.qdata_t, transposed)
 
 

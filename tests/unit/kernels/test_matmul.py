@@ -83,7 +83,7 @@ def test_strict_alignment_refuses_on_cpu_what_a_gpu_refuses(
     aligned = operands(3, 32, 48)  # the first dim is free
     assert scaled_mm(*aligned, out_dtype=torch.float32).shape == (3, 48)
     monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "maybe")
-    for call in (lambda: scaled_mm(*aligned, out_dtype=torch.float32), lambda: Float8Linear(1, 1)):
+    for call in (lambda: scaled_mm(a, b, out_dtype=torch.float32), lambda: Float8Linear(16, 16)):
         assert "FP8_DIST_STRICT_ALIGNMENT='maybe'" in raised(ValueError, call)
 
 

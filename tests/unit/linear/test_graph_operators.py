@@ -61,7 +61,9 @@ def test_a_weight(recipe: str, precomputed: bool) -> None:
     # Eager code afterwards: by the scale that is known now, with the same bits.
     with Watching() as watching:
         found = layer.float8_weight.forward_casts(layer.weight)
-    assert not [op for op in watching.seen if "amax" in op or "exponents" in op or ".cast_" in op]
+    # The operator that records an amax for a history casts by the scale that it is given.
+    computing = [op for op in watching.seen if "amax" in op or "exponents" in op or ".cast_" in op]
+    assert set(computing) <= {"fp8_dist.cast_and_record.default"}
     scales = first[: len(first) // 3]
     assert found.output is not None
     assert same_bits(found.output.scale, scales[0])

@@ -54,7 +54,7 @@ def test_refusals_name_what_was_asked_and_what_to_do() -> None:
         (ValueError, lambda: torch.cat([x, float8(4, 4, config=E5M2)]), "torch.cat of float8 tensors of torch.float8_e4m3fn and torch.float8_e5m2; .dequantize() them"),
         (NotImplementedError, lambda: F.pad(x, (1, 1), value=1.0), "padding a Float8Tensor with 1.0: only 0 has the same float8 code under every scale"),
         (NotImplementedError, lambda: x.to(torch.int32), "a Float8Tensor cannot become torch.int32; call .dequantize() and convert the result"),
-        (NotImplementedError, lambda: x @ torch.randn(4, 4), "aten.mm.default of a Float8Tensor and a Tensor of torch.float32: cast_to_float8 the second"),
+        (NotImplementedError, lambda: x @ torch.randn(4, 4), "aten.mm.default of a Float8Tensor and a Tensor of torch.float32: cast_to_float8 the second, or dequantize() the first"),
         (NotImplementedError, lambda: torch.randn(4, 4).copy_(x), "aten.copy_.default between a Tensor and a Float8Tensor: dequantize() or cast_to_float8 first"),
         (TypeError, lambda: cast_to_float8(x, CastConfig()), "cast_to_float8: the tensor is float8 already; use it as it is"),
         (TypeError, lambda: cast_to_float8(torch.arange(3), CastConfig()), "cast_to_float8: expected a floating-point tensor, got torch.int64"),
