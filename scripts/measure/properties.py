@@ -2,7 +2,7 @@
 
 python -m scripts.measure.properties --cases 10000
 
-tests/support/property_cases.py says what a case is and how it is drawn; tests/property runs 300 of
+tests/support/property_cases.py says what a case is and how it is drawn; tests/property runs some of
 them. Exit status 1 if a case failed, or was not run: `--case` runs the one that the report shows.
 """
 

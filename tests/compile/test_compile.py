@@ -1,13 +1,17 @@
 """torch.compile of layers, and of whole blocks as FSDP2 users do it, without graph breaks."""
 
+from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
+from graphs import Compilations, Graphs
+from local_nets import local_net
 from nets import Distributed, Net, blocks, full
-from ranks import RankPools
+from ranks import RankPools, device_mesh
 from reference import same_bits, same_cast, sqnr
-from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,9 +26,14 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
+from fp8_dist.debug import comm_audit
+from fp8_dist.debug.communication.table import CommTable
 from fp8_dist.kernels import block_scaled_mm, scaled_mm
 from fp8_dist.kernels.cpu.gemm import left_upcasts
-from fp8_dist.linear.weight import Float8Weight
+
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+DTENSORS, SHARDED, LOCAL = "of DTensors", "sharded first", "of local tensors"
+full_tier = pytest.mark.full
 
 
 class GemmWeights(TorchDispatchMode):
@@ -45,144 +54,168 @@ class GemmWeights(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def compiled_steps(
-    dp: int,
-    tp: int,
-    precompute: bool,
-    backend: str,
-    recipe: str = "tensorwise",
-    sharded_first: bool = False,
-) -> tuple[list[str], float, bool]:
-    """A compiled model beside the eager model, in the third step.
+class Steps(NamedTuple):
+    """Three steps of compiled blocks beside those of eager ones.
 
-    Returns:
-        The results whose bits differ, the smallest SQNR of a result, and whether the weights that
-        the first step multiplied had the same bits.
+    Attributes:
+        differ: the results of the third step whose bits differ.
+        worst: the smallest SQNR of a result.
+        same_weights: whether the first step multiplied the same weights, bit for bit.
+        rows: what the third step communicates, by block: of eager code, of compiled code.
+        graphs: by op, what runs in the graphs of the third step (with the backend "counting").
+        graph_bytes: bytes of the collectives among that.
     """
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    torch._dynamo.reset()
-    counters.clear()
+
+    differ: list[str]
+    worst: float
+    same_weights: bool
+    rows: list[list[tuple[object, ...]]]
+    graphs: Counter[str]
+    graph_bytes: int
+
+
+def compiled_steps(
+    dp: int, tp: int, recipe: str, precompute: bool, backend: str, model_is: str = DTENSORS
+) -> Steps:
+    config, sharded_first = Float8LinearConfig.from_recipe_name(recipe), model_is == SHARDED
     results: list[dict[str, torch.Tensor]] = []
     weights: list[set[tuple[bytes, float]]] = []
-    whole = torch.randn(4, 8, 64)
+    rows: list[list[tuple[object, ...]]] = []
+    compilations, whole = Compilations(), torch.randn(4, 8, 64)
     for compiled in (False, True):
         world = Distributed(dp, tp, shard=False, config=config)
-        model = blocks(world)
+        if model_is == LOCAL:
+            of_gathers = world.net.layers[0].w1.config  # with float8 gathers, where FSDP2 shards
+            world.net = local_net(world.mesh["tp"], of_gathers, True)
+        graphs, model = Graphs(world.mesh), blocks(world)
         if sharded_first:
             world.fully_shard(model, model)
         if compiled:
             for block in model:
-                block.compile(backend=backend, fullgraph=True)
+                used = graphs.backend if backend == "counting" else backend
+                block.compile(backend=used, fullgraph=True)
         if not sharded_first:
             world.fully_shard(model, model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder, audit = GemmWeights(), comm_audit(world.mesh)
         for step in range(3):
             if precompute and recipe != "delayed":
                 precompute_float8_dynamic_scale(model)
             optimizer.zero_grad()
+            graphs.forget_runs()
             leaf = world.mine(whole).requires_grad_()
-            recorder = GemmWeights()
-            with nullcontext() if step else recorder:
-                output = model(leaf)
-            weights += [] if step else [recorder.found]
-            output.square().mean().backward()
+            with audit if step == 2 else nullcontext():
+                with nullcontext() if step else recorder:
+                    output = model(leaf)
+                output.square().mean().backward()
             optimizer.step()
             if recipe == "delayed":
                 sync_float8_amax_and_scale_history(model)
+        weights.append(recorder.found)
+        by_block = CommTable(
+            replace(row, module=row.module.partition(".")[0]) for row in audit.rows
+        )
+        key = ("op", "axis", "dtype", "module", "in_mixed_gather", "elements", "bytes", "count")
+        rows.append(sorted(tuple(str(getattr(row, k)) for k in key) for row in by_block.rows))
         results.append(
             {"output": output.detach(), "grad_input": leaf.grad}
             | {n: full(p.grad) for n, p in model.named_parameters()}
         )
-    assert sum(counters["graph_break"].values()) == 0
-    # One graph serves both blocks, forward and backward, in all steps.
-    assert counters["stats"]["unique_graphs"] == 1
-    expected, found = results
-    differ = [name for name in expected if not same_bits(expected[name], found[name])]
+    # One graph serves both blocks, forward and backward, in all steps, also under an audit.
+    assert (compilations.breaks, compilations.graphs) == (0, 1)
+    if backend == "counting":
+        assert graphs.made == {"forward": 1, "backward": 1}
+        assert graphs.ran == {"forward": 2, "backward": 2}
     assert len(weights[0]) == 6
-    worst = min(sqnr(expected[name], found[name]) for name in expected)
-    return differ, worst, weights[0] == weights[1]
+    expected, found = results
+    return Steps(
+        [name for name in expected if not same_bits(expected[name], found[name])],
+        min(sqnr(expected[name], found[name]) for name in expected),
+        weights[0] == weights[1],
+        rows,
+        graphs.ops["forward"] + graphs.ops["backward"],
+        graphs.bytes,
+    )
 
 
-# Every pair of a mesh, a backend, and with or without precompute.
+def same_collectives(recipe: str, tp: int, steps: Steps) -> bool:
+    """Whether compiled blocks communicate as eager ones."""
+    eager, compiled = steps.rows
+    if recipe == "tensorwise" and tp > 1:
+        # Eager code reduces the amaxes of the output gradients of w1 and w3 at once: one message
+        # less for each block.
+        more = [int(a[-1]) - int(b[-1]) for a, b in zip(compiled, eager, strict=True)]
+        alike = [row[:-1] for row in eager] == [row[:-1] for row in compiled]
+        return alike and (sum(more), max(more)) == (2, 1)
+    return eager == compiled
+
+
+# Every recipe on both axes: at once where a mesh gathers weights in float8, else one by one. Blocks
+# that shards cut find their exponents in the step, where nothing was precomputed. Of a layer's
+# operands graphs find amaxes, and cast: inputs (w1 and w3 share one), gradients, and the weights
+# that FSDP2 does not gather in float8.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("dp", "tp", "precompute", "backend"),
+    ("dp", "tp", "recipe", "precompute", "backend", "model_is", "casts"),
     [
-        (2, 1, False, "eager"),
-        (2, 1, True, "aot_eager"),
-        (1, 2, True, "eager"),
-        (1, 2, False, "aot_eager"),
+        (2, 2, "tensorwise", True, "counting", DTENSORS, (10, 10)),
+        (2, 1, "tensorwise", False, "eager", SHARDED, None),
+        (1, 2, "tensorwise", False, "counting", DTENSORS, (10, 16)),
+        (2, 2, "rowwise_folded", True, "counting", SHARDED, (22, 22)),
+        (2, 2, "blockwise", False, "counting", DTENSORS, None),
+        (2, 2, "mxfp8", True, "counting", DTENSORS, None),
+        (2, 2, "delayed", True, "counting", DTENSORS, (0, 10)),
+        (1, 2, "rowwise_folded", False, "aot_eager", LOCAL, None),
+        pytest.param(2, 2, "tensorwise", True, "aot_eager", LOCAL, None, marks=full_tier),
+        pytest.param(1, 2, "delayed", True, "aot_eager", LOCAL, None, marks=full_tier),
+        (1, 2, "rowwise", True, "counting", DTENSORS, None),
+        (2, 1, "rowwise_with_gw_hp", True, "aot_eager", DTENSORS, None),
+        pytest.param(2, 2, "blockwise", True, "aot_eager", DTENSORS, None, marks=full_tier),
+        pytest.param(2, 2, "mxfp8", False, "aot_eager", DTENSORS, None, marks=full_tier),
+        pytest.param(2, 1, "rowwise", True, "aot_eager", DTENSORS, None, marks=full_tier),
+        pytest.param(
+            1, 2, "rowwise_with_gw_hp", True, "aot_eager", DTENSORS, None, marks=full_tier
+        ),
     ],
 )
-def test_blocks(ranks: RankPools, dp: int, tp: int, precompute: bool, backend: str) -> None:
-    arguments = (dp, tp, precompute, backend)
-    for differ, _, same_weights in ranks(2).run(compiled_steps, *arguments, timeout=180):
-        assert (differ, same_weights) == ([], True)
+def test_blocks(
+    ranks: RankPools,
+    dp: int,
+    tp: int,
+    recipe: str,
+    precompute: bool,
+    backend: str,
+    model_is: str,
+    casts: tuple[int, int] | None,
+) -> None:
+    arguments = (dp, tp, recipe, precompute, backend, model_is)
+    for steps in ranks(dp * tp).run(compiled_steps, *arguments, timeout=180):
+        assert (steps.differ, steps.same_weights) == ([], True)
+        assert same_collectives(recipe, tp, steps)
+        if backend == "counting":
+            assert casts in (None, (steps.graphs["amax"], steps.graphs["quantize"]))
+            assert steps.graphs["scaled_mm"] == 18
+            # (Rows travel with their scales as one message of bytes.)
+            on_tp = sum(int(row[-2]) for row in steps.rows[0] if row[1] == "tp")
+            assert steps.graph_bytes == on_tp
 
 
-RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
-BACKENDS = ["eager", "aot_eager", "inductor"]
-
-
-def test_blocks_that_are_sharded_before_they_are_compiled(ranks: RankPools) -> None:
-    arguments = (2, 1, True, "aot_eager", "rowwise_folded", True)
-    for differ, _, same_weights in ranks(2).run(compiled_steps, *arguments, timeout=180):
-        assert (differ, same_weights) == ([], True)
-
-
-# Every recipe on both axes: at once where a mesh gathers weights in float8, else one by one.
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("dp", "tp", "recipe"),
-    [
-        (2, 2, "tensorwise"),
-        (2, 2, "rowwise_folded"),
-        (2, 2, "blockwise"),
-        (2, 2, "mxfp8"),
-        (2, 2, "delayed"),
-        (2, 1, "rowwise"),
-        (1, 2, "rowwise"),
-        (2, 1, "rowwise_with_gw_hp"),
-        (1, 2, "rowwise_with_gw_hp"),
-    ],
-)
-def test_blocks_in_every_recipe(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
-    arguments = (dp, tp, True, "aot_eager", recipe)
-    for differ, _, same_weights in ranks(dp * tp).run(compiled_steps, *arguments, timeout=180):
-        assert (differ, same_weights) == ([], True)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_exponents_that_the_step_finds(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
-    """Blocks that shards cut, without precompute."""
-    arguments = (dp, tp, False, "aot_eager", recipe)
-    for differ, _, same_weights in ranks(2).run(compiled_steps, *arguments, timeout=180):
-        assert (differ, same_weights) == ([], True)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("dp", "tp", "recipe"),
-    [
-        (1, 2, "tensorwise"),
-        (2, 1, "rowwise_folded"),
-        (2, 2, "delayed"),
-        (1, 2, "blockwise"),
-        (2, 1, "mxfp8"),
-    ],
+    ("dp", "tp", "recipe"), [(2, 1, "rowwise_folded"), (2, 2, "delayed"), (1, 2, "blockwise")]
 )
 def test_blocks_with_inductor(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
     # Its fusions round the operands of the casts of activations otherwise; weights are as they are.
-    for _, worst, same_weights in ranks(dp * tp).run(
-        compiled_steps, dp, tp, True, "inductor", recipe, timeout=240
-    ):
-        assert same_weights
-        assert worst > 30
+    for steps in ranks(dp * tp).run(compiled_steps, dp, tp, recipe, True, "inductor", timeout=240):
+        assert steps.same_weights
+        assert steps.worst > 30
+        assert same_collectives(recipe, tp, steps)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("backend", "dim"), [("eager", 1), ("aot_eager", None), ("aot_eager", 0), ("inductor", 1)]
+)
 def test_a_cast_alone(backend: str, dim: int | None) -> None:
     granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
     config = CastConfig(scaling_granularity=granularity)
@@ -198,8 +231,7 @@ def test_a_cast_alone(backend: str, dim: int | None) -> None:
         assert all(same_bits(a, b) for a, b in zip(cast(x), compiled(x), strict=True))
 
 
-@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("rows", [4, 5003])
+@pytest.mark.parametrize(("target", "rows"), [(torch.float8_e4m3fn, 4), (torch.float8_e5m2, 5003)])
 def test_an_amax_of_fp64_is_fp32(target: torch.dtype, rows: int) -> None:
     torch._dynamo.reset()
     config = CastConfig(target_dtype=target)
@@ -210,22 +242,33 @@ def test_an_amax_of_fp64_is_fp32(target: torch.dtype, rows: int) -> None:
     assert same_cast(cast_to_float8(x, config), compiled)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("backend", "recipe"),
+    [
+        *(("counting", recipe) for recipe in RECIPES),
+        ("aot_eager", "tensorwise"),
+        ("inductor", "rowwise_folded"),
+        *(
+            pytest.param("inductor", recipe, marks=full_tier)
+            for recipe in ("tensorwise", "rowwise", "blockwise", "delayed")
+        ),
+    ],
+)
 def test_a_layer_alone(backend: str, recipe: str) -> None:
     """Steps with precompute (or sync) between some of them: the same bits, from one graph."""
-    torch._dynamo.reset()
-    counters.clear()
+    compilations, graphs = Compilations(), Graphs()
     config = Float8LinearConfig.from_recipe_name(recipe)
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
         layer = Float8Linear(64, 48, dtype=torch.bfloat16, config=config)
         if compiled:
-            layer.compile(backend=backend, fullgraph=True)
+            used = graphs.backend if backend == "counting" else backend
+            layer.compile(backend=used, fullgraph=True)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         found = []
         for step in range(4):
+            graphs.forget_runs()
             x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
             output = layer(x)
             output.float().square().mean().backward()
@@ -239,8 +282,12 @@ def test_a_layer_alone(backend: str, recipe: str) -> None:
                 precompute_float8_dynamic_scale(layer)
         results.append(found)
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
-    assert sum(counters["graph_break"].values()) == 0
-    assert counters["stats"]["unique_graphs"] == 1
+    assert (compilations.breaks, compilations.graphs) == (0, 1)
+    if backend == "counting":
+        forward, backward = graphs.ops["forward"], graphs.ops["backward"]
+        # The backward casts the output gradient alone.
+        assert (forward["quantize"], backward["quantize"]) == (2, int(recipe != "rowwise_folded"))
+        assert forward["scaled_mm"] + backward["scaled_mm"] + backward["mm"] == 3
 
 
 def test_a_graph_keeps_no_upcast_copy_of_an_operand() -> None:
@@ -264,8 +311,7 @@ def test_a_graph_keeps_no_upcast_copy_of_an_operand() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_whose_batches_differ(recipe: str) -> None:
     """One graph for all numbers of rows, once that is marked as dynamic."""
-    torch._dynamo.reset()
-    counters.clear()
+    compilations = Compilations()
     layer = Float8Linear(64, 48, config=Float8LinearConfig.from_recipe_name(recipe))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for rows in (16, 24, 7):
@@ -278,60 +324,56 @@ def test_a_layer_whose_batches_differ(recipe: str) -> None:
             results.append([output.detach(), leaf.grad, *(p.grad for p in layer.parameters())])
             layer.zero_grad()
         assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
-    assert counters["stats"]["unique_graphs"] == 1
+    assert compilations.graphs == 1
 
 
-def precomputed_in_graphs(recipe: str) -> list[int]:
-    """Scales of weights that forwards of tensor-parallel blocks had to compute, by step."""
+def precomputed_in_graphs(recipe: str) -> list[tuple[int, int]]:
+    """All-reduces of amaxes in the passes of tensor-parallel blocks: two of each step."""
     torch._dynamo.reset()
     world = Distributed(1, 2, shard=False, config=Float8LinearConfig.from_recipe_name(recipe))
     model = blocks(world)
     for block in model:
         block.compile(backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    computed: list[int] = []
-    original = Float8Weight._new_casts
-
-    def counting(*args):  # type: ignore[no-untyped-def]
-        scalings, *others = original(*args)
-        computed[-1] += len(scalings)
-        return scalings, *others
-
-    Float8Weight._new_casts = counting  # type: ignore[method-assign]
-    try:
-        for step in range(4):
-            computed.append(0)
-            if step in (1, 2):
-                precompute_float8_dynamic_scale(model)
-            for _ in range(2):
+    reduced = []
+    for step in range(4):
+        if step in (1, 2):
+            precompute_float8_dynamic_scale(model)
+        audits = [comm_audit(world.mesh) for _ in range(2)]
+        for audit in audits:
+            with audit:
                 model(world.mine(torch.randn(4, 8, 64))).sum().backward()
-            optimizer.step()
-    finally:
-        Float8Weight._new_casts = original  # type: ignore[method-assign]
-    return computed
+        reduced.append(tuple(audit.count("all_reduce", dtype=torch.int32) for audit in audits))
+        optimizer.step()
+    return reduced
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 6), ("rowwise", 10)])
-def test_graphs_use_what_precompute_left(ranks: RankPools, recipe: str, casts: int) -> None:
-    # Two micro-batches share what the first of them computes. Of the weights of rowwise, which are
-    # cast twice, two belong to layers whose input needs no gradient.
-    assert ranks(2).run(precomputed_in_graphs, recipe) == [[casts, 0, 0, casts]] * 2
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_graphs_use_what_precompute_left(ranks: RankPools, recipe: str) -> None:
+    first, *precomputed, last = ranks(2).run_same(precomputed_in_graphs, recipe)
+    # Two micro-batches share what the first of them computes.
+    alone, activations = first
+    assert alone > activations > 0
+    assert precomputed == [(activations, activations)] * 2
+    assert last == first
 
 
-def data_parallel(backend: str) -> bool:
-    torch._dynamo.reset()
-    gradients, x = [], torch.randn(2, 8, 64)
-    for compiled in (False, True):
-        net = convert_to_float8_training(Net())
-        if compiled:
-            net.compile(backend=backend, fullgraph=True)
-        parallel = DistributedDataParallel(net)
-        parallel(x).square().mean().backward()
-        gradients.append([p.grad for p in net.parameters()])
-    return all(same_bits(a, b) for a, b in zip(*gradients, strict=True))
+def inside_ddp(compiled: bool) -> tuple[list[torch.Tensor], str]:
+    """Gradients, and the collectives of a step."""
+    compilations = Compilations()
+    net = convert_to_float8_training(Net(layers=1))
+    if compiled:
+        net.compile(backend="aot_eager", fullgraph=True)
+    parallel = DistributedDataParallel(net)
+    with comm_audit(device_mesh(dp=2)) as audit:
+        parallel(torch.randn(2, 8, 64)).square().mean().backward()
+    assert (compilations.breaks, compilations.graphs) == (0, compiled)
+    return [p.grad for p in net.parameters()], audit.table()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_a_module_inside_ddp(ranks: RankPools, backend: str) -> None:
-    assert ranks(2).run(data_parallel, backend) == [True, True]
+def test_a_module_inside_ddp(ranks: RankPools) -> None:
+    eager, compiled = (ranks(2).run(inside_ddp, compiled) for compiled in (False, True))
+    for (expected, table), (found, same_table) in zip(eager, compiled, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
+        assert table == same_table

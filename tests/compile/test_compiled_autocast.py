@@ -15,8 +15,7 @@ from fp8_dist import Float8LinearConfig
     ("recipe", "backend"),
     [
         *((recipe, "aot_eager") for recipe in RECIPES),
-        ("tensorwise", "inductor"),
-        ("rowwise_folded", "inductor"),
+        pytest.param("rowwise_folded", "inductor", marks=pytest.mark.full),
     ],
 )
 def test_compiled(recipe: str, backend: str) -> None:
@@ -53,7 +52,14 @@ def on_a_mesh(recipe: str, compiled: bool) -> tuple[list[torch.dtype], float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_folded"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "tensorwise",
+        pytest.param("rowwise", marks=pytest.mark.full),
+        pytest.param("rowwise_folded", marks=pytest.mark.full),
+    ],
+)
 def test_inputs_that_a_style_casts(ranks: RankPools, recipe: str) -> None:
     """PrepareFloat8ModuleInput heeds autocast as the layers do, which get its float8 input."""
     eager = ranks(2).run(on_a_mesh, recipe, False)

@@ -1,19 +1,30 @@
-"""capture and compare_recipes of compiled models."""
+"""capture, compare_recipes, float8_stats and comm_audit of compiled models."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from graphs import Compilations
 from nets import Net
 from reference import same_bits
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
-from fp8_dist import Float8LinearConfig, convert_to_float8_training
-from fp8_dist.debug import CapturedCast, capture, compare_recipes, load_capture
+from fp8_dist import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
+from fp8_dist.debug import (
+    CapturedCast,
+    capture,
+    comm_audit,
+    compare_recipes,
+    float8_stats,
+    load_capture,
+)
 
 RECIPES = ["tensorwise", "rowwise_folded"]
+ALL = [recipe.value for recipe in Float8LinearRecipeName]
 
 
 def batch() -> torch.Tensor:
@@ -30,7 +41,11 @@ def compiled(net: nn.Module, backend: str) -> Any:
 
 @pytest.mark.parametrize(
     ("recipe", "backend"),
-    [("tensorwise", "inductor"), *((recipe, "aot_eager") for recipe in (*RECIPES, "delayed"))],
+    [
+        ("rowwise_folded", "aot_eager"),
+        ("delayed", "aot_eager"),
+        pytest.param("tensorwise", "inductor", marks=pytest.mark.full),
+    ],
 )
 def test_compiled_code_is_captured(tmp_path: Path, recipe: str, backend: str) -> None:
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -67,3 +82,105 @@ def test_a_compiled_model_is_compared_in_eager_code_and_stays_compiled() -> None
     assert compare_recipes(torch.compile(Net(), backend="eager"), batch(), recipes=RECIPES)  # type: ignore[arg-type]
     assert torch.equal(net(batch()), before)
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+def model_of(recipe: str) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+    return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
+class Observing:
+    """A backend that keeps the operators of the graphs that it runs, forward and backward."""
+
+    def __init__(self) -> None:
+        self.made: list[list[str]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+            self.made.append([str(node.target) for node in graph.graph.nodes])
+            return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
+
+        return torch._dynamo.backends.common.aot_autograd(fw_compiler=keep)(graph, inputs)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "mxfp8", "delayed"])
+def test_operators_are_in_the_graph_only_while_it_is_recorded(recipe: str) -> None:
+    torch._dynamo.reset()
+    model, graphs = model_of(recipe), Observing()
+    for layer in model:  # one graph serves both
+        layer.compile(backend=graphs, fullgraph=True)
+    x = torch.randn(16, 64, requires_grad=True)
+    stats = float8_stats(model, every=2)
+
+    def observed(steps: int) -> list[bool]:
+        """For each new graph whether it has operators that observe."""
+        graphs.made.clear()
+        for _ in range(steps):
+            with stats:
+                model(x).sum().backward()
+        return [any("observe" in op for op in ops) for ops in graphs.made]
+
+    counters.clear()
+    model(x).sum().backward()
+    assert [any("observe" in op for op in ops) for ops in graphs.made] == [False, False]
+    assert observed(1) == [True, True]
+    assert observed(4) == []
+    assert counters["stats"]["unique_graphs"] == 2
+    assert len({row.step for row in stats.rows}) == 3
+    layers = {row.fqn for row in stats.rows}
+    assert layers == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "checkpointed", "recipes"),
+    [
+        ("aot_eager", False, ALL),
+        ("aot_eager", True, RECIPES),
+        pytest.param("inductor", True, RECIPES, marks=pytest.mark.full),
+    ],
+)
+def test_the_numbers_of_eager_code(backend: str, checkpointed: bool, recipes: list[str]) -> None:
+    torch._dynamo.reset()
+    for recipe in recipes:
+        model = model_of(recipe)
+        run = partial(checkpoint, model, use_reentrant=False) if checkpointed else model
+        compiled = torch.compile(run, backend=backend, fullgraph=True)
+        x = torch.randn(16, 64, requires_grad=True)
+        eager, other = float8_stats(model), float8_stats(model)
+        with eager:
+            model(x).sum().backward()
+        with other:
+            compiled(x).sum().backward()
+        assert eager.rows == other.rows
+
+
+@torch.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+def update(param: torch.Tensor, grad: torch.Tensor, average: torch.Tensor) -> None:
+    """Stands for the step of one parameter in torchao's 8-bit optimizers."""
+    average.copy_(average.lerp(grad, 0.1))
+    param.sub_(0.1 * average)
+
+
+def test_compiled_code_runs_under_an_audit() -> None:
+    param, grad, average = torch.zeros(3), torch.ones(3), torch.zeros(3)
+    with comm_audit() as audit:
+        update(param, grad, average)
+    assert torch.allclose(param, torch.full((3,), -0.01))
+    assert audit.rows == []
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_audits_compile_nothing_anew(backend: str) -> None:
+    for warm in (False, True):
+        compilations = Compilations()
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        if warm:
+            compiled(torch.ones(2, 4)).sum().backward()
+        for _ in range(10):  # more than torch compiles one function
+            with comm_audit():
+                compiled(torch.ones(2, 4)).sum().backward()
+            compiled(torch.ones(2, 4)).sum().backward()
+        assert compilations.graphs == 1

@@ -14,24 +14,15 @@ from fp8_dist import (
 )
 
 
-class Headed(Net):
-    def __init__(self) -> None:
-        super().__init__(dim=128)
-        self.lm_head = torch.nn.Linear(128, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(super().forward(x))
-
-
 def test_names_are_those_of_the_model() -> None:
-    net = Headed()
+    net = Net(dim=128)
+    net.lm_head = torch.nn.Linear(128, 8)
     config = Float8LinearConfig.from_recipe_name("blockwise")
     convert_to_float8_training(net, module_filter_fn=skip_head(net), config=config)
     expected = float8_state_dict(net)
     net.layers[0] = checkpoint_wrapper(net.layers[0])
     net.layers[1] = torch.compile(net.layers[1], backend="aot_eager")  # type: ignore[call-overload]
     compiled = torch.compile(net, backend="aot_eager")
-    compiled(torch.randn(2, 4, 128)).sum().backward()
     found = float8_state_dict(compiled)
     assert list(found) == list(expected)
     assert "layers.1.w2.weight_scale_inv" in found

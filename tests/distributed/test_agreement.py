@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn as nn
-from expecttest import assert_expected_inline
 from local_nets import LocalMLP
 from nets import Distributed, Net, net_plan
 from ranks import RankPools, device_mesh
@@ -43,57 +42,15 @@ def config_of(difference: str, is_other: bool) -> Float8LinearConfig:
     )
 
 
-def error_of_sharded(dp: int, replicas: int, difference: str, other_rank: int) -> str:
-    mesh = device_mesh(replicas=replicas, dp=dp)
-    is_other = torch.distributed.get_rank() == other_rank
-    left_out = "layers.1.w2" if difference == "layers" and is_other else None
-    net = convert_to_float8_training(
-        Net(), config=config_of(difference, is_other), module_filter_fn=lambda _, n: n != left_out
-    )
-    if difference == "frozen" and is_other:
-        net.layers[0].w3.weight.requires_grad_(False)  # type: ignore[union-attr,index]
-    for module in (*net.layers, net):  # type: ignore[misc,union-attr]
-        fully_shard(module, mesh=mesh if replicas > 1 else mesh["dp"])
-    return raised(ValueError, lambda: update_float8_scales(net))
-
-
-@pytest.mark.parametrize("difference", ["config", "recipe", "layers", "frozen"])
-def test_all_ranks_are_told_what_differs(ranks: RankPools, difference: str) -> None:
-    expected = {
-        "config": "layers.0.w1.config.round_scales_to_power_of_2: False on rank 0; True on rank 1",
-        "recipe": "layers.0.w1.config.cast_config_input: ",
-        "layers": "layers.1.w2: a Float8Linear with a weight of shape [64, 96] on rank 0; missing "
-        "on rank 1",
-        "frozen": "layers.0.w3.weight.requires_grad: True on rank 0; False on rank 1",
-    }
-    assert expected[difference] in ranks(2).run_same(error_of_sharded, 2, 1, difference, 1)
-
-
-def test_one_rank_of_a_mesh_of_several_axes(ranks: RankPools) -> None:
-    assert_expected_inline(
-        ranks(4).run_same(error_of_sharded, 2, 2, "config", 2),
-        """update_float8_scales: the ranks of DeviceMesh((replicas=2, dp=2), 'cpu', stride=(2, 1)) have set up the model in different ways: layers.0.w1.config.round_scales_to_power_of_2: False on ranks 0, 1, 3; True on rank 2. Convert and parallelize it in the same way on all ranks""",
-    )
-
-
-def error_of_plan(difference: str) -> str:
-    mesh = device_mesh(tp=2)["tp"]
-    is_other = torch.distributed.get_rank() == 1
-    net = Net()
-    convert_to_float8_training(net, config=config_of(difference, is_other))
-    plan = net_plan(net, difference == "plan" and is_other)
+def error_of_plan() -> str:
+    mesh, net = device_mesh(tp=2)["tp"], convert_to_float8_training(Net())
+    plan = net_plan(net, torch.distributed.get_rank() == 1)
     return raised(ValueError, lambda: apply_tp_plan(net, mesh, plan))
 
 
-@pytest.mark.parametrize("difference", ["config", "recipe", "plan"])
-def test_a_plan_is_compared_before_it_is_applied(ranks: RankPools, difference: str) -> None:
-    expected = {
-        "config": "layers.0.w1.config.round_scales_to_power_of_2: False on rank 0; True on rank 1",
-        "recipe": "layers.0.w1.config.cast_config_input: ",
-        "plan": "the plan's entry 'layers.0': PrepareFloat8ModuleInput {'input_layouts': "
-        "(Replicate(),), ",
-    }
-    assert expected[difference] in ranks(2).run_same(error_of_plan, difference)
+def test_a_plan_is_compared_before_it_is_applied(ranks: RankPools) -> None:
+    text = ranks(2).run_same(error_of_plan)
+    assert "the plan's entry 'layers.0': PrepareFloat8ModuleInput {'input_layouts': (R" in text
 
 
 def shard_all(net: Net, mesh: DeviceMesh, **arguments: Any) -> None:
@@ -159,6 +116,7 @@ RUN: dict[str, Callable[[Any], object]] = {
     "unshard by hand": lambda net: net.layers[1].unshard(),
     "precompute": precompute_float8_dynamic_scale,
     "sync": sync_float8_amax_and_scale_history,
+    "update": update_float8_scales,
 }
 
 NAMED = {
@@ -166,6 +124,7 @@ NAMED = {
     "recipe": "config.cast_config_input: ",
     "layer": "layers.1.w2: a Float8Linear with a weight of shape [64, 96] on ",
     "block": "layers.1.w1: a Float8Linear with a weight of shape [96, 64] on ",
+    "frozen": "layers.0.w3.weight.requires_grad: True on ",
 }
 
 
@@ -182,6 +141,8 @@ def converted(difference: str, gather: bool, other_rank: int, net: Net | None = 
         module_filter_fn=lambda _, name: not (is_other and left_out and name.startswith(left_out)),
     )
     assert isinstance(converted_net, Net)
+    if difference == "frozen" and is_other:
+        converted_net.layers[0].w3.weight.requires_grad_(False)  # type: ignore[union-attr,index]
     return converted_net
 
 
@@ -197,27 +158,24 @@ def error_of_first_use(
     ("axes", "shard", "run", "difference", "gather"),
     [
         ({"dp": 2}, "all", "train", "config", True),
-        ({"dp": 2}, "all", "train", "config", False),
-        ({"dp": 2}, "all", "train", "layer", True),
         ({"dp": 2}, "all", "train", "layer", False),
         ({"dp": 2}, "all", "train", "recipe", True),
         ({"dp": 2}, "unsharded once", "evaluate", "layer", True),
         ({"dp": 2}, "offloaded", "train", "config", True),
-        ({"dp": 3}, "offloaded", "train", "layer", False),
         ({"dp": 3}, "prefetched", "train", "layer", True),
-        ({"dp": 2}, "parts", "train", "block", True),
         ({"dp": 2}, "parts", "a part", "block", False),
         ({"dp": 2}, "parts with common streams", "a part", "config", True),
         ({"dp": 2}, "all", "unshard by hand", "layer", True),
         ({"dp": 3}, "one group", "evaluate", "config", False),
         ({"dp": 2}, "all", "compiled", "config", True),
-        ({"dp": 2}, "one group", "compiled", "layer", False),
         ({"dp": 2}, "checkpointed", "train", "block", True),
         ({"dp": 2}, "meta", "train", "layer", True),
-        ({"replicas": 2, "dp": 2}, "all", "train", "config", True),
         ({"replicas": 2, "dp": 2}, "all", "evaluate", "layer", False),
         ({"dp": 2}, "all", "precompute", "block", True),
         ({"dp": 2}, "all", "sync", "block", True),
+        ({"dp": 2}, "all", "update", "frozen", True),
+        ({"dp": 2}, "all", "update", "recipe", True),
+        ({"replicas": 2, "dp": 2}, "all", "update", "config", True),
     ],
 )
 def test_the_first_use_compares(
@@ -227,6 +185,10 @@ def test_the_first_use_compares(
     error = ranks(size).run_same(error_of_first_use, axes, shard, run, difference, gather, size - 1)
     assert NAMED[difference] in error
     assert f"on rank {size - 1}" in error
+    if size == 4 and difference == "config":
+        assert "update_float8_scales: the ranks of DeviceMesh((replicas=2, dp=2)" in error
+        assert "have set up the model in different ways: layers.0.w1.config." in error
+        assert "False on ranks 0, 1, 2; True on rank 3. Convert and parallelize it in the" in error
 
 
 def error_on_two_axes(sharded: str, difference: str) -> str:
@@ -272,6 +234,7 @@ def by_hand(net: Net, mesh: DeviceMesh) -> None:
 
 PARALLELIZE: dict[str, Callable[[Net, DeviceMesh], object]] = {
     "float8 styles": lambda net, mesh: parallelize_module(net, mesh, net_plan(net, True)),
+    "a plan": lambda net, mesh: apply_tp_plan(net, mesh, net_plan(net, True)),
     "torch's styles": by_torch,
     "declared": by_hand,
 }
@@ -293,11 +256,9 @@ def error_of_tensor_parallelism(how: str, run: str, difference: str) -> str:
 @pytest.mark.parametrize(
     ("how", "run", "difference"),
     [
-        ("float8 styles", "train", "config"),
         ("float8 styles", "train", "layer"),
-        ("float8 styles", "evaluate", "recipe"),
+        ("a plan", "evaluate", "recipe"),
         ("torch's styles", "train", "config"),
-        ("torch's styles", "evaluate", "recipe"),
         ("torch's styles", "compiled", "config"),
         ("declared", "train", "config"),
         ("declared", "compiled", "layer"),
@@ -360,21 +321,15 @@ def comparisons(recipe: str, update: str, updates_first: bool) -> int:
     return count[0]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "update", "updates_first"),
-    [
+def test_a_model_is_compared_once(ranks: RankPools) -> None:
+    for case in (
         ("tensorwise", "precompute", True),
         ("tensorwise", "update", False),
         ("delayed", "sync", False),
         ("delayed", "update", True),
-        ("rowwise", "update", True),
-        ("tensorwise", "none", False),
-    ],
-)
-def test_a_model_is_compared_once(
-    ranks: RankPools, recipe: str, update: str, updates_first: bool
-) -> None:
-    assert ranks(2).run_same(comparisons, recipe, update, updates_first) == 1
+        ("rowwise", "none", False),
+    ):
+        assert ranks(2).run_same(comparisons, *case) == 1
 
 
 def comparisons_by_hand() -> list[int]:
@@ -413,9 +368,9 @@ def stages_with_other_layers(runs_first: bool) -> list[bool]:
     return [True]
 
 
-@pytest.mark.parametrize("runs_first", [True, False])
-def test_stages_of_a_pipeline_may_differ(ranks: RankPools, runs_first: bool) -> None:
-    assert ranks(4).run(stages_with_other_layers, runs_first) == [[True]] * 4
+def test_stages_of_a_pipeline_may_differ(ranks: RankPools) -> None:
+    for runs_first in (True, False):
+        assert ranks(4).run(stages_with_other_layers, runs_first) == [[True]] * 4
 
 
 def told_when_another_rank_stays_away() -> str:
@@ -429,7 +384,6 @@ def told_when_another_rank_stays_away() -> str:
 
 
 def test_a_comparison_that_fails_says_what_it_waited_for(ranks: RankPools) -> None:
-    assert_expected_inline(
-        ranks(2).run_same(told_when_another_rank_stays_away),
-        """update_float8_scales: another rank of DeviceMesh((dp=2), 'cpu', stride=(1,)) did not come here, or has ended: all of them must, with a model that was converted in the same way. The communication failed with: timed out""",
-    )
+    text = ranks(2).run_same(told_when_another_rank_stays_away)
+    assert "did not come here, or has ended: all of them must, with a model that was" in text
+    assert text.endswith("The communication failed with: timed out")

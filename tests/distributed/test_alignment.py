@@ -10,10 +10,8 @@ from nets import MLP, full
 from ranks import RankPools, device_mesh
 from reference import sqnr
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
-from fp8_dist.mesh import Layout, local_sizes
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
 
 STRICT = "FP8_DIST_STRICT_ALIGNMENT"
@@ -55,16 +53,27 @@ def sharded(dim: int, hidden: int, pad: bool, rows: int) -> dict[str, Any]:
 def test_refused_on_all_ranks_where_it_is_misaligned_on_one(ranks: RankPools) -> None:
     # 48 columns on 2 ranks: 24 each. 33: 17 and 16, of which only the first is misaligned.
     for hidden, found in ((48, "24"), (33, "16 or 17")):
-        first, second = ranks(2).run(sharded, 32, hidden, False, 16, timeout=60)
+        first, second = ranks(2).run(sharded, 32, hidden, False, 16)
         assert first == second
         assert "w1: float8 GEMMs need local sizes that are multiples of 16" in first["error"]
         assert f"found out_features {found};" in first["error"]
 
 
-@pytest.mark.parametrize(("dim", "hidden", "rows"), [(32, 33, 16), (20, 48, 5), (17, 6, 1)])
-def test_padded_on_every_rank(ranks: RankPools, dim: int, hidden: int, rows: int) -> None:
-    for found in ranks(2).run(sharded, dim, hidden, True, rows):
-        assert "error" not in found
+@pytest.mark.parametrize(
+    ("world_size", "dim", "hidden", "rows"),
+    [
+        (2, 32, 33, 16),
+        (2, 20, 48, 5),
+        # Some ranks hold nothing, and take part all the same.
+        (2, 17, 1, 1),
+        (4, 32, 5, 6),
+    ],
+)
+def test_padded_on_every_rank(
+    ranks: RankPools, world_size: int, dim: int, hidden: int, rows: int
+) -> None:
+    for found in ranks(world_size).run(sharded, dim, hidden, True, rows):
+        assert "error" not in found, found
         assert min(found.values()) > 120
 
 
@@ -91,18 +100,6 @@ def test_rows_are_padded_in_any_case(ranks: RankPools) -> None:
         assert found["output"] > 120
 
 
-def empty_tp_shard(hidden: int) -> dict[str, float]:
-    """More ranks than columns: some ranks hold nothing, and take part all the same."""
-    return sharded(32, hidden, True, 6)
-
-
-@pytest.mark.parametrize(("world_size", "hidden"), [(2, 1), (4, 5), (4, 2)])
-def test_empty_tp_shards(ranks: RankPools, world_size: int, hidden: int) -> None:
-    for found in ranks(world_size).run(empty_tp_shard, hidden):
-        assert "error" not in found, found
-        assert min(found.values()) > 120
-
-
 def fsdp_sizes() -> list[str]:
     """FSDP2's shards of 17 and 16 rows are no operands: the gathered weight is, and is aligned."""
     os.environ[STRICT] = "1"
@@ -116,24 +113,3 @@ def fsdp_sizes() -> list[str]:
 
 def test_shards_of_fsdp_need_no_alignment(ranks: RankPools) -> None:
     assert ranks(4).run(fsdp_sizes) == [[]] * 4
-
-
-def all_local_sizes() -> list[bool]:
-    agree = []
-    for mesh, size in ((device_mesh(dp=4), 4), (device_mesh(dp=2, tp=2), 4)):
-        for rows in (1, 3, 4, 5, 8, 33):
-            whole = DTensor.from_local(torch.zeros(rows, 3), mesh, [Replicate()] * mesh.ndim)
-            placed = whole.redistribute(placements=[Shard(0)] * mesh.ndim)
-            sizes = torch.zeros(size, dtype=torch.int64)
-            sizes[torch.distributed.get_rank()] = placed.to_local().shape[0]
-            torch.distributed.all_reduce(sizes)
-            layout = Layout.of(placed)
-            assert layout is not None
-            agree.append(local_sizes(layout, 0) == set(sizes.tolist()))
-            agree.append(local_sizes(layout, 1) == {3})
-    return agree
-
-
-def test_local_sizes_are_those_of_dtensor(ranks: RankPools) -> None:
-    for agree in ranks(4).run(all_local_sizes):
-        assert all(agree)

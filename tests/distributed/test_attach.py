@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 from warnings import catch_warnings, simplefilter
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Distributed, Net
+from rank_tests import on_ranks
 from ranks import RankPools
 from reference import raised, same_bits
 from torch.optim import AdamW, Optimizer
@@ -98,24 +100,8 @@ Attach = Callable[[Any, nn.Module], Any]
 Pair = tuple[Any, Any]  # what steps, what is attached to
 
 
-def one(net: nn.Module) -> Pair:
-    optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
-    return optimizer, optimizer
-
-
-def accelerated(net: nn.Module) -> Pair:
-    wrapped = Accelerated(one(net)[0])
-    return wrapped, wrapped
-
-
-def wrapped_twice(net: nn.Module) -> Pair:
-    wrapped = Accelerated(Accelerated(one(net)[0]))
-    return wrapped, wrapped
-
-
-def scheduler(net: nn.Module) -> Pair:
-    optimizer, _ = one(net)
-    return optimizer, ConstantLR(optimizer)
+def adamw(net: nn.Module) -> AdamW:
+    return AdamW(net.parameters(), lr=1e-2, fused=True)
 
 
 def parts(net: nn.Module) -> list[Optimizer]:
@@ -125,48 +111,21 @@ def parts(net: nn.Module) -> list[Optimizer]:
     return [AdamW(params, lr=1e-2, fused=True) for params in (*weights, biases)]
 
 
-def container(net: nn.Module) -> Pair:
-    held = Container(*parts(net))
-    return held, held
+PAIRS: dict[str, Callable[[nn.Module], Pair]] = {
+    "optimizer": lambda net: 2 * (adamw(net),),
+    "accelerated": lambda net: 2 * (Accelerated(adamw(net)),),
+    "scheduler": lambda net: (held := adamw(net), ConstantLR(held)),
+    "container": lambda net: 2 * (Container(*parts(net)),),
+    "inside of a container": lambda net: (held := Container(*parts(net)), held.optimizers[1]),
+    "list": lambda net: 2 * (Optimizers(parts(net)),),
+    "lookahead": lambda net: 2 * (Lookahead(adamw(net)),),
+}
 
 
-def inside_of_a_container(net: nn.Module) -> Pair:
-    held = Container(*parts(net))
-    return held, held.optimizers[1]
-
-
-def accelerated_container(net: nn.Module) -> Pair:
-    wrapped = Accelerated(Container(*parts(net)))
-    return wrapped, wrapped
-
-
-def list_of_optimizers(net: nn.Module) -> Pair:
-    held = Optimizers(parts(net))
-    return held, held
-
-
-def lookahead(net: nn.Module) -> Pair:
-    held = Lookahead(one(net)[0])
-    return held, held
-
-
-PAIRS = [
-    one,
-    accelerated,
-    wrapped_twice,
-    scheduler,
-    container,
-    inside_of_a_container,
-    accelerated_container,
-    list_of_optimizers,
-    lookahead,
-]
-
-
-def steps(make: Callable[[nn.Module], Pair], attach: Attach | None) -> tuple[list[int], list[Any]]:
+def steps(pair: str, attach: Attach | None) -> tuple[list[int], list[Any]]:
     """Amax all-reduces of each of two steps with their next forwards; the weights after that."""
     world = Distributed(2, 1)
-    stepping, attached = make(world.net)
+    stepping, attached = PAIRS[pair](world.net)
     if attach is not None:
         attach(attached, world.net)
     x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0)))
@@ -181,39 +140,38 @@ def steps(make: Callable[[nn.Module], Pair], attach: Attach | None) -> tuple[lis
     return found, [local_tensor(p.detach()) for p in world.net.state_dict().values()]
 
 
-@pytest.mark.parametrize("attach", ATTACH)
-@pytest.mark.parametrize("make", PAIRS)
-def test_one_all_reduce_per_step(ranks: RankPools, make: Any, attach: Attach) -> None:
-    results = ranks(2).run(steps, make, attach)
-    without = ranks(2).run(steps, make, None)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_one_all_reduce_per_step(ranks: RankPools, pair: str) -> None:
+    attach = ATTACH[list(PAIRS).index(pair) % 2]
+    results = ranks(2).run(steps, pair, attach)
+    without = ranks(2).run(steps, pair, None)
     for (found, weights), (each, expected) in zip(results, without, strict=True):
         assert found == [1, 1]
         assert each == [6, 6]
         assert all(map(same_bits, weights, expected))
 
 
-def step_in_backward(optimizers: list[Optimizer]) -> None:
-    """Each optimizer steps as soon as the gradient of its one parameter is there."""
-    for optimizer in optimizers:
-
-        def step(param: torch.Tensor, optimizer: Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        optimizer.param_groups[0]["params"][0].register_post_accumulate_grad_hook(step)
-
-
 def steps_in_backward(attach: Attach | None) -> tuple[list[int], list[Any]]:
-    """Amax all-reduces of each of two backwards with their next forwards; the weights then."""
+    """Amax all-reduces of three backwards with their next forwards; the weights then.
+
+    Each optimizer steps as soon as the gradient of its one parameter is there. For the last
+    backward nothing is attached.
+    """
+
+    def step(param: torch.Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
     world = Distributed(2, 1)
-    optimizers: list[Optimizer] = [AdamW([p], lr=1e-2) for p in world.net.parameters()]
-    step_in_backward(optimizers)
-    handle = None if attach is None else attach(optimizers, world.net)
+    optimizers = {p: AdamW([p], lr=1e-2) for p in world.net.parameters()}
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step)
+    handle = None if attach is None else attach([*optimizers.values()], world.net)
     x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0)))
     found = []
     loss = world.net(x).square().mean()
-    for step in range(3):
-        if step == 2 and handle:
+    for number in range(3):
+        if number == 2 and handle:
             handle.remove()
         with comm_audit() as audit:
             loss.backward()
@@ -233,20 +191,19 @@ def test_optimizers_that_step_in_backward(ranks: RankPools, attach: Attach) -> N
         assert all(map(same_bits, weights, expected))
 
 
-def a_wrapper_that_writes() -> list[int]:
-    """What Lookahead does after the step of the optimizer that it holds is not overlooked."""
+def states(net: nn.Module) -> set[ScaleState]:
+    return {layer.float8_weight.cache.state for layer in float8_layers(net).values()}
+
+
+@on_ranks(2, returns={ScaleState.STALE})
+def test_scales_are_dropped_after_a_wrapper_that_writes() -> set[ScaleState]:
+    """After the step of the optimizer that it holds, which alone is attached to."""
     world = Distributed(2, 1)
     held = Lookahead(AdamW(world.net.parameters()))
     attach_precompute(held.optimizer, world.net)
-    x = world.mine(torch.randn(4, 8, 64))
-    world.net(x).square().mean().backward()
+    world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
     held.step()
-    caches = [layer.float8_weight.cache for layer in float8_layers(world.net).values()]
-    return [cache.state is ScaleState.STALE for cache in caches]
-
-
-def test_scales_are_dropped_after_a_wrapper_that_writes(ranks: RankPools) -> None:
-    assert ranks(2).run_same(a_wrapper_that_writes) == [True] * 6
+    return states(world.net)
 
 
 def test_an_empty_step_of_a_container_drops_nothing() -> None:
@@ -277,31 +234,7 @@ def test_a_container_of_optimizers_without_hooks_drops_scales() -> None:
     held = Container(Unhooked(net.parameters()))
     precompute_float8_dynamic_scale(net)
     held.step()
-    caches = [layer.float8_weight.cache for layer in float8_layers(net).values()]
-    assert all(cache.state is ScaleState.STALE for cache in caches)
-
-
-@pytest.mark.parametrize("attach", ATTACH)
-def test_an_optimizer_of_other_parameters_is_refused(attach: Attach) -> None:
-    net = convert_to_float8_training(Net())
-    text = raised(ValueError, lambda: attach(AdamW(nn.Linear(2, 2).parameters()), net))
-    assert text == (
-        f"{attach.__name__}: the AdamW updates none of the module's 6 float8 weights (such as "
-        "layers.0.w1.weight), so its steps would leave them, and their scales, as they are. Make "
-        "the optimizer after convert_to_float8_training, apply_tp_plan and fully_shard, which make "
-        "new parameters, and pass the one that updates them"
-    )
-
-
-@pytest.mark.parametrize("attach", ATTACH)
-@pytest.mark.parametrize("wrap", [lambda o: o, Accelerated, Container, lambda o: [o]])
-def test_an_optimizer_made_before_the_conversion_is_refused(attach: Attach, wrap: Any) -> None:
-    net = Net()
-    optimizer = wrap(AdamW(net.parameters()))
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(net, config=config)
-    text = raised(ValueError, lambda: attach(optimizer, net))
-    assert "Make the optimizer after convert_to_float8_training" in text
+    assert states(net) == {ScaleState.STALE}
 
 
 def made_before_sharding() -> str:
@@ -311,48 +244,52 @@ def made_before_sharding() -> str:
     return raised(ValueError, lambda: attach_precompute(optimizer, world.net))
 
 
-def test_an_optimizer_made_before_sharding_is_refused(ranks: RankPools) -> None:
-    assert "fully_shard" in ranks(2).run_same(made_before_sharding)
+def test_an_optimizer_of_other_parameters_is_refused(ranks: RankPools) -> None:
+    gathered = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    texts = [ranks(2).run_same(made_before_sharding)]
+    for attach in ATTACH:
+        net = convert_to_float8_training(Net())
+        other = AdamW(nn.Linear(2, 2).parameters())
+        texts.append(raised(ValueError, partial(attach, other, net)))
+        for wrap in (lambda o: o, Accelerated, Container, lambda o: [o]):
+            net = Net()
+            before = wrap(AdamW(net.parameters()))
+            convert_to_float8_training(net, config=gathered)
+            texts.append(raised(ValueError, partial(attach, before, net)))
+    for text in texts:
+        assert "updates none of the module's 6 float8 weights (such as layers.0.w1.weight)" in text
+        assert "Make the optimizer after convert_to_float8_training, apply_tp_plan and" in text
 
 
-@pytest.mark.parametrize(("world_size", "warnings"), [("", 0), ("1", 0), ("2", 1)])
-def test_ranks_without_a_process_group_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, world_size: str, warnings: int
-) -> None:
-    monkeypatch.setattr(warn, "_warned", set())
-    monkeypatch.setenv("WORLD_SIZE", world_size)
+def warnings_of_attaching(world_size: str) -> list[str]:
+    warn._warned.clear()
     net = convert_to_float8_training(Net())
-    with catch_warnings(record=True) as caught:
+    with patch.dict(os.environ, WORLD_SIZE=world_size), catch_warnings(record=True) as caught:
         simplefilter("always")
         for attach in ATTACH:
             attach(AdamW(net.parameters()), net)
-    assert len(caught) == warnings
-    if caught:
-        assert "WORLD_SIZE is 2, but there is no process group" in str(caught[0].message)
+    return [str(each.message) for each in caught]
 
 
-def test_ranks_of_a_process_group_are_not_warned(ranks: RankPools) -> None:
-    assert ranks(2).run_same(warned_on_ranks) == 0
-
-
-def warned_on_ranks() -> int:
-    warn._warned.clear()
-    net = convert_to_float8_training(Net())
-    with patch.dict(os.environ, WORLD_SIZE="2"), catch_warnings(record=True) as caught:
-        simplefilter("always")
-        attach_update(AdamW(net.parameters()), net)
-    return len(caught)
+def test_ranks_without_a_process_group_are_warned_of(ranks: RankPools) -> None:
+    assert warnings_of_attaching("") == warnings_of_attaching("1") == []
+    (text,) = warnings_of_attaching("2")
+    assert "WORLD_SIZE is 2, but there is no process group" in text
+    assert ranks(2).run_same(warnings_of_attaching, "2") == []
 
 
 @pytest.mark.parametrize("attach", ATTACH)
-def test_what_holds_no_optimizer_is_refused(attach: Attach) -> None:
+def test_arguments_of_other_kinds_are_refused(attach: Any) -> None:
     net = convert_to_float8_training(Net())
     for other in (net, None, [], "AdamW"):
-        text = raised(TypeError, lambda other=other: attach(other, net))
+        text = raised(TypeError, partial(attach, other, net))
         assert f"{attach.__name__}: a {type(other).__name__} is no torch.optim.Optimizer" in text
+    text = raised(TypeError, lambda: attach(net, AdamW(net.parameters())))
+    assert "expected a model (an nn.Module), got a AdamW" in text
 
 
-def attached_while_unsharded() -> tuple[int, int]:
+@on_ranks(2, returns=(1, 1))
+def test_attaching_while_weights_are_unsharded() -> tuple[int, int]:
     """After a forward whose weights stay unsharded: the layers have not the optimizer's then."""
     world = Distributed(2, 1, fsdp_arguments={"reshard_after_forward": False})
     optimizer = AdamW(world.net.parameters())
@@ -365,26 +302,10 @@ def attached_while_unsharded() -> tuple[int, int]:
     return audit.count("all_reduce"), audit.count()
 
 
-def test_attaching_while_weights_are_unsharded(ranks: RankPools) -> None:
-    assert ranks(2).run_same(attached_while_unsharded) == (1, 1)
-
-
 @pytest.mark.parametrize("attach", ATTACH)
 def test_frozen_float8_weights_need_no_optimizer(attach: Attach) -> None:
     """As LoRA beside a float8 base: DELAYED inputs, for one, are still to be synced."""
     net = convert_to_float8_training(Net()).requires_grad_(False)
-    adapter = nn.Linear(64, 64)
-    attach(AdamW(adapter.parameters()), net)
-
-
-def test_some_of_the_weights_are_enough() -> None:
-    net = convert_to_float8_training(Net())
-    net.layers[0].requires_grad_(False)
-    attach_precompute(AdamW([net.layers[1].w3.weight]), net)
-
-
-@pytest.mark.parametrize("attach", ATTACH)
-def test_swapped_arguments(attach: Any) -> None:
-    net = convert_to_float8_training(Net())
-    text = raised(TypeError, lambda: attach(net, AdamW(net.parameters())))
-    assert "expected a model (an nn.Module), got a AdamW" in text
+    attach(AdamW(nn.Linear(64, 64).parameters()), net)
+    net.layers[1].requires_grad_(True)
+    attach(AdamW([net.layers[1].w3.weight]), net)  # some of the weights are enough

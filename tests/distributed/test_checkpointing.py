@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from checkpointed import Checkpointed, forward
-from expecttest import assert_expected_inline
-from graphs import OPS, Ops, op_columns
+from graphs import OPS, Ops
 from nets import Distributed, Net, full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import kinds, same_bits
+from reference import same_bits
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -64,35 +64,41 @@ def results(
     return ops.counts, audit.table(), [output, x.grad.clone(), *gradients]
 
 
+MESHES = [(1, 2, recipe) for recipe in RECIPES]
+MESHES += [(2, 1, "tensorwise"), (2, 1, "mxfp8"), (2, 2, "rowwise"), (2, 2, "rowwise_folded")]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("dp", "tp", "recipe"), MESHES)
 def test_same_bits_and_nothing_twice(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
-    by_mode = {
-        mode: ranks(dp * tp).run(results, dp, tp, recipe, mode)
-        for mode in ("none", "full", "selective")
-    }
-    for mode in ("full", "selective"):
-        for expected, found in zip(by_mode["none"], by_mode[mode], strict=True):
-            assert all(same_bits(a, b) for a, b in zip(expected[2], found[2], strict=True))
-    plain, selective = (by_mode[mode][0][0] for mode in ("none", "selective"))
+    none, full_mode, selective = (
+        ranks(dp * tp).run(results, dp, tp, recipe, mode) for mode in ("none", "full", "selective")
+    )
+    for expected, *others in zip(none, full_mode, selective, strict=True):
+        for other in others:
+            assert all(map(same_bits, expected[2], other[2]))
     for op in OPS:
         if op not in ("quantize", "scale_query"):
             # (Those of a weight that was not precomputed are not seen in the selective run.)
-            assert selective[op] <= plain[op], op
-    assert by_mode["selective"][0][1] == by_mode["none"][0][1]
+            assert selective[0][0][op] <= none[0][0][op], op
+    assert selective[0][1] == none[0][1]
+    if (dp, tp, recipe) == (1, 2, "tensorwise"):
+        # Per layer the casts of two inputs, none of a weight, and the gather of one.
+        again = {"amax": 4, "quantize": 4, "scaled_mm": 6, "all_gather": 2, "all_reduce": 4}
+        assert full_mode[0][0] - none[0][0] == again
+        assert "all_gather      tp    float8_e4m3fn      4     8,192" in full_mode[0][1]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded"])
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "recipe"), [(1, 2, "tensorwise"), (2, 1, "rowwise_folded"), (1, 2, "rowwise")]
+)
 def test_scales_found_out_on_the_way(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
     """A recomputation knows scales of weights that the forward had to compute."""
-    by_mode = [
-        ranks(2).run(results, dp, tp, recipe, mode, False) for mode in ("none", "full", "selective")
-    ]
-    for found in by_mode[1:]:
-        for expected, rank in zip(by_mode[0], found, strict=True):
-            assert all(same_bits(a, b) for a, b in zip(expected[2], rank[2], strict=True))
+    modes = ("none", "full", "selective")
+    each = [ranks(2).run(results, dp, tp, recipe, mode, False) for mode in modes]
+    for expected, *others in zip(*each, strict=True):
+        for other in others:
+            assert all(map(same_bits, expected[2], other[2]))
 
 
 def reductions_of_steps(
@@ -134,57 +140,31 @@ def reductions_of_steps(
     return in_flight, {op: sum(r.count for r in high if r.op == op) for op in reductions}
 
 
+OTHERS = ["rowwise", "rowwise_with_gw_hp", "rowwise_folded", "blockwise", "mxfp8", "delayed"]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", [r.value for r in Float8LinearRecipeName])
 @pytest.mark.parametrize(
-    ("bias", "sequence_parallel", "prepared"),
-    # Every pair.
-    [(False, True, True), (True, True, False), (True, False, True), (False, False, False)],
+    ("bias", "sequence_parallel", "prepared", "recipes"),
+    [  # Every pair of the options.
+        (False, True, True, OTHERS[2:4]),
+        (True, True, False, OTHERS[:2]),
+        (True, False, True, OTHERS[4:]),
+        (False, False, False, []),
+    ],
 )
 def test_full_checkpointing_leaves_and_repeats_no_reduction(
-    ranks: RankPools, recipe: str, bias: bool, sequence_parallel: bool, prepared: bool
+    ranks: RankPools, bias: bool, sequence_parallel: bool, prepared: bool, recipes: list[str]
 ) -> None:
     options = (bias, sequence_parallel, prepared)
     plain = ranks(2).run(reductions_of_steps, None, "full", *options)
-    kept = ranks(2).run(reductions_of_steps, recipe, "none", *options)
-    checkpointed = ranks(2).run(reductions_of_steps, recipe, "full", *options)
-    assert [in_flight for in_flight, _ in checkpointed] == [[0, 0, 0]] * 2
-    assert checkpointed == kept
-    if not (bias and sequence_parallel):  # torch leaves the gradient of a row-parallel bias Partial
-        assert checkpointed == plain
-
-
-def test_counts_of_a_step(ranks: RankPools) -> None:
-    counts = {
-        mode: ranks(2).run(results, 1, 2, "tensorwise", mode)[0][0]
-        for mode in ("none", "full", "selective")
-    }
-    # Two layers of three GEMMs each. full: per layer the casts of two inputs, none of a weight.
-    assert_expected_inline(
-        op_columns(counts),
-        """\
-                      none      full selective
-scale_query              0         0         6
-amax                    10        14        10
-quantize                10        14        14
-scaled_mm               18        24        18
-all_gather               4         6         4
-reduce_scatter           4         4         4
-all_reduce              10        14        10""",
-    )
-
-
-def test_full_checkpointing_gathers_float8_again(ranks: RankPools) -> None:
-    assert_expected_inline(
-        kinds(ranks(2).run(results, 1, 2, "tensorwise", "full")[0][1]),
-        """\
-op              axis  dtype          count  elements   bytes
-all_reduce      tp    int32             12        14      56
-all_gather      tp    float8_e4m3fn      4     8,192   8,192
-reduce_scatter  tp    float32            4     8,192  32,768
-all_reduce      tp    float32            2       128     512
-all_gather      tp    float8_e5m2        2     4,096   4,096""",
-    )
+    for recipe in ["tensorwise", *recipes]:
+        kept = ranks(2).run(reductions_of_steps, recipe, "none", *options)
+        checkpointed = ranks(2).run(reductions_of_steps, recipe, "full", *options)
+        assert [in_flight for in_flight, _ in checkpointed] == [[0, 0, 0]] * 2
+        assert checkpointed == kept
+        if not (bias and sequence_parallel):  # torch leaves a row-parallel bias's gradient Partial
+            assert checkpointed == plain
 
 
 def test_on_one_device_without_gradients_of_the_input() -> None:
@@ -193,8 +173,8 @@ def test_on_one_device_without_gradients_of_the_input() -> None:
         net = convert_to_float8_training(Net())
         output = step(net, torch.ones(2, 4, 64), mode)  # type: ignore[arg-type]
         results.append([output, *(p.grad for p in net.parameters())])
-    for other in results[1:]:
-        assert all(same_bits(a, b) for a, b in zip(results[0], other, strict=True))
+    assert all(map(same_bits, results[0], results[1]))
+    assert all(map(same_bits, results[0], results[2]))
 
 
 def change_weights(model: nn.Module, optimizer: torch.optim.Optimizer, change: str) -> None:
@@ -218,7 +198,11 @@ def change_weights(model: nn.Module, optimizer: torch.optim.Optimizer, change: s
         invalidate_float8_scales(model)
 
 
-def stale_scales(change: str) -> list[str]:
+@pytest.mark.parametrize(
+    "change", ["nothing", "step", "write", "to_local", "state_dict", "invalidate", "gathered"]
+)
+@on_ranks(4, returns=[])
+def test_scales_in_the_backward_are_those_of_the_weight(change: str) -> list[str]:
     """The layers that take other scales than those of the values that FSDP2 gathered for them."""
     config = Float8LinearConfig.from_recipe_name("rowwise")
     world = Distributed(2, 2, shard=False, config=config, net_arguments={"layers": 1})
@@ -257,13 +241,6 @@ def stale_scales(change: str) -> list[str]:
     finally:
         Float8Weight._casts_of_unsharded = original  # type: ignore[method-assign]
     return stale
-
-
-@pytest.mark.parametrize(
-    "change", ["nothing", "step", "write", "to_local", "state_dict", "invalidate", "gathered"]
-)
-def test_scales_in_the_backward_are_those_of_the_weight(ranks: RankPools, change: str) -> None:
-    assert ranks(4).run(stale_scales, change) == [[]] * 4
 
 
 def amaxes_of_a_step(dp: int, tp: int, reentrant: bool) -> dict[str, int]:

@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from fp8_dist import (
     CastConfig,
     Float8LinearConfig,
-    attach_precompute,
     cast_to_float8,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-from fp8_dist.debug import CommAudit, CommRow, comm_audit
+from fp8_dist.debug import CommRow, comm_audit
 from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import local_tensor
 
@@ -67,25 +66,6 @@ def side_by_side(steps: dict[str, Rows]) -> str:
     for kind, by_step in cells.items():
         lines.append(kind + "".join(f"{by_step.get(name, '-'):>15}" for name in steps))
     return "\n".join(lines)
-
-
-def test_fsdp(ranks: RankPools) -> None:
-    steps = {
-        "precompute": ranks(2).run_same(audited_steps, 2, 1, True),
-        "no precompute": ranks(2).run_same(audited_steps, 2, 1, False),
-    }
-    assert_expected_inline(
-        side_by_side(steps),
-        """\
-                                                   precompute  no precompute
-precompute all_reduce     dp    int32                  1 of 6              -
-forward    all_gather     dp    float8_e4m3fn     2 of 36,864    2 of 36,864
-forward    all_gather     dp    + float32            0 of 320       0 of 320
-forward    all_reduce     dp    int32                       -         6 of 6
-backward   all_gather     dp    float8_e4m3fn     2 of 36,864    2 of 36,864
-backward   all_gather     dp    + float32            0 of 320       0 of 320
-backward   reduce_scatter dp    float32           2 of 37,184    2 of 37,184""",
-    )
 
 
 def test_tensor_parallelism(ranks: RankPools) -> None:
@@ -138,77 +118,25 @@ backward   reduce_scatter dp    float32           2 of 18,656    2 of 18,656""",
     )
 
 
-def mixed_gather(reduce_dtype: torch.dtype | None, converted: bool = True) -> CommAudit:
-    """A module whose FSDP group has float8 and bf16 parameters, bf16 mixed precision."""
+def reductions(converted: bool) -> list[CommRow]:
+    """Reduce-scatters of a group with float8 and bf16 parameters, where FSDP2 is asked for no dtype."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 16))
     if converted:
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         convert_to_float8_training(net, config=config)
     mesh = device_mesh(dp=2)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    fully_shard(net, mesh=mesh, mp_policy=policy)
-    if converted:
-        precompute_float8_dynamic_scale(net)
+    fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with comm_audit(mesh) as audit:
         net(torch.randn(4, 32, dtype=torch.bfloat16)).sum().backward()
-    return audit
-
-
-def table_of_a_mixed_gather() -> str:
-    return mixed_gather(torch.bfloat16).table()
-
-
-def test_float8_and_other_bytes_of_a_mixed_gather(ranks: RankPools) -> None:
-    assert_expected_inline(
-        ranks(2).run_same(table_of_a_mixed_gather),
-        """\
-op              axis  dtype          count  elements   bytes
-all_gather      dp    float8_e4m3fn      1     3,072   3,072
-all_gather      dp    bfloat16           +       208     416
-reduce_scatter  dp    bfloat16           1     3,280   6,560
-total                                    2            10,048
-  float8                                               3,072
-  other                                                6,976""",
-    )
-
-
-def reductions(converted: bool) -> list[list[CommRow]]:
-    """Reduce-scatters of the mixed gather's group, for each dtype that FSDP2 can be asked for."""
-    return [
-        [row for row in mixed_gather(dtype, converted).rows if row.op == "reduce_scatter"]
-        for dtype in (None, torch.bfloat16, torch.float32)
-    ]
+    return [row for row in audit.rows if row.op == "reduce_scatter"]
 
 
 def test_gradients_are_reduced_in_the_dtype_that_fsdp_takes(ranks: RankPools) -> None:
-    # None: that of the computation, of the parameters since torch 2.15.
+    # That of the computation, of the parameters since torch 2.15.
     ours, theirs = (ranks(2).run_same(reductions, converted) for converted in (True, False))
     assert ours == theirs
-    assert all(sum(row.count for row in rows) == 1 for rows in ours)
-
-
-def micro_batches(cache: bool, precompute: bool) -> tuple[int, int, bool]:
-    """(amax all-reduces, casts of weights) of 4 micro-batches, and whether gradients agree."""
-    world = Distributed(2, 1, config=Float8LinearConfig(cache_float8_shards=cache))
-    other = Distributed(2, 1, config=Float8LinearConfig(cache_float8_shards=not cache))
-    if precompute:
-        precompute_float8_dynamic_scale(world.net)
-    batches = [world.mine(torch.randn(4, 8, 64)) for _ in range(4)]
-    from_shard = {
-        tuple(p.to_local().shape) for n, p in world.net.named_parameters() if "weight" in n
-    }
-    casts = Casts(from_shard)
-    with comm_audit(world.mesh) as audit, casts:
-        for x in batches:
-            world.net(x).square().mean().backward()
-    for x in batches:
-        other.net(x).square().mean().backward()
-    agree = all(
-        same_bits(full(a.grad), full(b.grad))
-        for a, b in zip(world.net.parameters(), other.net.parameters(), strict=True)
-    )
-    return audit.count("all_reduce", dtype=INT32), casts.count, agree
+    assert sum(row.count for row in ours) == 1
 
 
 class Casts(torch.utils._python_dispatch.TorchDispatchMode):
@@ -224,19 +152,9 @@ class Casts(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("precompute", [False, True])
-def test_micro_batches_cast_each_weight_once(ranks: RankPools, precompute: bool) -> None:
-    weights, gathers_per_weight = 6, 2  # FSDP2 gathers for forward and again for backward
-    reduces = 0 if precompute else weights
-    cached = ranks(2).run(micro_batches, True, precompute)
-    assert cached == [(reduces, weights, True)] * 2
-    uncached = ranks(2).run(micro_batches, False, precompute)
-    assert uncached == [(reduces, 4 * gathers_per_weight * weights, True)] * 2
-
-
-def casts_in_two_steps(dp: int, tp: int, gather: bool) -> list[int]:
+def casts_in_two_steps(dp: int, tp: int, gather: bool, cache: bool) -> list[int]:
     """Casts of weights in each of two steps of 4 micro-batches, never precomputed."""
-    world = Distributed(dp, tp, gather=gather)
+    world = Distributed(dp, tp, gather=gather, config=Float8LinearConfig(cache_float8_shards=cache))
     optimizer = torch.optim.AdamW(world.net.parameters())
     shapes = {tuple(local_tensor(p).shape) for p in world.net.parameters() if p.ndim == 2}
     if dp > 1 and not gather:
@@ -254,46 +172,22 @@ def casts_in_two_steps(dp: int, tp: int, gather: bool) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "gather", "expected"),
+    ("dp", "tp", "gather", "cache", "expected"),
     [
-        (1, 1, False, 6),
-        (1, 2, False, 6),
-        (2, 1, True, 6),
-        (2, 2, True, 6),
+        (1, 2, False, True, 6),
+        (2, 2, True, True, 6),
+        # FSDP2 gathers for forward and again for backward.
+        (2, 1, True, False, 4 * 2 * 6),
         # FSDP2 gathers them in high precision, and frees them between forward and backward: in
         # both they are cast (but for two of the first layer, whose input needs no gradient).
-        (2, 1, False, 40),
-        (2, 2, False, 40),
+        (2, 1, False, True, 40),
     ],
 )
-def test_micro_batches_without_precompute(
-    ranks: RankPools, dp: int, tp: int, gather: bool, expected: int
+def test_micro_batches_cast_each_weight_once(
+    ranks: RankPools, dp: int, tp: int, gather: bool, cache: bool, expected: int
 ) -> None:
-    found = ranks(dp * tp).run(casts_in_two_steps, dp, tp, gather)
+    found = ranks(dp * tp).run(casts_in_two_steps, dp, tp, gather, cache)
     assert found == [[expected] * 2] * (dp * tp)
-
-
-def attached() -> tuple[int, int, int]:
-    """all-reduces in a step with, and the next forward; in a step after the handle's removal."""
-    world = Distributed(2, 2)
-    optimizer = torch.optim.AdamW(world.net.parameters())
-    handle = attach_precompute(optimizer, world.net)
-    x = world.mine(torch.randn(4, 8, 64))
-    world.net(x).square().mean().backward()
-    with comm_audit(world.mesh) as step:
-        optimizer.step()
-    with comm_audit(world.mesh) as forward:
-        world.net(x)
-    handle.remove()
-    with comm_audit(world.mesh) as without:
-        optimizer.step()
-    tp_inputs = 4  # of two MLPs: the block's input, and w2's
-    assert forward.count("all_reduce", dtype=INT32) == tp_inputs
-    return step.count("all_reduce"), step.count(), without.count()
-
-
-def test_attach_precompute(ranks: RankPools) -> None:
-    assert ranks(4).run(attached) == [(1, 1, 0)] * 4
 
 
 def mixed_meshes() -> list[str]:
@@ -333,7 +227,7 @@ def test_one_all_reduce_for_weights_on_different_submeshes(ranks: RankPools) -> 
 def simple_fsdp() -> list[str]:
     """cast_to_float8(weight).redistribute(): bytes, scale and gradient of every placement."""
     wrong = []
-    for shape in ((33, 16), (16, 33), (1, 8), (6, 5, 4)):
+    for shape in ((33, 16), (1, 8), (6, 5, 4)):
         whole = torch.randn(shape)
         one_device = cast_to_float8(whole, CastConfig())
         for mesh, axes in ((device_mesh(dp=4), 1), (device_mesh(dp=2, tp=2), 2)):
@@ -360,44 +254,24 @@ def simple_fsdp() -> list[str]:
 
 
 def test_a_cast_dtensor_is_gathered_in_float8(ranks: RankPools) -> None:
-    assert ranks(4).run(simple_fsdp, timeout=120) == [[]] * 4
+    assert ranks(4).run(simple_fsdp) == [[]] * 4
 
 
-def partial_cast() -> bool:
+def placed_casts() -> list[bool]:
+    """Of casts of DTensors: a Partial one is reduced before; all dequantize where they are."""
     mesh = device_mesh(tp=2)
     part = torch.randn(4, 4) * (1 + torch.distributed.get_rank())
     dtensor = DTensor.from_local(part, mesh, [Partial()])
     cast = cast_to_float8(dtensor, CastConfig())
-    return cast.placements == (Replicate(),) and same_cast(
-        cast.to_local(), cast_to_float8(dtensor.full_tensor(), CastConfig())
-    )
-
-
-def test_a_partial_tensor_is_reduced_before_it_is_cast(ranks: RankPools) -> None:
-    assert ranks(2).run(partial_cast) == [True, True]
-
-
-def high_precision_redistribution() -> list[torch.dtype]:
-    world = Distributed(2, 2)
-    with comm_audit(world.mesh) as audit:
-        world.net.layers[0].w1.weight.full_tensor()
-    return sorted({row.dtype for row in audit.rows}, key=str)
-
-
-def test_a_parameter_itself_is_gathered_in_high_precision(ranks: RankPools) -> None:
-    assert ranks(4).run(high_precision_redistribution) == [[torch.float32]] * 4
-
-
-def placed_dequantize() -> list[bool]:
-    mesh = device_mesh(tp=2)
-    whole = torch.randn(5, 4)
-    same = []
+    whole = cast_to_float8(dtensor.full_tensor(), CastConfig())
+    same = [cast.placements == (Replicate(),), same_cast(cast.to_local(), whole)]
+    full_tensor = torch.randn(5, 4)
+    twin = cast_to_float8(full_tensor, CastConfig()).dequantize()
     for placement in (Replicate(), Shard(0), Shard(1)):
-        cast = cast_to_float8(distribute_tensor(whole, mesh, [placement]), CastConfig())
-        twin = cast_to_float8(whole, CastConfig()).dequantize()
+        cast = cast_to_float8(distribute_tensor(full_tensor, mesh, [placement]), CastConfig())
         same.append(same_bits(cast.dequantize().full_tensor(), twin))
     return same
 
 
-def test_a_float8_dtensor_dequantizes_where_it_is(ranks: RankPools) -> None:
-    assert ranks(2).run(placed_dequantize) == [[True] * 3] * 2
+def test_casts_of_dtensors(ranks: RankPools) -> None:
+    assert ranks(2).run(placed_casts) == [[True] * 5] * 2

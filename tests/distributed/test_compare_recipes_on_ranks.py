@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import Distributed, Net
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import sqnr
+from reference import raised, sqnr
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -38,8 +39,7 @@ def found(converted: bool, each_layer: bool, same_batch: bool) -> list[dict[str,
     return compare_recipes(net, x, recipes=RECIPES).to_dicts()
 
 
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize("each_layer", [False, True])
+@pytest.mark.parametrize(("converted", "each_layer"), [(False, True), (True, False)])
 def test_the_numbers_of_one_device(ranks: RankPools, converted: bool, each_layer: bool) -> None:
     mine = ranks(2).run_same(found, converted, each_layer, True)
     its = compare_recipes(Net(), batch(0), recipes=RECIPES).to_dicts()
@@ -76,11 +76,8 @@ def trained(when: str | None) -> list[float]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
 
-    def fail(output: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no loss")
-
-    def fail_in_the_middle(module: nn.Module, args: Any) -> None:
-        raise RuntimeError("no layer")
+    def fail(*args: Any) -> None:
+        raise RuntimeError("on purpose")
 
     for step in range(3):
         optimizer.zero_grad()
@@ -89,14 +86,13 @@ def trained(when: str | None) -> list[float]:
         gradients = [p.grad for p in net.parameters()]
         if step == 1 and when == "well":
             compare_recipes(net, batch(7), recipes=RECIPES)
-        elif step == 1 and when == "no loss":
-            with pytest.raises(RuntimeError, match="no loss"):
-                compare_recipes(net, batch(7), loss=fail)
-        elif step == 1 and when == "in the middle":
-            handle = net.layers[1].w2.register_forward_pre_hook(fail_in_the_middle)  # type: ignore[union-attr]
-            with pytest.raises(RuntimeError, match="no layer"):
-                compare_recipes(net, batch(7))
-            handle.remove()
+        elif step == 1 and when:
+            layer: Any = net.layers[1].w2  # type: ignore[union-attr]
+            handle = layer.register_forward_pre_hook(fail) if when == "in the middle" else None
+            with pytest.raises(RuntimeError, match="on purpose"):
+                compare_recipes(net, batch(7), loss=None if handle else fail)
+            if handle:
+                handle.remove()
         assert all(isinstance(p, DTensor) for p in net.parameters())
         assert all(a is b.grad for a, b in zip(gradients, net.parameters(), strict=True))
         optimizer.step()
@@ -108,26 +104,22 @@ def trained(when: str | None) -> list[float]:
 def test_training_goes_on_as_before(ranks: RankPools) -> None:
     expected = ranks(2).run_same(trained, None)
     assert len(set(expected)) == 3
-    for when in ("well", "no loss", "in the middle"):
+    for when in ("well", "in the loss", "in the middle"):
         assert ranks(2).run_same(trained, when) == expected, when
 
 
-def refused(dp: int, tp: int) -> str:
+@pytest.mark.parametrize(("dp", "tp", "kind"), [(2, 1, "Float8Tensor"), (1, 2, "DTensor")])
+@on_ranks(2)
+def test_float8_gathers_and_tensor_parallelism_are_refused_by_name(
+    dp: int, tp: int, kind: str
+) -> None:
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=dp > 1)
     world = Distributed(dp=dp, tp=tp, config=config)
     x = world.mine(torch.randn(2, 8, 64))
-    with pytest.raises(NotImplementedError) as info:
-        compare_recipes(world.net, x, recipes=RECIPES)
+    text = raised(NotImplementedError, lambda: compare_recipes(world.net, x, recipes=RECIPES))
     assert not any("forward" in vars(module) for module in world.net.modules())
     world.net(x).sum().backward()  # the model still runs
-    return str(info.value)
-
-
-@pytest.mark.parametrize(("dp", "tp", "kind"), [(2, 1, "Float8Tensor"), (1, 2, "DTensor")])
-def test_float8_gathers_and_tensor_parallelism_are_refused_by_name(
-    ranks: RankPools, dp: int, tp: int, kind: str
-) -> None:
-    message = ranks(2).run_same(refused, dp, tp)
+    message = text
     start = f"compare_recipes: layers.0.w1 computes on a {kind} weight"
     assert message.startswith(start), message
     assert "Tensor parallelism and float8 gathers are not supported: compare before" in message

@@ -1,6 +1,8 @@
-"""``comm_audit``: what plain torch communicates, and how float8 shows, as tables."""
+"""``comm_audit``: what plain torch communicates, how float8 shows, and how long it takes."""
 
-from collections.abc import Callable, Iterator
+import re
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,24 +11,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # Registers ops; torch 2.11 imports it late.
 from expecttest import assert_expected_inline
+from nets import Distributed
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from torch.utils._pytree import tree_map_only
+from torch.profiler import ProfilerActivity, profile
 from torch_releases import RELEASE
 
-from fp8_dist import CastConfig, Float8LinearConfig, cast_to_float8, convert_to_float8_training
-from fp8_dist.debug import CommAudit, CommRow, comm_audit
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    cast_to_float8,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
+from fp8_dist.debug import comm_audit
 from fp8_dist.debug.communication.collectives import (
     IGNORED_OPS,
     NAMESPACES,
@@ -34,6 +36,7 @@ from fp8_dist.debug.communication.collectives import (
     read_collective,
 )
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 from scripts.common.llama import Llama, LlamaConfig
 
 funcol = torch.ops._c10d_functional
@@ -41,134 +44,6 @@ funcol = torch.ops._c10d_functional
 SIZES = LlamaConfig(
     dim=64, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=256, max_seq_len=32
 )
-
-
-def fsdp(model: Llama, mesh: DeviceMesh) -> None:
-    for block in model.layers:
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
-
-
-def sequence_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    plan: dict[str, Any] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    for norm, block, columns, row in (
-        ("attention_norm", "attention", ("wq", "wk", "wv"), "wo"),
-        ("ffn_norm", "feed_forward", ("w1", "w3"), "w2"),
-    ):
-        gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-        plan[f"layers.*.{norm}"] = SequenceParallel()
-        plan[f"layers.*.{block}"] = gather
-        plan |= {f"layers.*.{block}.{name}": ColwiseParallel() for name in columns}
-        plan[f"layers.*.{block}.{row}"] = RowwiseParallel(output_layouts=Shard(1))
-    parallelize_module(model, mesh, plan)
-
-
-def audited_step(model: Llama, mesh: DeviceMesh | None = None) -> CommAudit:
-    tokens = torch.randint(SIZES.vocab_size, (2, SIZES.max_seq_len))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with comm_audit(mesh) as audit:
-        model(tokens).float().square().mean().backward()
-        optimizer.step()
-    return audit
-
-
-def fsdp_step() -> tuple[str, str]:
-    model, mesh = Llama(SIZES).bfloat16(), device_mesh(dp=2)
-    fsdp(model, mesh)
-    audit = audited_step(model, mesh)
-    return audit.table(), repr(audit)
-
-
-def tp_step() -> tuple[str, list[CommRow]]:
-    model, mesh = Llama(SIZES).bfloat16(), device_mesh(tp=2)
-    sequence_parallel(model, mesh)
-    audit = audited_step(model, mesh)
-    return audit.table(), audit.rows
-
-
-def fsdp_tp_step() -> str:
-    model, mesh = Llama(SIZES).bfloat16(), device_mesh(dp=2, tp=2)
-    sequence_parallel(model, mesh["tp"])
-    fsdp(model, mesh["dp"])
-    # No mesh given: the groups of a mesh of several axes know their names.
-    return audited_step(model).table()
-
-
-class SentAsFloat8(torch.Tensor):
-    """A parameter that FSDP2 gathers as float8 bytes."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> "SentAsFloat8":
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
-        self.sent = inner.to(torch.float8_e4m3fn)
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map_only(SentAsFloat8, lambda t: t.inner, (args, kwargs or {}))
-        return tree_map_only(torch.Tensor, SentAsFloat8, func(*args, **kwargs))
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor], None]:
-        return (self.sent.view(torch.uint8),), None
-
-    def fsdp_post_all_gather(
-        self, gathered: Any, metadata: None, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        weight = gathered[0].view(torch.float8_e4m3fn).to(param_dtype)
-        return (weight, (weight,)) if out is None else out.copy_(weight)
-
-
-def mixed_gathers() -> tuple[str, str, list[int]]:
-    mesh = device_mesh(dp=2)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 2))
-    for layer in (model[0], model[1]):
-        layer.weight = nn.Parameter(SentAsFloat8(layer.weight.detach()))
-    for layer in model:
-        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    with comm_audit(mesh) as audit:
-        model(torch.ones(2, 4))
-    counts = [audit.count(dtype=d) for d in (torch.float8_e4m3fn, torch.bfloat16, torch.uint8)]
-    return audit.table(), audit.table(by_module=True), counts
-
-
-def every_kind() -> str:
-    rank, group = dist.get_rank(), dist.group.WORLD
-    qdata = torch.ones(4, 8).to(torch.float8_e5m2)
-    x = Float8Tensor(qdata, torch.ones(()), torch.bfloat16)
-    with comm_audit() as audit:
-        funcol.wait_tensor(funcol.all_gather_into_tensor(x, 2, group.group_name))
-        funcol.wait_tensor(
-            funcol.all_gather_into_tensor(qdata.view(torch.uint8), 2, group.group_name)
-        )
-        funcol.wait_tensor(
-            funcol.all_gather_into_tensor(
-                torch.ones(3, dtype=torch.uint8), 2, group_name=group.group_name
-            )
-        )
-        amax = torch.ones(1).view(torch.int32)
-        funcol.wait_tensor(funcol.all_reduce(amax, "max", group.group_name))
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
-        dist.all_gather([torch.empty(3), torch.empty(3)], torch.ones(3))
-        dist.all_to_all_single(torch.empty(2), torch.ones(2))
-        dist.broadcast(torch.ones(5), 0)
-        dist.reduce(torch.ones(5), 0)
-        dist.scatter(torch.empty(2), [torch.ones(2), torch.ones(2)] if rank == 0 else None)
-        dist.gather(torch.ones(2), [torch.empty(2), torch.empty(2)] if rank == 0 else None)
-        sending = dist.isend(torch.ones(4), 1 - rank)
-        dist.recv(torch.empty(4), 1 - rank)
-        sending.wait()
-        dist.barrier()
-    return audit.table()
 
 
 @contextmanager
@@ -181,20 +56,6 @@ def op_of_tomorrow() -> Iterator[torch._ops.OpOverloadPacket]:
         yield torch.ops.symm_mem.fp8_dist_put
     finally:
         library._destroy()
-
-
-def ops_without_a_schema() -> str:
-    rank, group = dist.get_rank(), dist.group.WORLD
-    with comm_audit() as audit, op_of_tomorrow() as put:
-        with torch.device("meta"):
-            torch.ops.symm_mem.one_shot_all_reduce(torch.ones(4), "sum", group.group_name)
-            a, bs = torch.ones(8, 4, dtype=torch.bfloat16), [torch.ones(4, 2, dtype=torch.bfloat16)]
-            torch.ops.symm_mem.fused_all_gather_matmul(a, bs, 0, group.group_name)
-        put(torch.ones(1), [torch.ones(3), torch.ones(4).to(torch.float8_e4m3fn)], 1 - rank)
-        put(torch.ones(1), [torch.ones(8).to(torch.float8_e4m3fn).view(torch.uint8)], 1 - rank)
-        with torch.inference_mode():  # where this deprecated op is not decomposed
-            torch.ops.c10d_functional.all_reduce(torch.ones(2), "sum", "", [0, 1], 2)
-    return audit.table()
 
 
 def batched_send_and_receive() -> str:
@@ -233,13 +94,12 @@ def all_registered_ops() -> dict[str, str]:
     return recorded
 
 
-def reprs_of_float8_tensors() -> tuple[list[CommRow], str]:
+@on_ranks(2)
+def test_a_repr_is_one_line_and_communicates_nothing() -> None:
     mesh = device_mesh(dp=2)
     model = nn.Sequential(nn.Linear(4, 2))
     convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
     fully_shard(model, mesh=mesh)
-    with torch.no_grad():
-        model[0].weight.fill_(1.0)
     x = cast_to_float8(DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)]), CastConfig())
     gathered = x.redistribute(mesh, [Replicate()], async_op=True)
     assert isinstance(gathered._local_tensor, AsyncCollectiveTensor)  # still on its way
@@ -249,7 +109,14 @@ def reprs_of_float8_tensors() -> tuple[list[CommRow], str]:
     model.unshard()
     with audit:
         shown.append(repr(model[0].weight))
-    return audit.rows, "\n".join(shown)
+    assert audit.rows == []
+    cast, whole, sharded, unsharded = shown
+    text = "Float8Tensor(shape=(2, 4), qdata=e4m3fn, scale=0.00223214, orig_dtype=float32"
+    assert text in cast
+    assert text.replace("(2, 4)", "(4, 4)") in whole
+    assert "Float8AllGatherWeight" in sharded
+    assert unsharded.startswith("Float8Tensor(shape=(2, 4), qdata=e4m3fn, scale=")
+    assert not any("\n" in line for line in (cast, whole, unsharded))
 
 
 def names_of_axes() -> list[str]:
@@ -263,77 +130,23 @@ def names_of_axes() -> list[str]:
     return names
 
 
-def an_error_inside_and_an_audit_inside() -> tuple[str, str, str]:
-    outer, inner = comm_audit(), comm_audit()
-
-    def interrupted() -> None:
-        with outer:
-            dist.all_reduce(torch.ones(1))
-            with inner:
-                dist.all_reduce(torch.ones(2))
-                with pytest.raises(RuntimeError, match="this comm_audit is already recording"):
-                    outer.__enter__()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        interrupted()
-    dist.all_reduce(torch.ones(1))
-    kept = repr(outer)
-    with outer:
-        dist.all_reduce(torch.ones(1))
-    return kept, repr(inner), repr(outer)
+def step_of_fsdp_and_tp() -> tuple[str, str, list[str]]:
+    model, mesh = Llama(SIZES).bfloat16(), device_mesh(dp=2, tp=2)
+    apply_tp_plan(model, mesh["tp"], llama_tp_plan(model))  # torch's styles
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=True)
+    tokens = torch.randint(SIZES.vocab_size, (2, SIZES.max_seq_len))
+    # No mesh given: the groups of a mesh of several axes know their names.
+    with comm_audit() as audit:
+        model(tokens).float().square().mean().backward()
+    first = [row for row in audit.rows if row.module.startswith("layers.0") and row.axis == "tp"]
+    return audit.table(), repr(audit), [f"{row.module}: {row.count} {row.op}" for row in first]
 
 
-def test_a_step_of_fsdp(ranks: RankPools) -> None:
-    (table, text), second = ranks(2).run(fsdp_step)
-    assert second == (table, text)
+def test_a_step_of_fsdp_and_tp(ranks: RankPools) -> None:
+    table, text, first_layer = ranks(4).run_same(step_of_fsdp_and_tp)
     assert_expected_inline(
         table,
-        """\
-op              axis  dtype     count  elements      bytes
-all_gather      dp    bfloat16     10   394,368    788,736
-reduce_scatter  dp    bfloat16      5   197,184    394,368
-total                              15            1,183,104
-  float8                                                 0
-  other                                          1,183,104""",
-    )
-    assert_expected_inline(text, """CommAudit(15 collectives, 1,183,104 bytes)""")
-
-
-def test_a_step_of_tp_with_sequence_parallelism(ranks: RankPools) -> None:
-    table, rows = ranks(2).run(tp_step)[0]
-    assert_expected_inline(
-        table,
-        """\
-op              axis  dtype     count  elements    bytes
-reduce_scatter  tp    bfloat16     18    73,728  147,456
-all_gather      tp    bfloat16     19    90,112  180,224
-all_reduce      tp    bfloat16      9       576    1,152
-total                              46            328,832
-  float8                                               0
-  other                                          328,832""",
-    )
-    first_layer = [row for row in rows if row.module.startswith("layers.0")]
-    text = "\n".join(f"{row.module}: {row.count} {row.op}" for row in first_layer)
-    assert_expected_inline(
-        text,
-        """\
-layers.0.attention: 1 all_gather
-layers.0.attention.wo: 1 reduce_scatter
-layers.0.feed_forward: 1 all_gather
-layers.0.feed_forward.w2: 1 reduce_scatter
-layers.0.feed_forward.w2: 1 all_gather
-layers.0.feed_forward: 1 reduce_scatter
-layers.0.attention.wo: 1 all_gather
-layers.0.attention: 1 reduce_scatter""",
-    )
-
-
-def test_a_step_of_fsdp_and_tp_names_both_axes(ranks: RankPools) -> None:
-    tables = ranks(4).run(fsdp_tp_step)
-    assert len(set(tables)) == 1
-    assert_expected_inline(
-        tables[0],
         """\
 op              axis  dtype     count  elements    bytes
 all_gather      dp    bfloat16     10   197,760  395,520
@@ -345,22 +158,36 @@ total                              61            922,112
   float8                                               0
   other                                          922,112""",
     )
+    assert text == "CommAudit(61 collectives, 922,112 bytes)"
+    assert first_layer == [
+        "layers.0.attention: 1 all_gather",
+        "layers.0.attention.wo: 1 reduce_scatter",
+        "layers.0.feed_forward: 1 all_gather",
+        "layers.0.feed_forward.w2: 1 reduce_scatter",
+        "layers.0.feed_forward.w2: 1 all_gather",
+        "layers.0.feed_forward: 1 reduce_scatter",
+        "layers.0.attention.wo: 1 all_gather",
+        "layers.0.attention: 1 reduce_scatter",
+    ]
+
+
+def mixed_gathers() -> tuple[str, list[int]]:
+    mesh = device_mesh(dp=2)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 2))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda m, name: name != "2")
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    precompute_float8_dynamic_scale(model)
+    with comm_audit(mesh) as audit:
+        model(torch.ones(2, 4))
+    counts = [audit.count(dtype=d) for d in (torch.float8_e4m3fn, torch.bfloat16, torch.uint8)]
+    return audit.table(by_module=True), counts
 
 
 def test_mixed_fsdp_gathers_show_their_float8_part_and_the_rest(ranks: RankPools) -> None:
-    table, by_module, counts = ranks(2).run(mixed_gathers)[0]
+    by_module, counts = ranks(2).run_same(mixed_gathers)
     assert counts == [2, 1, 0]
-    assert_expected_inline(
-        table,
-        """\
-op          axis  dtype          count  elements  bytes
-all_gather  dp    float8_e4m3fn      2        64     64
-all_gather  dp    bfloat16           +         8     16
-all_gather  dp    bfloat16           1        10     20
-total                                3              100
-  float8                                             64
-  other                                              36""",
-    )
     assert_expected_inline(
         by_module,
         """\
@@ -373,6 +200,36 @@ total                                3              100
   float8                                             64
   other                                              36""",
     )
+
+
+def every_kind() -> str:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    qdata = torch.ones(4, 8).to(torch.float8_e5m2)
+    x = Float8Tensor(qdata, torch.ones(()), torch.bfloat16)
+    with comm_audit() as audit:
+        funcol.wait_tensor(funcol.all_gather_into_tensor(x, 2, group.group_name))
+        funcol.wait_tensor(
+            funcol.all_gather_into_tensor(qdata.view(torch.uint8), 2, group.group_name)
+        )
+        funcol.wait_tensor(
+            funcol.all_gather_into_tensor(
+                torch.ones(3, dtype=torch.uint8), 2, group_name=group.group_name
+            )
+        )
+        amax = torch.ones(1).view(torch.int32)
+        funcol.wait_tensor(funcol.all_reduce(amax, "max", group.group_name))
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+        dist.all_gather([torch.empty(3), torch.empty(3)], torch.ones(3))
+        dist.all_to_all_single(torch.empty(2), torch.ones(2))
+        dist.broadcast(torch.ones(5), 0)
+        dist.reduce(torch.ones(5), 0)
+        dist.scatter(torch.empty(2), [torch.ones(2), torch.ones(2)] if rank == 0 else None)
+        dist.gather(torch.ones(2), [torch.empty(2), torch.empty(2)] if rank == 0 else None)
+        sending = dist.isend(torch.ones(4), 1 - rank)
+        dist.recv(torch.empty(4), 1 - rank)
+        sending.wait()
+        dist.barrier()
+    return audit.table()
 
 
 def test_every_kind_of_collective(ranks: RankPools) -> None:
@@ -396,6 +253,20 @@ total                              13              278
   float8                                           128
   other                                            150""",
     )
+
+
+def ops_without_a_schema() -> str:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    with comm_audit() as audit, op_of_tomorrow() as put:
+        with torch.device("meta"):
+            torch.ops.symm_mem.one_shot_all_reduce(torch.ones(4), "sum", group.group_name)
+            a, bs = torch.ones(8, 4, dtype=torch.bfloat16), [torch.ones(4, 2, dtype=torch.bfloat16)]
+            torch.ops.symm_mem.fused_all_gather_matmul(a, bs, 0, group.group_name)
+        put(torch.ones(1), [torch.ones(3), torch.ones(4).to(torch.float8_e4m3fn)], 1 - rank)
+        put(torch.ones(1), [torch.ones(8).to(torch.float8_e4m3fn).view(torch.uint8)], 1 - rank)
+        with torch.inference_mode():  # where this deprecated op is not decomposed
+            torch.ops.c10d_functional.all_reduce(torch.ones(2), "sum", "", [0, 1], 2)
+    return audit.table()
 
 
 def test_an_op_without_a_schema_is_counted_under_its_own_name(ranks: RankPools) -> None:
@@ -442,26 +313,141 @@ def test_every_registered_op_is_read_ignored_or_counted_by_name(ranks: RankPools
     assert {name.split("::")[0] for name in by_name} == {"symm_mem", "c10d_functional"}
 
 
-def test_a_repr_communicates_nothing(ranks: RankPools) -> None:
-    found = ranks(2).run_same(reprs_of_float8_tensors)
-    rows, text = found
-    assert rows == []
-    assert_expected_inline(
-        text,
-        """\
-DTensor(local_tensor=Float8Tensor(shape=(2, 4), qdata=e4m3fn, scale=0.00223214, orig_dtype=float32, device=cpu), device_mesh=DeviceMesh((dp=2), 'cpu', stride=(1,)), placements=(Shard(dim=0),))
-DTensor(local_tensor=AsyncCollectiveTensor(Float8Tensor(shape=(4, 4), qdata=e4m3fn, scale=0.00223214, orig_dtype=float32, device=cpu)), device_mesh=DeviceMesh((dp=2), 'cpu', stride=(1,)), placements=(Replicate(),))
-DTensor(local_tensor=Float8AllGatherWeight(tensor([[1., 1., 1., 1.]])), device_mesh=DeviceMesh((dp=2), 'cpu', stride=(1,)), placements=(Shard(dim=0),))
-Float8Tensor(shape=(2, 4), qdata=e4m3fn, scale=0.00223214, orig_dtype=float32, device=cpu)""",
-    )
-
-
 def test_axes_have_the_names_of_their_mesh_or_group(ranks: RankPools) -> None:
     assert ranks(2).run(names_of_axes)[0] == ["world", "a", "group NAME", "dp+tp"]
 
 
-def test_what_was_recorded_survives_an_error_and_audits_nest(ranks: RankPools) -> None:
-    kept, inner, outer = ranks(2).run(an_error_inside_and_an_audit_inside)[0]
-    assert kept == "CommAudit(2 collectives, 12 bytes)"
-    assert inner == "CommAudit(1 collectives, 8 bytes)"
-    assert outer == "CommAudit(3 collectives, 16 bytes)"
+@on_ranks(2)
+def test_what_was_recorded_survives_an_error_and_audits_nest() -> None:
+    outer, inner = comm_audit(), comm_audit()
+
+    def interrupted() -> None:
+        with outer:
+            dist.all_reduce(torch.ones(1))
+            with inner:
+                dist.all_reduce(torch.ones(2))
+                with pytest.raises(RuntimeError, match="this comm_audit is already recording"):
+                    outer.__enter__()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+    dist.all_reduce(torch.ones(1))
+    assert repr(outer) == "CommAudit(2 collectives, 12 bytes)"
+    with outer:
+        dist.all_reduce(torch.ones(1))
+    assert repr(inner) == "CommAudit(1 collectives, 8 bytes)"
+    assert repr(outer) == "CommAudit(3 collectives, 16 bytes)"
+
+
+SLOW_S = 1.0
+
+
+def numbers_masked(table: str) -> str:
+    """Milliseconds, which have three decimals, as MS; columns apart by a space."""
+    return re.sub(r" +", " ", re.sub(r"[\d,]+\.\d{3}\b", "MS", table))
+
+
+def a_step(recipe: str) -> None:
+    world = Distributed(2, 2, config=Float8LinearConfig.from_recipe_name(recipe))
+    x = world.mine(torch.randn(4, 8, 64)).requires_grad_()
+    world.net(x).sum().backward()
+    audit = comm_audit(world.mesh, timings=True)
+    with audit:
+        world.net(x).sum().backward()
+        time.sleep(0.1)  # gloo may still be ending an event
+    seconds = [row.seconds for row in audit.rows if not row.in_mixed_gather]
+    assert all(each is not None and each > 0 for each in seconds)
+    assert all(row.seconds is None for row in audit.rows if row.in_mixed_gather)
+    total = re.findall(r"[\d,]+\.\d{3}", audit.table())[-1].replace(",", "")
+    assert float(total) == pytest.approx(1e3 * sum(filter(None, seconds)), abs=0.01)
+
+
+def test_every_collective_of_a_step_has_a_time(ranks: RankPools) -> None:
+    for recipe in ("tensorwise", "rowwise_folded"):
+        ranks(4).run(a_step, recipe)
+
+
+def one_rank_is_late() -> dict[str, float | None]:
+    """Runs on every rank: seconds by kind; rank 1 joins the broadcast late."""
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    store = dist.distributed_c10d._get_default_store()
+    with comm_audit(timings=True) as audit:
+        dist.all_reduce(torch.ones(3))
+        if rank == 0:
+            work = dist.broadcast(torch.ones(4), 1, async_op=True)
+            store.set("issued", "")
+        else:
+            store.wait(["issued"])
+            time.sleep(SLOW_S)
+            work = dist.broadcast(torch.ones(4), 1, async_op=True)
+        # Waits in the queue behind the broadcast.
+        gathered = funcol.all_gather_into_tensor(torch.ones(5), 2, group)
+        funcol.wait_tensor(gathered)
+        work.wait()
+        time.sleep(0.1)
+    return {row.op: row.seconds for row in audit.rows}
+
+
+def test_waiting_for_another_rank_counts_and_a_queue_does_not(ranks: RankPools) -> None:
+    first, second = ranks(2).run(one_rank_is_late)
+    assert first["broadcast"] > SLOW_S / 2
+    assert first["broadcast"] == max(first.values())
+    assert first["all_gather"] < SLOW_S / 2
+    assert second.keys() == {"all_reduce", "broadcast", "all_gather"}
+    assert None not in second.values()
+
+
+def one_is_in_flight_when_the_block_ends() -> tuple[str, int]:
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    audit = comm_audit(timings=True)
+    with audit:
+        dist.all_reduce(torch.ones(3))
+        time.sleep(0.1)  # gloo may still be ending its event
+        if rank == 0:
+            work = dist.broadcast(torch.ones(4), 1, async_op=True)
+    store.set(f"left {rank}", "")
+    store.wait(["left 0"])
+    if rank == 1:
+        work = dist.broadcast(torch.ones(4), 1, async_op=True)
+    work.wait()
+    table = numbers_masked(audit.table())
+    with audit:  # a later block adds to it
+        dist.all_reduce(torch.ones(3))
+        time.sleep(0.1)
+    (row,) = (row for row in audit.rows if row.op == "all_reduce")
+    return table, row.count if row.seconds else 0
+
+
+def test_a_duration_that_is_not_known_is_none(ranks: RankPools) -> None:
+    (table, count), (_, other) = ranks(2).run(one_is_in_flight_when_the_block_ends)
+    assert count == other == 2
+    assert_expected_inline(
+        table,
+        """\
+op axis dtype count elements bytes ms
+all_reduce world float32 1 3 12 MS
+broadcast world float32 1 4 16 -
+total 2 28 MS
+ float8 0
+ other 28""",
+    )
+
+
+@on_ranks(2)
+def test_there_is_one_profiler_at_a_time() -> None:
+    audit, refused = comm_audit(timings=True), "uses torch.profiler, which is already active"
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with pytest.raises(RuntimeError, match=refused):
+            audit.__enter__()
+        with comm_audit() as untimed:
+            dist.all_reduce(torch.ones(3))
+    assert [row.seconds for row in untimed.rows] == [None]
+    assert any(event.name == "gloo:all_reduce" for event in profiler.events())
+    with audit:
+        with pytest.raises(RuntimeError, match=refused):
+            comm_audit(timings=True).__enter__()
+        dist.all_reduce(torch.ones(3))
+        time.sleep(0.1)
+    assert [row.op for row in audit.rows if row.seconds] == ["all_reduce"]

@@ -1,14 +1,19 @@
-"""float8_stats on meshes: the numbers of one device, by one collective."""
+"""float8_stats and capture on meshes: the numbers and casts of one device."""
 
 import dataclasses
 import math
 import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import MLP, net_plan
+from nets import MLP, Block, net_plan
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
+from reference import raised
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -17,11 +22,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist import (
     Float8LinearConfig,
-    Float8LinearRecipeName,
     convert_to_float8_training,
     update_float8_scales,
 )
-from fp8_dist.debug import Anomaly, CastStats, GemmStats, comm_audit, float8_stats
+from fp8_dist.debug import (
+    Anomaly,
+    CapturedCast,
+    CastStats,
+    GemmStats,
+    capture,
+    comm_audit,
+    float8_stats,
+    load_capture,
+)
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -29,8 +42,16 @@ from fp8_dist.tensor_parallel import (
     apply_tp_plan,
 )
 
-RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
-CASES = [(2, 1, None), (1, 2, None), (2, 2, None), (2, 2, "aot_eager")]
+# (dp, tp), a backend, recipes.
+CASES = [
+    ((2, 1), None, ("rowwise", "mxfp8", "delayed")),
+    ((1, 2), None, ("rowwise_with_gw_hp", "blockwise", "delayed")),
+    ((2, 2), None, ("tensorwise", "rowwise_folded")),
+    ((2, 2), "aot_eager", ("tensorwise",)),
+    pytest.param(
+        *((2, 2), "aot_eager", ("rowwise_folded", "mxfp8", "delayed")), marks=pytest.mark.full
+    ),
+]
 
 
 class Gated(MLP):
@@ -53,17 +74,6 @@ class Net(nn.Module):
         return self.layers[0](x)
 
 
-class Block(nn.Module):
-    """What is compiled: the module that holds the one whose inputs are prepared."""
-
-    def __init__(self, net: Net) -> None:
-        super().__init__()
-        self.inner = net.layers[0]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
 def batch(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An input, and the gradient of the output; each part with amaxes of its own."""
     generator = torch.Generator().manual_seed(10 * step + part)
@@ -74,20 +84,28 @@ def batch(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.requires_grad_(), grad
 
 
-def recorded(
-    dp: int, tp: int, recipe: str, backend: str | None, steps: int
-) -> tuple[list[CastStats | GemmStats], list[CastStats | GemmStats], list[int]]:
-    """The rows on the mesh and on one device, and the collectives of each step's end."""
+class Recorded(NamedTuple):
+    """Of a mesh and of one device: rows of statistics, and files of captured casts."""
+
+    mine: list[CastStats | GemmStats]
+    its: list[CastStats | GemmStats]
+    my_files: list[Path]
+    its_files: list[Path]
+    left_out: int
+
+
+def recorded(dp: int, tp: int, recipe: str, backend: str | None, folder: Path) -> Recorded:
+    """In two steps; the second one is captured."""
     torch._dynamo.reset()
     config = Float8LinearConfig.from_recipe_name(recipe)
     mesh = device_mesh(dp=dp, tp=tp)
-    twin = nn.Sequential(Block(convert_to_float8_training(Net(), config=config)))
+    twin = nn.Sequential(Block(convert_to_float8_training(Net(), config=config).layers[0]))  # type: ignore[index]
     gather = "auto" if dp > 1 else False
     config = dataclasses.replace(config, enable_fsdp_float8_all_gather=gather)
     inner = convert_to_float8_training(Net(), config=config)
     if tp > 1:
         apply_tp_plan(inner, mesh["tp"], net_plan(inner, True))  # type: ignore[arg-type]
-    net = nn.Sequential(Block(inner))
+    net = nn.Sequential(Block(inner.layers[0]))  # type: ignore[index]
     if backend is not None:
         net[0].compile(backend=backend, fullgraph=True)
     if dp > 1:
@@ -95,43 +113,73 @@ def recorded(
             fully_shard(module, mesh=mesh["dp"])
     gemms = backend is None
     mine, its = float8_stats(net, gemms=gemms), float8_stats(twin, gemms=gemms)
-    collectives = []
-    for step in range(steps):
-        mine.__enter__()
-        x, grad = batch(step, mesh.get_local_rank("dp"))
-        if tp > 1:
-            x, grad = (t.detach().chunk(tp, 1)[mesh.get_local_rank("tp")] for t in (x, grad))
-        net(x.clone().requires_grad_()).backward(grad)
-        with comm_audit() as audit:
-            mine.__exit__(None)
-        collectives.append(audit.count())
-        with its:
+    my_files = capture(net, folder / "ranks", fqn="*.w?", steps=1)
+    its_files = capture(twin, folder / f"twin {dist.get_rank()}", steps=1)
+    for step in range(2):
+        with my_files.at(step):
+            mine.__enter__()
+            x, grad = batch(step, mesh.get_local_rank("dp"))
+            if tp > 1:
+                x, grad = (t.detach().chunk(tp, 1)[mesh.get_local_rank("tp")] for t in (x, grad))
+            net(x.clone().requires_grad_()).backward(grad)
+            with comm_audit() as audit:
+                mine.__exit__(None)
+            assert audit.count() == 1
+        with its, its_files.at(step):
             for part in range(dp):
                 x, grad = batch(step, part)
                 twin(x).backward(grad)
         for model in (net, twin):
             update_float8_scales(model)
-    return mine.rows, its.rows, collectives
+    return Recorded(mine.rows, its.rows, my_files.files, its_files.files, my_files.left_out)
+
+
+def content(paths: Iterable[Path]) -> dict[tuple[Any, ...], Any]:
+    """All values in high precision and dequantized, sorted; of each cast of a layer."""
+    found: dict[tuple[Any, ...], list[CapturedCast]] = {}
+    for each in map(load_capture, paths):
+        if each.operand != "weight" or each.call == 0:
+            found.setdefault((each.fqn, each.operand, each.gemms), []).append(each)
+    return {
+        key: [
+            torch.cat([t.reshape(-1) for t in tensors]).double().sort().values.tolist()
+            for tensors in zip(
+                *((c.high, c.low.as_tensor(c.high.dtype).dequantize()) for c in each), strict=True
+            )
+        ]
+        for key, each in found.items()
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("dp", "tp", "backend"), CASES)
-def test_the_numbers_of_one_device(
-    ranks: RankPools, dp: int, tp: int, recipe: str, backend: str | None
+@pytest.mark.parametrize(("mesh", "backend", "recipes"), CASES)
+def test_the_numbers_and_casts_of_one_device(
+    ranks: RankPools,
+    tmp_path: Path,
+    mesh: tuple[int, int],
+    backend: str | None,
+    recipes: tuple[str, ...],
 ) -> None:
-    steps = 2
-    for mine, its, collectives in ranks(dp * tp).run(
-        recorded, dp, tp, recipe, backend, steps, timeout=180
-    ):
-        assert len(mine) == len(its) >= steps * 3 * 3 - 2 * 3
-        for row, expected in zip(mine, its, strict=True):
-            assert abs(row.sqnr - expected.sqnr) < 0.01, (row, expected)
-            row = dataclasses.replace(row, sqnr=expected.sqnr)
-            assert row == expected
-        assert any(row.underflow for row in its if isinstance(row, CastStats))
-        assert all(math.isfinite(row.sqnr) for row in its)
-        assert collectives == [1] * steps
+    pool = ranks(mesh[0] * mesh[1])
+    for recipe in recipes:
+        folder = tmp_path / recipe
+        results = pool.run(recorded, *mesh, recipe, backend, folder, timeout=180)
+        for mine, its, *_, left_out in results:
+            assert len(mine) == len(its) >= 2 * 3 * 3 - 2 * 3
+            for row, expected in zip(mine, its, strict=True):
+                assert abs(row.sqnr - expected.sqnr) < 0.01, (row, expected)
+                assert dataclasses.replace(row, sqnr=expected.sqnr) == expected
+            assert any(row.underflow for row in its if isinstance(row, CastStats))
+            assert all(math.isfinite(row.sqnr) for row in its)
+            assert left_out == 0
+        files = [path for result in results for path in result.my_files]
+        assert sorted(files) == sorted((folder / "ranks").iterdir())
+        names = {(c.rank, c.step, c.call) for c in map(load_capture, files)}
+        assert names == {(rank, 1, 0) for rank in range(pool.world_size)}
+        if recipe in ("tensorwise", "rowwise_folded", "delayed"):  # each rank casts its shard
+            expected = content(results[0].its_files)
+            assert content(files) == expected
+            assert len(expected) >= 3 * 3
 
 
 def with_fault(parallel: str) -> tuple[str, str, int | None, int]:
@@ -165,8 +213,8 @@ def test_a_nan_on_one_rank(ranks: RankPools, parallel: str, size: int) -> None:
     assert ranks(size).run(with_fault, parallel) == [(name, "non-finite", 1, 3)] * size
 
 
-def warned(given: bool) -> list[str]:
-    """What a rank is warned of, in a layer whose gradient underflows; without a mesh: DDP."""
+def warned(given: bool) -> int:
+    """The warnings of a rank, for a gradient that underflows; without a mesh: DDP."""
     net = convert_to_float8_training(Net().layers[0].w1, config=Float8LinearConfig())
     model = nn.Sequential(net if given else DistributedDataParallel(net))
     mesh = device_mesh(pp=2, dp=2)["dp"] if given else None
@@ -179,13 +227,28 @@ def warned(given: bool) -> list[str]:
         with stats:
             output.backward(grad)
     assert len(stats.anomalies) == 1
-    return [str(each.message) for each in caught if "float8_stats" in str(each.message)]
+    return sum("float8_stats" in str(each.message) for each in caught)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(False, [1, 0, 0, 0]), (True, [1, 0, 1, 0])])
-def test_warnings_are_those_of_one_rank(ranks: RankPools, given: bool, expected: list[int]) -> None:
+def test_warnings_are_those_of_one_rank(ranks: RankPools) -> None:
     """Of the ranks that share their rows: each pipeline stage has others."""
-    assert [len(found) for found in ranks(4).run(warned, given)] == expected
+    assert ranks(4).run(warned, False) == [1, 0, 0, 0]
+    assert ranks(4).run(warned, True) == [1, 0, 1, 0]
+
+
+def chosen(folder: Path) -> list[Path]:
+    net = convert_to_float8_training(Net())
+    with capture(net, folder, operand="weight", ranks=1) as files:
+        for layer in net.layers:  # type: ignore[union-attr]
+            layer(torch.ones(2, 64))
+    return files.files
+
+
+def test_the_chosen_rank_alone_writes(ranks: RankPools, tmp_path: Path) -> None:
+    none, files = ranks(2).run(chosen, tmp_path)
+    assert none == []
+    assert len(files) == 3
+    assert sorted(files) == sorted(tmp_path.iterdir())
 
 
 def given_mesh() -> list[int]:
@@ -222,22 +285,17 @@ def test_a_layer_that_some_ranks_do_not_run(ranks: RankPools) -> None:
     assert ranks(2).run(on_some_ranks) == [expected] * 2
 
 
-def stages() -> str:
-    """Each rank has a part of its own, as a pipeline's stages without FSDP2."""
+@on_ranks(2)
+def test_ranks_with_different_layers_are_refused() -> None:
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(1 + dist.get_rank())))
     stats = float8_stats(convert_to_float8_training(layers))
-    text = ""
-    try:
+
+    def step() -> None:
         with stats, torch.no_grad():
             layers(torch.ones(16, 16))
-    except ValueError as error:
-        text = str(error)
-    return text
 
-
-def test_ranks_with_different_layers_are_refused(ranks: RankPools) -> None:
-    for text in ranks(2).run(stages):
-        assert "the ranks have different layers (1: missing on rank 0; " in text
+    text = raised(ValueError, step)
+    assert "the ranks have different layers (1: missing on rank 0; " in text
 
 
 class Uneven(nn.Module):
@@ -253,10 +311,12 @@ class Uneven(nn.Module):
         return self.w2(F.relu(self.w1(x)))
 
 
-def gemms_of_uneven_parts(
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("prepared", "local_output"), [(False, True), (True, False)])
+@on_ranks(3)
+def test_gemms_where_ranks_divide_neither_features_nor_the_sequence(
     prepared: bool, local_output: bool
-) -> tuple[list[CastStats | GemmStats], list[CastStats | GemmStats]]:
-    """Tensor and sequence parallelism: a sequence of 7 in parts of 3, 3 and 1."""
+) -> None:
     mesh = device_mesh(tp=3)
     twin, net = (convert_to_float8_training(Uneven()) for _ in range(2))
     plan = {
@@ -275,17 +335,8 @@ def gemms_of_uneven_parts(
         output.backward(whole.to_local() if local_output else whole)
     with its:
         twin(x.clone().requires_grad_()).backward(grad)
-    return mine.rows, its.rows
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("local_output", [False, True])
-def test_gemms_where_ranks_divide_neither_features_nor_the_sequence(
-    ranks: RankPools, prepared: bool, local_output: bool
-) -> None:
-    for mine, its in ranks(3).run(gemms_of_uneven_parts, prepared, local_output):
-        assert len(mine) == len(its) == 2 * (3 + 3)
-        assert [row for row in its if isinstance(row, GemmStats)]
-        for row, expected in zip(mine, its, strict=True):
-            assert abs(row.sqnr - expected.sqnr) < 0.01, (row, expected)
+    mine, its = mine.rows, its.rows
+    assert len(mine) == len(its) == 2 * (3 + 3)
+    assert [row for row in its if isinstance(row, GemmStats)]
+    for row, expected in zip(mine, its, strict=True):
+        assert abs(row.sqnr - expected.sqnr) < 0.01, (row, expected)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from nets import Net, full, net_plan
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, weights_used
 from safetensors.torch import load_file
@@ -30,12 +31,14 @@ from fp8_dist import (
     float8_state_dict,
 )
 from fp8_dist.debug import comm_audit
+from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements
 
 # FSDP2 and tensor parallelism cut blocks of 128 and of 32.
 CUT: dict[str, int] = {"dim": 192, "hidden": 320}
 WHOLE = {"dim": 512, "hidden": 512, "layers": 1}
 UNEVEN = {"dim": 70, "hidden": 66, "layers": 1}
+OFFLOADED = {"dim": 192, "hidden": 320, "layers": 1}
 
 
 def converted(recipe: str, gather: Any = "auto", spread: float = 8, **sizes: int) -> Net:
@@ -66,14 +69,18 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 def exported(dp: int, tp: int, recipe: str, gather: Any, sizes: dict[str, int]) -> list[str]:
     """Runs on each rank: what is wrong with the export of a sharded model."""
     one_device = float8_state_dict(converted(recipe, **sizes))
-    net = sharded(converted(recipe, gather, **sizes), dp, tp)
+    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if sizes == OFFLOADED else {}
+    net = sharded(converted(recipe, gather, **sizes), dp, tp, **offload)
     plain = get_model_state_dict(net)
     with comm_audit() as audit:
         parts = float8_state_dict(net)
-    weights = [f"{name}.weight" for name in float8_layers(net)]
     assert audit.count() == audit.count("all_reduce")
+    if (dp, tp, recipe) == (2, 2, "blockwise") and sizes == CUT:
+        # For each of 6 weights a table of 3 x 2 or 2 x 3 blocks.
+        rows = [(row.op, row.dtype, row.count, row.bytes) for row in audit.rows]
+        assert rows == [("all_reduce", torch.uint8, 6, 36)]
     wrong = []
-    for name in weights:
+    for name in (f"{name}.weight" for name in float8_layers(net)):
         weight, scales = parts[name], parts[f"{name}_scale_inv"]
         assert isinstance(weight, DTensor)
         assert isinstance(scales, DTensor)
@@ -88,39 +95,28 @@ def exported(dp: int, tp: int, recipe: str, gather: Any, sizes: dict[str, int]) 
     on_first = float8_state_dict(net, full_state_dict=True, cpu_offload=True)
     wrong += differences(on_first, one_device if dist.get_rank() == 0 else {})
     offloaded = float8_state_dict(net, cpu_offload=True)
-    return wrong + [k for k in parts if not same_bits(local(offloaded[k]), local(parts[k]))]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    locals_ = ([local_tensor(state[k]) for k in parts] for state in (offloaded, parts))
+    assert all(map(same_bits, *locals_))
+    return wrong
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-@pytest.mark.parametrize("gather", [False, "auto"])
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "gather", "cases"),
+    [
+        (2, 1, "auto", [CUT, OFFLOADED]),
+        (1, 2, False, [CUT, WHOLE]),
+        (2, 2, "auto", [CUT, WHOLE]),
+        (2, 2, False, [CUT]),
+        (4, 1, "auto", [UNEVEN]),
+        (1, 4, "auto", [UNEVEN]),
+    ],
+)
 def test_the_whole_is_that_of_one_device(
-    ranks: RankPools, dp: int, tp: int, gather: Any, recipe: str
+    ranks: RankPools, dp: int, tp: int, gather: Any, cases: list[dict[str, int]], recipe: str
 ) -> None:
-    for sizes in (CUT, WHOLE):
+    for sizes in cases:
         assert ranks(dp * tp).run_same(exported, dp, tp, recipe, gather, sizes) == []
-
-
-@pytest.mark.parametrize(("dp", "tp"), [(4, 1), (1, 4)])
-def test_uneven_shards(ranks: RankPools, dp: int, tp: int) -> None:
-    for recipe in ("blockwise", "mxfp8"):
-        assert ranks(4).run_same(exported, dp, tp, recipe, "auto", UNEVEN) == []
-
-
-def collectives() -> list[tuple[str, str, int, int]]:
-    net = sharded(converted("blockwise", **CUT), 2, 2)
-    with comm_audit() as audit:
-        float8_state_dict(net)
-    return [(row.op, str(row.dtype), row.count, row.bytes) for row in audit.rows]
-
-
-def test_collectives(ranks: RankPools) -> None:
-    """For each of 6 weights a table of 3 x 2 or 2 x 3 blocks."""
-    assert ranks(4).run_same(collectives) == [("all_reduce", "torch.uint8", 6, 36)]
 
 
 def trained(gather: Any, options: dict[str, Any]) -> list[str]:
@@ -144,8 +140,9 @@ def trained(gather: Any, options: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("gather", [False, "auto"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("gather", "dtype"), [(False, torch.bfloat16), ("auto", torch.bfloat16), ("auto", None)]
+)
 def test_bits_are_those_that_a_forward_multiplies(
     ranks: RankPools, gather: Any, dtype: torch.dtype | None
 ) -> None:
@@ -154,29 +151,12 @@ def test_bits_are_those_that_a_forward_multiplies(
     assert ranks(4).run_same(trained, gather, {"mp_policy": policy}) == []
 
 
-def offloaded_by_fsdp() -> list[str]:
-    net = sharded(
-        converted("blockwise", **CUT), 2, 1, offload_policy=CPUOffloadPolicy(pin_memory=False)
-    )
-    one_device = float8_state_dict(converted("blockwise", **CUT))
-    return differences(float8_state_dict(net, full_state_dict=True), one_device)
-
-
-def test_cpu_offload_of_fsdp2(ranks: RankPools) -> None:
-    assert ranks(2).run_same(offloaded_by_fsdp) == []
-
-
-def of_ddp() -> tuple[list[str], dict[str, Any]]:
+@on_ranks(2, returns=[])
+def test_ddp_is_left_out_of_the_names() -> list[str]:
     net = converted("blockwise", **CUT)
     wrapped = DistributedDataParallel(net)
-    wrong = differences(float8_state_dict(wrapped), float8_state_dict(net))
-    return wrong, float8_quantization_config(wrapped)
-
-
-def test_ddp_is_left_out_of_the_names(ranks: RankPools) -> None:
-    wrong, config = ranks(2).run_same(of_ddp)
-    assert wrong == []
-    assert config["modules_to_not_convert"] == []
+    assert float8_quantization_config(wrapped)["modules_to_not_convert"] == []
+    return differences(float8_state_dict(wrapped), float8_state_dict(net))
 
 
 def saved(folder: str, by_hugging_face: bool) -> None:
@@ -188,41 +168,33 @@ def saved(folder: str, by_hugging_face: bool) -> None:
         dcp.save(float8_state_dict(net), checkpoint_id=folder)
 
 
-@pytest.mark.parametrize("by_hugging_face", [False, True])
-def test_distributed_checkpoints(ranks: RankPools, tmp_path: Path, by_hugging_face: bool) -> None:
+def test_distributed_checkpoints(ranks: RankPools, tmp_path: Path) -> None:
     """Saved by four ranks, none of which has the whole; loaded by one process."""
-    ranks(4).run(saved, str(tmp_path), by_hugging_face)
-    expected = float8_state_dict(converted("blockwise", **CUT))
-    if by_hugging_face:
-        loaded = load_file(tmp_path / "model-00001-of-00001.safetensors")
-        loaded = {name: loaded.pop(name) for name in expected} | loaded
-    else:
-        loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-        dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-    assert differences(loaded, expected) == []
-
-
-def test_torchs_reader_of_quantized_checkpoints(ranks: RankPools, tmp_path: Path) -> None:
-    """It dequantizes what four ranks have written, also where 128 does not divide sizes."""
-    ranks(4).run(saved, str(tmp_path), True)
     net = converted("blockwise", **CUT)
+    expected = float8_state_dict(net)
+    ranks(4).run(saved, f"{tmp_path}/dcp", False)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert differences(loaded, expected) == []
+    ranks(4).run(saved, f"{tmp_path}/hf", True)
+    loaded = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
+    loaded = {name: loaded.pop(name) for name in expected} | loaded
+    assert differences(loaded, expected) == []
+    # torch's reader dequantizes it, also where 128 does not divide sizes.
     with weights_used(net) as used, torch.no_grad():
         net(torch.randn(2, CUT["dim"]))
     loaded = {name: torch.zeros_like(tensor) for name, tensor in net.state_dict().items()}
-    reader = QuantizedHuggingFaceStorageReader(str(tmp_path))
+    reader = QuantizedHuggingFaceStorageReader(str(tmp_path / "hf"))
     dcp.load(loaded, storage_reader=reader, no_dist=True)
-    expected = net.state_dict() | {f"{k}.weight": w.dequantize() for k, w in used.items()}
-    assert differences(loaded, expected) == []
+    multiplied = net.state_dict() | {f"{k}.weight": w.dequantize() for k, w in used.items()}
+    assert differences(loaded, multiplied) == []
 
 
-def local_layer() -> str:
+@on_ranks(2)
+def test_plain_local_tensors_are_refused() -> None:
     mesh = device_mesh(tp=2)
     net = nn.Sequential(nn.Linear(128, 128))
     convert_to_float8_training(net, config=Float8LinearConfig.from_recipe_name("blockwise"))
     declare_placements(net[0], mesh, weight=Shard(0), input=Replicate(), output=Shard(-1))
-    return raised(NotImplementedError, lambda: float8_state_dict(net))
-
-
-def test_plain_local_tensors_are_refused(ranks: RankPools) -> None:
-    message = ranks(2).run_same(local_layer)
+    message = raised(NotImplementedError, lambda: float8_state_dict(net))
     assert "the weight of 0 is a plain local tensor (declare_placements), and where" in message

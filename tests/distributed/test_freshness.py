@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from expecttest import assert_expected_inline
 from nets import Distributed, Net, blocks, full, wrong_casts
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, weights_used
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 import fp8_dist.warn
 from fp8_dist import (
@@ -49,26 +48,6 @@ def load_by_swapping(net: nn.Module) -> None:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def write_through_data(net: nn.Module) -> None:
-    for parameter in net.parameters():
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        getattr(local, "_tensor", local).data.mul_(10)
-    invalidate_float8_scales(net)
-
-
-def step(make: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Module], None]:
-    def take(net: nn.Module) -> None:
-        make(net.parameters()).step()
-
-    return take
-
-
-def mul_in_place(net: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(10)
-
-
 def scaled_step(net: nn.Module) -> None:
     """A GradScaler that finds an inf skips the step; the next one takes it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -85,59 +64,74 @@ def scaled_step(net: nn.Module) -> None:
         assert torch.equal(full(first.detach()), before) is not changes
 
 
-def ema_copy(net: nn.Module) -> None:
-    ema = {name: p.detach().clone() * 10 for name, p in net.named_parameters()}
-    with torch.no_grad():
-        for name, parameter in net.named_parameters():
-            parameter.copy_(ema[name])
+def load_in_place(net: nn.Module) -> None:
+    """As a distributed checkpoint does: into the tensors of a state_dict."""
+    with tempfile.TemporaryDirectory() as folder:
+        scaled = {name: value * 10 for name, value in net.state_dict().items()}
+        paths: list[str] = [folder]
+        dist.broadcast_object_list(paths)
+        dcp.save(scaled, checkpoint_id=paths[0])
+        dcp.load(net.state_dict(), checkpoint_id=paths[0])
+        dist.barrier()
 
 
-CHANGES: dict[str, Callable[[nn.Module], None]] = {
-    "SGD for-loop": step(lambda p: torch.optim.SGD(p, lr=10.0, foreach=False)),
-    "SGD foreach": step(lambda p: torch.optim.SGD(p, lr=10.0, foreach=True)),
-    "AdamW for-loop": step(lambda p: torch.optim.AdamW(p, lr=1.0, foreach=False)),
-    "AdamW foreach": step(lambda p: torch.optim.AdamW(p, lr=1.0, foreach=True)),
-    "AdamW fused": step(lambda p: torch.optim.AdamW(p, lr=1.0, fused=True)),
+def edit_on_one_rank(net: Net) -> None:
+    if dist.get_rank() == 0:
+        for weight in (net.layers[0].w1.weight, net.layers[1].w2.weight):
+            local = local_tensor(weight)
+            getattr(local, "_tensor", local).detach().mul_(10)
+            increment_version(weight)
+    precompute_float8_dynamic_scale(net)
+
+
+def step_with(make: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Module], None]:
+    return lambda net: make(net.parameters()).step() and None
+
+
+# (tests/distributed/test_noticed_writes.py has others.)
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "SGD for-loop": step_with(lambda p: torch.optim.SGD(p, lr=10.0, foreach=False)),
+    "AdamW foreach": step_with(lambda p: torch.optim.AdamW(p, lr=1.0, foreach=True)),
+    "AdamW fused": step_with(lambda p: torch.optim.AdamW(p, lr=1.0, fused=True)),
     "GradScaler": scaled_step,
-    "load_state_dict": lambda net: load_into(net, False),
     "load_state_dict by swapping": load_by_swapping,
     "load_state_dict(assign=True)": lambda net: load_into(net, True),
-    "in-place": mul_in_place,
-    "copy_ from an EMA": ema_copy,
-    ".data and invalidate": write_through_data,
+    "a distributed checkpoint": load_in_place,
+    "an edit on one rank, and precompute": edit_on_one_rank,
+    "module.to": lambda net: net.to(torch.bfloat16),
+    "a distributed checkpoint, before any forward": load_in_place,
 }
 
 
-def stale_weights(dp: int, tp: int, change: str) -> list[str]:
-    """Layers whose forward after the change uses another cast than that of their values."""
-    world = Distributed(dp, tp)
-    precompute_float8_dynamic_scale(world.net)
-    world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
-    CHANGES[change](world.net)
-    with torch.no_grad():
-        return world.wrong_casts(lambda: world.net(world.mine(torch.randn(4, 8, 64))))
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_no_stale_scale_after(ranks: RankPools, dp: int, tp: int, change: str) -> None:
-    for wrong in ranks(dp * tp).run(stale_weights, dp, tp, change):
-        assert wrong == []
+@on_ranks("dp", "tp", returns={})
+def test_no_scale_is_stale_after_a_change(dp: int, tp: int) -> dict[str, list[str]]:
+    """Layers whose forward after a change uses another cast than that of their values."""
+    found = {}
+    for number, (change, make) in enumerate(CHANGES.items()):
+        world = Distributed(dp, tp)
+        precompute_float8_dynamic_scale(world.net)
+        x = world.mine(torch.randn(4, 8, 64))
+        if not change.endswith("before any forward"):
+            world.net(x).square().mean().backward()
+        make(world.net)
+        x = x.to(next(world.net.parameters()).dtype)
+        with torch.set_grad_enabled((number + dp + tp) % 2 == 0):
+            found[change] = world.wrong_casts(partial(world.net, x))
+    return {change: wrong for change, wrong in found.items() if wrong}
 
 
-def casts_of_a_first_evaluation() -> list[str]:
+@on_ranks(3, returns=[])
+def test_a_first_forward_in_inference_mode() -> list[str]:
+    """FSDP2 then first looks at its parameters."""
     world = Distributed(3, 1, net_arguments={"hidden": 100})
     x = world.mine(torch.randn(6, 8, 64))
     return world.wrong_casts(torch.inference_mode()(lambda: world.net(x)))
 
 
-def test_a_first_forward_in_inference_mode(ranks: RankPools) -> None:
-    """FSDP2 then first looks at its parameters."""
-    assert ranks(3).run_same(casts_of_a_first_evaluation) == []
-
-
-def warnings_of_a_late_step() -> list[str]:
+@on_ranks(2)
+def test_a_forgotten_precompute_is_said_once() -> None:
     fp8_dist.warn._warned.clear()
     world = Distributed(2, 1)
     precompute_float8_dynamic_scale(world.net)
@@ -148,36 +142,24 @@ def warnings_of_a_late_step() -> list[str]:
         for _ in range(3):
             world.net(x).sum().backward()
             optimizer.step()
-    return [str(w.message) for w in caught if "float8" in str(w.message)]
+    (text,) = [str(w.message) for w in caught if "float8" in str(w.message)]
+    assert text.startswith("layers.0.w1: an optimizer has taken a step after the scales were")
+    assert "Call precompute_float8_dynamic_scale(model) after every optimizer.step()" in text
 
 
-def test_a_forgotten_precompute_is_said_once(ranks: RankPools) -> None:
-    (text,) = ranks(2).run_same(warnings_of_a_late_step)
-    assert_expected_inline(
-        text,
-        """layers.0.w1: an optimizer has taken a step after the scales were precomputed, so they are computed again in this step, with one all-reduce per sharded weight. Call precompute_float8_dynamic_scale(model) after every optimizer.step(), or attach_update(optimizer, model) once""",
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda net: load_into(net, False), "a state_dict was loaded"),
-        (
-            lambda net: set_model_state_dict(net, get_model_state_dict(net)),
-            "a state_dict was loaded",
-        ),
-        (mul_in_place, "the weight was written to"),
-    ],
-)
-def test_the_warning_says_what_has_changed(change: Callable[[nn.Module], None], said: str) -> None:
-    fp8_dist.warn._warned.clear()
-    net = convert_to_float8_training(Net())
-    precompute_float8_dynamic_scale(net)
-    change(net)
+def test_the_warning_says_what_has_changed() -> None:
     advice = "Call update_float8_scales\\(model\\) after such a change"
-    with pytest.warns(UserWarning, match=f"{said} after the scales were precomputed.*{advice}"):
-        net(torch.randn(2, 4, 64))
+    for change, said in (
+        (lambda net: load_into(net, False), "a state_dict was loaded"),
+        (lambda n: set_model_state_dict(n, get_model_state_dict(n)), "a state_dict was loaded"),
+        (lambda net: [p.detach().mul_(10) for p in net.parameters()], "the weight was written to"),
+    ):
+        fp8_dist.warn._warned.clear()
+        net = convert_to_float8_training(Net())
+        precompute_float8_dynamic_scale(net)
+        change(net)
+        with pytest.warns(UserWarning, match=f"{said} after the scales were precomputed.*{advice}"):
+            net(torch.randn(2, 4, 64))
 
 
 def test_a_model_that_never_precomputes_is_not_warned() -> None:
@@ -190,47 +172,47 @@ def test_a_model_that_never_precomputes_is_not_warned() -> None:
             optimizer.step()
 
 
-def steps_with_evaluation(dp: int, tp: int, reshard: bool) -> list[bool]:
-    """no_grad and inference_mode forwards between steps; bitwise against never precomputing."""
-    losses = []
-    for precompute in (False, True):
-        arguments = {"reshard_after_forward": reshard}
-        world = Distributed(dp, tp, fsdp_arguments=arguments)
-        optimizer = torch.optim.AdamW(world.net.parameters(), lr=1e-2)
+def losses_with_evaluation(dp: int, tp: int, reshard: bool, precompute: bool) -> torch.Tensor:
+    """Of no_grad and inference_mode forwards between steps, too."""
+    world = Distributed(dp, tp, fsdp_arguments={"reshard_after_forward": reshard})
+    optimizer = torch.optim.AdamW(world.net.parameters(), lr=1e-2)
+
+    def evaluate(x: torch.Tensor) -> list[torch.Tensor]:
         with torch.no_grad():  # FSDP2 refuses to run first under inference_mode
-            world.net(world.mine(torch.randn(4, 8, 64)))
+            losses = [world.net(x).square().mean()]
+        with torch.inference_mode():
+            return [*losses, world.net(x).square().mean()]
+
+    evaluate(world.mine(torch.randn(4, 8, 64)))
+    if precompute:
+        precompute_float8_dynamic_scale(world.net)
         with torch.inference_mode():
             world.net(world.mine(torch.randn(4, 8, 64)))
+        attach_precompute(optimizer, world.net)
+    generator = torch.Generator().manual_seed(1)
+    seen = []
+    for _ in range(3):
+        x = world.mine(torch.randn(4, 8, 64, generator=generator))
+        loss = world.net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [*evaluate(x), loss.detach()]
         if precompute:
-            precompute_float8_dynamic_scale(world.net)
-            with torch.inference_mode():
-                world.net(world.mine(torch.randn(4, 8, 64)))
-            attach_precompute(optimizer, world.net)
-        generator = torch.Generator().manual_seed(1)
-        seen = []
-        for _ in range(3):
-            x = world.mine(torch.randn(4, 8, 64, generator=generator))
-            loss = world.net(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                seen.append(world.net(x).square().mean())
-            with torch.inference_mode():
-                seen.append(world.net(x).square().mean())
-            seen.append(loss.detach())
-            if precompute:
-                precompute_float8_dynamic_scale(world.net)  # after a forward: allowed
-        losses.append(torch.stack([s.clone() for s in seen]))
-    return [torch.equal(losses[0], losses[1])]
+            precompute_float8_dynamic_scale(world.net)  # after a forward: allowed
+    return torch.stack([loss.clone() for loss in seen])
 
 
 @pytest.mark.parametrize(("dp", "tp", "reshard"), [(2, 1, False), (2, 1, True), (1, 2, True)])
 def test_evaluation_between_steps(ranks: RankPools, dp: int, tp: int, reshard: bool) -> None:
-    assert ranks(2).run(steps_with_evaluation, dp, tp, reshard) == [[True]] * 2
+    never, always = (
+        ranks(2).run(losses_with_evaluation, dp, tp, reshard, each) for each in (False, True)
+    )
+    assert all(map(torch.equal, never, always))
 
 
-def reductions_in_eval() -> list[int]:
+@on_ranks(2, returns=[6, 6])
+def test_a_model_in_eval_may_be_trained() -> list[int]:
     """All-reduces of scales in the forward and in the backward of a model in ``eval()``."""
     world = Distributed(2, 1)
     world.net.eval()
@@ -241,10 +223,6 @@ def reductions_in_eval() -> list[int]:
         loss.backward()
         counts.append(audit.count("all_reduce"))
     return counts
-
-
-def test_a_model_in_eval_may_be_trained(ranks: RankPools) -> None:
-    assert ranks(2).run_same(reductions_in_eval) == [6, 6]
 
 
 class Expert(nn.Module):
@@ -259,7 +237,8 @@ class Expert(nn.Module):
         return self.expert(y) if has_tokens else y
 
 
-def evaluated_without_tokens() -> bool:
+@on_ranks(2, returns=True)
+def test_ranks_without_tokens_in_an_evaluation_know_as_much_as_the_others() -> bool:
     """After an evaluation that uses a layer on rank 0 alone, ranks agree about its scale."""
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     net = convert_to_float8_training(Expert(), config=config)
@@ -271,11 +250,8 @@ def evaluated_without_tokens() -> bool:
     return all(parameter.grad is not None for parameter in net.parameters())
 
 
-def test_ranks_without_tokens_in_an_evaluation_know_as_much_as_the_others(ranks: RankPools) -> None:
-    assert ranks(2).run(evaluated_without_tokens) == [True, True]
-
-
-def unsharded_after_backward() -> list[str]:
+@on_ranks(2, returns=[])
+def test_precompute_while_unsharded() -> list[str]:
     """Weights that stay unsharded through the optimizer step: precompute reshards them."""
     world = Distributed(2, 1)
     for module in world.net.modules():
@@ -290,24 +266,12 @@ def unsharded_after_backward() -> list[str]:
     return world.wrong_casts(lambda: world.net(x))
 
 
-def test_precompute_while_unsharded(ranks: RankPools) -> None:
-    assert ranks(2).run(unsharded_after_backward) == [[], []]
-
-
 def test_copies_know_nothing() -> None:
     net = convert_to_float8_training(Net())
     precompute_float8_dynamic_scale(net)
     twin = copy.deepcopy(net)
     assert all(m.float8_weight.cache.scaling is None for m in float8_layers(twin).values())
     assert all(m.float8_weight.cache.scaling is not None for m in float8_layers(net).values())
-
-
-def test_optimizers_of_other_models_change_nothing() -> None:
-    net, other = convert_to_float8_training(Net()), nn.Linear(4, 4)
-    precompute_float8_dynamic_scale(net)
-    other(torch.randn(2, 4)).sum().backward()
-    torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert all(m.float8_weight.cache.is_fresh(m.weight) for m in float8_layers(net).values())
 
 
 def test_masters_of_an_optimizer_may_be_copied_back_through_data() -> None:
@@ -326,33 +290,34 @@ def test_masters_of_an_optimizer_may_be_copied_back_through_data() -> None:
             parameter.data.copy_(master)
 
 
-def test_optimizers_of_other_models_leave_a_known_parameter_alone() -> None:
-    net, other = convert_to_float8_training(Net()), nn.Linear(4, 4)
-    own = torch.optim.SGD(net.parameters(), lr=0.1)
+def test_optimizers_of_other_models_change_nothing() -> None:
+    other = nn.Linear(4, 4)
+    other(torch.randn(2, 4)).sum().backward()
     foreign = torch.optim.SGD(other.parameters(), lr=0.1)
-    kept = []
+    net = convert_to_float8_training(Net())
+    precompute_float8_dynamic_scale(net)
+    foreign.step()
+    assert all(m.float8_weight.cache.is_fresh(m.weight) for m in float8_layers(net).values())
+    net, kept = convert_to_float8_training(Net()), []
+    own = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(2):
         net(torch.randn(2, 4, 64)).sum().backward()
-        other(torch.randn(2, 4)).sum().backward()
         foreign.step()
-        kept.append([m.float8_weight.cache.float8 is not None for m in float8_layers(net).values()])
+        kept.append({m.float8_weight.cache.float8 is not None for m in float8_layers(net).values()})
         own.step()
-    assert kept == [[False] * 6, [True] * 6]  # it is known from its first step on
+    assert kept == [{False}, {True}]  # it is known from its first step on
 
 
 def test_precompute_of_nothing_is_an_error() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    assert_expected_inline(
-        raised(ValueError, lambda: precompute_float8_dynamic_scale(nn.Linear(2, 2))),
-        """precompute_float8_dynamic_scale: the module has no Float8Linear with a float8 weight of dynamic scale; call convert_to_float8_training first""",
-    )
-    assert_expected_inline(
-        raised(ValueError, lambda: attach_precompute(optimizer, nn.Linear(2, 2))),
-        """attach_precompute: the module has no Float8Linear with a float8 weight of dynamic scale; call convert_to_float8_training first""",
-    )
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for call in (precompute_float8_dynamic_scale, partial(attach_precompute, optimizer)):
+        text = raised(ValueError, partial(call, net))
+        assert "the module has no Float8Linear with a float8 weight of dynamic scale" in text
 
 
-def high_precision_gather() -> list[str]:
+@on_ranks(2)
+def test_a_weight_gathered_in_high_precision_is_scaled_as_it_comes() -> None:
     fp8_dist.warn._warned.clear()
     world = Distributed(2, 1, gather=False)
     precompute_float8_dynamic_scale(world.net)
@@ -363,26 +328,17 @@ def high_precision_gather() -> list[str]:
         for _ in range(2):
             assert world.wrong_casts(lambda: world.net(x).sum().backward()) == []
             optimizer.step()
-    return [str(w.message) for w in caught if "float8" in str(w.message)]
+    (text,) = [str(w.message) for w in caught if "float8" in str(w.message)]
+    assert text.startswith("layers.0.w1: the precomputed scale is not used, because the weight of")
+    assert "(set enable_fsdp_float8_all_gather=True), or functional_call replaced it" in text
 
 
-def test_a_weight_gathered_in_high_precision_is_scaled_as_it_comes(ranks: RankPools) -> None:
-    (text,) = ranks(2).run_same(high_precision_gather)
-    assert_expected_inline(
-        text,
-        """layers.0.w1: the precomputed scale is not used, because the weight of this forward is not the parameter that it was computed from: FSDP2 gathered it in high precision (set enable_fsdp_float8_all_gather=True), or functional_call replaced it""",
-    )
-
-
-def cpu_offload() -> list[str]:
+@on_ranks(2, returns=[])
+def test_cpu_offload() -> list[str]:
     world = Distributed(2, 1, fsdp_arguments={"offload_policy": CPUOffloadPolicy(pin_memory=False)})
     precompute_float8_dynamic_scale(world.net)
     x = world.mine(torch.randn(4, 8, 64))
     return world.wrong_casts(lambda: world.net(x).sum().backward())
-
-
-def test_cpu_offload(ranks: RankPools) -> None:
-    assert ranks(2).run(cpu_offload) == [[], []]
 
 
 def test_config_without_cache_keeps_no_float8_copy() -> None:
@@ -394,57 +350,6 @@ def test_config_without_cache_keeps_no_float8_copy() -> None:
         net(torch.randn(2, 4, 64))
         kept = [m.float8_weight.cache.float8 is not None for m in float8_layers(net).values()]
         assert kept == [cache] * 6
-
-
-def plain(parameter: torch.Tensor) -> torch.Tensor:
-    local = local_tensor(parameter)
-    return getattr(local, "_tensor", local)
-
-
-def load_in_place(net: nn.Module) -> None:
-    """As a distributed checkpoint does: into the tensors of a state_dict."""
-    with tempfile.TemporaryDirectory() as folder:
-        scaled = {name: value * 10 for name, value in net.state_dict().items()}
-        paths: list[str] = [folder]
-        dist.broadcast_object_list(paths)
-        dcp.save(scaled, checkpoint_id=paths[0])
-        dcp.load(net.state_dict(), checkpoint_id=paths[0])
-        dist.barrier()
-
-
-def stale_after_load(dp: int, tp: int, has_run: bool) -> list[str]:
-    """Casts of other values than those that an in-place load has left."""
-    world = Distributed(dp, tp)
-    precompute_float8_dynamic_scale(world.net)
-    x = world.mine(torch.randn(4, 8, 64))
-    if has_run:
-        world.net(x).sum().backward()
-    load_in_place(world.net)
-    return world.wrong_casts(lambda: world.net(x))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("dp", "tp", "has_run"), [(2, 1, False), (2, 1, True), (1, 2, True)])
-def test_an_in_place_load_is_noticed(ranks: RankPools, dp: int, tp: int, has_run: bool) -> None:
-    assert ranks(2).run(stale_after_load, dp, tp, has_run) == [[], []]
-
-
-def edited_on_one_rank(dp: int, tp: int) -> list[str]:
-    world = Distributed(dp, tp)
-    precompute_float8_dynamic_scale(world.net)
-    x = world.mine(torch.randn(4, 8, 64))
-    world.net(x).sum().backward()
-    if dist.get_rank() == 0:
-        for weight in (world.net.layers[0].w1.weight, world.net.layers[1].w2.weight):
-            plain(weight).mul_(10)
-            increment_version(weight)
-    precompute_float8_dynamic_scale(world.net)
-    return world.wrong_casts(lambda: world.net(x).sum().backward())
-
-
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
-def test_precompute_settles_an_edit_on_one_rank(ranks: RankPools, dp: int, tp: int) -> None:
-    assert ranks(2).run(edited_on_one_rank, dp, tp) == [[], []]
 
 
 def precompute_within(backward: str) -> str:
@@ -460,14 +365,15 @@ def precompute_within(backward: str) -> str:
     return raised(ValueError, lambda: second(between).sum().backward())
 
 
-@pytest.mark.parametrize("backward", ["of a module", "of a tensor"])
-def test_precompute_within_a_backward_is_refused(ranks: RankPools, backward: str) -> None:
-    text = ranks(2).run_same(precompute_within, backward)
-    assert text.startswith("precompute_float8_dynamic_scale: ")
-    assert ": called within a backward of layers." in text
+def test_precompute_within_a_backward_is_refused(ranks: RankPools) -> None:
+    for backward in ("of a module", "of a tensor"):
+        text = ranks(2).run_same(precompute_within, backward)
+        assert text.startswith("precompute_float8_dynamic_scale: ")
+        assert ": called within a backward of layers." in text
 
 
-def compiled_evaluation_of_others() -> list[bool]:
+@on_ranks(2, returns=True)
+def test_a_compiled_evaluation_leaves_nothing_behind() -> bool:
     """Weights of an EMA, swapped in and out by foreach ops, which no version shows."""
     world = Distributed(1, 2)
     net, x = blocks(world), world.mine(torch.randn(4, 8, 64))
@@ -481,42 +387,19 @@ def compiled_evaluation_of_others() -> list[bool]:
         net(x)
         torch._foreach_mul_(parameters, 0.25)
     compiled = net(x)
-    torch.compiler.set_stance("force_eager")
-    try:
-        invalidate_float8_scales(net)
-        return [torch.equal(compiled, net(x))]
-    finally:
-        torch.compiler.set_stance("default")
-
-
-def test_a_compiled_evaluation_leaves_nothing_behind(ranks: RankPools) -> None:
-    assert ranks(2).run(compiled_evaluation_of_others, timeout=120) == [[True]] * 2
-
-
-def moved(dp: int, tp: int) -> list[str]:
-    """module.to(dtype) after precompute and a step's forward: fresh casts of the new values."""
-    world = Distributed(dp, tp)
-    precompute_float8_dynamic_scale(world.net)
-    x = world.mine(torch.randn(4, 8, 64))
-    world.net(x)
-    world.net.to(torch.bfloat16)
-    assert {value.dtype for value in world.net.state_dict().values()} == {torch.bfloat16}
-    return world.wrong_casts(lambda: world.net(x.bfloat16()))
-
-
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
-def test_a_moved_module_is_cast_anew(ranks: RankPools, dp: int, tp: int) -> None:
-    assert ranks(2).run(moved, dp, tp) == [[], []]
+    invalidate_float8_scales(net)
+    with torch.compiler.set_stance("force_eager"):
+        return torch.equal(compiled, net(x))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("gather", [False, True])
-def test_a_moved_module_is_cast_anew_on_one_device(gather: bool) -> None:
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=gather)
+def test_a_moved_module_that_gathers_is_cast_anew_on_one_device() -> None:
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     net = convert_to_float8_training(Net(), config=config)
     precompute_float8_dynamic_scale(net)
     net(torch.randn(2, 4, 64))
     net.to(torch.bfloat16)
+    assert {value.dtype for value in net.state_dict().values()} == {torch.bfloat16}
     with weights_used(net) as used:
         net(torch.randn(2, 4, 64, dtype=torch.bfloat16))
     assert wrong_casts(used, net.state_dict()) == []

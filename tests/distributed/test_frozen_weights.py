@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_shards import as_on_a_gpu
 from nets import Distributed
-from ranks import RankPools
+from rank_tests import on_ranks
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -77,7 +77,11 @@ CHANGES = [multiply, multiply_local, load, write_unnoticed, write_and_invalidate
 CHANGES += [step_with_gradients]
 
 
-def after(change: Callable[[Distributed], None]) -> tuple[list[str], int]:
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2, returns=([], 0))
+def test_changed_weights_are_cast_anew(
+    change: Callable[[Distributed], None],
+) -> tuple[list[str], int]:
     """After a change of all weights and an update: wrong casts, amax all-reduces of a forward."""
     world = world_of()
     optimizer = torch.optim.SGD([p for p in world.net.parameters() if p.requires_grad], lr=0.1)
@@ -93,15 +97,9 @@ def after(change: Callable[[Distributed], None]) -> tuple[list[str], int]:
     return wrong, audit.count("all_reduce")
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_weights_are_cast_anew(
-    ranks: RankPools, change: Callable[[Distributed], None]
-) -> None:
-    assert ranks(2).run_same(after, change) == ([], 0)
-
-
-def frozen_after_shrinking() -> tuple[list[str], list[str]]:
-    """Weights that are not scaled by their own amax: before and after all of them are frozen."""
+@on_ranks(2)
+def test_a_delayed_weight_that_is_frozen_takes_its_own_amax() -> None:
+    """Shrunken, so that its scale is not by its own amax before it is frozen."""
     world = world_of(recipe="delayed")
     optimizer = torch.optim.SGD([p for p in world.net.parameters() if p.requires_grad], lr=0.1)
     train(world, optimizer)
@@ -114,10 +112,6 @@ def frozen_after_shrinking() -> tuple[list[str], list[str]]:
         wrong = world.wrong_casts(lambda: evaluate(world))
         found.append([text.split(":")[0] for text in wrong])
         world.net.requires_grad_(False)
-    return found[0], found[1]
-
-
-def test_a_delayed_weight_that_is_frozen_takes_its_own_amax(ranks: RankPools) -> None:
-    trained, frozen = ranks(2).run_same(frozen_after_shrinking)
+    trained, frozen = found
     assert trained == ["layers.0.w1", "layers.0.w3", "layers.0.w2"]
     assert frozen == []

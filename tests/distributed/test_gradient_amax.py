@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from nets import full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import same_bits
 from torch.autograd.graph import GradientEdge
@@ -37,6 +37,10 @@ from fp8_dist.tensor_parallel import (
 INT32 = torch.int32
 
 
+# Where no amax is found ahead of the GEMMs.
+ALONE = mock.patch.object(autograd, "_gradient_amax", return_value=None)
+
+
 class Projections(nn.Module):
     """Several layers that take one input; the second has a bias."""
 
@@ -53,29 +57,14 @@ def projections(tp: int, widths: tuple[int, ...]) -> Projections:
     torch.manual_seed(0)
     net = Projections(widths)
     convert_to_float8_training(net, config=Float8LinearConfig(pad_inner_dim=True))
-    plan: dict[str, Any] = {name: Float8ColwiseParallel() for name, _ in net.named_children()}
     prepare = PrepareFloat8ModuleInput(
         input_layouts=(Shard(1),),
         desired_input_layouts=(Replicate(),),
         fwd_config_submodule_fqn="layer0",  # the others are siblings all the same
     )
-    root = nn.ModuleDict({"block": net})
-    named = {f"block.{name}": style for name, style in plan.items()}
-    apply_tp_plan(root, device_mesh(tp=tp), {"block": prepare, **named})
+    columns = {f"block.{name}": Float8ColwiseParallel() for name, _ in net.named_children()}
+    apply_tp_plan(nn.ModuleDict({"block": net}), device_mesh(tp=tp), {"block": prepare, **columns})
     return net
-
-
-@contextmanager
-def one_by_one():  # type: ignore[no-untyped-def]
-    """No amax is found ahead of the GEMMs."""
-    found, autograd._gradient_amax = autograd._gradient_amax, lambda *_: None
-    try:
-        yield
-    finally:
-        autograd._gradient_amax = found
-
-
-Backward = Callable[[Projections, torch.Tensor], None]
 
 
 def every(net: Projections, x: torch.Tensor) -> None:
@@ -133,152 +122,21 @@ def twice(net: Projections, x: torch.Tensor) -> None:
     sum(y.square().sum() for y in (*first, *second)).backward()
 
 
-def gradients(
-    tp: int, backward: Backward, widths: tuple[int, ...], length: int
-) -> tuple[list[torch.Tensor], int]:
-    """Gradients and operands of the GEMMs, and the amax all-reduces of the backward."""
-    net = projections(tp, widths)
-    mesh = device_mesh(tp=tp)
-    precompute_float8_dynamic_scale(net)
-    # A DTensor knows the lengths of uneven shards.
-    x = distribute_tensor(torch.randn(2, length, 16), mesh, [Shard(1)]).requires_grad_()
-    with comm_audit(mesh) as audit, record_gemms() as gemms:
-        backward(net, x)
-    found = [full(p.grad) for p in net.parameters() if p.grad is not None]
-    multiplied = [
-        part
-        for gemm in gemms
-        for each in (gemm.a, gemm.b)
-        for part in (each.qdata.view(torch.uint8), each.scale)
-    ]
-    return [full(x.grad), *found, *multiplied], audit.count("all_reduce", dtype=INT32)
-
-
-def together_and_alone(
-    tp: int, backward: Backward, widths: tuple[int, ...], length: int
-) -> tuple[bool, int, int]:
-    """Whether all bits agree, and how many amaxes are reduced together and alone."""
-    torch.manual_seed(1)
-    ours, few = gradients(tp, backward, widths, length)
-    torch.manual_seed(1)
-    with one_by_one():
-        theirs, many = gradients(tp, backward, widths, length)
-    same = len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
-    return same, few, many
-
-
-@pytest.mark.parametrize(
-    ("backward", "few", "many"),
-    [
-        # One of the all-reduces is the input's, and one more for each forward that runs again.
-        (every, 2, 4),
-        (last_alone, 2, 2),
-        (first_alone_then_every, 3, 5),
-        (bias_alone_then_every, 2, 4),
-        (one_after_another, 2, 4),
-        (checkpointed, 3, 5),
-        (checkpointed_reentrant, 3, 5),
-        (nan_in_one, 2, 4),
-        (frozen, 3, 5),  # its own amax: precompute leaves frozen weights out
-        (twice, 4, 8),
-    ],
-)
-@pytest.mark.parametrize("tp", [2, 3])
-def test_as_if_each_was_reduced_alone(
-    ranks: RankPools, tp: int, backward: Backward, few: int, many: int
-) -> None:
-    # 7 positions and 12 or 24 columns: uneven shards.
-    found = ranks(tp).run(together_and_alone, tp, backward, (24, 12, 24), 7)
-    assert found == [(True, few, many)] * tp
-
-
-def test_ranks_without_columns_and_positions(ranks: RankPools) -> None:
-    found = ranks(4).run(together_and_alone, 4, every, (16, 3, 2), 3)
-    assert found == [(True, 2, 4)] * 4
-
-
-def test_many_siblings(ranks: RankPools) -> None:
-    found = ranks(2).run(together_and_alone, 2, every, (4,) * 20, 4)
-    assert found == [(True, 2, 21)] * 2
-
-
-def on_two_equal_meshes() -> tuple[int, int]:
-    """The amax all-reduces of a backward on either. On the second one DTensor's caches, which look
-    a mesh up by equality, give some of the gradients the groups of the first."""
-    counts = []
-    for width in (24, 12):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-        with mock.patch.dict(globals(), device_mesh=lambda mesh=mesh, **axes: mesh):
-            counts.append(gradients(2, every, (24, width, 24), 7)[1])
-    return counts[0], counts[1]
-
-
-def test_siblings_on_a_mesh_that_equals_an_earlier_one(ranks: RankPools) -> None:
-    assert ranks(4).run_same(on_two_equal_meshes) == (2, 2)
-
-
-def more_calls_than_layers(net: Projections, x: torch.Tensor) -> None:
-    net.forward = lambda x: [layer(x) for layer in net.children() for _ in range(3)]  # type: ignore[method-assign]
+def more_nodes_on_a_rank(net: Projections, x: torch.Tensor) -> None:
+    """On rank 1 around layers, before them, and of a backward hook."""
+    if dist.get_rank() == 1:
+        net.layer0.register_forward_hook(lambda m, a, y: (y * 2) / 2)
+        net.layer1.register_forward_pre_hook(lambda m, a: tuple(x.view_as(x) for x in a * 1))
+        net.register_full_backward_hook(lambda m, gx, gy: None)
+        x = (x * 2) / 2
     every(net, x)
 
 
-def test_a_layer_called_again(ranks: RankPools) -> None:
-    # The order in which gradients of the input are summed is undefined for the last ones.
-    found = ranks(2).run(gradients_alike, 2, more_calls_than_layers)
-    assert found == [(True, 2)] * 2
-
-
-def gradients_alike(tp: int, backward: Backward) -> tuple[bool, int]:
-    """Whether the gradients are close to those of amaxes that are reduced alone; all-reduces."""
-    torch.manual_seed(1)
-    (gx, *ours), few = gradients(tp, backward, (8, 8), 4)
-    torch.manual_seed(1)
-    with one_by_one():
-        (gx_alone, *theirs), _ = gradients(tp, backward, (8, 8), 4)
-    torch.testing.assert_close(gx, gx_alone)
-    return len(ours) == len(theirs), few
-
-
-def backward_with_more_nodes(rank: int) -> Backward:
-    """On rank 1 the graph has more nodes: around layers, before them, and of a backward hook."""
-
-    def backward(net: Projections, x: torch.Tensor) -> None:
-        if rank == 1:
-            net.layer0.register_forward_hook(lambda m, a, y: (y * 2) / 2)
-            net.layer1.register_forward_pre_hook(lambda m, a: tuple(x.view_as(x) for x in a * 1))
-            net.register_full_backward_hook(lambda m, gx, gy: None)
-            x = (x * 2) / 2
-        every(net, x)
-
-    return backward
-
-
-def gradients_with_more_nodes() -> tuple[bool, int, int]:
-    return together_and_alone(2, backward_with_more_nodes(dist.get_rank()), (24, 12, 24), 8)
-
-
-def test_ranks_whose_graphs_differ(ranks: RankPools) -> None:
-    assert ranks(2).run(gradients_with_more_nodes) == [(True, 2, 4)] * 2
-
-
-def forward_in_a_thread(rank: int) -> Backward:
-    """On rank 1 the forward runs in a new thread, where autograd counts nodes from 0."""
-
-    def backward(net: Projections, x: torch.Tensor) -> None:
-        with ThreadPoolExecutor() as pool:
-            outputs = pool.submit(net, x).result() if rank == 1 else net(x)
-        sum(y.square().sum() for y in outputs).backward()
-
-    return backward
-
-
-def gradients_with_a_thread() -> tuple[bool, int, int]:
-    return together_and_alone(2, forward_in_a_thread(dist.get_rank()), (24, 12, 24), 8)
-
-
-def test_a_rank_whose_forward_has_a_thread_of_its_own(ranks: RankPools) -> None:
-    # (What is counted in a thread is not seen from another.)
-    assert [same for same, *_ in ranks(2).run(gradients_with_a_thread)] == [True, True]
+def forward_in_a_thread(net: Projections, x: torch.Tensor) -> None:
+    """On rank 1 in a new thread, where autograd counts nodes from 0."""
+    with ThreadPoolExecutor() as pool:
+        outputs = pool.submit(net, x).result() if dist.get_rank() == 1 else net(x)
+    sum(y.square().sum() for y in outputs).backward()
 
 
 def gemms_of(outputs: list[torch.Tensor]) -> list[GradientEdge]:
@@ -309,14 +167,108 @@ def started_at_the_gemms(net: Projections, x: torch.Tensor) -> None:
     torch.autograd.backward(edges, [g * 1000 for g in found])
 
 
-@pytest.mark.parametrize(
-    ("backward", "few", "many"), [(stopped_at_the_gemms, 2, 4), (started_at_the_gemms, 5, 4)]
-)
-def test_backwards_between_amaxes_and_gemms(
-    ranks: RankPools, backward: Backward, few: int, many: int
-) -> None:
-    found = ranks(2).run(together_and_alone, 2, backward, (24, 12, 24), 8)
-    assert found == [(True, few, many)] * 2
+def gradients(
+    tp: int,
+    backward: Callable[[Projections, torch.Tensor], None],
+    widths: tuple[int, ...],
+    length: int,
+) -> tuple[list[torch.Tensor], int]:
+    """Gradients and operands of the GEMMs, and the amax all-reduces of the backward."""
+    net, mesh = projections(tp, widths), device_mesh(tp=tp)
+    precompute_float8_dynamic_scale(net)
+    # A DTensor knows the lengths of uneven shards.
+    x = distribute_tensor(torch.randn(2, length, 16), mesh, [Shard(1)]).requires_grad_()
+    with comm_audit(mesh) as audit, record_gemms() as gemms:
+        backward(net, x)
+    found = [full(x.grad), *(full(p.grad) for p in net.parameters() if p.grad is not None)]
+    for operand in (each for gemm in gemms for each in (gemm.a, gemm.b)):
+        found += [operand.qdata.view(torch.uint8), operand.scale]
+    return found, audit.count("all_reduce", dtype=INT32)
+
+
+WIDTHS = (24, 12, 24)
+# One of the all-reduces is the input's, and one more for each forward that runs again.
+CASES = {
+    # 7 positions and 12 or 24 columns: uneven shards on three ranks.
+    2: [
+        (every, WIDTHS, 7, 2, 4),
+        (every, (4,) * 20, 4, 2, 21),
+        (last_alone, WIDTHS, 7, 2, 2),
+        (first_alone_then_every, WIDTHS, 7, 3, 5),
+        (bias_alone_then_every, WIDTHS, 7, 2, 4),
+        (one_after_another, WIDTHS, 7, 2, 4),
+        (checkpointed, WIDTHS, 7, 3, 5),
+        (checkpointed_reentrant, WIDTHS, 7, 3, 5),
+        (nan_in_one, WIDTHS, 7, 2, 4),
+        (frozen, WIDTHS, 7, 3, 5),  # its own amax: precompute leaves frozen weights out
+        (twice, WIDTHS, 7, 4, 8),
+        (more_nodes_on_a_rank, WIDTHS, 8, 2, 4),
+        (stopped_at_the_gemms, WIDTHS, 8, 2, 4),
+        (started_at_the_gemms, WIDTHS, 8, 5, 4),
+    ],
+    3: [
+        (every, WIDTHS, 7, 2, 4),
+        (first_alone_then_every, WIDTHS, 7, 3, 5),
+        (nan_in_one, WIDTHS, 7, 2, 4),
+        (twice, WIDTHS, 7, 4, 8),
+    ],
+    4: [(every, (16, 3, 2), 3, 2, 4)],  # ranks without columns and positions
+}
+
+
+@pytest.mark.parametrize("tp", CASES)
+def test_as_if_each_was_reduced_alone(ranks: RankPools, tp: int) -> None:
+    for backward, widths, length, few, many in CASES[tp]:
+        found = ranks(tp).run(together_and_alone, tp, backward, widths, length)
+        assert found == [(True, few, many)] * tp, backward
+
+
+def test_a_rank_whose_forward_has_a_thread_of_its_own(ranks: RankPools) -> None:
+    # (What is counted in a thread is not seen from another.)
+    found = ranks(2).run(together_and_alone, 2, forward_in_a_thread, WIDTHS, 8)
+    assert [same for same, *_ in found] == [True, True]
+
+
+def more_calls_than_layers(net: Projections, x: torch.Tensor) -> None:
+    net.forward = lambda x: [layer(x) for layer in net.children() for _ in range(3)]  # type: ignore[method-assign]
+    every(net, x)
+
+
+@on_ranks(2, returns=(True, 2))
+def test_a_layer_called_again() -> tuple[bool, int]:
+    """Whether the gradients are close to those of amaxes that are reduced alone; all-reduces."""
+    arguments = 2, more_calls_than_layers, (8, 8), 4
+    torch.manual_seed(1)
+    (gx, *ours), few = gradients(*arguments)
+    torch.manual_seed(1)
+    with ALONE:
+        (gx_alone, *theirs), _ = gradients(*arguments)
+    # The order in which gradients of the input are summed is undefined for the last ones.
+    torch.testing.assert_close(gx, gx_alone)
+    return len(ours) == len(theirs), few
+
+
+def together_and_alone(*arguments: Any) -> tuple[bool, int, int]:
+    """Whether all bits agree, and how many amaxes are reduced together and alone."""
+    torch.manual_seed(1)
+    ours, few = gradients(*arguments)
+    torch.manual_seed(1)
+    with ALONE:
+        theirs, many = gradients(*arguments)
+    same = len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+    return same, few, many
+
+
+@on_ranks(4, returns=(2, 2))
+def test_siblings_on_a_mesh_that_equals_an_earlier_one() -> tuple[int, int]:
+    """The amax all-reduces of a backward on either. On the second one DTensor's caches, which look
+    a mesh up by equality, give some of the gradients the groups of the first."""
+    counts = []
+    for width in (24, 12):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        with mock.patch.dict(globals(), device_mesh=lambda mesh=mesh, **axes: mesh):
+            counts.append(gradients(2, every, (24, width, 24), 7)[1])
+    return counts[0], counts[1]
 
 
 class Box:
@@ -380,29 +332,34 @@ def fsdp_gradients(
     return [full(p.grad) for p in root.parameters()] + [side.grad]
 
 
-def fsdp_bits(*case: Any) -> bool:
-    ours = fsdp_gradients(*case)
-    with one_by_one():
-        theirs = fsdp_gradients(*case)
+def same_alone(step: Callable[..., list[torch.Tensor]], *case: Any) -> bool:
+    """Whether a step has the same bits if no amax is found ahead of the GEMMs."""
+    ours = step(*case)
+    with ALONE:
+        theirs = step(*case)
     return all(map(same_bits, ours, theirs))
 
 
-@pytest.mark.parametrize("needs_gradient", [True, False])
+INNER = "outer.boxed.inner"
+
+
 @pytest.mark.parametrize(
-    ("prepared", "units"),
+    ("prepared", "units", "needs_gradient"),
     [
-        ("outer.boxed.inner", ("outer.boxed.inner", "outer")),
-        ("outer.boxed.inner", ("outer.boxed", "outer")),
-        ("outer.boxed.inner", ("outer",)),
-        ("outer", ("outer.boxed", "outer")),
-        ("outer", ("outer.boxed.inner.layer1", "outer.boxed.inner", "outer")),
-        ("outer", ("outer",)),
+        (INNER, (INNER, "outer"), True),
+        (INNER, ("outer.boxed", "outer"), False),
+        (INNER, ("outer",), True),
+        ("outer", ("outer.boxed", "outer"), True),
+        ("outer", ("outer.boxed", "outer"), False),
+        ("outer", (f"{INNER}.layer1", INNER, "outer"), True),
+        ("outer", (f"{INNER}.layer1", INNER, "outer"), False),
+        ("outer", ("outer",), False),
     ],
 )
 def test_fsdp2_frees_weights_after_the_gemms(
     ranks: RankPools, prepared: str, units: tuple[str, ...], needs_gradient: bool
 ) -> None:
-    assert all(ranks(4).run(fsdp_bits, prepared, units, needs_gradient))
+    assert all(ranks(4).run(same_alone, fsdp_gradients, prepared, units, needs_gradient))
 
 
 class Returning(Projections):
@@ -443,12 +400,5 @@ def handed_on() -> list[torch.Tensor]:
     return [full(p.grad) for p in root.parameters()]
 
 
-def handed_on_bits() -> bool:
-    ours = handed_on()
-    with one_by_one():
-        theirs = handed_on()
-    return all(map(same_bits, ours, theirs))
-
-
 def test_a_cast_input_that_leaves_its_module(ranks: RankPools) -> None:
-    assert all(ranks(4).run(handed_on_bits))
+    assert all(ranks(4).run(same_alone, handed_on))

@@ -4,7 +4,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from gradient_wire import shard_of_mean
-from nets import Distributed
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import raised
+from reference import raised, sqnr
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -33,13 +33,12 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8_dist
-from fp8_dist import Float8LinearConfig, Float8State
+from fp8_dist import Float8State
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from fp8_dist.kernels.encoding import encode_float8
 from fp8_dist.mesh import local_tensor
 from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_reduction
-from scripts.common.llama import MODELS, Llama
 
 Gradients = dict[str, torch.Tensor]
 
@@ -87,12 +86,6 @@ def gradients_of(net: nn.Module) -> Gradients:
     }
 
 
-def sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
-    noise = (found.double() - expected.double()).square().sum()
-    signal = expected.double().square().sum()
-    return math.inf if noise == 0 else 10 * math.log10(signal / noise)
-
-
 def of_single_rank(rank: int, frozen: bool = False, **arguments: Any) -> Gradients:
     net = Uneven()
     net.flat.requires_grad_(not frozen)
@@ -100,111 +93,79 @@ def of_single_rank(rank: int, frozen: bool = False, **arguments: Any) -> Gradien
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
+def _with_spare(net: Uneven, rank: int) -> None:
+    backward(net, rank, spare=True)
+
+
 def wrong_bits(transport: Any, spare: bool) -> list[str]:
-    """Parameters whose shard is not the mean that was computed apart, bit by bit; or that repeat
-    with others. (Without `spare` a parameter between others is frozen, too.)"""
+    """Parameters whose shard is not, in each of two runs, the mean that was computed apart.
+
+    Without `spare` a parameter between others is frozen, too.
+    """
     mesh, own = device_mesh(dp=dist.get_world_size()), dist.get_rank()
-    runs = []
+    each = [of_single_rank(rank, not spare, spare=spare) for rank in range(mesh.size())]
+    wrong = []
     for _ in range(2):
         net = sharded(mesh)
         net.flat.requires_grad_(spare)
         set_gradient_transport(net, transport)
         backward(net, own, spare=spare)
-        runs.append({name: p.grad for name, p in net.named_parameters()})
-    each = [of_single_rank(rank, not spare, spare=spare) for rank in range(mesh.size())]
-    wrong = []
-    for name, grad in runs[0].items():
-        if (grad is None) != (name not in each[0]):
-            wrong.append(name)
-        if grad is None or name not in each[0]:
-            continue
-        all_of_it = [gradients[name] for gradients in each]
-        how = transport if grad.ndim > 1 else None
-        expected = shard_of_mean(all_of_it, own, how)
-        found, again = (local_tensor(run[name]) for run in runs)
-        if not (torch.equal(found, expected) and torch.equal(found, again)):
-            wrong.append(name)
+        for name, p in net.named_parameters():
+            if p.grad is None or name not in each[0]:
+                wrong += [name] * ((p.grad is None) != (name not in each[0]))
+                continue
+            how = transport if p.ndim > 1 else None
+            expected = shard_of_mean([gradients[name] for gradients in each], own, how)
+            wrong += [name] * (not torch.equal(local_tensor(p.grad), expected))
     return wrong
 
 
-@pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("transport", ["bf16", "float8"])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_shards_are_the_sums_of_what_arrived(
-    ranks: RankPools, world_size: int, transport: str, spare: bool
+    ranks: RankPools, world_size: int, transport: str
 ) -> None:
-    assert ranks(world_size).run(wrong_bits, transport, spare) == [[]] * world_size
+    for spare in (False, True):
+        assert ranks(world_size).run(wrong_bits, transport, spare) == [[]] * world_size
 
 
-def accuracy(transport: Any, **arguments: Any) -> dict[str, float]:
-    """SQNR of each gradient against FSDP2's own reduction, in dB."""
-    mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
+def sqnrs(
+    mesh: DeviceMesh | None = None,
+    run: Callable[[Uneven, int], object] = _with_spare,
+    how: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> dict[str, float]:
+    """SQNR of each gradient after `run` against FSDP2's own reduction, in dB."""
     found = []
-    for how in (None, transport):
-        net = sharded(mesh)
-        set_gradient_transport(net, how, **(arguments if how else {}))
-        backward(net, rank, spare=True)
+    for each in ({"transport": None}, arguments):
+        net = sharded(mesh or device_mesh(dp=dist.get_world_size()), **(how or {}))
+        set_gradient_transport(net, **each)  # type: ignore[arg-type]
+        run(net, dist.get_rank())
         found.append(gradients_of(net))
     return {name: sqnr(grad, found[1][name]) for name, grad in found[0].items()}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4))]
+)
 def test_accuracy(ranks: RankPools, world_size: int) -> None:
+    def found(**arguments: Any) -> dict[str, float]:
+        return ranks(world_size).run_same(sqnrs, **arguments)
+
     for transport, least in (("bf16", 55), ("float8", 30)):
-        found = ranks(world_size).run_same(accuracy, transport)
-        assert min(found.values()) > least, found
+        each = found(transport=transport)
+        assert min(each.values()) > least, each
         for name in ("wide.bias", "norm.weight", "norm.bias"):
-            assert found[name] > 130  # fp32; the order of the sum may differ
-    stochastic = ranks(world_size).run_same(accuracy, "float8", stochastic_rounding=1)
-    assert min(stochastic.values()) > 26
-    kept = ranks(world_size).run_same(accuracy, "float8", high_precision=_is_spare)
+            assert each[name] > 130  # fp32; the order of the sum may differ
+    assert min(found(transport="float8", stochastic_rounding=1).values()) > 26
+    kept = found(transport="float8", high_precision=_is_spare)
     assert kept["spare.weight"] > 130
     assert kept["wide.weight"] < 60
-
-
-def llama_accuracy(transport: Any) -> float:
-    """The lowest SQNR of a gradient of the debug Llama with its own data on each rank."""
-    mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
-    found = []
-    for how in (None, transport):
-        net = Llama(MODELS["debug"])
-        net.init_weights(0)
-        for module in (*net.layers, net):
-            fully_shard(module, mesh=mesh)
-        set_gradient_transport(net, how)
-        tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(rank))
-        F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        found.append(gradients_of(net))
-    return min(sqnr(grad, found[1][name]) for name, grad in found[0].items())
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(("transport", "least"), [("bf16", 55), ("float8", 30)])
-def test_accuracy_of_a_llama(ranks: RankPools, world_size: int, transport: str, least: int) -> None:
-    assert ranks(world_size).run_same(llama_accuracy, transport) > least
 
 
 def _is_spare(name: str, parameter: nn.Parameter) -> bool:
     assert isinstance(parameter, nn.Parameter)
     return name.startswith("spare")
-
-
-def wire(transport: Any, dp: int, nodes: int = 1, **arguments: Any) -> str:
-    """The collectives of a backward's reductions."""
-    if nodes > 1:
-        root = device_mesh(nodes=nodes, local=dp // nodes)
-        arguments["hierarchy"] = root
-        mesh = flat_mesh(nodes, dp // nodes)
-    else:
-        root = mesh = device_mesh(dp=dp)
-    net = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256, bias=False))
-    fully_shard(net, mesh=mesh)
-    set_gradient_transport(net, transport, **arguments)
-    output = net(torch.randn(4, 256)).sum()
-    with comm_audit(root) as audit:
-        output.backward()
-    found = [row for row in audit.rows if row.op != "all_gather"]
-    return "".join(f"{r.op} {r.dtype} over {r.axis}: {r.count}, {r.bytes:,} B\n" for r in found)
 
 
 _flat: dict[tuple[int, int], DeviceMesh] = {}
@@ -217,50 +178,82 @@ def flat_mesh(nodes: int, local: int) -> DeviceMesh:
     return _flat[nodes, local]
 
 
+def wire(
+    transport: Any,
+    axes: dict[str, int],
+    nodes: int = 0,
+    reduce_dtype: torch.dtype | None = None,
+    **arguments: Any,
+) -> str:
+    """The collectives of a backward's reductions: 131,072 elements of a matrix, 512 of a bias."""
+    root = mesh = device_mesh(**axes)
+    if nodes:
+        arguments["hierarchy"], mesh = root, flat_mesh(*axes.values())
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    net = fully_shard(nn.Linear(256, 512), mesh=mesh, mp_policy=policy)
+    set_gradient_transport(net, transport, **arguments)
+    output = net(torch.randn(4, 256)).sum()
+    with comm_audit(root) as audit:
+        output.backward()
+    gathers = ("all_gather",) if "replicas" not in axes else ()
+    found = [row for row in audit.rows if row.op not in gathers]
+    return "".join(f"{r.op} {r.dtype} over {r.axis}: {r.count}, {r.bytes:,} B\n" for r in found)
+
+
 def test_bytes(ranks: RankPools) -> None:
-    # 262,144 elements of matrices, 512 of a bias: 1,050,624 bytes of fp32.
+    hybrid = {"replicas": 2, "dp": 2}
     found = ""
     for transport in (None, "bf16", "float8"):
-        found += f"{transport}\n{ranks(4).run_same(wire, transport, 4)}"
-    found += f"float8, 2 x 2\n{ranks(4).run_same(wire, 'float8', 4, 2)}"
-    found += f"float8, 2 x 4\n{ranks(8).run_same(wire, 'float8', 8, 2)}"
+        found += f"{transport}\n{ranks(4).run_same(wire, transport, hybrid)}"
+    found += "float8 on 2 nodes of 4\n"
+    found += ranks(8).run_same(wire, "float8", {"nodes": 2, "local": 4}, 2)
+    # What is not encoded travels in reduce_dtype.
+    arguments = {"transport": "float8", "axes": {"dp": 2}, "reduce_dtype": torch.bfloat16}
+    with_feedback = ranks(2).run_same(wire, **arguments, error_feedback=True)
+    assert ranks(2).run_same(wire, **arguments) == with_feedback
+    found += f"float8, bf16 else\n{with_feedback}"
     assert_expected_inline(
         found,
         """\
 None
-reduce_scatter torch.float32 over dp: 1, 1,050,624 B
+reduce_scatter torch.float32 over dp: 1, 526,336 B
+all_reduce torch.float32 over replicas: 1, 263,168 B
 bf16
-all_to_all torch.bfloat16 over dp: 1, 524,288 B
+all_to_all torch.bfloat16 over dp: 1, 262,144 B
 all_to_all torch.float32 over dp: 0, 2,048 B
+all_to_all torch.bfloat16 over replicas: 1, 131,072 B
+all_to_all torch.float32 over replicas: 0, 1,024 B
+all_gather torch.float32 over replicas: 1, 263,168 B
 float8
-all_to_all torch.float8_e4m3fn over dp: 1, 262,144 B
-all_to_all torch.uint8 over dp: 0, 2,048 B
+all_to_all torch.float8_e4m3fn over dp: 1, 131,072 B
+all_to_all torch.uint8 over dp: 0, 1,024 B
 all_to_all torch.float32 over dp: 0, 2,048 B
-float8, 2 x 2
-all_to_all torch.float8_e4m3fn over local: 1, 262,144 B
-all_to_all torch.uint8 over local: 0, 2,048 B
+all_to_all torch.float8_e4m3fn over replicas: 1, 65,536 B
+all_to_all torch.uint8 over replicas: 0, 512 B
+all_to_all torch.float32 over replicas: 0, 1,024 B
+all_gather torch.bfloat16 over replicas: 1, 131,072 B
+all_gather torch.float32 over replicas: 0, 1,024 B
+float8 on 2 nodes of 4
+all_to_all torch.float8_e4m3fn over local: 1, 131,072 B
+all_to_all torch.uint8 over local: 0, 1,024 B
 all_to_all torch.float32 over local: 0, 2,048 B
-all_to_all torch.float8_e4m3fn over nodes: 1, 131,072 B
-all_to_all torch.uint8 over nodes: 0, 1,024 B
-all_to_all torch.float32 over nodes: 0, 1,024 B
-float8, 2 x 4
-all_to_all torch.float8_e4m3fn over local: 1, 262,144 B
-all_to_all torch.uint8 over local: 0, 2,048 B
-all_to_all torch.float32 over local: 0, 2,048 B
-all_to_all torch.float8_e4m3fn over nodes: 1, 65,536 B
-all_to_all torch.uint8 over nodes: 0, 512 B
+all_to_all torch.float8_e4m3fn over nodes: 1, 32,768 B
+all_to_all torch.uint8 over nodes: 0, 256 B
 all_to_all torch.float32 over nodes: 0, 512 B
+float8, bf16 else
+all_to_all torch.float8_e4m3fn over dp: 1, 131,072 B
+all_to_all torch.uint8 over dp: 0, 1,024 B
+all_to_all torch.bfloat16 over dp: 0, 1,024 B
 """,
     )
 
 
-def special_values(transport: Any) -> list[str]:
-    """What NaN, infinity and zeros of single ranks do to the gradient of a matrix."""
+def special_values(transport: Any) -> None:
+    """NaN, infinity and zeros of single ranks in the gradient of a matrix."""
     mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
     found = []
     for special in (False, True):
-        net = nn.Linear(160, 9, bias=False)
-        fully_shard(net, mesh=mesh)
+        net = fully_shard(nn.Linear(160, 9, bias=False), mesh=mesh)
         set_gradient_transport(net, transport)
         x = data(rank)[:1, :96].repeat(1, 2)[:, :160].clone()
         if rank == 1:
@@ -270,31 +263,25 @@ def special_values(transport: Any) -> list[str]:
         net(x).sum().backward()
         found.append(gradients_of(net)["weight"])
     clean, spoiled = found
-    wrong = []
-    for column, is_it in ((3, torch.isnan), (5, torch.isposinf), (130, torch.isneginf)):
-        if not is_it(spoiled[:, column]).all():
-            wrong.append(f"column {column}: {spoiled[:, column]}")
+    assert spoiled[:, 3].isnan().all()
+    assert (spoiled[:, 5] == math.inf).all()
+    assert (spoiled[:, 130] == -math.inf).all()
     others = [i for i in range(160) if i not in (3, 5, 130)]
     # Their blocks have the scales of before, unless what was replaced was the largest value.
-    if not spoiled[:, others].isfinite().all():
-        wrong.append("others are not finite")
-    if sqnr(clean[:, others], spoiled[:, others]) < 30:
-        wrong.append("others are changed")
+    assert spoiled[:, others].isfinite().all()
+    assert sqnr(clean[:, others], spoiled[:, others]) >= 30
     net.zero_grad()
     net(torch.zeros(2, 160)).sum().backward()
-    if gradients_of(net)["weight"].count_nonzero():
-        wrong.append("zeros are not exact")
-    return wrong
+    assert not gradients_of(net)["weight"].count_nonzero()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("transport", ["bf16", "float8"])
-def test_special_values_arrive(ranks: RankPools, world_size: int, transport: str) -> None:
-    assert ranks(world_size).run_same(special_values, transport) == []
+def test_special_values_arrive(ranks: RankPools) -> None:
+    for world_size, transport in ((2, "bf16"), (2, "float8"), (3, "float8")):
+        ranks(world_size).run(special_values, transport)
 
 
-def removed() -> bool:
-    """Whether transport=None gives back FSDP2's own reduction."""
+@on_ranks(2)
+def test_none_gives_back_the_reduction_of_fsdp2() -> None:
     mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
     expected, net = sharded(mesh), sharded(mesh)
     set_gradient_transport(net, "float8", error_feedback=True)
@@ -303,24 +290,8 @@ def removed() -> bool:
     set_gradient_transport(net, None)
     for each in (expected, net):
         backward(each, rank)
-    same = zip(gradients_of(expected).values(), gradients_of(net).values(), strict=True)
-    return all(torch.equal(a, b) for a, b in same) and not Float8State(net).state_dict()
-
-
-def test_none_removes_it(ranks: RankPools) -> None:
-    assert ranks(2).run_same(removed)
-
-
-def compared(
-    run: Callable[[Uneven, int], Gradients | None], mesh: DeviceMesh, transport: Any, **how: Any
-) -> dict[str, float]:
-    """SQNR of gradients after `run`, with a transport against without."""
-    found = []
-    for each in (None, transport):
-        net = sharded(mesh, **how)
-        set_gradient_transport(net, each)
-        found.append(run(net, dist.get_rank()) or gradients_of(net))
-    return {name: sqnr(grad, found[1][name]) for name, grad in found[0].items()}
+    assert all(map(torch.equal, gradients_of(expected).values(), gradients_of(net).values()))
+    assert not Float8State(net).state_dict()
 
 
 def _micro_batches(net: Uneven, rank: int) -> None:
@@ -354,110 +325,74 @@ def _divided(net: Uneven, rank: int) -> None:
     backward(net, rank)
 
 
-RUNS: Mapping[str, Callable[[Uneven, int], Gradients | None]] = {
-    run.__name__.strip("_"): run
-    for run in (_micro_batches, _reduced_each, _scaled, _clipped, _compiled, _divided)
-}
-WAYS: Mapping[str, dict[str, Any]] = {
-    "bf16 compute": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-    "bf16 compute, fp32 reduction": {
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    },
-    "fp16 reduction": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "kept": {"reshard_after_forward": False},
-}
-
-
-def with_features() -> dict[str, float]:
-    """The lowest SQNR of a gradient for what else FSDP2 and users do with them."""
-    mesh = device_mesh(dp=dist.get_world_size())
-    found = {name: min(compared(run, mesh, "float8").values()) for name, run in RUNS.items()}
-    for name, how in WAYS.items():
-        found[name] = min(compared(_reduced_each, mesh, "float8", **how).values())
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_with_what_else_is_done(ranks: RankPools, world_size: int) -> None:
-    found = ranks(world_size).run_same(with_features)
-    # (Some parameters are so small that their SQNR hangs on a few values.)
-    assert min(found.values()) > 28, found
+@on_ranks(3)
+def test_with_what_else_is_done() -> None:
+    bf16 = torch.bfloat16
+    ways: list[tuple[Callable[[Uneven, int], None], dict[str, Any]]] = [
+        *((run, {}) for run in (_micro_batches, _reduced_each, _scaled, _clipped, _compiled)),
+        (_divided, {}),
+        (_reduced_each, {"mp_policy": MixedPrecisionPolicy(param_dtype=bf16)}),
+        (_reduced_each, {"mp_policy": MixedPrecisionPolicy(bf16, torch.float32)}),
+        (_reduced_each, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}),
+        (_reduced_each, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        (_reduced_each, {"reshard_after_forward": False}),
+    ]
+    for run, how in ways:
+        found = sqnrs(None, run, how, transport="float8")
+        # (Some parameters are so small that their SQNR hangs on a few values.)
+        assert min(found.values()) > 28, (run, how, found)
 
 
 def replicas(transport: Any, partial: bool, error_feedback: bool) -> tuple[float, bool]:
     """HSDP on 2 x 2: the lowest SQNR, and whether replicas have the same bits."""
-    mesh, rank = device_mesh(replicas=2, dp=2), dist.get_rank()
-    found = []
-    for how in (None, transport):
-        net = sharded(mesh)
-        set_gradient_transport(net, how, error_feedback=error_feedback and how is not None)
+
+    def run(net: Uneven, rank: int) -> None:
         for step in range(3 if partial else 1):
             if partial:
                 net.set_requires_all_reduce(step == 2)  # type: ignore[operator]
             backward(net, rank, step, spare=True)
-        found.append(gradients_of(net))
-    bits = torch.cat([grad.flatten() for grad in found[1].values()])
+        nets.append(net)
+
+    nets: list[Uneven] = []
+    mesh = device_mesh(replicas=2, dp=2)
+    found = sqnrs(mesh, run, transport=transport, error_feedback=error_feedback)
+    bits = torch.cat([grad.flatten() for grad in gradients_of(nets[1]).values()])
     everywhere = [torch.empty_like(bits) for _ in range(4)]
     dist.all_gather(everywhere, bits)
-    lowest = min(sqnr(grad, found[1][name]) for name, grad in found[0].items())
-    return lowest, all(torch.equal(bits, each) for each in everywhere)
+    return min(found.values()), all(torch.equal(bits, each) for each in everywhere)
 
 
-@pytest.mark.parametrize("partial", [False, True])
 # (Sums are rounded a second time. The smallest parameter has 111 elements.)
 @pytest.mark.parametrize(("transport", "least"), [("bf16", 54), ("float8", 29)])
+@pytest.mark.parametrize("partial", [False, True])
 def test_replicas(ranks: RankPools, transport: str, least: int, partial: bool) -> None:
-    for error_feedback in (False, True):
-        lowest, same = ranks(4).run_same(replicas, transport, partial, error_feedback)
-        assert lowest > least
-        assert same
+    feedback = partial == (transport == "bf16")
+    lowest, same = ranks(4).run_same(replicas, transport, partial, feedback)
+    assert lowest > least
+    assert same
 
 
-def wire_of_replicas(transport: Any) -> str:
-    """The collectives of HSDP's reductions on 2 x 2."""
-    net = nn.Linear(256, 512)
-    mesh = device_mesh(replicas=2, dp=2)
-    fully_shard(net, mesh=mesh)
-    set_gradient_transport(net, transport)
-    output = net(torch.randn(4, 256)).sum()
-    with comm_audit(mesh) as audit:
-        output.backward()
-    return "".join(f"{r.op} {r.dtype} over {r.axis}: {r.bytes:,} B\n" for r in audit.rows)
+def in_hierarchy(nodes: int, local: int, **arguments: Any) -> dict[str, float]:
+    """SQNR of sums inside of nodes, then between them."""
+    root = device_mesh(nodes=nodes, local=local)
+    return sqnrs(flat_mesh(nodes, local), _with_spare, hierarchy=root, **arguments)
 
 
-def test_bytes_of_replicas(ranks: RankPools) -> None:
-    # 131,072 elements of a matrix, 512 of a bias; a shard has half of them.
-    found = "".join(
-        f"{how}\n{ranks(4).run_same(wire_of_replicas, how)}" for how in (None, "bf16", "float8")
-    )
-    assert_expected_inline(
-        found,
-        """\
-None
-reduce_scatter torch.float32 over dp: 526,336 B
-all_reduce torch.float32 over replicas: 263,168 B
-bf16
-all_to_all torch.bfloat16 over dp: 262,144 B
-all_to_all torch.float32 over dp: 2,048 B
-all_to_all torch.bfloat16 over replicas: 131,072 B
-all_to_all torch.float32 over replicas: 1,024 B
-all_gather torch.float32 over replicas: 263,168 B
-float8
-all_to_all torch.float8_e4m3fn over dp: 131,072 B
-all_to_all torch.uint8 over dp: 1,024 B
-all_to_all torch.float32 over dp: 2,048 B
-all_to_all torch.float8_e4m3fn over replicas: 65,536 B
-all_to_all torch.uint8 over replicas: 512 B
-all_to_all torch.float32 over replicas: 1,024 B
-all_gather torch.bfloat16 over replicas: 131,072 B
-all_gather torch.float32 over replicas: 1,024 B
-""",
-    )
+@pytest.mark.parametrize(
+    ("nodes", "local"), [(2, 2), (2, 4), pytest.param(4, 2, marks=pytest.mark.full)]
+)
+def test_hierarchies(ranks: RankPools, nodes: int, local: int) -> None:
+    pool = ranks(nodes * local)
+    for transport, least in (("bf16", 50), ("float8", 28)):
+        found = pool.run_same(in_hierarchy, nodes, local, transport=transport)
+        assert min(found.values()) > least
+        assert found["norm.weight"] > 130
+    pool.run_same(in_hierarchy, nodes, local, transport="float8", error_feedback=True)
 
 
-def sums_set_afterwards() -> list[str]:
-    """A reduce-scatter that a user sets after ours stays, and its replicas get FSDP2's all-reduce."""
+@on_ranks(4, returns=["all_reduce", "reduce_scatter"])
+def test_a_reduce_scatter_that_a_user_sets_afterwards_stays() -> list[str]:
+    """Of replicas, by FSDP2's own all-reduce."""
     mesh = device_mesh(replicas=2, dp=2)
     net = fully_shard(nn.Linear(64, 64), mesh=mesh)
     set_gradient_transport(net, "float8")
@@ -468,49 +403,6 @@ def sums_set_afterwards() -> list[str]:
     with comm_audit(mesh) as audit:
         net(data(dist.get_rank())[:, :64]).sum().backward()
     return sorted(row.op for row in audit.rows if row.op != "all_gather")
-
-
-def test_a_reduce_scatter_that_is_set_afterwards(ranks: RankPools) -> None:
-    assert ranks(4).run_same(sums_set_afterwards) == ["all_reduce", "reduce_scatter"]
-
-
-def in_hierarchy(nodes: int, local: int, transport: Any, **arguments: Any) -> dict[str, float]:
-    """SQNR of sums inside of nodes, then between them."""
-    root, rank = device_mesh(nodes=nodes, local=local), dist.get_rank()
-    found = []
-    for how in (None, transport):
-        net = sharded(flat_mesh(nodes, local))
-        more = arguments | {"hierarchy": root} if how else {}
-        set_gradient_transport(net, how, **more)
-        backward(net, rank, spare=True)
-        found.append(gradients_of(net))
-    return {name: sqnr(grad, found[1][name]) for name, grad in found[0].items()}
-
-
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 4), (4, 2)])
-def test_hierarchies(ranks: RankPools, nodes: int, local: int) -> None:
-    pool = ranks(nodes * local)
-    for transport, least in (("bf16", 50), ("float8", 28)):
-        found = pool.run_same(in_hierarchy, nodes, local, transport)
-        assert min(found.values()) > least
-        assert found["norm.weight"] > 130
-    pool.run_same(in_hierarchy, nodes, local, "float8", error_feedback=True)
-
-
-def tensor_parallel() -> float:
-    """FSDP2 x TP of a float8 net: the lowest SQNR of a gradient."""
-    found = []
-    for how in (None, "float8"):
-        world = Distributed(2, 2, config=Float8LinearConfig.from_recipe_name("tensorwise"))
-        set_gradient_transport(world.net, how)
-        x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(1)))
-        world.net(x).square().mean().backward()
-        found.append(gradients_of(world.net))
-    return min(sqnr(grad, found[1][name]) for name, grad in found[0].items())
-
-
-def test_with_tensor_parallelism(ranks: RankPools) -> None:
-    assert ranks(4).run_same(tensor_parallel) > 30
 
 
 class Gated(nn.Module):
@@ -531,22 +423,18 @@ class Gated(nn.Module):
         return self.down(F.relu(self.up(x))) * self.gate(x)
 
 
-def gate_differs(transport: Any, hidden: int) -> bool:
-    """Whether tensor-parallel ranks have other gradients of what they replicate."""
+@on_ranks(4)
+def test_replicated_parameters_round_alike_on_tensor_parallel_ranks() -> None:
     mesh = device_mesh(dp=2, tp=2)
-    net = Gated(mesh, hidden)
-    set_gradient_transport(net, transport, stochastic_rounding=True)
-    net(data(mesh.get_local_rank("dp"))[:, :64]).pow(2).mean().backward()
-    own = local_tensor(net.gate.weight.grad).contiguous()
-    both = [torch.empty_like(own) for _ in range(2)]
-    dist.all_gather(both, own, group=mesh.get_group("tp"))
-    return not torch.equal(*both)
-
-
-def test_replicated_parameters_round_alike_on_tensor_parallel_ranks(ranks: RankPools) -> None:
-    for transport in ("bf16", "float8"):
-        for hidden in (256, 251, 3):  # what comes before is sharded evenly, or not
-            assert not ranks(4).run_same(gate_differs, transport, hidden)
+    # What comes before is sharded evenly, or not.
+    for transport, hidden in (("bf16", 251), ("float8", 256), ("float8", 251), ("float8", 3)):
+        net = Gated(mesh, hidden)
+        set_gradient_transport(net, transport, stochastic_rounding=True)  # type: ignore[arg-type]
+        net(data(mesh.get_local_rank("dp"))[:, :64]).pow(2).mean().backward()
+        own = local_tensor(net.gate.weight.grad).contiguous()
+        both = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(both, own, group=mesh.get_group("tp"))
+        assert torch.equal(*both), (transport, hidden)
 
 
 class Seeds(TorchDispatchMode):
@@ -582,14 +470,11 @@ def test_every_rounding_has_a_seed_of_its_own(ranks: RankPools, in_nodes: bool) 
     assert len(set(found)) == len(found) == 4 * 2 * 4  # ranks, exchanges, matrices
 
 
-def differ_over_tp() -> str:
+@on_ranks(4)
+def test_tensor_parallel_ranks_that_differ() -> None:
     mesh = device_mesh(dp=2, tp=2)
     how: Any = "float8" if mesh.get_local_rank("tp") else "bf16"
-    return raised(ValueError, lambda: set_gradient_transport(Gated(mesh), how))
-
-
-def test_tensor_parallel_ranks_that_differ(ranks: RankPools) -> None:
-    message = ranks(4).run_same(differ_over_tp)
+    message = raised(ValueError, lambda: set_gradient_transport(Gated(mesh), how))
     assert "the transport of the gradient of up.weight: bf16 on rank" in message, message
 
 
@@ -610,64 +495,14 @@ def test_error_feedback_makes_up_for_what_was_left_out(ranks: RankPools) -> None
     assert ranks(3).run_same(feedback, True) > without + 20
 
 
-def bytes_with_reduce_dtype(error_feedback: bool) -> str:
-    mesh, policy = device_mesh(dp=2), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    net = fully_shard(nn.Linear(256, 128), mesh=mesh, mp_policy=policy)
-    set_gradient_transport(net, "float8", error_feedback=error_feedback)
-    with comm_audit(mesh) as audit:
-        net(torch.randn(4, 256)).sum().backward()
-    return "".join(f"{r.op} {r.dtype}: {r.bytes:,} B\n" for r in audit.rows if "to" in r.op)
-
-
-def test_what_is_not_encoded_travels_in_reduce_dtype(ranks: RankPools) -> None:
-    found = [ranks(2).run_same(bytes_with_reduce_dtype, feedback) for feedback in (False, True)]
-    assert found[0] == found[1]
-    assert_expected_inline(
-        found[0],
-        """\
-all_to_all torch.float8_e4m3fn: 32,768 B
-all_to_all torch.uint8: 256 B
-all_to_all torch.bfloat16: 256 B
-""",
-    )
-
-
-def nan_leaves_no_error() -> bool:
-    mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
-    net = sharded(mesh)
+@on_ranks(2, returns=True)
+def test_nan_is_no_error_to_make_up_for() -> bool:
+    net, rank = sharded(device_mesh(dp=dist.get_world_size())), dist.get_rank()
     set_gradient_transport(net, "float8", error_feedback=True)
     (net(data(rank)).mean() * math.nan).backward()
     net.zero_grad()
     backward(net, rank)
     return all(grad.isfinite().all() for grad in gradients_of(net).values())
-
-
-def test_nan_is_no_error_to_make_up_for(ranks: RankPools) -> None:
-    assert ranks(2).run_same(nan_leaves_no_error)
-
-
-def resumed(folder: str) -> bool:
-    """Whether errors that DCP saved and loaded give the gradients of an uninterrupted run."""
-    mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
-    old, new = sharded(mesh), sharded(mesh)
-    for net in (old, new):
-        set_gradient_transport(net, "float8", error_feedback=True)
-    backward(old, rank)
-    dcp.save({"float8": Float8State(old), "model": old}, checkpoint_id=folder)
-    dcp.load({"float8": Float8State(new), "model": new}, checkpoint_id=folder)
-    for net in (old, new):
-        net.zero_grad()
-        backward(net, rank, 1)
-    found = gradients_of(new)
-    return all(torch.equal(grad, found[name]) for name, grad in gradients_of(old).items())
-
-
-def loaded_elsewhere(folder: str, partial: bool) -> None:
-    net = sharded(device_mesh(dp=dist.get_world_size()))
-    set_gradient_transport(net, "float8", error_feedback=True)
-    planner = DefaultLoadPlanner(allow_partial_load=partial)
-    dcp.load({"float8": Float8State(net)}, checkpoint_id=folder, planner=planner)
-    assert not any(t.any() for k, t in errors_of(net).items() if ".codes." in k)
 
 
 def errors_of(net: nn.Module) -> Gradients:
@@ -710,8 +545,31 @@ Float8State: the state has errors of gradients, and the model keeps none; call s
     )
 
 
+def saved_and_loaded(folder: str) -> None:
+    """Errors that DCP saved and loaded give the gradients of an uninterrupted run."""
+    mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
+    old, new = sharded(mesh), sharded(mesh)
+    for net in (old, new):
+        set_gradient_transport(net, "float8", error_feedback=True)
+    backward(old, rank)
+    dcp.save({"float8": Float8State(old), "model": old}, checkpoint_id=folder)
+    dcp.load({"float8": Float8State(new), "model": new}, checkpoint_id=folder)
+    for net in (old, new):
+        net.zero_grad()
+        backward(net, rank, 1)
+    assert all(map(torch.equal, gradients_of(new).values(), gradients_of(old).values()))
+
+
+def loaded_elsewhere(folder: str, partial: bool) -> None:
+    net = sharded(device_mesh(dp=dist.get_world_size()))
+    set_gradient_transport(net, "float8", error_feedback=True)
+    planner = DefaultLoadPlanner(allow_partial_load=partial)
+    dcp.load({"float8": Float8State(net)}, checkpoint_id=folder, planner=planner)
+    assert not any(t.any() for k, t in errors_of(net).items() if ".codes." in k)
+
+
 def test_checkpoints_have_errors(ranks: RankPools, tmp_path: Path) -> None:
-    assert ranks(2).run_same(resumed, str(tmp_path))
+    ranks(2).run(saved_and_loaded, str(tmp_path))
     ranks(3).run(loaded_elsewhere, str(tmp_path), True)
     with pytest.raises(RuntimeError, match="Missing key"):
         ranks(3).run(loaded_elsewhere, str(tmp_path), False)
@@ -720,14 +578,11 @@ def test_checkpoints_have_errors(ranks: RankPools, tmp_path: Path) -> None:
 def names_of_errors() -> dict[str, list[str]]:
     """The parameters that keep errors, by what was passed."""
     mesh, found = device_mesh(dp=dist.get_world_size()), {}
-    for case in ("apart", "wrapped", "frozen", "unfrozen", "frozen later", "together"):
+    for case in ("apart", "wrapped", "frozen", "unfrozen", "frozen later", "together", "forgotten"):
         net = Uneven()
         net.wide.weight.requires_grad_(case not in ("frozen", "unfrozen"))
-        if case == "together":
-            fully_shard([net.wide, net.flat], mesh=mesh)
-        else:
-            fully_shard(net.wide, mesh=mesh)
-            fully_shard(net.flat, mesh=mesh)
+        for part in [[net.wide, net.flat]] if case == "together" else [net.wide, net.flat]:
+            fully_shard(part, mesh=mesh)
         fully_shard(net, mesh=mesh)
         passed = {"apart": [net.wide, net.flat], "wrapped": [torch.compile(net)]}.get(case, [net])
         for module in passed:
@@ -735,10 +590,20 @@ def names_of_errors() -> dict[str, list[str]]:
             set_gradient_transport(module, "float8", error_feedback=True)
         if case == "unfrozen":
             net.wide.weight.requires_grad_(True)
-        if case == "frozen later":
+        if case in ("frozen later", "forgotten"):
             backward(net, dist.get_rank())
             net.wide.weight.requires_grad_(False)
-        found[case] = sorted({key.partition(".0.")[0] for key in errors_of(net)})
+        if case != "forgotten":
+            found[case] = sorted({key.partition(".0.")[0] for key in errors_of(net)})
+        else:  # its errors alone are zero
+            net.zero_grad()
+            backward(net, dist.get_rank())
+            net.wide.weight.requires_grad_(True)
+            found[case] = [
+                key.partition(".0.")[0]
+                for key, t in errors_of(net).items()
+                if ".codes." in key and "spare" not in key and not t.any()
+            ]
     return found
 
 
@@ -751,40 +616,23 @@ def test_errors_have_the_names_of_trained_parameters(ranks: RankPools) -> None:
         "unfrozen": every,
         "frozen later": every[:3],
         "together": every,
+        "forgotten": ["wide.weight"],
     }
 
 
-def errors_after_freezing() -> bool:
-    """Whether the errors of a parameter are zero once it was frozen, and no one else's are."""
-    mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
-    net = sharded(mesh)
-    set_gradient_transport(net, "float8", error_feedback=True)
-    backward(net, rank)
-    net.wide.weight.requires_grad_(False)
-    net.zero_grad()
-    backward(net, rank)
-    net.wide.weight.requires_grad_(True)
-    codes = {key: t for key, t in errors_of(net).items() if ".codes." in key and "spare" not in key}
-    return [key.partition(".0.")[0] for key, t in codes.items() if not t.any()] == ["wide.weight"]
-
-
-def test_errors_of_a_frozen_parameter_are_forgotten(ranks: RankPools) -> None:
-    assert ranks(2).run_same(errors_after_freezing)
-
-
-def keys_by_mesh() -> list[set[str]]:
-    """The keys of errors on a mesh of 2 x 2, and on one with its axes swapped."""
+def keys_are_alike() -> bool:
+    """Those of errors on a mesh of 2 x 2, and on one with its axes swapped."""
     found = []
     for axes in ({"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}):
         net = Gated(device_mesh(**axes))
         set_gradient_transport(net, "float8", error_feedback=True)
         found.append(set(errors_of(net)))
-    return found
+    return found[0] == found[1]
 
 
 def test_errors_of_another_mesh_have_other_keys(ranks: RankPools) -> None:
-    same = [one == other for one, other in ranks(4).run(keys_by_mesh)]
-    assert same == [True, False, False, True]  # on the diagonal a rank has the same part of both
+    # On the diagonal a rank has the same part of both.
+    assert ranks(4).run(keys_are_alike) == [True, False, False, True]
 
 
 def sent_and_kept(nodes: int, local: int) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
@@ -819,7 +667,18 @@ def test_a_rank_sends_nothing_to_itself(ranks: RankPools) -> None:
                 assert all(torch.equal(a.flatten(), b.flatten()) for a, b in pairs)
 
 
-def experts() -> set[str]:
+@on_ranks(
+    4,
+    returns={
+        "torch.float8_e4m3fn over local",
+        "torch.uint8 over local",
+        "torch.float32 over local",
+        "torch.bfloat16 over local",
+        "torch.bfloat16 over nodes",
+        "torch.float32 over nodes",
+    },
+)
+def test_modules_that_are_sharded_over_other_ranks() -> set[str]:
     """The dtypes and axes of exchanges of modules that were set one by one."""
     hierarchy, flat = device_mesh(nodes=2, local=2), flat_mesh(2, 2)
     net = Uneven()
@@ -838,19 +697,8 @@ def experts() -> set[str]:
     return {f"{row.dtype} over {row.axis}" for row in audit.rows if row.op == "all_to_all"}
 
 
-def test_modules_that_are_sharded_over_other_ranks(ranks: RankPools) -> None:
-    assert ranks(4).run_same(experts) == {
-        "torch.float8_e4m3fn over local",
-        "torch.uint8 over local",
-        "torch.float32 over local",
-        "torch.bfloat16 over local",
-        "torch.bfloat16 over nodes",
-        "torch.float32 over nodes",
-    }
-
-
-def tracked() -> str:
-    """What a step says after a tool that puts back FSDP2's methods; its advice helps."""
+@on_ranks(2)
+def test_a_tool_that_puts_back_what_it_found() -> None:
     mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
     net, set_again = sharded(mesh), sharded(mesh)
     for each in (net, set_again):
@@ -859,11 +707,7 @@ def tracked() -> str:
             backward(each, rank)
     set_gradient_transport(set_again, "float8")
     backward(set_again, rank, spare=True)
-    return raised(RuntimeError, lambda: backward(net, rank, spare=True))
-
-
-def test_a_tool_that_puts_back_what_it_found(ranks: RankPools) -> None:
-    message = ranks(2).run_same(tracked)
+    message = raised(RuntimeError, lambda: backward(net, rank, spare=True))
     assert "has put back the post_backward of its parameter group (FSDPMemTracker does)" in message
 
 

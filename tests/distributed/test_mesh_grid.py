@@ -1,17 +1,17 @@
-"""Every mesh x every shape x {with, without precompute} x every recipe: all operands of the three
-GEMMs, bit by bit.
-"""
+"""Every mesh x every shape x every recipe: all operands of the three GEMMs of two steps, bit by bit."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from ranks import RankPools, device_mesh
-from reference import Product, float8_gemms, same_bits, same_cast, scale_of_elements
+from reference import Product, float8_gemms, same_bits, scale_of_elements
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -23,23 +23,35 @@ from fp8_dist import (
 )
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
 
-# name -> (sizes of the mesh's axes, style of the tensor-parallel layer, sharded dim of FSDP2).
-# Axes: pp (the stage uses the rest), replicate, shard, tp; 1 where a mesh lacks the axis.
-MESHES: dict[str, tuple[tuple[int, int, int, int], str, int]] = {
-    "FSDP2 x2": ((1, 1, 2, 1), "", 0),
-    "FSDP2 x3": ((1, 1, 3, 1), "", 0),
-    "FSDP2 x4": ((1, 1, 4, 1), "", 0),
-    "FSDP2 x2, Shard(1)": ((1, 1, 2, 1), "", 1),
-    "HSDP 2x2": ((1, 2, 2, 1), "", 0),
-    "TP x2, column": ((1, 1, 1, 2), "column", 0),
-    "TP x2, row": ((1, 1, 1, 2), "row", 0),
-    "TP x3, column": ((1, 1, 1, 3), "column", 0),
-    "TP x4, row": ((1, 1, 1, 4), "row", 0),
-    "FSDP2 2 x TP 2, column": ((1, 1, 2, 2), "column", 0),
-    "FSDP2 2 x TP 2, row": ((1, 1, 2, 2), "row", 0),
-    "HSDP 2x2 x TP 2, column": ((1, 2, 2, 2), "column", 0),
-    "HSDP 2x2 x TP 2, row": ((1, 2, 2, 2), "row", 0),
-    "stage of PP 2: FSDP2 2 x TP 2": ((2, 1, 2, 2), "column", 0),
+
+class Mesh(NamedTuple):
+    """Sizes of the axes pp (the stage uses the rest), replicate, shard and tp; style of the
+    tensor-parallel layer; dim that FSDP2 shards."""
+
+    axes: tuple[int, int, int, int]
+    style: str = ""
+    dim: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return torch.Size(self.axes).numel()
+
+
+MESHES = {
+    "FSDP2 x2": Mesh((1, 1, 2, 1)),
+    "FSDP2 x3": Mesh((1, 1, 3, 1)),
+    "FSDP2 x4": Mesh((1, 1, 4, 1)),
+    "FSDP2 x2, Shard(1)": Mesh((1, 1, 2, 1), dim=1),
+    "HSDP 2x2": Mesh((1, 2, 2, 1)),
+    "TP x2, column": Mesh((1, 1, 1, 2), "column"),
+    "TP x2, row": Mesh((1, 1, 1, 2), "row"),
+    "TP x3, column": Mesh((1, 1, 1, 3), "column"),
+    "TP x3, row": Mesh((1, 1, 1, 3), "row"),
+    "TP x4, row": Mesh((1, 1, 1, 4), "row"),
+    "FSDP2 2 x TP 2, column": Mesh((1, 1, 2, 2), "column"),
+    "FSDP2 2 x TP 2, row": Mesh((1, 1, 2, 2), "row"),
+    "HSDP 2x2 x TP 2, row": Mesh((1, 2, 2, 2), "row"),
+    "stage of PP 2: FSDP2 2 x TP 2": Mesh((2, 1, 2, 2), "column"),
 }
 SHAPES = {
     "even": (48, 24),
@@ -47,6 +59,10 @@ SHAPES = {
     "1 row": (1, 24),
     "33 columns": (48, 33),
     "3 x 1": (3, 1),
+    # Of these, scales of blocks alone.
+    "whole blocks": (384, 512),
+    "cut blocks": (300, 260),
+    "parts of blocks": (257, 130),
 }
 # What FSDP2 itself can't do, and where it is refused: uneven shards on dim 1, by FSDP2; gradients
 # of empty tensor-parallel shards, by the weight that it gathers.
@@ -55,10 +71,19 @@ REFUSED = {
     ("FSDP2 x2, Shard(1)", "3 x 1"): NotImplementedError,
     ("FSDP2 2 x TP 2, column", "1 row"): ValueError,
     ("FSDP2 2 x TP 2, row", "3 x 1"): ValueError,
-    ("HSDP 2x2 x TP 2, column", "1 row"): ValueError,
     ("HSDP 2x2 x TP 2, row", "3 x 1"): ValueError,
     ("stage of PP 2: FSDP2 2 x TP 2", "1 row"): ValueError,
 }
+BLOCKS = ("blockwise", "mxfp8")
+
+
+def configs(shape: tuple[int, int]) -> dict[str, Float8LinearConfig]:
+    """Those to run with a shape, by name. (GPUs multiply no other sizes than multiples of 16.)"""
+    recipes = BLOCKS if max(shape) > 128 else [recipe.value for recipe in Float8LinearRecipeName]
+    found = {name: Float8LinearConfig.from_recipe_name(name) for name in recipes}
+    if "tensorwise" in found:
+        found["powers of 2"] = Float8LinearConfig(round_scales_to_power_of_2=True)
+    return {name: replace(config, pad_inner_dim=True) for name, config in found.items()}
 
 
 def stage_mesh(axes: tuple[int, int, int, int]) -> DeviceMesh:
@@ -68,32 +93,70 @@ def stage_mesh(axes: tuple[int, int, int, int]) -> DeviceMesh:
     return whole["replicate", "shard", "tp"]
 
 
-def build(
-    mesh: DeviceMesh, style: str, dim: int, shape: tuple[int, int], config: Float8LinearConfig
-) -> nn.Sequential:
+def linear(shape: tuple[int, int], config: Float8LinearConfig) -> nn.Sequential:
+    """One layer whose rows and columns have many magnitudes, the same on all ranks."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(shape[1], shape[0]))
-    shard = mesh["shard"].size() > 1 or mesh["replicate"].size() > 1
-    gather = shard and config.gather_cast("weight") is not None
-    config = replace(config, enable_fsdp_float8_all_gather=gather)
-    convert_to_float8_training(model, config=config)
-    if style:
-        kind = Float8ColwiseParallel if style == "column" else Float8RowwiseParallel
-        place = {"output_layouts": Replicate()} if style == "column" else {}
-        apply_tp_plan(model, mesh["tp"], {"0": kind(input_layouts=Replicate(), **place)})
-    if shard:
-        data = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
-        fully_shard(
-            model, mesh=data, shard_placement_fn=lambda p: Shard(dim) if p.ndim > dim else None
-        )
+    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
+    with torch.no_grad():
+        model[0].weight.mul_(torch.randn(shape[0], 1).exp()).mul_(torch.randn(shape[1]).exp())
+    return convert_to_float8_training(model, config=config)  # type: ignore[return-value]
+
+
+def on_mesh(at: Mesh, shape: tuple[int, int], config: Float8LinearConfig) -> nn.Sequential:
+    """It on a mesh; the sequence (dim 1) is sharded where the style leaves activations whole."""
+    mesh, data = stage_mesh(at.axes), at.axes[2] > 1
+    gather = data and config.gather_cast("weight") is not None
+    model = linear(shape, replace(config, enable_fsdp_float8_all_gather=gather))
+    styles = {
+        "column": Float8ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
+        "row": Float8RowwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(1)),
+    }
+    if at.style:
+        apply_tp_plan(model, mesh["tp"], {"0": styles[at.style]})
+    if data:
+        axes = mesh["replicate", "shard"] if at.axes[1] > 1 else mesh["shard"]
+        fully_shard(model, mesh=axes, shard_placement_fn=lambda p: Shard(at.dim))
     return model
 
 
-def captured_step(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[Product]:
+def data_of(
+    at: Mesh, shape: tuple[int, int], seed: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This data-parallel rank's input and output gradient [3, sequence, features]."""
+    tp = at.axes[3]
+    torch.manual_seed(1 + (dist.get_rank() // tp if seed is None else seed))
+    tokens = torch.randn(3, 15 * tp, 1).exp()
+    x, grad = (torch.randn(3, 15 * tp, features) for features in (shape[1], shape[0]))
+    return tokens * x, tokens.flip(1) * grad
+
+
+def mine(whole: torch.Tensor, dim: int, at: Mesh) -> torch.Tensor:
+    """This tensor-parallel rank's part, as torch.chunk cuts it."""
+    size = whole.shape[dim]
+    chunk = -(-size // at.axes[3])
+    start = min(dist.get_rank() % at.axes[3] * chunk, size)
+    return whole.narrow(dim, start, min(chunk, size - start)).contiguous()
+
+
+def parts_of(at: Mesh, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's parts of an input and an output gradient."""
+    if not at.style:
+        return x, grad
+    outside, inside = (1, 2) if at.style == "column" else (2, 1)
+    return mine(x, outside, at), mine(grad, inside, at)
+
+
+def step(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[Product]:
     """The operands of each float8 GEMM of one step: output, grad_input, grad_weight."""
     with float8_gemms() as calls:
-        model(x.requires_grad_()).backward(grad)
-    return calls
+        model(x.detach().requires_grad_()).backward(grad)
+    return [*calls]
+
+
+def change(*models: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in (p for model in models for p in model.parameters()):
+            parameter.mul_(1.7)
 
 
 # Of each GEMM's left and right operand: the dim that a tensor-parallel style splits.
@@ -104,114 +167,97 @@ SPLIT: dict[str, list[tuple[int | None, int | None]]] = {
 }
 
 
-def part(whole: Float8Tensor, dim: int | None, size: int, rank: int) -> Float8Tensor:
-    if dim is None:
-        return whole
-    chunks = [*whole.split(-(-whole.shape[dim] // size), dim=dim)]
-    if rank < len(chunks):
-        return chunks[rank]  # type: ignore[return-value]
-    empty = whole.split(whole.shape[dim], dim=dim)[0]
-    return torch.ops.aten.slice.Tensor(empty, dim, 0, 0)
-
-
-def is_part(mine: Float8Tensor, whole: Float8Tensor, dim: int | None, size: int, rank: int) -> bool:
-    """Whether a rank holds its part of an operand with scales of blocks, which parts may cut."""
-    data, scales = whole.qdata.view(torch.uint8), scale_of_elements(whole)
+def is_part(found: Float8Tensor, whole: Float8Tensor, dim: int | None, at: Mesh) -> bool:
+    """Whether a rank holds its part of an operand, whose blocks it may cut."""
+    data, scales = whole.qdata.view(torch.uint8), scales_of(whole)
     if dim is not None:
-        chunk = -(-whole.shape[dim] // size)
-        start = min(rank * chunk, whole.shape[dim])
-        length = min(chunk, whole.shape[dim] - start)
-        data, scales = data.narrow(dim, start, length), scales.narrow(dim, start, length)
-    same = torch.equal(mine.qdata.view(torch.uint8), data)
-    return same and same_bits(scale_of_elements(mine), scales.contiguous())
+        data, scales = mine(data, dim, at), mine(scales, dim, at)
+    return same_bits(found.qdata.view(torch.uint8), data) and same_bits(scales_of(found), scales)
 
 
-def are_equal(found: Product, expected: list[Float8Tensor]) -> list[bool]:
-    pairs = list(zip(found, expected, strict=True))
+def scales_of(x: Float8Tensor) -> torch.Tensor:
+    """The scale of each element."""
+    in_blocks = "block" in x.granularity
+    return (scale_of_elements(x) if in_blocks else x.scale.expand(x.shape)).contiguous()
+
+
+def are_parts(found: Product, whole: Product, dims: tuple[int | None, ...], at: Mesh) -> bool:
     if any(x.numel() == 0 for x in found) and any(x.scale.ndim for x in found):
         # Scales of empty rows are of no use, and neither is what was folded with them.
-        return [mine.shape == theirs.shape for mine, theirs in pairs]
-    return [same_cast(mine, theirs) for mine, theirs in pairs]
+        return True
+    return all(is_part(*each, at) for each in zip(found, whole, dims, strict=True))
 
 
-def data_of(seed: int, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(seed)
-    tokens = torch.randn(6, 1).exp()
-    return tokens * torch.randn(6, shape[1]), tokens.flip(0) * torch.randn(6, shape[0])
+def with_history(model: nn.Module, twin: nn.Module, at: Mesh, shape: tuple[int, int]) -> None:
+    """A step before, for delayed scales; the batches of data-parallel ranks are one batch."""
+    replicas, rank = at.axes[1] * at.axes[2], dist.get_rank() // at.axes[3]
+    first = rank // replicas * replicas
+    for other in range(first, first + replicas):
+        step(twin, *data_of(at, shape, 100 + other))
+    step(model, *parts_of(at, *data_of(at, shape, 100 + rank)))
+    for each in (model, twin):
+        sync_float8_amax_and_scale_history(each)
 
 
 def verdicts(
     axes: tuple[int, int, int, int], style: str, dim: int, shape: tuple[int, int], precompute: bool
 ) -> dict[str, list[bool]]:
-    """Per recipe and operand: is it, bit for bit, this rank's part of one process's?"""
-    mesh = stage_mesh(axes)
-    # Data-parallel ranks have activations of their own, tensor-parallel ranks share theirs.
-    seed = torch.distributed.get_rank() // axes[3]
-    replicas = axes[1] * axes[2]
-    results = {}
-    for recipe in Float8LinearRecipeName:
-        # (GPUs multiply no other sizes than multiples of 16.)
-        config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
-        model = build(mesh, style, dim, shape, config)
-        torch.manual_seed(0)
-        twin = nn.Sequential(nn.Linear(shape[1], shape[0]))
-        convert_to_float8_training(twin, config=config)
-        if recipe is Float8LinearRecipeName.DELAYED:
-            # A step before, so that there is a history: its data-parallel batches are one batch.
-            first = seed // replicas * replicas
-            for other in range(first, first + replicas):
-                captured_step(twin, *data_of(100 + other, shape))
-            captured_step(model, *data_of(100 + seed, shape))
-            for each in (model, twin):
-                sync_float8_amax_and_scale_history(each)
-        elif precompute:
-            precompute_float8_dynamic_scale(model)
-        found = captured_step(model, *data_of(seed, shape))
-        whole = captured_step(twin, *data_of(seed, shape))
-        tp, rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
-        same = []
-        for mine, all_of_it, dims in zip(found, whole, SPLIT[style], strict=False):
-            if "block" in mine[0].granularity:
-                operands = zip(mine, all_of_it, dims, strict=True)
-                same += [is_part(*operand, tp, rank) for operand in operands]
-                continue
-            expected = [part(o, at, tp, rank) for o, at in zip(all_of_it, dims, strict=True)]
-            same += are_equal(mine, expected)
-        gemms = 2 if recipe is Float8LinearRecipeName.ROWWISE_WITH_GW_HP else 3
-        assert len(found) == len(whole) == gemms
-        results[recipe.value] = same
+    """By config: whether the operands of each GEMM are, bit for bit, this rank's parts of one process's.
+
+    In two steps, the second one of other weights; `precompute` comes before the first one, or only
+    before the second.
+    """
+    at, results = Mesh(axes, style, dim), {}
+    for name, config in configs(shape).items():
+        model, twin = on_mesh(at, shape, config), linear(shape, config)
+        if name == "delayed":
+            with_history(model, twin, at, shape)
+        x, grad = data_of(at, shape)
+        same: list[bool] = []
+        for precomputed in (precompute, not precompute):
+            if precomputed and name != "delayed":
+                precompute_float8_dynamic_scale(model)
+            found, whole = step(model, *parts_of(at, x, grad)), step(twin, x, grad)
+            assert len(found) == len(whole) == (2 if name == "rowwise_with_gw_hp" else 3)
+            for pair, expected, dims in zip(found, whole, SPLIT[style], strict=False):
+                same.append(are_parts(pair, expected, dims, at))
+            change(model, twin)
+        results[name] = same
     return results
 
 
-@pytest.mark.parametrize("precompute", [False, True], ids=["dynamic", "precompute"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_operands(
-    ranks: RankPools,
-    mesh: str,
-    shape: str,
-    precompute: bool,
-) -> None:
-    axes, style, dim = MESHES[mesh]
-    pool = ranks(torch.Size(axes).numel())
-    arguments = (axes, style, dim, SHAPES[shape], precompute)
-    if error := REFUSED.get((mesh, shape)):
-        assert pool.run(refused, *arguments[:4], error) == [True] * pool.world_size
-        return
-    results = pool.run(verdicts, *arguments, timeout=120)
-    equal = all(all(same) for r in results for same in r.values())
-    assert equal, results
-
-
-def refused(
-    axes: tuple[int, int, int, int],
-    style: str,
-    dim: int,
-    shape: tuple[int, int],
-    error: type[Exception],
-) -> bool:
+def is_refused(at: Mesh, shape: tuple[int, int], error: type[Exception]) -> bool:
     for recipe in ("tensorwise", "rowwise_folded", "delayed"):
         config = Float8LinearConfig.from_recipe_name(recipe)
         with pytest.raises(error, match=r"uneven sharding on dim 1|can't reduce an empty gradient"):
-            build(stage_mesh(axes), style, dim, shape, config)(torch.randn(6, shape[1]))
+            on_mesh(at, shape, config)(parts_of(at, *data_of(at, shape))[0])
     return True
+
+
+def wrong_cases(name: str) -> list[str]:
+    """All shapes on a mesh, with precompute in the first step of every other one."""
+    at, wrong = MESHES[name], []
+    for i, (shape, sizes) in enumerate(SHAPES.items()):
+        if error := REFUSED.get((name, shape)):
+            assert is_refused(at, sizes, error)
+            continue
+        precompute = (i + [*MESHES].index(name)) % 2 == 0
+        found = verdicts(*at, sizes, precompute)
+        wrong += [
+            f"{shape}, {config}, precompute {precompute}: {same}"
+            for config, same in found.items()
+            if not all(same)
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, marks=pytest.mark.full if mesh.startswith("stage") else ())
+        for mesh in MESHES
+    ],
+)
+def test_operands(ranks: RankPools, mesh: str) -> None:
+    size = MESHES[mesh].ranks
+    assert ranks(size).run(wrong_cases, mesh, timeout=400) == [[]] * size

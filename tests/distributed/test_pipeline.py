@@ -117,7 +117,7 @@ def fresh() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.full)])
 def test_stages_make_their_groups_in_the_first_update(fresh: RankPool, recipe: str) -> None:
     for found in fresh.run(pipeline, recipe, STAGES):
         assert found["made in steps"] == []

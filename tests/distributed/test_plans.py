@@ -1,11 +1,11 @@
-"""The provided tensor-parallel plans and their checked application."""
+"""The provided tensor-parallel plans and their checked application, to tied parameters too."""
 
+import copy
 import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import pytest
@@ -15,13 +15,18 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from nets import full
 from ranks import RankPools, device_mesh
-from reference import raised, sqnr
+from reference import raised, same_bits, sqnr
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_releases import uneven_sequence_in_torchs_linear
@@ -90,11 +95,6 @@ def show(plan: dict[str, ParallelStyle]) -> str:
     return "\n".join(lines)
 
 
-def filled(text: str) -> str:
-    """In lines of at most 95 characters."""
-    return "\n".join(fill(line, 95) for line in text.splitlines())
-
-
 def short(placement: object) -> str:
     return f"S({placement.dim})" if isinstance(placement, Shard) else "R"
 
@@ -121,81 +121,39 @@ layers.0.feed_forward.w2  Float8ResidualRowwiseParallel input=S(-1) output=S(1)
 norm                      SequenceParallel DTensor out
 output                    ColwiseParallel input=S(1) output=R""",
     )
-
-
-def test_plan_without_sequence_parallelism():
-    plan = llama_tp_plan(llama(), sequence_parallel=False)
-    assert_expected_inline(
-        show(plan),
-        """\
-tok_embeddings            EmbeddingRowwiseParallel input=R output=R
-layers.0.attention        PrepareFloat8ModuleInput input=R desired_input=R DTensor out
-layers.0.attention.wq     Float8ColwiseParallel input=R output=S(-1)
-layers.0.attention.wk     Float8ColwiseParallel input=R output=S(-1)
-layers.0.attention.wv     Float8ColwiseParallel input=R output=S(-1)
-layers.0.attention.wo     Float8ResidualRowwiseParallel input=S(-1) output=R
-layers.0.feed_forward     PrepareFloat8ModuleInput input=R desired_input=R DTensor out
-layers.0.feed_forward.w1  Float8ColwiseParallel input=R output=S(-1)
-layers.0.feed_forward.w3  Float8ColwiseParallel input=R output=S(-1)
-layers.0.feed_forward.w2  Float8ResidualRowwiseParallel input=S(-1) output=R
-output                    ColwiseParallel input=R output=R""",
-    )
-
-
-def test_plan_with_loss_parallelism():
+    lines = [line for line in converted.splitlines() if "SequenceParallel" not in line]
+    without_sequences = show(llama_tp_plan(llama(), sequence_parallel=False))
+    assert without_sequences.splitlines() == [line.replace("S(1)", "R") for line in lines]
     plan = llama_tp_plan(Llama(TINY), loss_parallel=True)
-    assert_expected_inline(
-        show({"output": plan["output"]}),
-        """output                    ColwiseParallel input=S(1) output=S(-1) DTensor out""",
-    )
+    head = show({"output": plan["output"]}).split(maxsplit=1)[1]
+    assert head == "ColwiseParallel input=S(1) output=S(-1) DTensor out"
 
 
 def test_input_travels_in_high_precision_when_one_consumer_needs_it():
     plan = llama_tp_plan(llama("layers.0.attention.wk", "layers.0.feed_forward.w2"))
-    part = {
-        name: plan[name] for name in plan if name.startswith("layers.0.") and "norm" not in name
-    }
-    assert_expected_inline(
-        show(part),
-        """\
-layers.0.attention        PrepareModuleInput input=S(1) desired_input=R DTensor out
-layers.0.attention.wq     Float8ColwiseParallel input=R output=S(-1)
-layers.0.attention.wk     ColwiseParallel input=R output=S(-1)
-layers.0.attention.wv     Float8ColwiseParallel input=R output=S(-1)
-layers.0.attention.wo     Float8ResidualRowwiseParallel input=S(-1) output=S(1)
-layers.0.feed_forward     PrepareFloat8ModuleInput input=S(1) desired_input=R DTensor out
-layers.0.feed_forward.w1  Float8ColwiseParallel input=R output=S(-1)
-layers.0.feed_forward.w3  Float8ColwiseParallel input=R output=S(-1)
-layers.0.feed_forward.w2  ResidualRowwiseParallel input=S(-1) output=S(1)""",
-    )
+    usual = show(llama_tp_plan(llama())).splitlines()
+    assert [line for line in show(plan).splitlines() if line not in usual] == [
+        "layers.0.attention        PrepareModuleInput input=S(1) desired_input=R DTensor out",
+        "layers.0.attention.wk     ColwiseParallel input=R output=S(-1)",
+        "layers.0.feed_forward.w2  ResidualRowwiseParallel input=S(-1) output=S(1)",
+    ]
     other = {type(style) for name, style in plan.items() if name.startswith("layers.1.attention.")}
     assert other == {Float8ColwiseParallel, Float8ResidualRowwiseParallel}
 
 
 def test_plan_of_another_model():
     model = nn.ModuleDict({"output": nn.Linear(4, 4), "layers": nn.ModuleList([nn.Linear(4, 4)])})
-    assert_expected_inline(
-        filled(raised(ValueError, lambda: llama_tp_plan(model))),
-        """\
-llama_tp_plan does not know this ModuleDict: it has no module tok_embeddings, norm,
-layers.0.attention_norm, layers.0.attention, layers.0.attention.wq, layers.0.attention.wk,
-layers.0.attention.wv, layers.0.attention.wo, layers.0.ffn_norm, layers.0.feed_forward,
-layers.0.feed_forward.w1, layers.0.feed_forward.w3, layers.0.feed_forward.w2. Rename the
-modules, or write a plan of your own (a dict of module names to styles) and pass it to
-apply_tp_plan""",
-    )
+    text = raised(ValueError, lambda: llama_tp_plan(model))
+    assert "llama_tp_plan does not know this ModuleDict: it has no module tok_embeddings" in text
+    assert "layers.0.feed_forward.w2. Rename the modules, or write a plan of your own" in text
     with pytest.raises(ValueError, match=r"layers\.0\.attention_norm"):
         llama_tp_plan(nn.Linear(4, 4))
 
 
 def test_mesh_with_more_than_one_axis(fake_world):
     model = Llama(TINY)
-    assert_expected_inline(
-        filled(raised(ValueError, lambda: apply_tp_plan(model, fake_world, llama_tp_plan(model)))),
-        """\
-apply_tp_plan needs a 1-D mesh, got one with shape (2, 4) and axes ('dp', 'tp'): pass its
-tensor-parallel axis, such as mesh['tp']""",
-    )
+    text = raised(ValueError, lambda: apply_tp_plan(model, fake_world, llama_tp_plan(model)))
+    assert "apply_tp_plan needs a 1-D mesh, got one with shape (2, 4) and axes ('dp', 'tp')" in text
 
 
 def test_all_offenders_are_listed_and_nothing_is_changed(fake_world):
@@ -216,70 +174,38 @@ def test_all_offenders_are_listed_and_nothing_is_changed(fake_world):
             input_layouts=Shard(1), desired_input_layouts=Replicate()
         ),
     }
-    assert_expected_inline(
-        filled(raised(ValueError, lambda: apply_tp_plan(model, fake_world["tp"], plan))),
-        """\
-this tensor-parallel plan does not fit the model:
-  - 'layers.*.attention.w_query' matches no module: a name has one part per level, as in
-model.named_modules(), and '*' stands for one part
-  - 'layer.0.attention.wq' matches no module: a name has one part per level, as in
-model.named_modules(), and '*' stands for one part
-  - 'layers.0.attention' has n_kv_heads=2, which 4 tensor-parallel ranks cannot share evenly:
-use a tensor-parallel size that divides it
-  - 'layers.1.attention.wq' has the style Float8ColwiseParallel but is a Linear, not a
-Float8Linear: convert it first (convert_to_float8_training), or use torch's ColwiseParallel
-  - 'layers.1.attention' has n_kv_heads=2, which 4 tensor-parallel ranks cannot share evenly:
-use a tensor-parallel size that divides it
-  - 'output' has the style Float8RowwiseParallel but is a Linear, not a Float8Linear: convert
-it first (convert_to_float8_training), or use torch's RowwiseParallel
-  - 'layers.0.attention.wo' is matched by two entries, 'layers.0.attention.wo' and
-'layers.*.attention.wo': leave one of them
-  - 'layers.1.feed_forward' has the style PrepareFloat8ModuleInput but its FeedForward contains
-no Float8Linear: convert one first (convert_to_float8_training), or use torch's
-PrepareModuleInput""",
-    )
+    text = raised(ValueError, lambda: apply_tp_plan(model, fake_world["tp"], plan))
+    first, *offenders = text.splitlines()
+    assert first == "this tensor-parallel plan does not fit the model:"
+    heads = "has n_kv_heads=2, which 4 tensor-parallel ranks cannot share evenly"
+    linear = "but is a Linear, not a Float8Linear: convert it first"
+    expected = [
+        "'layers.*.attention.w_query' matches no module: a name has one part per level",
+        "'layer.0.attention.wq' matches no module: a name has one part per level",
+        f"'layers.0.attention' {heads}",
+        f"'layers.1.attention.wq' has the style Float8ColwiseParallel {linear}",
+        f"'layers.1.attention' {heads}",
+        f"'output' has the style Float8RowwiseParallel {linear}",
+        "'layers.0.attention.wo' is matched by two entries, 'layers.0.attention.wo' and "
+        "'layers.*.attention.wo': leave one",
+        "'layers.1.feed_forward' has the style PrepareFloat8ModuleInput but its FeedForward "
+        "contains no Float8Linear: convert one first",
+    ]
+    assert all(a.startswith(f"  - {b}") for a, b in zip(offenders, expected, strict=True)), text
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def test_layers_that_are_distributed_already(fake_world):
-    net = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
-    fully_shard(net, mesh=fake_world)
-    plan = {"0": Float8ColwiseParallel()}
-    assert_expected_inline(
-        filled(raised(ValueError, lambda: apply_tp_plan(net, fake_world, plan))),
-        """\
-apply_tp_plan needs a 1-D mesh, got one with shape (2, 4) and axes ('dp', 'tp'): pass its
-tensor-parallel axis, such as mesh['tp']""",
-    )
 
 
 def test_heads_that_the_ranks_cannot_share(fake_world):
     model = Llama(TINY)
-    assert_expected_inline(
-        filled(
-            raised(ValueError, lambda: apply_tp_plan(model, fake_world["tp"], llama_tp_plan(model)))
-        ),
-        """\
-this tensor-parallel plan does not fit the model:
-  - 'layers.0.attention' has n_kv_heads=2, which 4 tensor-parallel ranks cannot share evenly:
-use a tensor-parallel size that divides it
-  - 'layers.1.attention' has n_kv_heads=2, which 4 tensor-parallel ranks cannot share evenly:
-use a tensor-parallel size that divides it""",
-    )
+    text = raised(ValueError, lambda: apply_tp_plan(model, fake_world["tp"], llama_tp_plan(model)))
+    for name in ("layers.0.attention", "layers.1.attention"):
+        assert f"'{name}' has n_kv_heads=2, which 4 tensor-parallel ranks cannot share" in text
 
 
 def test_what_is_not_a_style(fake_world):
-    assert_expected_inline(
-        filled(
-            raised(
-                TypeError,
-                lambda: apply_tp_plan(Llama(TINY), fake_world["tp"], {"output": ColwiseParallel}),
-            )
-        ),
-        """\
-the plan's entry 'output' is <class 'torch.distributed.tensor.parallel.style.ColwiseParallel'>,
-not a parallel style: give an instance, such as ColwiseParallel()""",
-    )
+    plan = {"output": ColwiseParallel}
+    text = raised(TypeError, lambda: apply_tp_plan(Llama(TINY), fake_world["tp"], plan))
+    assert "not a parallel style: give an instance, such as ColwiseParallel()" in text
 
 
 def test_wildcards_reach_every_layer(fake_world):
@@ -288,16 +214,13 @@ def test_wildcards_reach_every_layer(fake_world):
         fake_world["dp"],
         {"layers.*.feed_forward.w[13]": ColwiseParallel(), "layers.1.*.wo": RowwiseParallel()},
     )
-    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
-    assert_expected_inline(
-        "\n".join(sharded),
-        """\
-layers.0.feed_forward.w1.weight
-layers.0.feed_forward.w3.weight
-layers.1.attention.wo.weight
-layers.1.feed_forward.w1.weight
-layers.1.feed_forward.w3.weight""",
-    )
+    assert [name for name, p in model.named_parameters() if isinstance(p, DTensor)] == [
+        "layers.0.feed_forward.w1.weight",
+        "layers.0.feed_forward.w3.weight",
+        "layers.1.attention.wo.weight",
+        "layers.1.feed_forward.w1.weight",
+        "layers.1.feed_forward.w3.weight",
+    ]
 
 
 def test_a_plan_from_before_the_conversion_is_warned_of(fake_world: DeviceMesh) -> None:
@@ -319,10 +242,10 @@ def several_names() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", ["a", "b", "inner.c", "[ab]"])
-def test_a_module_with_several_names_has_all_of_them(fake_world: DeviceMesh, name: str) -> None:
-    model = apply_tp_plan(several_names(), fake_world["tp"], {name: ColwiseParallel()})
-    assert model.b.weight.placements == (Shard(0),)
+def test_a_module_with_several_names_has_all_of_them(fake_world: DeviceMesh) -> None:
+    for name in ("a", "b", "inner.c", "[ab]"):
+        model = apply_tp_plan(several_names(), fake_world["tp"], {name: ColwiseParallel()})
+        assert model.b.weight.placements == (Shard(0),)
 
 
 def test_entries_for_several_names_of_a_module_are_refused(fake_world: DeviceMesh) -> None:
@@ -382,24 +305,23 @@ def parallel_results(
 
 
 @pytest.mark.parametrize(
-    ("tp", "length", "vocabulary_sharded", "sequence_parallel"),
+    ("kind", "tp", "length", "vocabulary_sharded", "sequence_parallel"),
     [
-        (2, 16, False, True),
-        (2, 16, True, True),
-        (2, 16, False, False),
+        ("float8", 2, 16, False, True),
+        ("high precision", 2, 16, True, True),
+        ("float8, some writers not", 2, 16, False, False),
         # Sequences that tp does not divide.
-        (2, 7, False, True),
-        (2, 7, True, True),
-        (2, 7, False, False),
-        (2, 5, False, True),
-        (4, 7, False, True),
+        ("float8", 2, 7, True, True),
+        ("high precision", 2, 7, False, True),
+        ("unconverted", 2, 7, False, False),
+        ("float8, some writers not", 2, 5, False, True),
+        ("unconverted", 4, 7, False, True),
         # Some ranks have no token.
-        (4, 3, False, True),
-        (4, 2, False, True),
-        (4, 2, True, True),
+        ("float8", 4, 3, False, True),
+        ("float8, some writers not", 4, 2, True, True),
+        ("unconverted", 4, 2, False, True),
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_parallel_model_computes_what_one_device_does(
     ranks: RankPools,
     kind: str,
@@ -481,6 +403,7 @@ def compiled_results() -> tuple[dict[str, torch.Tensor], int]:
     return logits_loss_gradients(model, 7), counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.full
 def test_compiled_blocks_with_a_sequence_that_tp_does_not_divide(ranks: RankPools):
     expected = logits_loss_gradients(model_of("float8"), 7)
     with uneven_sequence_in_torchs_linear():
@@ -518,3 +441,117 @@ def test_the_plan_that_the_page_writes_out(ranks: RankPools) -> None:
     for close, gathers in ranks(2).run(plan_of_the_page, code):
         assert close > 60
         assert gathers == [2, 2]  # the input of each block, and the gradient of its output
+
+
+@pytest.fixture
+def fake_tp(fake_world: DeviceMesh) -> DeviceMesh:
+    return fake_world["dp"]
+
+
+# Tied parameters stay tied, or the plan is refused.
+
+
+def tied_llama() -> Llama:
+    """As transformers ties embeddings; the head stays in high precision."""
+    model = Llama(TINY)
+    model.output.weight = model.tok_embeddings.weight
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name != "output")
+    return model
+
+
+def state_after_a_step(model: Llama) -> dict[str, torch.Tensor]:
+    """The whole state after a step."""
+    tokens = torch.arange(2 * 17).view(2, 17) % TINY.vocab_size
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    logits = model(tokens[:, :-1])
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    optimizer.step()
+    return {name: full(tensor) for name, tensor in model.state_dict().items()}
+
+
+def tied_on_ranks(dp: int) -> tuple[bool, int, dict[str, torch.Tensor]]:
+    model = tied_llama()
+    mesh = device_mesh(dp=dp, tp=2)
+    apply_tp_plan(model, mesh["tp"], llama_tp_plan(model))
+    if dp > 1:
+        fully_shard(model, mesh=mesh["dp"])
+    state = state_after_a_step(model)
+    tied = model.output.weight is model.tok_embeddings.weight
+    return tied, len(list(model.parameters())), state
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_tied_embeddings_stay_tied(ranks: RankPools, dp: int) -> None:
+    model = tied_llama()
+    expected = state_after_a_step(model)
+    for tied, count, state in ranks(2 * dp).run(tied_on_ranks, dp):
+        assert tied
+        assert count == len(list(model.parameters()))
+        assert same_bits(state["output.weight"], state["tok_embeddings.weight"])
+        assert min(sqnr(expected[name], state[name]) for name in expected) > 40
+
+
+def test_float8_layers_stay_tied(fake_tp: DeviceMesh) -> None:
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    net[1].weight, net[1].bias = net[0].weight, net[0].bias
+    convert_to_float8_training(net, config=config)
+    apply_tp_plan(net, fake_tp, {"*": Float8ColwiseParallel()})
+    assert net[0].weight is net[1].weight
+    assert net[0].bias is net[1].bias
+    assert isinstance(net[0].weight, DTensor)
+    assert net[1].float8_weight.parameter() is net[0].weight
+
+
+class Unknown(ParallelStyle):
+    """A style of the user's own, which replicates parameters."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return SequenceParallel()._apply(module, device_mesh)
+
+
+def tied() -> nn.ModuleDict:
+    embedding, head = nn.Embedding(16, 16), nn.Linear(16, 16)
+    head.weight = embedding.weight
+    return nn.ModuleDict({"embedding": embedding, "norm": nn.LayerNorm(16), "head": head})
+
+
+def refused(plan: dict[str, ParallelStyle], mesh: DeviceMesh) -> str:
+    model = tied()
+    text = raised(ValueError, lambda: apply_tp_plan(model, mesh, plan))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return text
+
+
+def test_plans_that_would_untie_are_refused_by_name(fake_tp: DeviceMesh) -> None:
+    row, column = RowwiseParallel(), ColwiseParallel()
+    texts = {
+        "embedding.weight whole, head.weight S(0).": {"head": column, "norm": SequenceParallel()},
+        "embedding.weight S(0), head.weight S(1).": {"head": row, "embedding": row},
+        "embedding.weight R, head.weight S(0).": {"head": column, "embedding": SequenceParallel()},
+    }
+    for placed, plan in texts.items():
+        text = refused(plan, fake_tp)
+        assert "'embedding.weight' and 'head.weight' are one parameter (tied), which the" in text
+        assert f"would untie: {placed} Give its modules entries that divide it alike" in text
+
+
+def test_plans_that_leave_or_divide_ties_alike_are_applied(fake_tp: DeviceMesh) -> None:
+    placed = {
+        "whole": {"norm": SequenceParallel()},
+        str(Shard(0)): {"embedding": RowwiseParallel(), "head": ColwiseParallel()},
+        str(Shard(1)): {"embedding": ColwiseParallel(), "head": RowwiseParallel()},
+        str(Replicate()): {"embedding": SequenceParallel(), "head": Unknown()},
+    }
+    for place, plan in placed.items():
+        model = tied()
+        apply_tp_plan(model, fake_tp, copy.copy(plan))
+        weight = model["head"].weight
+        assert weight is model["embedding"].weight
+        assert place == (str(weight.placements[0]) if isinstance(weight, DTensor) else "whole")
+
+
+def test_a_style_that_is_not_known_is_refused_afterwards(fake_tp: DeviceMesh) -> None:
+    plan = {"embedding": RowwiseParallel(), "head": Unknown()}
+    text = raised(ValueError, lambda: apply_tp_plan(tied(), fake_tp, plan))
+    assert "embedding.weight S(0), head.weight R" in text

@@ -54,7 +54,7 @@ def counts_of_a_step(dp: int, tp: int) -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
 def test_the_first_use_waits(ranks: RankPools, dp: int, tp: int) -> None:
     for begun, used, dropped, forward in ranks(dp * tp).run(counts_of_a_step, dp, tp):
         assert begun == {"all_reduce": 1}
@@ -109,9 +109,10 @@ def freed_anywhere() -> float:
     return found.sum().item()
 
 
+@pytest.mark.full
 def test_a_reduction_may_be_freed_while_another_starts(ranks: RankPools) -> None:
     # A wait in the collector would never end where gloo records the stack of a new collective.
-    assert ranks(2).run(freed_anywhere, timeout=40) == [2.0, 2.0]
+    assert ranks(2).run(freed_anywhere, timeout=60) == [2.0, 2.0]
 
 
 ENDS = """
@@ -129,7 +130,9 @@ if sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize(("error", "left"), [([], 0), (["an error"], 2)])
+@pytest.mark.parametrize(
+    ("error", "left"), [([], 0), pytest.param(["an error"], 2, marks=pytest.mark.full)]
+)
 def test_at_exit_all_are_waited_for_but_after_an_error(error: list[str], left: int) -> None:
     done = run([sys.executable, "-c", ENDS, *error], capture_output=True, text=True)
     assert f"in flight: {left}" in done.stdout, done.stderr
@@ -172,8 +175,10 @@ def scales_after(what: str) -> bool:
     return all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(
-    "what", ["nothing", "twice", "evaluation", "selective checkpointing", "dropped"]
-)
-def test_what_may_come_in_between(ranks: RankPools, what: str) -> None:
-    assert ranks(2).run(scales_after, what) == [True, True]
+def scales_after_all() -> list[str]:
+    every = ("nothing", "twice", "evaluation", "selective checkpointing", "dropped")
+    return [what for what in every if not scales_after(what)]
+
+
+def test_what_may_come_in_between(ranks: RankPools) -> None:
+    assert ranks(2).run(scales_after_all) == [[], []]

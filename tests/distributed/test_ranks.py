@@ -51,14 +51,11 @@ def distributed_result() -> torch.Tensor:
     return distribute_tensor(torch.ones(4, 4), device_mesh(dp=2))
 
 
-def test_results_come_by_rank(ranks: RankPools) -> None:
+def test_results_come_by_rank_from_ranks_that_stay_alive(ranks: RankPools) -> None:
     first, second = ranks(2).run(reduced, value=1.0)
     assert (first[0], second[0]) == (0, 1)
     assert torch.equal(first[1], torch.tensor([3.0, 3.0]))
     assert torch.equal(second[1], torch.tensor([3.0, 3.0]))
-
-
-def test_ranks_stay_alive_between_tasks(ranks: RankPools) -> None:
     assert ranks(2) is ranks(2)
     assert ranks(2).run(process_id) == ranks(2).run(process_id)
 
@@ -104,11 +101,8 @@ def test_a_killed_rank_is_reported(spoilt: RankPool) -> None:
     assert "--- rank 1 ---\nthe process ended, exit code -9" in str(error.value)
 
 
-def test_a_dtensor_result_is_refused_with_what_to_return_instead(spoilt: RankPool) -> None:
+def test_what_can_not_travel_is_refused(spoilt: RankPool, ranks: RankPools) -> None:
     with pytest.raises(RankError, match=r"return its to_local\(\) or full_tensor\(\)"):
         spoilt.run(distributed_result)
-
-
-def test_a_local_function_can_not_be_sent(ranks: RankPools) -> None:
     with pytest.raises(Exception, match="local"):
         ranks(2).run(lambda: None)

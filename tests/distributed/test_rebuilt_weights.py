@@ -3,15 +3,17 @@
 import copy
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from operator import is_
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from expecttest import assert_expected_inline
 from nets import Net
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, weights_used
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -50,22 +52,21 @@ def shard(model: Net) -> None:
         fully_shard(module, mesh=mesh, mp_policy=POLICY)
 
 
-def gathers(model: Net) -> dict[str, int]:
-    """The number of all-gathers of one step, by dtype; and what the step warns of as "warnings"."""
+def gathers(model: Net) -> tuple[dict[str, int], list[str]]:
+    """The number of all-gathers of one step, by dtype; and the warnings of lost types."""
     fp8_dist.warn._warned.clear()
     with warnings.catch_warnings(record=True) as caught, comm_audit() as audit:
         warnings.simplefilter("always")
         model(torch.randn(2, 8, 64)).sum().backward()
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for row in audit.rows:
-        if row.op == "all_gather":
-            found[str(row.dtype)] = found.get(str(row.dtype), 0) + row.count
-    found = {dtype: count for dtype, count in found.items() if count}
-    return found | {"warnings": sum("high precision" in str(w.message) for w in caught)}
+        if row.op == "all_gather" and row.count:
+            found[str(row.dtype)] += row.count
+    texts = [str(each.message) for each in caught]
+    return dict(found), [text for text in texts if "high precision" in text]
 
 
-IN_FLOAT8 = {"torch.float8_e4m3fn": 4, "warnings": 0}
-IN_HIGH_PRECISION = {"torch.bfloat16": 4, "warnings": 1}
+IN_FLOAT8 = {"torch.float8_e4m3fn": 4}, []
 
 
 def rebuild(model: nn.Module) -> None:
@@ -85,13 +86,8 @@ def test_what_is_assigned_to_data_is_the_weight(wrapped: bool) -> None:
     assert same_bits(model.state_dict()["layers.0.w1.weight"], before)
     assert isinstance(weight, nn.Parameter)
     assert isinstance(weight, Float8AllGatherWeight)
-
-
-def test_an_assigned_tensor_shares_its_storage_as_in_torch() -> None:
-    weight = net().layers[0].w1.weight
-    other = torch.zeros(96, 64)
-    weight.data = other
-    other.fill_(3)
+    weight.data = other = torch.zeros(96, 64)
+    other.fill_(3)  # shares its storage, as in torch
     assert weight.sum() == 3 * 96 * 64
     assert weight.data_ptr() == other.data_ptr() != 0
 
@@ -109,53 +105,30 @@ def test_a_copied_parameter_is_one(copied: Callable[[torch.Tensor], torch.Tensor
     assert twin.data_ptr() != weight.data_ptr()
 
 
-def test_weights_have_addresses_of_their_own() -> None:
-    """accelerate finds an optimizer's parameters again by them, once FSDP2 has replaced these."""
-    weights = [layer.weight for layer in float8_layers(net()).values()]
-    assert len({weight.data_ptr() for weight in weights} - {0}) == len(weights)
-
-
 def test_what_can_not_be_data_is_refused_by_name() -> None:
     weight = net().layers[0].w1.weight
-
-    def assign() -> None:
-        weight.data = torch.zeros(96, 64, dtype=torch.int32)
-
-    assert_expected_inline(
-        raised(TypeError, assign),
-        """the .data of a weight that FSDP2 gathers in float8 must be a plain floating-point tensor, got Tensor of torch.int32; assign a new nn.Parameter to layer.weight instead, and call rewrap_float8_weights(model)""",
-    )
+    other = torch.zeros(96, 64, dtype=torch.int32)
+    text = raised(TypeError, lambda: setattr(weight, "data", other))
+    assert "must be a plain floating-point tensor, got Tensor of torch.int32; assign" in text
     assert weight.dtype == torch.float32
 
 
 @pytest.mark.filterwarnings("ignore:.*has no effect", "ignore:.*the weight changed")
-@pytest.mark.parametrize("config", [GATHERED, Float8LinearConfig()], ids=["gathered", "plain"])
 @pytest.mark.parametrize("precompute", [False, True])
-def test_data_that_is_assigned_drops_scales(config: Float8LinearConfig, precompute: bool) -> None:
-    layer = Float8Linear(32, 16, config=config)
-    x = torch.ones(16, 32)
-    if precompute:
-        precompute_float8_dynamic_scale(layer)
-    layer(x)
-    layer.weight.data = layer.weight.data * 100
-    assert not layer.float8_weight.cache.is_fresh(layer.weight)
-    dropped = ScaleState.STALE if precompute else ScaleState.UNKNOWN
-    assert layer.float8_weight.cache.state is dropped
-    with weights_used(layer) as used:
-        layer(x)
-    (cast,) = used.values()
-    assert cast.dequantize().abs().max() > 10
-
-
-def test_data_assigned_after_writes_drops_scales() -> None:
+def test_data_assigned_after_writes_drops_scales(precompute: bool) -> None:
     for writes in range(4):  # after one of these the sum of versions would be the same
         layer = Float8Linear(32, 16, config=GATHERED)
         layer.weight.data = alias = torch.ones(16, 32)
         for _ in range(writes):
             alias.mul_(0.5)
+        if precompute:
+            precompute_float8_dynamic_scale(layer)
         layer(torch.ones(16, 32))
         alias.fill_(100)
         layer.weight.data = alias.data  # the same memory, with a version of its own
+        assert not layer.float8_weight.cache.is_fresh(layer.weight)
+        dropped = ScaleState.STALE if precompute else ScaleState.UNKNOWN
+        assert layer.float8_weight.cache.state is dropped
         with weights_used(layer) as used:
             layer(torch.ones(16, 32))
         (cast,) = used.values()
@@ -172,7 +145,7 @@ def test_writes_through_data_drop_scales() -> None:
     assert cast.dequantize().min() > 50
 
 
-def trained_after(change: Callable[[nn.Module], None]) -> tuple[dict[str, int], bool]:
+def trained_after(change: Callable[[nn.Module], None]) -> tuple[Any, bool]:
     """Gathers of a step of a bf16 model that was upcast; whether optimizer and state are fp32."""
     model = net(torch.bfloat16)
     change(model)
@@ -191,11 +164,8 @@ def upcast(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.float32)
 
 
-def test_a_bf16_model_that_is_upcast_through_data(ranks: RankPools) -> None:
-    assert ranks(2).run_same(trained_after, upcast) == (IN_FLOAT8, True)
-
-
-def prepared_together() -> tuple[dict[str, int], bool, int]:
+@on_ranks(2, returns=(IN_FLOAT8, True, 1))
+def test_an_optimizer_whose_parameters_are_found_by_address() -> tuple[Any, bool, int]:
     """As accelerate's FSDP2 plug-in prepares a model and the optimizer that was made for it.
 
     It finds the optimizer's parameters again by the addresses of the old ones.
@@ -217,10 +187,6 @@ def prepared_together() -> tuple[dict[str, int], bool, int]:
     return found, all(map(is_, group["params"], ours)), audit.count("all_reduce")
 
 
-def test_an_optimizer_whose_parameters_are_found_by_address(ranks: RankPools) -> None:
-    assert ranks(2).run_same(prepared_together) == (IN_FLOAT8, True, 1)
-
-
 def upcast_and_rebuild(model: nn.Module) -> None:
     upcast(model)
     rebuild(model)
@@ -232,28 +198,12 @@ def upcast_rebuild_and_rewrap(model: nn.Module) -> None:
 
 
 def test_a_lost_type_is_said_and_rewrapping_brings_it_back(ranks: RankPools) -> None:
-    assert ranks(2).run_same(trained_after, upcast_and_rebuild) == (IN_HIGH_PRECISION, True)
+    (found, (text,)), is_fp32 = ranks(2).run_same(trained_after, upcast_and_rebuild)
+    assert found == {"torch.bfloat16": 4}
+    assert is_fp32
+    assert text.startswith("layers.0.w1: FSDP2 gathers this weight in high precision, although")
+    assert "Call rewrap_float8_weights(model) after that, before fully_shard" in text
     assert ranks(2).run_same(trained_after, upcast_rebuild_and_rewrap) == (IN_FLOAT8, True)
-
-
-def warning_of_a_lost_type() -> str:
-    model = net()
-    rebuild(model)
-    shard(model)
-    fp8_dist.warn._warned.clear()
-    precompute_float8_dynamic_scale(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model(torch.randn(2, 8, 64))
-    (text,) = (str(w.message) for w in caught if "float8" in str(w.message))
-    return text
-
-
-def test_the_warning_names_the_layer_and_the_remedy(ranks: RankPools) -> None:
-    assert_expected_inline(
-        ranks(2).run_same(warning_of_a_lost_type),
-        """layers.0.w1: FSDP2 gathers this weight in high precision, although enable_fsdp_float8_all_gather=True: other code has rebuilt the parameter (a checkpoint loader, for instance), without its type. Call rewrap_float8_weights(model) after that, before fully_shard""",
-    )
 
 
 def load(model: nn.Module) -> None:
@@ -264,7 +214,8 @@ def load(model: nn.Module) -> None:
             module._parameters[name] = nn.Parameter(values)
 
 
-def loaded_after_sharding() -> tuple[dict[str, int], bool, bool]:
+@on_ranks(2, returns=(IN_FLOAT8, True, True))
+def test_weights_that_are_loaded_after_sharding() -> tuple[Any, bool, bool]:
     with torch.device("meta"):
         model = net()
     shard(model)
@@ -275,11 +226,8 @@ def loaded_after_sharding() -> tuple[dict[str, int], bool, bool]:
     return gathers(model), len(rewrapped) == 6, same
 
 
-def test_weights_that_are_loaded_after_sharding(ranks: RankPools) -> None:
-    assert ranks(2).run_same(loaded_after_sharding) == (IN_FLOAT8, True, True)
-
-
-def too_late() -> list[str]:
+@on_ranks(2)
+def test_rewrapping_too_late_is_refused() -> None:
     model = net()
     rebuild(model)
     shard(model)
@@ -290,27 +238,29 @@ def too_late() -> list[str]:
     load(model)
     gathers(model)
     texts.append(raised(ValueError, lambda: rewrap_float8_weights(model)))
-    kinds = {type(local_tensor(layer.weight)) for layer in float8_layers(model).values()}
-    return [*texts, str(kinds)]
+    assert {type(local_tensor(x.weight)) for x in float8_layers(model).values()} == {torch.Tensor}
+    sharded, gathered = texts
+    assert "layers.0.w1: FSDP2 was set up (fully_shard) after the weight lost its type" in sharded
+    assert "layers.0.w1: FSDP2 has gathered it after the weight lost its type, and" in gathered
 
 
-def test_rewrapping_too_late_is_refused(ranks: RankPools) -> None:
-    assert_expected_inline(
-        "\n".join(ranks(2).run_same(too_late)),
-        """\
-rewrap_float8_weights: layers.0.w1: FSDP2 was set up (fully_shard) after the weight lost its type, and goes on gathering it in high precision. Call rewrap_float8_weights(model) before fully_shard
-rewrap_float8_weights: layers.0.w1: FSDP2 has gathered it after the weight lost its type, and goes on gathering it in high precision. Call rewrap_float8_weights(model) before fully_shard
-{<class 'torch.Tensor'>}""",
-    )
+def unsharded() -> list[str]:
+    """What is rewrapped of a model whose weights FSDP2 has gathered."""
+    model = fully_shard(net(), mesh=device_mesh(dp=2), reshard_after_forward=False)
+    model(torch.randn(2, 8, 64))
+    assert not isinstance(model.layers[0].w1.weight, DTensor)
+    return rewrap_float8_weights(model)
 
 
-def test_rewrapping_twice_changes_nothing() -> None:
+def test_weights_that_have_their_type_are_left_alone(ranks: RankPools) -> None:
     model = net()
     rebuild(model)
     assert rewrap_float8_weights(model)
     before = list(model.parameters())
     assert rewrap_float8_weights(model) == []
-    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert all(map(is_, before, model.parameters()))
+    assert rewrap_float8_weights(convert_to_float8_training(Net())) == []
+    assert ranks(2).run_same(unsharded) == []
 
 
 def test_rewrapping_keeps_ties_gradients_and_attributes() -> None:
@@ -336,38 +286,14 @@ def test_rewrapping_a_weight_that_an_embedding_shares_is_refused() -> None:
     rebuild(model)
     model["head"].weight = model["words"].weight
     before = dict(model.named_parameters(remove_duplicate=False))
-    assert_expected_inline(
-        raised(ValueError, lambda: rewrap_float8_weights(model)),
-        """rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but head.weight is also words.weight. Leave these layers unconverted (convert_to_float8_training's module_filter_fn), or untie them""",
-    )
+    text = raised(ValueError, lambda: rewrap_float8_weights(model))
+    assert "for all its users, but head.weight is also words.weight. Leave these layers" in text
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is parameter for name, parameter in before.items())
 
 
-def test_rewrapping_leaves_other_layers_alone() -> None:
-    plain = convert_to_float8_training(Net())
-    assert rewrap_float8_weights(plain) == []
-    text = raised(ValueError, lambda: rewrap_float8_weights(Net()))
-    assert "convert_to_float8_training first" in text
-
-
-def gathered_already() -> list[str]:
-    """Unsharded weights have their type, too."""
-    model = net()
-    mesh = device_mesh(dp=2)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    model(torch.randn(2, 8, 64))
-    assert not isinstance(model.layers[0].w1.weight, DTensor)
-    return rewrap_float8_weights(model)
-
-
-def test_unsharded_weights_are_left_alone(ranks: RankPools) -> None:
-    assert ranks(2).run_same(gathered_already) == []
-
-
-def replaced_by_another_type() -> list[str]:
-    """What is said of a weight that multiplies in its own way, as torchao's quantized ones do."""
-
+@on_ranks(2)
+def test_a_weight_of_another_type_is_refused_on_a_mesh() -> None:
     def replace(layer: Float8Linear) -> None:
         plain = torch.zeros(layer.out_features, layer.in_features)
         layer.weight = nn.Parameter(TwoTensor(plain, plain), requires_grad=False)
@@ -381,15 +307,8 @@ def replaced_by_another_type() -> list[str]:
     layers = [model.layers[0].w1 for model in (sharded, resident, parallel)]
     found = [raised(NotImplementedError, partial(replace, layer)) for layer in layers]
     replace(alone.layers[0].w1)
-    kinds = [type(layer).__name__ for layer in (*layers, alone.layers[0].w1)]
-    return [*found, *kinds]
-
-
-def test_a_weight_of_another_type_is_refused_on_a_mesh(ranks: RankPools) -> None:
-    sharded, resident, parallel, *kinds = ranks(2).run_same(replaced_by_another_type)
-    assert sharded == resident == parallel
-    assert_expected_inline(
-        sharded,
-        """layers.0.w1: a torch.testing._internal.two_tensor.TwoTensor can't replace the weight of a layer that is distributed. Load the state dict into a model on one device, and quantize that""",
-    )
-    assert kinds == ["Float8Linear"] * 3 + ["Linear"]
+    kinds = [type(layer) for layer in (*layers, alone.layers[0].w1)]
+    assert kinds == [Float8Linear] * 3 + [nn.Linear]
+    for text in found:
+        assert text.startswith("layers.0.w1: a torch.testing._internal.two_tensor.TwoTensor can't")
+        assert "replace the weight of a layer that is distributed. Load the state dict" in text

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from checkpointed import forward
 from expecttest import assert_expected_inline
+from gradient_wire import on_the_wire
 from local_nets import local_net
 from nets import Block, Net, full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, sqnr
 from torch import nn
@@ -89,83 +92,47 @@ def step(
     return output.full_tensor().detach(), x.grad, audits
 
 
-def bytes_of(dtype: torch.dtype, transport: Encoding) -> list[str]:
+def exchanges(dtype: torch.dtype, transport: Encoding) -> tuple[list[str], list[int]]:
+    """The sums of forward and backward, and the bytes of all other collectives."""
     mesh = device_mesh(tp=2)
-    return [audit.table() for audit in step(mlp(mesh, transport, dtype=dtype), mesh, 8, dtype)[2]]
+    sums, others = [], []
+    for audit in step(mlp(mesh, transport, dtype=dtype), mesh, 8, dtype)[2]:
+        mine = [row for row in audit.rows if row.op in ("reduce_scatter", "all_to_all")]
+        sums += [f"{r.op} {r.dtype}: {r.count}, {r.elements:,}, {r.bytes:,} B" for r in mine]
+        others.append(sum(row.bytes for row in audit.rows if row not in mine))
+    return sums, others
 
 
 def test_bytes(ranks: RankPools) -> None:
-    """Of an activation of 2 x 8 x 256 in bf16, summed once in the forward, once in the backward."""
-    tables = {
-        str(transport): ranks(2).run_same(bytes_of, torch.bfloat16, transport)
-        for transport in (None, "bf16", "float8")
-    }
+    """Of an activation of 2 x 8 x 256, summed once in the forward, once in the backward."""
+    lines = []
+    for dtype in (torch.bfloat16, torch.float32):
+        others = []
+        for transport in (None, "bf16", "float8"):
+            sums, other = ranks(2).run_same(exchanges, dtype, transport)
+            half = len(sums) // 2
+            assert sums[:half] == sums[half:]  # the backward's
+            lines += [f"{dtype}, {transport}:", *sums[:half]]
+            others.append(other)
+        assert others[0] == others[1] == others[2]
     assert_expected_inline(
-        "\n".join(f"{k}\n{v[0]}\n{v[1]}" for k, v in tables.items()),
+        "\n".join(lines),
         """\
-None
-op              axis  dtype          count  elements   bytes
-all_reduce      tp    int32              5         5      20
-all_gather      tp    float8_e4m3fn      1     4,096   4,096
-reduce_scatter  tp    bfloat16           1     4,096   8,192
-total                                    7            12,308
-  float8                                               4,096
-  other                                                8,212
-op              axis  dtype        count  elements   bytes
-all_reduce      tp    int32            2         3      12
-all_reduce      tp    bfloat16         1       256     512
-all_gather      tp    float8_e5m2      1     4,096   4,096
-reduce_scatter  tp    bfloat16         1     4,096   8,192
-all_gather      tp    bfloat16         1     4,096   8,192
-total                                  6            21,004
-  float8                                             4,096
-  other                                             16,908
-bf16
-op          axis  dtype          count  elements   bytes
-all_reduce  tp    int32              5         5      20
-all_gather  tp    float8_e4m3fn      1     4,096   4,096
-all_to_all  tp    bfloat16           1     4,096   8,192
-total                                7            12,308
-  float8                                           4,096
-  other                                            8,212
-op          axis  dtype        count  elements   bytes
-all_reduce  tp    int32            2         3      12
-all_reduce  tp    bfloat16         1       256     512
-all_gather  tp    float8_e5m2      1     4,096   4,096
-all_to_all  tp    bfloat16         1     4,096   8,192
-all_gather  tp    bfloat16         1     4,096   8,192
-total                              6            21,004
-  float8                                         4,096
-  other                                         16,908
-float8
-op          axis  dtype          count  elements  bytes
-all_reduce  tp    int32              5         5     20
-all_gather  tp    float8_e4m3fn      1     4,096  4,096
-all_to_all  tp    float8_e4m3fn      1     4,096  4,096
-all_to_all  tp    uint8              +        32     32
-total                                7            8,244
-  float8                                          8,192
-  other                                              52
-op          axis  dtype          count  elements   bytes
-all_reduce  tp    int32              2         3      12
-all_reduce  tp    bfloat16           1       256     512
-all_gather  tp    float8_e5m2        1     4,096   4,096
-all_to_all  tp    float8_e4m3fn      1     4,096   4,096
-all_to_all  tp    uint8              +        32      32
-all_gather  tp    bfloat16           1     4,096   8,192
-total                                6            16,940
-  float8                                           8,192
-  other                                            8,748""",
+torch.bfloat16, None:
+reduce_scatter torch.bfloat16: 1, 4,096, 8,192 B
+torch.bfloat16, bf16:
+all_to_all torch.bfloat16: 1, 4,096, 8,192 B
+torch.bfloat16, float8:
+all_to_all torch.float8_e4m3fn: 1, 4,096, 4,096 B
+all_to_all torch.uint8: 0, 32, 32 B
+torch.float32, None:
+reduce_scatter torch.float32: 1, 4,096, 16,384 B
+torch.float32, bf16:
+all_to_all torch.bfloat16: 1, 4,096, 8,192 B
+torch.float32, float8:
+all_to_all torch.float8_e4m3fn: 1, 4,096, 4,096 B
+all_to_all torch.uint8: 0, 32, 32 B""",
     )
-
-
-def test_bytes_of_fp32(ranks: RankPools) -> None:
-    """Activations in fp32: bf16 halves them."""
-    for transport, share in (("bf16", 1 / 2), ("float8", 1 / 4 * 129 / 128 + 1 / 1024)):
-        for table in ranks(2).run_same(bytes_of, torch.float32, transport):
-            sent = [line.split()[-1] for line in table.splitlines() if "all_to_all" in line]
-            assert "reduce_scatter" not in table
-            assert 0 < sum(int(n.replace(",", "")) for n in sent) <= share * 2 * 8 * 256 * 4
 
 
 def distances(transport: Encoding, length: int, prepared: bool, recipe: str) -> list[float]:
@@ -182,11 +149,16 @@ def distances(transport: Encoding, length: int, prepared: bool, recipe: str) -> 
 
 
 # Lengths of a sequence: even shards; uneven ones; on most ranks none.
-@pytest.mark.parametrize("length", [12, 5, 1])
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("transport", ["float8", "bf16"])
-def test_distance(ranks: RankPools, transport: Encoding, world: int, length: int) -> None:
-    for prepared in (False, True):
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, [("float8", 12, False), ("bf16", 5, True), ("float8", 1, True)]),
+        (3, [("float8", 5, True), ("bf16", 1, False), ("bf16", 12, True)]),
+        (4, [("float8", 5, False), ("bf16", 12, True), ("float8", 1, False)]),
+    ],
+)
+def test_distance(ranks: RankPools, world: int, cases: list[tuple[Any, int, bool]]) -> None:
+    for transport, length, prepared in cases:
         for found in ranks(world).run(distances, transport, length, prepared, "tensorwise"):
             assert LOWEST[str(transport)] <= min(found)
             assert max(found) < 70  # it was encoded
@@ -198,62 +170,48 @@ def test_recipes(ranks: RankPools, recipe: str) -> None:
         assert min(found) >= LOWEST["float8"]
 
 
-def reference_sum(summands: list[torch.Tensor], rank: int, transport: Encoding) -> torch.Tensor:
+def reference_sum(summands: list[torch.Tensor], rank: int, transport: str) -> torch.Tensor:
     """The sum on a rank, in fp32 and in the order of ranks, of pieces ``[..., n]``."""
-    total = None
+    total = torch.zeros(summands[0].shape)
     for i, piece in enumerate(summands):
         value = piece.float()
-        if i != rank:
-            value = value.bfloat16().float() if transport == "bf16" else in_float8(value)
-        total = value if total is None else total + value
-    assert total is not None
+        if i != rank and value.numel():
+            rows = value.reshape(-1, value.shape[-1])
+            value = torch.stack([on_the_wire(row, transport) for row in rows]).view(value.shape)
+        total = value if i == 0 else total + value
     return total.to(summands[0].dtype)
 
 
-def in_float8(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to e4m3 in blocks of 128 along the last dim, with the smallest fitting scale."""
-    out = []
-    for block in x.split(128, -1):
-        amax = block.double().abs().amax(-1, keepdim=True).clamp(min=2.0**-126)
-        scale = torch.exp2(torch.ceil(torch.log2(amax / 448)))
-        out.append(((block / scale).to(torch.float8_e4m3fn).double() * scale).float())
-    return torch.cat(out, -1)
+SHAPES = [
+    ((7, 200), 0),  # a block of 128 and one of 72
+    ((3, 8, 128), 0),
+    ((2, 6, 40), 1),
+    ((2, 5, 256), 1),  # uneven: 2, 2, 1
+    ((2, 1, 2, 128), 1),  # one rank has all
+    ((2, 4, 300), 2),  # features
+    ((2, 0, 64), 1),
+]
 
 
-def sums(shape: tuple[int, ...], at: int, transport: Encoding, dtype: torch.dtype) -> bool:
-    """Whether the shard of a sum has the bits of the reference."""
+@on_ranks(3, returns=[])
+def test_the_owner_sums_in_the_order_of_ranks() -> list[Any]:
+    """Cases in which the shard of a sum has not the bits of the reference."""
     world = dist.get_world_size()
-    mesh, rank = device_mesh(tp=world), dist.get_rank()
-    generator = torch.Generator().manual_seed(2)
-    summands = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world)]
-    # A DTensor's shards: chunks of the size of the first one, then what is left, then none.
-    chunk = -(-shape[at] // world)
-    bounds = min(rank * chunk, shape[at]), min((rank + 1) * chunk, shape[at])
-    mine = [x.narrow(at, bounds[0], bounds[1] - bounds[0]) for x in summands]
-    partial = DTensor.from_local(summands[rank], mesh, [Partial()])
-    found = reduced_to(partial, (Shard(at),), transport)
-    assert (found.shape, found.placements) == (torch.Size(shape), (Shard(at),))
-    return same_bits(found.to_local(), reference_sum(mine, rank, transport))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("transport", ["float8", "bf16"])
-@pytest.mark.parametrize(
-    ("shape", "at"),
-    [
-        ((7, 200), 0),  # a block of 128 and one of 72
-        ((3, 8, 128), 0),
-        ((2, 6, 40), 1),
-        ((2, 5, 256), 1),  # uneven: 2, 2, 1
-        ((2, 1, 2, 128), 1),  # one rank has all
-        ((2, 4, 300), 2),  # features
-        ((2, 0, 64), 1),
-    ],
-)
-def test_the_owner_sums_in_the_order_of_ranks(
-    ranks: RankPools, shape: tuple[int, ...], at: int, transport: Encoding, dtype: torch.dtype
-) -> None:
-    assert all(ranks(3).run(sums, shape, at, transport, dtype))
+    mesh, rank, wrong = device_mesh(tp=world), dist.get_rank(), []
+    for case in product(SHAPES, ("float8", "bf16"), (torch.float32, torch.bfloat16)):
+        (shape, at), transport, dtype = case
+        generator = torch.Generator().manual_seed(2)
+        summands = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world)]
+        # A DTensor's shards: chunks of the size of the first one, then what is left, then none.
+        chunk = -(-shape[at] // world)
+        bounds = min(rank * chunk, shape[at]), min((rank + 1) * chunk, shape[at])
+        mine = [x.narrow(at, bounds[0], bounds[1] - bounds[0]) for x in summands]
+        partial = DTensor.from_local(summands[rank], mesh, [Partial()])
+        found = reduced_to(partial, (Shard(at),), transport)
+        assert (found.shape, found.placements) == (torch.Size(shape), (Shard(at),))
+        if not same_bits(found.to_local(), reference_sum(mine, rank, transport)):
+            wrong.append(case)
+    return wrong
 
 
 def special(transport: Encoding) -> list[Any]:
@@ -273,17 +231,15 @@ def special(transport: Encoding) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("transport", ["float8", "bf16"])
-def test_what_is_not_finite_arrives_and_zeros_are_exact(
-    ranks: RankPools, transport: Encoding
-) -> None:
-    assert ranks(2).run(special, transport)[0] == [
-        ["2.0"],
-        ["0.0"],
-        ["-inf", "2.0", "inf", "nan"],
-        ["2.0", "nan"],
-        "[nan, inf, -inf]",
-    ]
+def test_what_is_not_finite_arrives_and_zeros_are_exact(ranks: RankPools) -> None:
+    for transport in ("float8", "bf16"):
+        assert ranks(2).run(special, transport)[0] == [
+            ["2.0"],
+            ["0.0"],
+            ["-inf", "2.0", "inf", "nan"],
+            ["2.0", "nan"],
+            "[nan, inf, -inf]",
+        ]
 
 
 def compiled(backend: str, prepared: bool, transport: Encoding) -> tuple[list[str], bool]:
@@ -316,7 +272,7 @@ def compiled(backend: str, prepared: bool, transport: Encoding) -> tuple[list[st
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled_code(ranks: RankPools, backend: str, prepared: bool) -> None:
     # Inductor sums the gradient of a bias in another order.
     allowed: list[list[str]] = [[], ["w3.bias"]] if backend == "inductor" else [[]]
@@ -350,7 +306,8 @@ def test_activation_checkpointing(ranks: RankPools) -> None:
             assert found[2] == other[2]
 
 
-def under_autocast() -> tuple[torch.dtype, torch.dtype, int]:
+@on_ranks(2, returns=(torch.bfloat16, torch.float32, 2))
+def test_autocast() -> tuple[torch.dtype, torch.dtype, int]:
     mesh = device_mesh(tp=2)
     module = mlp(mesh, "float8", local=True)
     x = torch.randn(2, 4, 256).requires_grad_()
@@ -362,26 +319,17 @@ def under_autocast() -> tuple[torch.dtype, torch.dtype, int]:
     return output.dtype, x.grad.dtype, audit.count("all_to_all", dtype=torch.float8_e4m3fn)
 
 
-def test_autocast(ranks: RankPools) -> None:
-    assert ranks(2).run_same(under_autocast) == (torch.bfloat16, torch.float32, 2)
-
-
-def micro_batches() -> bool:
-    """Gradients of parameters are the sum of those of each backward."""
+@on_ranks(2, returns=True)
+def test_micro_batches() -> bool:
+    """Whether gradients of parameters are the sum of those of each backward."""
     mesh = device_mesh(tp=2)
     batches = torch.randn(2, 2, 4, 256)
-    alone = [mlp(mesh, "float8", local=True) for _ in batches]
+    together, *alone = (mlp(mesh, "float8", local=True) for _ in range(3))
     for module, x in zip(alone, batches, strict=True):
         module(x).square().sum().backward()
-    together = mlp(mesh, "float8", local=True)
-    for x in batches:
         together(x).square().sum().backward()
     parameters = zip(*(module.parameters() for module in (together, *alone)), strict=True)
     return all(same_bits(full(p.grad), full(a.grad) + full(b.grad)) for p, a, b in parameters)
-
-
-def test_micro_batches(ranks: RankPools) -> None:
-    assert ranks(2).run(micro_batches) == [True, True]
 
 
 def with_fsdp(transport: Encoding) -> tuple[list[torch.Tensor], Counter[tuple[str, str]]]:
@@ -393,8 +341,7 @@ def with_fsdp(transport: Encoding) -> tuple[list[torch.Tensor], Counter[tuple[st
         parallelize_module(layer, mesh["tp"], mlp_plan(transport, True))
     for module in (*net.layers, net):
         fully_shard(module, mesh=mesh["dp"])
-    if transport is not None:
-        set_gradient_transport(net, transport)
+    set_gradient_transport(net, transport)
     counts = Counter[tuple[str, str]]()
     for _ in range(2):
         net.zero_grad()
@@ -408,15 +355,12 @@ def with_fsdp(transport: Encoding) -> tuple[list[torch.Tensor], Counter[tuple[st
     return [full(p.grad) for p in net.parameters()], counts
 
 
-def both_switches() -> tuple[float, list[Counter[tuple[str, str]]]]:
+@on_ranks(4)
+def test_both_switches_on_a_mesh_of_two_axes() -> None:
+    """Two layers, whose input gradient nobody needs in the first: three sums over tp, two over dp."""
     expected, found = with_fsdp(None), with_fsdp("float8")
     pairs = zip(expected[0], found[0], strict=True)
-    return min(sqnr(*pair) for pair in pairs), [expected[1], found[1]]
-
-
-def test_both_switches_on_a_mesh_of_two_axes(ranks: RankPools) -> None:
-    """Two layers, whose input gradient nobody needs in the first: three sums over tp, two over dp."""
-    worst, counts = ranks(4).run_same(both_switches)
+    worst, counts = min(sqnr(*pair) for pair in pairs), [expected[1], found[1]]
     assert 20 < worst < 60
     assert counts == [
         {("reduce_scatter", "tp"): 3, ("reduce_scatter", "dp"): 2},
@@ -424,7 +368,9 @@ def test_both_switches_on_a_mesh_of_two_axes(ranks: RankPools) -> None:
     ]
 
 
-def with_plain_tensors(transport: Encoding) -> list[bool]:
+@pytest.mark.parametrize("transport", ["float8", None])
+@on_ranks(2, returns=[True] * 3)
+def test_layers_of_plain_tensors(transport: Encoding) -> list[bool]:
     """Declared layers of local tensors, and layers that share a DTensor, as under the styles."""
     mesh = device_mesh(tp=2)
     styled = Net(dim=256, hidden=384, layers=1)
@@ -463,11 +409,6 @@ def with_plain_tensors(transport: Encoding) -> list[bool]:
         same_bits(first[0], other[0]) and same_bits(first[1], other[1]) and first[2] == other[2]
         for other in others
     ] + [first[2] == (0 if transport is None else 2)]
-
-
-@pytest.mark.parametrize("transport", ["float8", "bf16", None])
-def test_layers_of_plain_tensors(ranks: RankPools, transport: Encoding) -> None:
-    assert ranks(2).run(with_plain_tensors, transport) == [[True] * 3] * 2
 
 
 TINY = LlamaConfig(
@@ -519,11 +460,10 @@ def observed(transport: Encoding, prepared: bool) -> list[str]:
     return list(map(str, stats.rows))
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_statistics_show_gemms_before_the_transport(ranks: RankPools, prepared: bool) -> None:
-    assert ranks(2).run_same(observed, "float8", prepared) == ranks(2).run_same(
-        observed, None, prepared
-    )
+def test_statistics_show_gemms_before_the_transport(ranks: RankPools) -> None:
+    for prepared in (False, True):
+        found, expected = (ranks(2).run_same(observed, t, prepared) for t in ("float8", None))
+        assert found == expected
 
 
 def test_styles_without_a_reduce_scatter_are_refused() -> None:
@@ -602,32 +542,26 @@ layers.0.w2: reduce_transport='bf16' sums in fp32, but the input is in fp64; dro
     )
 
 
-def other_transports() -> list[str]:
-    """Of a plan, and of a layer whose placements are declared."""
+@on_ranks(2)
+def test_ranks_that_disagree() -> None:
     mesh, module = device_mesh(tp=2), converted()
     transport: Encoding = "float8" if dist.get_rank() else "bf16"
     by_hand = local_net(mesh, Float8LinearConfig(), True, dim=32, hidden=32, layers=1)
     at: dict[str, Any] = {"weight": Shard(1), "input": Shard(-1), "output": Shard(1)}
     layer: Any = by_hand.layers[0]
     declare = partial(declare_placements, layer.w2, mesh, **at, reduce_transport=transport)
-    return [
+    of_plan, of_layers = [
         raised(ValueError, lambda: apply_tp_plan(module, mesh, mlp_plan(transport, True))),
         raised(ValueError, declare),
     ]
-
-
-def test_ranks_that_disagree(ranks: RankPools) -> None:
-    of_plan, of_layers = ranks(2).run_same(other_transports)
     assert "'reduce_transport': 'bf16'} on rank 0" in of_plan
     assert "reduce_transport='bf16' on rank 0; weight=" in of_layers
 
 
-def second_derivative() -> str:
+@on_ranks(2)
+def test_it_is_differentiated_once() -> None:
     module = mlp(device_mesh(tp=2), "float8", local=True)
     x = torch.randn(2, 4, 256).requires_grad_()
     (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-    return raised(NotImplementedError, lambda: gradient.sum().backward())
-
-
-def test_it_is_differentiated_once(ranks: RankPools) -> None:
-    assert "can't be differentiated twice" in ranks(2).run_same(second_derivative)
+    text = raised(NotImplementedError, lambda: gradient.sum().backward())
+    assert "can't be differentiated twice" in text

@@ -1,9 +1,8 @@
 """Tensors with a scale per line on two ranks: their casts, and how they travel."""
 
-import pytest
 import torch
 from ranks import RankPools, device_mesh
-from reference import same_bits, same_cast
+from reference import same_values
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
 
@@ -31,43 +30,24 @@ def placements_of(shape: tuple[int, ...]) -> list[Placement]:
     return [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
 
 
-def wrong_casts(shape: tuple[int, ...], dim: int) -> list[str]:
-    """Runs on each of two ranks."""
-    mesh, x, wrong = device_mesh(tp=2), numbers(shape), []
-    whole = cast_to_float8(x, AXISWISE, dim=dim)
-    for placement in placements_of(shape):
-        placed = distribute(x, mesh, [placement], src_data_rank=None)
-        with comm_audit() as audit:
-            local = cast_to_float8(placed, AXISWISE, dim=dim).to_local()
-        same = same_bits(local.qdata, part(whole.qdata, placement))
-        same = same and same_bits(local.scale, part(whole.scale, placement, dim))
-        reduces = audit.count("all_reduce")
-        if not same or not audit.count() == reduces == (placement == Shard(dim)):
-            wrong.append(f"{placement}: {local}, {audit}")
-    half = DTensor.from_local(x / 2, mesh, [Partial()])
-    if not same_cast(cast_to_float8(half, AXISWISE, dim=dim).to_local(), whole):
-        wrong.append("Partial")
-    return wrong
-
-
-ON_MESHES = [(6,), (5,), (1,), (6, 8), (5, 7), (1, 8), (3, 1), (4, 6, 8), (3, 5, 7), (1, 6, 8)]
-LINES = [(shape, dim) for shape in ON_MESHES for dim in range(len(shape))]
-
-
-@pytest.mark.parametrize(("shape", "dim"), LINES)
-def test_a_shard_of_the_cast_is_the_cast_of_the_shard(
-    ranks: RankPools, shape: tuple[int, ...], dim: int
-) -> None:
-    assert ranks(2).run(wrong_casts, shape, dim) == [[], []]
-
-
 def moved_casts(shape: tuple[int, ...], dim: int, bad: float) -> dict[str, str]:
-    """Runs on each of two ranks: what becomes of the cast, from each placement to each other."""
+    """What becomes of casts on one of two ranks, from each placement to each other."""
     mesh, x, found = device_mesh(tp=2), numbers(shape), {}
     x.view(-1)[0] = bad
-    expected = cast_to_float8(x, AXISWISE, dim=dim).dequantize()
+    whole = cast_to_float8(x, AXISWISE, dim=dim)
+    expected = whole.dequantize()
+    half = DTensor.from_local(x / 2, mesh, [Partial()])
+    summed = cast_to_float8(half, AXISWISE, dim=dim).to_local()
+    same = same_values(summed.qdata, whole.qdata) and same_values(summed.scale, whole.scale)
+    found["Partial to R"] = "same" if same else "another cast"
     for now in placements_of(shape):
         placed = distribute(x, mesh, [now], src_data_rank=None)
+        with comm_audit() as audit:
+            local = cast_to_float8(placed, AXISWISE, dim=dim).to_local()
+        same = same_values(local.qdata, part(whole.qdata, now))
+        same = same and same_values(local.scale, part(whole.scale, now, dim))
+        assert same, f"{now}: {local}"
+        assert audit.count() == audit.count("all_reduce") == (now == Shard(dim)), audit.table()
         for then in placements_of(shape):
             try:
                 cast = cast_to_float8(placed, AXISWISE, dim=dim)
@@ -84,21 +64,27 @@ def moved_casts(shape: tuple[int, ...], dim: int, bad: float) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("bad", [0.0, torch.nan])
-@pytest.mark.parametrize(("shape", "dim"), [line for line in LINES if line != ((3, 1), 0)])
-def test_lines_travel_whole_or_not_at_all(
-    ranks: RankPools, shape: tuple[int, ...], dim: int, bad: float
-) -> None:
-    first, second = ranks(2).run(moved_casts, shape, dim, bad)
-    for found in (first, second):
-        for move, result in found.items():
+SHAPES = [(6,), (5,), (1,), (6, 8), (5, 7), (1, 8), (3, 1), (4, 6, 8), (3, 5, 7), (1, 6, 8)]
+LINES = [(shape, dim) for shape in SHAPES for dim in range(len(shape))]
+MOVED = [(*line, bad) for line in LINES if line != ((3, 1), 0) for bad in (0.0, torch.nan)]
+
+
+def all_moved_casts() -> list[dict[str, str]]:
+    return [moved_casts(*case) for case in MOVED]
+
+
+def test_lines_are_cast_as_on_one_device_and_travel_whole_or_not_at_all(ranks: RankPools) -> None:
+    first, second = ranks(2).run(all_moved_casts)
+    for (shape, dim, _), *results in zip(MOVED, first, second, strict=True):
+        assert results[0].keys() == results[1].keys()
+        for move, result in (pair for found in results for pair in found.items()):
             now, then = move.split(" to ")
             # DTensor puts the parts of one row together by a view, which can't know their scale.
             one_row = shape[0] == 1 and now == f"S({len(shape) - 1})"
             may_refuse = (dim != len(shape) - 1 or one_row) and now not in (then, "R")
             refused = may_refuse and result.startswith("NotImplementedError: ")
-            assert result == "same" or (refused and "redistribute the high-prec" in result), move
-    assert first.keys() == second.keys()
+            expected = result == "same" or (refused and "redistribute the high-prec" in result)
+            assert expected, f"{shape}, {dim}, {move}: {result}"
 
 
 def test_ranks_refuse_alike(ranks: RankPools) -> None:

@@ -1,6 +1,8 @@
 """State: checkpoints and optimizer state hold plain tensors under nn.Linear's keys."""
 
 import copy
+import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from nets import Distributed, Net, full, net_plan, wrong_casts
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import same_bits, weights_used
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -34,32 +37,33 @@ def kinds(state: dict[str, object]) -> set[tuple[str, str]]:
     return found
 
 
-def saved_state(dp: int, tp: int) -> list[set[tuple[str, str]]]:
+def kinds_of_state(dp: int, tp: int) -> list[set[tuple[str, str]]]:
     world = Distributed(dp, tp)
     results = [kinds(world.net.state_dict())]
-    for make in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
-        arguments = {"momentum": 0.9} if make is torch.optim.SGD else {}
-        optimizer = make(world.net.parameters(), lr=1e-3, **arguments)
+    for make in (torch.optim.AdamW, torch.optim.Adagrad, partial(torch.optim.SGD, momentum=0.9)):
+        optimizer = make(world.net.parameters(), lr=1e-3)
         world.net(world.mine(torch.randn(4, 8, 64))).sum().backward()
         optimizer.step()
         results.append(kinds(optimizer.state_dict()["state"]))
     return results
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
 def test_model_and_optimizer_state_are_plain(ranks: RankPools, dp: int, tp: int) -> None:
     plain = {("DTensor", "Tensor"), ("Tensor", "Tensor")}
-    for model, *optimizers in ranks(dp * tp).run(saved_state, dp, tp):
+    for model, *optimizers in ranks(dp * tp).run(kinds_of_state, dp, tp):
         assert model == {("DTensor", "Tensor")}
-        for optimizer in optimizers:
-            assert optimizer <= plain
+        assert all(optimizer <= plain for optimizer in optimizers)
 
 
-def reloaded(folder: str, saved_as: tuple[int, int], loaded_as: tuple[int, int]) -> list[str]:
-    """DCP: saved on one mesh, loaded on another; names of what differs."""
-    source = Distributed(*saved_as, net_arguments={"seed": 1})
-    dcp.save({"model": source.net.state_dict()}, checkpoint_id=folder)
-    target = Distributed(*loaded_as, net_arguments={"seed": 2})
+def saved(folder: str, dp: int, tp: int) -> None:
+    world = Distributed(dp, tp, net_arguments={"seed": 1})
+    dcp.save({"model": world.net.state_dict()}, checkpoint_id=folder)
+
+
+def loaded(folder: str, dp: int, tp: int) -> list[str]:
+    """Names of what differs."""
+    target = Distributed(dp, tp, net_arguments={"seed": 2})
     precompute_float8_dynamic_scale(target.net)
     state = {"model": target.net.state_dict()}
     dcp.load(state, checkpoint_id=folder)
@@ -72,50 +76,37 @@ def reloaded(folder: str, saved_as: tuple[int, int], loaded_as: tuple[int, int])
 
 
 @pytest.mark.parametrize(
-    ("saved_as", "loaded_as"), [((4, 1), (2, 2)), ((2, 2), (1, 4)), ((1, 4), (4, 1))]
+    ("saved_as", "loaded_as"), [((4, 1), (2, 2)), ((2, 2), (1, 2)), ((1, 4), (2, 1))]
 )
 def test_distributed_checkpoints_reshard(
     ranks: RankPools, tmp_path: Path, saved_as: tuple[int, int], loaded_as: tuple[int, int]
 ) -> None:
-    assert ranks(4).run(reloaded, str(tmp_path), saved_as, loaded_as, timeout=120) == [[]] * 4
+    ranks(4).run(saved, str(tmp_path), *saved_as, timeout=120)
+    world_size = math.prod(loaded_as)
+    assert ranks(world_size).run(loaded, str(tmp_path), *loaded_as) == [[]] * world_size
 
 
-def from_meta(tp: int) -> list[str]:
+@on_ranks(4, returns=[])
+def test_meta_init() -> list[str]:
     """meta init -> convert -> parallelize -> fully_shard -> to_empty -> load."""
-    mesh = device_mesh(dp=2, tp=tp)
+    mesh = device_mesh(dp=2, tp=2)
     with torch.device("meta"):
         net = Net()
     convert_to_float8_training(net, config=GATHERED)
-    if tp > 1:
-        apply_tp_plan(net, mesh["tp"], net_plan(net, True))
-    for layer in net.layers:
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(net, mesh=mesh["dp"])
+    apply_tp_plan(net, mesh["tp"], net_plan(net, True))
+    for module in (*net.layers, net):
+        fully_shard(module, mesh=mesh["dp"])
     net.to_empty(device="cpu")
-    wrong = [
-        n
-        for n, p in net.named_parameters()
-        if n.endswith("weight") and not isinstance(p._local_tensor, Float8AllGatherWeight)
-    ]
+    weights = [p for name, p in net.named_parameters() if name.endswith("weight")]
+    assert {type(p._local_tensor) for p in weights} == {Float8AllGatherWeight}
     values = Net(seed=1).state_dict()
     with torch.no_grad():
-        for name, parameter in net.named_parameters():
-            parameter.copy_(
-                torch.distributed.tensor.distribute_tensor(
-                    values[name], parameter.device_mesh, parameter.placements
-                )
-            )
-    x = torch.randn(2, 8, 64)
-    if tp > 1:
-        x = x.chunk(tp, 1)[mesh.get_local_rank("tp")]
+        for name, p in net.named_parameters():
+            p.copy_(distribute_tensor(values[name], p.device_mesh, p.placements))
+    x = torch.randn(2, 8, 64).chunk(2, 1)[mesh.get_local_rank("tp")]
     with weights_used(net) as used:
         net(x.contiguous()).sum().backward()
-    return wrong + wrong_casts(used, values, mesh["tp"])
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_meta_init(ranks: RankPools, tp: int) -> None:
-    assert ranks(2 * tp).run(from_meta, tp) == [[]] * (2 * tp)
+    return wrong_casts(used, values, mesh["tp"])
 
 
 class LowRank(nn.Module):
@@ -130,15 +121,16 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def frozen() -> list[bool]:
+@on_ranks(2, returns=[True, True, True])
+def test_frozen_weights() -> list[bool]:
     torch.manual_seed(0)
     net = LowRank()
     net.base.requires_grad_(False)
     twin = copy.deepcopy(net)
-    convert_to_float8_training(
-        net, config=GATHERED, module_filter_fn=lambda module, fqn: fqn == "base"
-    )
-    convert_to_float8_training(twin, module_filter_fn=lambda module, fqn: fqn == "base")
+    for model, config in ((net, GATHERED), (twin, None)):
+        convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, fqn: fqn == "base"
+        )
     fully_shard(net, mesh=device_mesh(dp=2))
     precompute_float8_dynamic_scale(net)
     x = torch.randn(4, 32)
@@ -149,7 +141,3 @@ def frozen() -> list[bool]:
         same_bits(full(net.up.weight.grad), twin.up.weight.grad),
         same_bits(net(x), twin(x)),
     ]
-
-
-def test_frozen_weights(ranks: RankPools) -> None:
-    assert ranks(2).run(frozen) == [[True, True, True]] * 2

@@ -1,15 +1,18 @@
-"""update_float8_scales: what it runs for each recipe on each mesh, and that it is enough."""
+"""update_float8_scales: what it runs for each recipe on each mesh; what layers say of themselves."""
 
 from collections import OrderedDict
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from nets import Distributed, Net
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits
+from torch import randn
 from torch.distributed.fsdp import fully_shard
 
 import fp8_dist.warn
@@ -19,6 +22,7 @@ from fp8_dist import (
     Float8LinearRecipeName,
     ScalingType,
     attach_update,
+    conversion_summary,
     convert_to_float8_training,
     float8_layers,
     sync_float8_amax_and_scale_history,
@@ -28,7 +32,7 @@ from fp8_dist.debug import comm_audit
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, apply_tp_plan
 
-MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+MESHES = [(2, 1), (1, 2), (2, 2)]
 
 
 def collectives(audit: Any) -> str:
@@ -36,18 +40,16 @@ def collectives(audit: Any) -> str:
     return ", ".join(shown) or "nothing"
 
 
-def updated_step(dp: int, tp: int, recipe: str) -> tuple[str, int, bool, set[str]]:
+def updated_step(dp: int, tp: int, recipe: str) -> tuple[str, int]:
     """A step after an update, against that of a model which was only synced if it is delayed.
 
     Returns:
-        Collectives of the update; how many all-reduces it saves in the step; whether outputs and
-        gradients are the same; kinds of warnings.
+        Collectives of the update, and how many all-reduces it saves in the step.
     """
     fp8_dist.warn._warned.clear()
-    updates = [update_float8_scales]
-    updates += [sync_float8_amax_and_scale_history if recipe == "delayed" else lambda module: None]
+    sync = sync_float8_amax_and_scale_history if recipe == "delayed" else lambda module: None
     found, reduces, results = [], [], []
-    for update in updates:
+    for update in (update_float8_scales, sync):
         world = Distributed(dp, tp, config=Float8LinearConfig.from_recipe_name(recipe))
         x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(1)))
         optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
@@ -62,49 +64,39 @@ def updated_step(dp: int, tp: int, recipe: str) -> tuple[str, int, bool, set[str
         found.append(collectives(updating))
         reduces.append(step.count("all_reduce"))
         results.append([output, *(local_tensor(p.grad) for p in world.net.parameters())])
-    same = all(map(same_bits, *results))
-    return found[0], reduces[1] - reduces[0], same, fp8_dist.warn._warned
+    assert all(map(same_bits, *results))
+    assert not fp8_dist.warn._warned
+    return found[0], reduces[1] - reduces[0]
 
 
 def test_every_recipe_on_every_mesh(ranks: RankPools) -> None:
     lines = []
     for recipe in Float8LinearRecipeName:
         for dp, tp in MESHES:
-            results = ranks(dp * tp).run(updated_step, dp, tp, recipe.value)
-            assert all(result == results[0] for result in results)
-            found, saved, same, warned = results[0]
-            assert same
-            assert not warned
+            found, saved = ranks(dp * tp).run_same(updated_step, dp, tp, recipe.value)
             lines.append(f"{recipe.value:<18} dp {dp} tp {tp}: {found}, {saved} fewer in the step")
     # In high precision FSDP2 gathers weights that take no precomputed scale.
     assert_expected_inline(
         "\n".join(lines),
         """\
-tensorwise         dp 1 tp 1: nothing, 0 fewer in the step
 tensorwise         dp 2 tp 1: all_reduce of 6 over dp, 6 fewer in the step
 tensorwise         dp 1 tp 2: all_reduce of 6 over tp, 6 fewer in the step
 tensorwise         dp 2 tp 2: all_reduce of 6 over world, 6 fewer in the step
-rowwise            dp 1 tp 1: nothing, 0 fewer in the step
 rowwise            dp 2 tp 1: nothing, 0 fewer in the step
 rowwise            dp 1 tp 2: all_reduce of 384 over tp, 4 fewer in the step
 rowwise            dp 2 tp 2: nothing, 0 fewer in the step
-rowwise_with_gw_hp dp 1 tp 1: nothing, 0 fewer in the step
 rowwise_with_gw_hp dp 2 tp 1: nothing, 0 fewer in the step
 rowwise_with_gw_hp dp 1 tp 2: all_reduce of 134 over tp, 6 fewer in the step
 rowwise_with_gw_hp dp 2 tp 2: nothing, 0 fewer in the step
-rowwise_folded     dp 1 tp 1: nothing, 0 fewer in the step
 rowwise_folded     dp 2 tp 1: nothing, 0 fewer in the step
 rowwise_folded     dp 1 tp 2: all_reduce of 128 over tp, 2 fewer in the step
 rowwise_folded     dp 2 tp 2: all_reduce of 128 over tp, 2 fewer in the step
-blockwise          dp 1 tp 1: nothing, 0 fewer in the step
 blockwise          dp 2 tp 1: all_reduce of 6 over dp, 6 fewer in the step
 blockwise          dp 1 tp 2: all_reduce of 6 over tp, 6 fewer in the step
 blockwise          dp 2 tp 2: all_reduce of 6 over world, 6 fewer in the step
-mxfp8              dp 1 tp 1: nothing, 0 fewer in the step
 mxfp8              dp 2 tp 1: all_reduce of 24 over dp, 4 fewer in the step
 mxfp8              dp 1 tp 2: all_reduce of 36 over tp, 6 fewer in the step
 mxfp8              dp 2 tp 2: all_reduce of 36 over world, 6 fewer in the step
-delayed            dp 1 tp 1: nothing, 0 fewer in the step
 delayed            dp 2 tp 1: all_reduce of 18 over dp, 0 fewer in the step
 delayed            dp 1 tp 2: all_reduce of 20 over tp, 0 fewer in the step
 delayed            dp 2 tp 2: all_reduce of 20 over world, 0 fewer in the step""",
@@ -149,41 +141,87 @@ def test_layers_of_all_kinds_in_one_model(ranks: RankPools) -> None:
     assert found == "all_reduce of 6 over world, all_reduce of 1 over tp"
 
 
-def attached(recipe: str) -> tuple[str, str, str]:
+def attached(recipe: str) -> list[str]:
     """Collectives of a step with the hook, of an update, and of a step after its removal."""
     world = Distributed(2, 2, config=Float8LinearConfig.from_recipe_name(recipe))
     optimizer = torch.optim.AdamW(world.net.parameters())
     handle = attach_update(optimizer, world.net)
     world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
-    audits = [comm_audit(world.mesh) for _ in range(3)]
-    with audits[0]:
-        optimizer.step()
-    with audits[1]:
-        update_float8_scales(world.net)
-    handle.remove()
-    with audits[2]:
-        optimizer.step()
-    return tuple(map(collectives, audits))
+    found = []
+    for call in (optimizer.step, partial(update_float8_scales, world.net), optimizer.step):
+        with comm_audit(world.mesh) as audit:
+            call()
+        found.append(collectives(audit))
+        if len(found) == 2:
+            handle.remove()
+    return found
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
-def test_attach_update(ranks: RankPools, recipe: str) -> None:
-    for attached_step, update, plain_step in ranks(4).run(attached, recipe):
+def test_attach_update(ranks: RankPools) -> None:
+    for recipe in ("tensorwise", "rowwise", "delayed"):
+        attached_step, update, plain_step = ranks(4).run_same(attached, recipe)
         assert attached_step == update
         assert (update == "nothing") is (recipe == "rowwise")
         assert plain_step == "nothing"
 
 
 def test_a_model_that_was_not_converted() -> None:
-    optimizer = torch.optim.SGD(Net().parameters())
-    assert_expected_inline(
-        "\n".join(
-            (
-                raised(ValueError, lambda: update_float8_scales(Net())),
-                raised(ValueError, lambda: attach_update(optimizer, Net())),
-            )
-        ),
-        """\
-update_float8_scales: the module has no Float8Linear; call convert_to_float8_training first
-attach_update: the module has no Float8Linear; call convert_to_float8_training first""",
-    )
+    attach = partial(attach_update, torch.optim.SGD(Net().parameters()))
+    for name, call in (("update_float8_scales", update_float8_scales), ("attach_update", attach)):
+        text = raised(ValueError, partial(call, Net()))
+        assert text.startswith(f"{name}: the module has no Float8Linear; call convert_to")
+
+
+def scales_of_a_step(recipe: str, float8: bool) -> list[str]:
+    """How a layer shows its scale, moment by moment; and that saying so communicates nothing."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, enable_fsdp_float8_all_gather=float8)
+    layer = convert_to_float8_training(nn.Linear(16, 32, bias=False), config=config)
+    model = fully_shard(nn.Sequential(layer), mesh=device_mesh(dp=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    audit, seen = comm_audit(), []
+
+    def note(*_: object) -> None:
+        with audit:
+            seen.append(repr(layer))
+        assert repr(layer) == seen[-1]
+
+    layer.register_forward_pre_hook(note)
+    layer.register_full_backward_pre_hook(note)
+    note()
+    update_float8_scales(model)
+    note()
+    model(torch.ones(2, 16)).sum().backward()
+    note()
+    optimizer.step()
+    note()
+    update_float8_scales(model)
+    note()
+    gathers = "weight|input|grad_output" if float8 else "input|grad_output"
+    assert all(f"recipe={recipe}, float8_gathers={gathers}" in line for line in seen)
+    assert audit.count() == 0
+    return [line.partition("scale=")[2].removesuffix(")") for line in seen]
+
+
+def test_layers_show_their_scale_at_each_moment_of_a_step(ranks: RankPools) -> None:
+    """New, updated, forward, backward, after it, after the optimizer, updated again."""
+    run = ranks(2).run_same
+    expected = ["unknown", "pending", "fresh", "fresh", "fresh", "stale", "pending"]
+    assert run(scales_of_a_step, "tensorwise", True) == expected
+    expected = ["unknown", "unknown", "unknown", "fresh", "unknown", "unknown", "unknown"]
+    assert run(scales_of_a_step, "tensorwise", False) == expected
+    expected = [f"delayed ({count} of 16 amaxes)" for count in (0, 0, 0, 0, 0, 0, 1)]
+    assert run(scales_of_a_step, "delayed", True) == expected
+
+
+@on_ranks(4)
+def test_a_distributed_model_has_the_summary_of_the_whole() -> None:
+    world = Distributed(2, 2, fsdp_arguments={"reshard_after_forward": False})
+    found = {str(conversion_summary(world.twin))}
+    with comm_audit() as audit:
+        found.add(str(conversion_summary(world.net)))
+    world.net(world.mine(randn(4, 8, 64)))
+    with audit:
+        found.add(str(conversion_summary(world.net)))
+    assert len(found) == 1
+    assert audit.count() == 0

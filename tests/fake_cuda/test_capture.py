@@ -1,5 +1,6 @@
 """What a CUDA graph would hold: while one is captured, nothing of earlier steps is used."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -21,6 +22,10 @@ from scripts.common.fake_cuda.world import meshes
 SHAPE = LayerShape(256, 512, 1024)
 
 
+def capturing(captured: bool) -> AbstractContextManager[object]:
+    return patch.object(torch.cuda, "is_current_stream_capturing", lambda: captured)
+
+
 def launches(name: str) -> list[int]:
     """Kernels of a step with a known weight, of two that are captured, and of one after them.
 
@@ -31,12 +36,11 @@ def launches(name: str) -> list[int]:
     with fake_tensors(mode):
         layer.run()
         counts = []
-        for capturing, changes in ((False, False), (True, False), (True, True), (False, False)):
+        for captured, changes in ((False, False), (True, False), (True, True), (False, False)):
             layer.clear()
             if changes:
                 layer.change_weight()
-            capture = patch.object(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
-            with capture, KernelCounter() as counter:
+            with capturing(captured), KernelCounter() as counter:
                 layer.run()
             counts.append(counter.counts.launches)
     return counts
@@ -52,9 +56,8 @@ def reductions_of_gathers() -> list[int]:
             model, config=replace(config, enable_fsdp_float8_all_gather=True)
         )
         fully_shard(model, mesh=mesh)
-        for capturing in (False, False, True, False):
-            capture = patch.object(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
-            with capture, comm_audit(mesh) as audit:
+        for captured in (False, False, True, False):
+            with capturing(captured), comm_audit(mesh) as audit:
                 model.unshard()
                 model.reshard()
             counts.append(audit.count("all_reduce"))
@@ -64,8 +67,7 @@ def reductions_of_gathers() -> list[int]:
 def refusal_of_delayed_scales() -> str:
     mode = FakeCudaMode()
     layer = layer_on_fake_cuda("delayed", SHAPE, mode)
-    capture = patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with fake_tensors(mode), capture:
+    with fake_tensors(mode), capturing(True):
         return raised(NotImplementedError, layer.run)
 
 
@@ -75,8 +77,7 @@ def test_a_captured_step_holds_the_cast_of_the_weight(
 ) -> None:
     known, captured, captured_new, after = fake_cuda.run(launches, name)
     assert captured == captured_new > known
-    # A graph's copies are not kept: the next step casts the weight.
-    assert after > known
+    assert after > known  # a graph's copies are not kept: the next step casts the weight
 
 
 def test_a_captured_gather_finds_the_scales_of_uneven_rows(fake_cuda: FakeCudaProcess) -> None:

@@ -1,11 +1,14 @@
 """The measurement of CPU time: that each candidate's step runs on tensors without memory."""
 
+import pytest
+
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.dispatch import KERNELS_ALONE, seconds_to_dispatch
 from scripts.common.fake_cuda.layer import LayerShape
 from scripts.common.fake_cuda.process import FakeCudaProcess
 
 
+@pytest.mark.full
 def test_every_candidate_is_timed() -> None:
     names = (BF16, *OURS, *TORCHAO)
     with FakeCudaProcess() as process:  # its device can't have fake tensors afterwards

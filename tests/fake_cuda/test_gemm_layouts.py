@@ -35,18 +35,12 @@ DIM, HIDDEN, BATCH, SEQUENCE = 256, 384, 2, 32
 
 @dataclass(frozen=True)
 class Path:
-    """A way to distribute a model over 8 ranks.
+    """A way to distribute a model over 8 ranks."""
 
-    Attributes:
-        dp, tp: sizes of the axes; 1: FSDP2, or TP with SP, is left out.
-        offload: FSDP2 keeps parameters on the CPU.
-        odd: sizes that are no multiples of 16, which are padded.
-    """
-
-    dp: int = 1
+    dp: int = 1  # sizes of the axes; 1: FSDP2, or TP with SP, is left out
     tp: int = 1
-    offload: bool = False
-    odd: bool = False
+    offload: bool = False  # FSDP2 keeps parameters on the CPU
+    odd: bool = False  # sizes that are no multiples of 16, which are padded
 
 
 OFFLOAD = "FSDP2, CPU offload"

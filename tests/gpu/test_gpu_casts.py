@@ -1,12 +1,11 @@
 """On a GPU: casts against the CPU's, and the kernels' two ways to round against each other."""
 
-import math
+from itertools import product
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from reference import same_values
+from rounding_kernels import decoded, encoded
 
 from fp8_dist import CastConfig, ScalingGranularity, cast_to_float8
 from fp8_dist.kernels import (
@@ -20,21 +19,12 @@ from fp8_dist.kernels import (
 from fp8_dist.kernels.block_gemm import dequantized
 from fp8_dist.kernels.cuda import block_operators
 from fp8_dist.kernels.cuda import triton as triton_kernels
-from fp8_dist.kernels.cuda.triton.launch import BIAS
-from fp8_dist.kernels.cuda.triton.rounding import from_float8, saturated, to_float8
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 
 DEVICE = "cuda"
 TARGETS = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# The number of fp32 patterns whose rounding is compared: one in 61 of all.
-PATTERNS, STEP = 2**32 // 61, 61
-BLOCK = 8192
-SOFT = (True, False)  # by integers, and by the instruction of the device
 
 
 def values(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -42,23 +32,16 @@ def values(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tenso
     x = (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(dtype)
     info = torch.finfo(dtype)
     if kind == "zeros":
-        x[1] = -0.0
-        x[:, 2] = 0.0
-        x[3:6] = 0.0
+        x[1], x[:, 2], x[3:6] = -0.0, 0.0, 0.0
     elif kind == "all zeros":
         x = torch.zeros(shape, dtype=dtype)
-    elif kind == "nan":
-        x[2, 5] = math.nan
-        x[3, 0] = -math.nan
-    elif kind == "inf":
-        x[2, 5] = math.inf
-        x[3, 0] = -math.inf
+    elif kind in ("nan", "inf"):
+        x[2, 5], x[3, 0] = float(kind), -float(kind)
     elif kind == "subnormal":
         x = (torch.randn(shape) * info.smallest_normal / 4).to(dtype)
         x[0] = 0.0
     elif kind == "largest":
-        x[4, 4] = info.max
-        x[5, 5] = info.smallest_normal
+        x[4, 4], x[5, 5] = info.max, info.smallest_normal
     return x
 
 
@@ -80,22 +63,11 @@ def check(x: torch.Tensor, target: torch.dtype, dim: int | None, power_of_2: boo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize("dim", [None, -1, 0])
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_casts_equal_those_of_the_cpu(
-    dtype: torch.dtype, target: torch.dtype, dim: int | None, power_of_2: bool, kind: str
-) -> None:
-    check(values(kind, dtype, (65, 96)), target, dim, power_of_2)
-
-
-@pytest.mark.parametrize("dim", [None, -1, 0])
-@pytest.mark.parametrize("shape", [(1, 1), (0, 16), (16, 0), (7, 1023), (1025, 2050), (2048, 4096)])
-def test_casts_of_any_shape(shape: tuple[int, int], dim: int | None) -> None:
-    x = torch.randn(shape).bfloat16()
-    check(x, TARGETS[0], dim, True)
-    check(x.t(), TARGETS[1], dim, False)
+def test_casts_equal_those_of_the_cpu(dtype: torch.dtype, target: torch.dtype, kind: str) -> None:
+    for dim, power_of_2 in product((None, -1, 0), (False, True)):
+        check(values(kind, dtype, (65, 96)), target, dim, power_of_2)
 
 
 # Whole blocks, blocks that sizes do not divide, parts that begin inside of a block.
@@ -104,41 +76,35 @@ BLOCKS = [(1, 128, 0, 0), (1, 32, 0, 5), (128, 128, 0, 0), (32, 32, 7, 31)]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", [None, "ceil", "floor"])
-@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_casts_in_blocks_equal_those_of_the_cpu(
-    dtype: torch.dtype,
-    target: torch.dtype,
-    blocks: tuple[int, int, int, int],
-    rule: str | None,
-    kind: str,
+    dtype: torch.dtype, rule: str | None, kind: str
 ) -> None:
-    x = values(kind, dtype, (135, 200))
-    on_cpu = cast_blocks(x, target, blocks, rule, [False, True])
-    on_gpu = cast_blocks(x.to(DEVICE), target, blocks, rule, [False, True])
-    assert all(same_values(a, b) for a, b in zip(on_gpu, on_cpu, strict=True))
-    exponents, qdata, _ = on_gpu
-    assert torch.equal(block_exponents(x.to(DEVICE), target, blocks, rule), exponents)
-    assert same_values(quantize_blocks(x.to(DEVICE), exponents, target, blocks), on_cpu[1])
-    for rows in (32, 128):
-        expected = reblock(on_cpu[1], on_cpu[0], blocks, rows, rule and "ceil")
-        for transposed in (False, True):
+    for target, blocks in product(TARGETS, BLOCKS):
+        x = values(kind, dtype, (135, 200))
+        on_cpu = cast_blocks(x, target, blocks, rule, [False, True])
+        on_gpu = cast_blocks(x.to(DEVICE), target, blocks, rule, [False, True])
+        assert all(same_values(a, b) for a, b in zip(on_gpu, on_cpu, strict=True))
+        exponents, qdata, _ = on_gpu
+        assert torch.equal(block_exponents(x.to(DEVICE), target, blocks, rule), exponents)
+        assert same_values(quantize_blocks(x.to(DEVICE), exponents, target, blocks), on_cpu[1])
+        for rows, transposed in product((32, 128), (False, True)):
+            expected = reblock(on_cpu[1], on_cpu[0], blocks, rows, rule and "ceil")
             found = reblock(qdata, exponents, blocks, rows, rule and "ceil", transposed)
             assert same_values(found[0].t() if transposed else found[0], expected[0])
             assert same_values(found[1], expected[1])
 
 
-@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (0, 16), (16, 0), (7, 1023), (1025, 2050), (2048, 4096)])
-def test_casts_in_blocks_of_any_shape(
-    shape: tuple[int, int], blocks: tuple[int, int, int, int]
-) -> None:
+def test_casts_of_any_shape(shape: tuple[int, int]) -> None:
     wide = torch.randn(shape).bfloat16()
-    for x in (wide, wide.t()):
-        on_cpu = cast_blocks(x, TARGETS[0], blocks, True, [False, True])
+    for dim in (None, -1, 0):
+        check(wide, TARGETS[0], dim, True)
+        check(wide.t(), TARGETS[1], dim, False)
+    for x, blocks in product((wide, wide.t()), BLOCKS):
+        on_cpu = cast_blocks(x, TARGETS[0], blocks, "ceil", [False, True])
         strided = torch.empty_like(x, device=DEVICE).copy_(x)
-        on_gpu = cast_blocks(strided, TARGETS[0], blocks, True, [False, True])
+        on_gpu = cast_blocks(strided, TARGETS[0], blocks, "ceil", [False, True])
         assert all(same_values(a, b) for a, b in zip(on_gpu, on_cpu, strict=True))
 
 
@@ -180,29 +146,11 @@ def test_dequantized_blocks(target: torch.dtype, dtype: torch.dtype) -> None:
     assert same_values(found, dequantized(codes, exponents, blocks, dtype))
 
 
-@triton.jit
-def _encode(x, out, size, BIAS: tl.constexpr, SOFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = saturated(tl.load(x + n, mask=n < size), BIAS)
-    tl.store(out + n, to_float8(v, BIAS, SOFT), mask=n < size)
-
-
-@triton.jit
-def _decode(codes, out, BIAS: tl.constexpr, SOFT: tl.constexpr):  # type: ignore[no-untyped-def]
-    n = tl.arange(0, 256)
-    tl.store(out + n, from_float8(tl.load(codes + n), BIAS, SOFT))
-
-
 def assert_one_rounding(x: torch.Tensor, target: torch.dtype) -> None:
     """By integers, by the instruction, and by torch: the same codes but for those of NaN."""
-    codes = []
-    for soft in SOFT:
-        out = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)
-        _encode[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), BIAS[target], soft, BLOCK)
-        codes.append(out)
-    limit = torch.finfo(target).max
+    limit, nan = torch.finfo(target).max, x.isnan()
+    codes = [encoded(x, target, soft=soft) for soft in (True, False)]
     codes.append(x.clamp(-limit, limit).to(target).view(torch.uint8))
-    nan = x.isnan()
     for found in codes:
         assert torch.equal(found.view(target).float().isnan(), nan)
     soft, hard, torchs = (found.masked_fill_(nan, 0) for found in codes)
@@ -211,23 +159,12 @@ def assert_one_rounding(x: torch.Tensor, target: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_bf16_number_is_rounded_alike(target: torch.dtype) -> None:
-    bits = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16)
-    x = bits.view(torch.bfloat16).float()
+def test_numbers_are_rounded_and_codes_decoded_alike(target: torch.dtype) -> None:
+    every_bf16 = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16).view(torch.bfloat16)
     for power in range(-20, 21, 4):
-        assert_one_rounding(x * 2.0**power, target)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_fp32_numbers_are_rounded_alike(target: torch.dtype) -> None:
-    patterns = torch.arange(PATTERNS, device=DEVICE) * STEP - 2**31
+        assert_one_rounding(every_bf16.float() * 2.0**power, target)
+    patterns = torch.arange(2**32 // 61, device=DEVICE) * 61 - 2**31  # one in 61 of fp32
     assert_one_rounding(patterns.to(torch.int32).view(torch.float32), target)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_code_is_decoded_alike(target: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
-    for soft in SOFT:
-        out = torch.empty(256, device=DEVICE)
-        _decode[(1,)](codes, out, BIAS[target], soft)
-        assert same_values(out, codes.view(target).float())
+    for soft in (True, False):
+        assert same_values(decoded(target, soft), codes.view(target).float())

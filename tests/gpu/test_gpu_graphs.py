@@ -1,67 +1,56 @@
 """On a GPU: CUDA graphs of a layer's step, replayed after the weights have changed."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from reference import sqnr
+from test_gpu_training import batch as unscaled_batch
+from test_gpu_training import layers
 from torch import nn
 
-from fp8_dist import (
-    Float8Linear,
-    Float8LinearConfig,
-    Float8LinearRecipeName,
-    convert_to_float8_training,
-    update_float8_scales,
-)
+from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, update_float8_scales
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 DYNAMIC = [recipe.value for recipe in Float8LinearRecipeName if recipe.value != "delayed"]
+Results = list[torch.Tensor]
 LEAST_DB = 60  # the same kernels run on the same numbers
 
 
-def pair(recipe: str) -> tuple[nn.Sequential, nn.Sequential]:
-    """A model and its twin."""
-    model = nn.Sequential(
-        nn.Linear(64, 96, bias=False), nn.ReLU(), nn.Linear(96, 64, bias=False)
-    ).to(DEVICE, torch.bfloat16)
-    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-    return model, copy.deepcopy(model)
-
-
 def batch(step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return (torch.randn(32, 64, generator=generator) * (step + 1)).to(DEVICE, torch.bfloat16)
+    return (step + 1) * unscaled_batch(step, DEVICE)
 
 
-def in_side_stream(run: object, times: int = 3) -> None:
+def in_side_stream(run: Callable[[], object]) -> None:
     """Runs what is about to be captured, as torch asks for it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(times):
-            run()  # type: ignore[operator]
+        for _ in range(3):
+            run()
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def eager_step(model: nn.Module, step: int) -> list[torch.Tensor]:
+def a_step(run: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, step: int) -> Results:
     """Output and gradients."""
     x = batch(step).requires_grad_()
-    output = model(x)
+    output = run(x)
     output.backward(batch(4 + step))
-    return [output.detach(), x.grad, *(p.grad for p in model.parameters())]
+    return [t.detach().clone() for t in (output, x.grad, *(p.grad for p in model.parameters()))]
 
 
-def assert_same_step(found: list[torch.Tensor], expected: list[torch.Tensor], step: int) -> None:
+def assert_same_step(found: Results, expected: Results, step: int) -> None:
     for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         assert sqnr(theirs, mine) > LEAST_DB, (step, i)
 
 
 @pytest.mark.parametrize("recipe", DYNAMIC)
 def test_a_captured_step(recipe: str) -> None:
-    model, twin = pair(recipe)
+    model = layers(recipe)
+    twin = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (model, twin)]
     x, grad = batch(0).requires_grad_(), batch(4)
 
@@ -84,7 +73,7 @@ def test_a_captured_step(recipe: str) -> None:
             grad.copy_(batch(4 + i))
         graph.replay()
         found = [each.detach().clone() for each in (output, *gradients)]
-        assert_same_step(found, eager_step(twin, i), i)
+        assert_same_step(found, a_step(twin, twin, i), i)
         for optimizer, each in zip(optimizers, (model, twin), strict=True):
             optimizer.step()
             update_float8_scales(each)
@@ -94,16 +83,12 @@ def test_a_captured_step(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", DYNAMIC)
 def test_graphed_callables(recipe: str) -> None:
-    model, twin = pair(recipe)
+    model = layers(recipe)
+    twin = copy.deepcopy(model)
     graphed = torch.cuda.make_graphed_callables(model, (batch(0).requires_grad_(),))
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (model, twin)]
     for i in range(4):
-        x = batch(i).requires_grad_()
-        output = graphed(x)
-        output.backward(batch(4 + i))
-        found = [each.detach().clone() for each in (output, x.grad)]
-        found += [p.grad.clone() for p in model.parameters()]
-        assert_same_step(found, eager_step(twin, i), i)
+        assert_same_step(a_step(graphed, model, i), a_step(twin, twin, i), i)
         for optimizer, each in zip(optimizers, (model, twin), strict=True):
             optimizer.step()
             optimizer.zero_grad()
@@ -113,12 +98,13 @@ def test_graphed_callables(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", DYNAMIC)
 def test_eager_code_after_a_capture(recipe: str) -> None:
     """What is computed while a graph is captured is not used outside of it."""
-    model, twin = pair(recipe)
+    model = layers(recipe)
+    twin = copy.deepcopy(model)
     x = batch(0)
     in_side_stream(lambda: model(x))
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         model(x)
-    assert_same_step(eager_step(model, 0), eager_step(twin, 0), 0)
+    assert_same_step(a_step(model, model, 0), a_step(twin, twin, 0), 0)
 
 
 def test_delayed_scales_are_refused() -> None:

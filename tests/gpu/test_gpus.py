@@ -50,51 +50,29 @@ def test_operands(mesh: str) -> None:
     size = torch.Size(MESHES[mesh][0]).numel()
     for found in on_gpus(size, grid, mesh):
         assert found
-        wrong = [
-            (case, recipe)
-            for case, of_recipe in found.items()
-            for recipe, same in of_recipe.items()
-            if not (same and all(same))
-        ]
-        assert not wrong
+        same = {(*case, r): same for case, of in found.items() for r, same in of.items()}
+        assert [case for case, each in same.items() if not (each and all(each))] == []
 
 
-def trained(
-    axes: dict[str, int], data: tuple[str, ...], hidden: int, offload: bool, device: str
-) -> dict[str, list[float]]:
+def trained(axes: dict[str, int], options: dict[str, Any]) -> dict[str, list[float]]:
     """`mesh_training.trained` for all recipes."""
     mesh = device_mesh(**axes)
-    options = {"data": data, "hidden": hidden, "offload": offload}
-    return {r: mesh_training.trained(r, mesh, device, **options) for r in RECIPES}
+    return {r: mesh_training.trained(r, mesh, DEVICE, **options) for r in RECIPES}
 
 
-def check(
-    axes: dict[str, int],
-    data: tuple[str, ...] = ("dp",),
-    hidden: int = 96,
-    offload: bool = False,
-) -> None:
+def check(axes: dict[str, int], **options: Any) -> None:
     """Training on the mesh is training on one device."""
     size = torch.Size(axes.values()).numel()
     # A sum of several ranks has another order: an element may be rounded to its neighbour.
-    for by_recipe in on_gpus(size, trained, axes, data, hidden, offload, DEVICE):
+    for by_recipe in on_gpus(size, trained, axes, options):
         for recipe, found in by_recipe.items():
             assert min(found) > 40, (recipe, found)
 
 
 @pytest.mark.gpus(2)
-def test_fsdp() -> None:
-    check({"dp": 2, "tp": 1})
-
-
-@pytest.mark.gpus(2)
-def test_uneven_shards() -> None:
-    check({"dp": 2, "tp": 1}, hidden=97)
-
-
-@pytest.mark.gpus(2)
-def test_cpu_offload() -> None:
-    check({"dp": 2, "tp": 1}, offload=True)
+@pytest.mark.parametrize("options", [{}, {"hidden": 97}, {"offload": True}], ids=str)
+def test_fsdp(options: dict[str, Any]) -> None:
+    check({"dp": 2, "tp": 1}, **options)
 
 
 @pytest.mark.gpus(4)
@@ -103,10 +81,6 @@ def test_hybrid_sharding() -> None:
 
 
 @pytest.mark.gpus(8)
-def test_hybrid_sharding_and_tensor_parallelism() -> None:
+def test_eight_ranks() -> None:
     check({"replicate": 2, "shard": 2, "tp": 2}, data=("replicate", "shard"))
-
-
-@pytest.mark.gpus(8)
-def test_uneven_shards_of_eight() -> None:
     check({"dp": 8, "tp": 1}, hidden=97)

@@ -157,15 +157,11 @@ def all_losses(recipe: str) -> dict[str, list[float]]:
     return {way: losses_of(way, gathers if way == WAYS[3] else config) for way in WAYS}
 
 
-def losses_in_high_precision() -> list[float]:
-    return losses_of("one device", None)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "blockwise", "delayed"])
 def test_merges_are_seen(ranks: RankPools, recipe: str) -> None:
     """A merge that goes unnoticed changes a loss by 10 % and more."""
-    expected = torch.tensor(losses_in_high_precision())
+    expected = torch.tensor(losses_of("one device", None))
     for way, losses in ranks(2).run(all_losses, recipe)[0].items():
         found = torch.tensor(losses)
         assert ((found / expected[: len(found)] - 1).abs() < 0.05).all(), (way, found, expected)

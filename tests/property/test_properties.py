@@ -1,9 +1,9 @@
-"""300 random cases, the same in every run. `python -m scripts.measure.properties` runs more, and others."""
+"""Random cases, the same in every run. `python -m scripts.measure.properties` runs more, and others."""
 
 import hypothesis
 import pytest
 import torch
-from property_cases import KINDS, Case, LayerCase, TrainCase, cases, from_json, simpler, to_json
+from property_cases import Case, LayerCase, TrainCase, cases, from_json, simpler, to_json
 from property_runs import verdict_of
 from property_verdicts import judge
 from ranks import RankPools
@@ -11,7 +11,6 @@ from ranks import RankPools
 from fp8_dist import Float8LinearConfig, cast_to_float8
 
 IN_CI = hypothesis.settings(
-    max_examples=100,
     derandomize=True,
     database=None,
     deadline=None,
@@ -19,12 +18,22 @@ IN_CI = hypothesis.settings(
     phases=[hypothesis.Phase.generate],
     suppress_health_check=list(hypothesis.HealthCheck),
 )
+LONG = [
+    pytest.param(kind, 100, 4, marks=pytest.mark.full, id=f"{kind}, long")
+    for kind in ("cast", "layer", "train")
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_result_is_right_or_a_documented_error(ranks: RankPools, kind: str) -> None:
-    @IN_CI
-    @hypothesis.given(cases(kind))
+@pytest.mark.parametrize(
+    ("kind", "count", "most"), [("cast", 20, 2), ("layer", 40, 1), ("train", 10, 2), *LONG]
+)
+def test_a_result_is_right_or_a_documented_error(
+    ranks: RankPools, kind: str, count: int, most: int
+) -> None:
+    """count: of cases. most: of ranks."""
+
+    @hypothesis.settings(IN_CI, max_examples=count)
+    @hypothesis.given(cases(kind, most))
     def holds(case: Case) -> None:
         verdict = verdict_of(case, ranks)
         command = f"python -m scripts.measure.properties --case '{to_json(case)}'"

@@ -61,43 +61,40 @@ class AppState:
             self.float8.load_state_dict(state["float8"])
 
 
-def stateful(model: nn.Module, optimizer: Optimizer, key: str) -> Pattern:
+def stateful(model: nn.Module, optimizer: Optimizer, key: str = "float8") -> dict[str, Any]:
     state = {"model": model, "optimizer": OptimizerState(model, optimizer)}
-    return state | {key: Float8State(model)}, lambda: None
+    return state | {key: Float8State(model)}
 
 
 def model_state_dict(model: nn.Module, optimizer: Optimizer) -> Pattern:
-    """get_model_state_dict and set_model_state_dict."""
-    state, _ = stateful(model, optimizer, "float8")
-    own = state["model"] = get_model_state_dict(model)
-    return state, lambda: set_model_state_dict(model, own)
+    own = get_model_state_dict(model)
+    return stateful(model, optimizer) | {"model": own}, lambda: set_model_state_dict(model, own)
 
 
 def state_dict(model: nn.Module, optimizer: Optimizer) -> Pattern:
-    state, _ = stateful(model, optimizer, "float8")
-    own = state["model"] = model.state_dict()
-    return state, lambda: model.load_state_dict(own)
+    own = model.state_dict()
+    return stateful(model, optimizer) | {"model": own}, lambda: model.load_state_dict(own)
 
 
 def nested(model: nn.Module, optimizer: Optimizer) -> Pattern:
-    float8 = Float8State(model)
-    state = {"model": model, "optimizer": OptimizerState(model, optimizer)}
+    state = stateful(model, optimizer)
+    float8 = state.pop("float8")
     inner = {"float8": float8.state_dict()}
     return state | {"run": inner}, lambda: float8.load_state_dict(inner["float8"])
 
 
-def app_state(model: nn.Module, optimizer: Optimizer, first: str) -> Pattern:
-    return {"app": AppState(model, optimizer, first)}, lambda: None
+def nothing() -> None:
+    pass
 
 
 PATTERNS: dict[str, Callable[[nn.Module, Optimizer], Pattern]] = {
-    "aaa": lambda model, optimizer: stateful(model, optimizer, "aaa"),
-    "zzz": lambda model, optimizer: stateful(model, optimizer, "zzz"),
+    "aaa": lambda model, optimizer: (stateful(model, optimizer, "aaa"), nothing),
+    "zzz": lambda model, optimizer: (stateful(model, optimizer, "zzz"), nothing),
     "model_state_dict": model_state_dict,
     "state_dict": state_dict,
     "nested": nested,
-    "app_state": lambda model, optimizer: app_state(model, optimizer, "model"),
-    "app_state, float8 first": lambda model, optimizer: app_state(model, optimizer, "float8"),
+    "app_state": lambda *both: ({"app": AppState(*both, "model")}, nothing),
+    "app_state, float8 first": lambda *both: ({"app": AppState(*both, "float8")}, nothing),
 }
 NAMES = ("docs", *PATTERNS)
 

@@ -25,8 +25,6 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-
-
 DIVISIBLE = [["tt.divisibility", 16]]
 
 

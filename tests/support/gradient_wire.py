@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from reference import float8_grid
+from reference import nearest
 
 BLOCK = 128
 
@@ -17,19 +17,10 @@ def on_the_wire(x: torch.Tensor, transport: str) -> torch.Tensor:
 
 
 def _float8_block(block: torch.Tensor) -> torch.Tensor:
-    grid = torch.tensor(float8_grid(torch.float8_e4m3fn), dtype=torch.float64)
     values = block.double()
-    amax = values.abs().max().item()
-    exponent = max(math.ceil(math.log2(amax / 448)) if amax else -126, -126)
-    while amax > 448 * 2.0**exponent:  # (the logarithm may be off by a rounding)
-        exponent += 1
-    scaled = values.abs() / 2.0**exponent
-    above = torch.searchsorted(grid, scaled).clamp(max=len(grid) - 1)
-    below = (above - 1).clamp(min=0)
-    up, down = grid[above] - scaled, scaled - grid[below]
-    # To nearest; of two the one with the even code, which is its place in the grid.
-    code = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
-    return (grid[code] * 2.0**exponent).copysign(values).float()
+    fraction, exponent = math.frexp(values.abs().max().item() / 448)
+    scale = 2.0 ** (max(exponent - (fraction == 0.5), -126) if fraction else -126)
+    return (nearest(values / scale, torch.float8_e4m3fn) * scale).float()
 
 
 def shard_of_mean(

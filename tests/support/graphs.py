@@ -34,19 +34,9 @@ from fp8_dist.linear.amax_history import history_copies
 from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.linear.weight_queries import shard_scalings, weight_copies
 
-# Passes over tensors, GEMMs, collectives; and the queries of scales.
-OPS = (
-    "scale_query",
-    "amax",
-    "quantize",
-    "reblock",
-    "scaled_mm",
-    "mm",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-)
-
+# The queries of scales, passes over tensors, GEMMs, and collectives.
+OPS = ("scale_query", "amax", "quantize", "reblock", "scaled_mm", "mm")
+OPS += ("all_gather", "reduce_scatter", "all_reduce")
 
 # Each is one cast of a tensor, to one copy or to several. The last two ask for the scale, too.
 CASTS = {
@@ -83,12 +73,9 @@ def counted(func: Any) -> str | None:
     if func in QUERIES:
         return None if func is shard_scalings.overload else "scale_query"
     name = func._schema.name.partition("::")[2]
-    if name in OF_BLOCKS:
-        return OF_BLOCKS[name]
-    for op in OPS:
-        if name in (op, f"{op}es", f"{op}_into_tensor", f"{op}_tensor"):
-            return op
-    return None
+    name = OF_BLOCKS.get(name, name)
+    names = ((op, (op, f"{op}es", f"{op}_into_tensor", f"{op}_tensor")) for op in OPS)
+    return next((op for op, every in names if name in every), None)
 
 
 def op_columns(columns: Mapping[str, Counter[str]]) -> str:
@@ -132,8 +119,8 @@ class Graphs:
         made: how many "forward" and "backward" graphs were made.
         ran: how many of them ran.
         ops: what ran in them: by direction, and op of ``OPS``.
-        collectives: by direction, the collectives that ran in them. Sizes and dtypes are those of
-            the buffers in the graph, where float8 travels as uint8.
+        collectives: those that ran in them. Sizes and dtypes are of the buffers in the graph, where
+            float8 travels as uint8.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -150,24 +137,12 @@ class Graphs:
         """Count anew what runs."""
         self.ran: Counter[str] = Counter()
         self.ops: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
-        self.collectives = {"forward": CommTable(), "backward": CommTable()}
+        self.collectives = CommTable()
 
     @property
     def bytes(self) -> int:
         """The bytes of all collectives that ran."""
-        return sum(table.bytes for table in self.collectives.values())
-
-    def collectives_shown(self) -> str:
-        """The collectives, a line for each kind."""
-        lines = []
-        for direction, table in self.collectives.items():
-            for row in table.rows:
-                dtype = str(row.dtype).removeprefix("torch.")
-                lines.append(
-                    f"{direction:9} {row.op:15} {row.axis:3} {dtype:9}"
-                    f"{row.count:3}{row.bytes:>9,} bytes"
-                )
-        return "\n".join(lines)
+        return self.collectives.bytes
 
     def _compiler(self, direction: str) -> Callable[..., Any]:
         def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -178,7 +153,7 @@ class Graphs:
                 self.ran[direction] += 1
                 self.ops[direction] += ops
                 for row in rows:
-                    self.collectives[direction].add(row)
+                    self.collectives.add(row)
                 return graph(*args)
 
             run._boxed_call = True  # type: ignore[attr-defined]

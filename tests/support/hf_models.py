@@ -1,7 +1,7 @@
 """Small models of transformers, converted, and the text that they are trained on."""
 
 import argparse
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,57 +13,50 @@ from fp8_dist import Float8LinearConfig, convert_to_float8_training, skip_head
 from scripts.measure.hf_plans import SIZES
 
 SMALL = SIZES
-VOCABULARY: int = SMALL["vocab_size"]
 HEADS = {"head_dim": 16}
 GEMMA = HEADS | {"query_pre_attn_scalar": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A model class, the name of its config, and what its config has besides SMALL."""
-
-    model: str
-    config: str
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-KINDS = {
-    "llama": Kind("LlamaForCausalLM", "LlamaConfig"),
-    "llama_tied": Kind("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": True}),
-    "llama_base": Kind("LlamaModel", "LlamaConfig"),
-    "mistral": Kind("MistralForCausalLM", "MistralConfig", HEADS),
-    "qwen2": Kind("Qwen2ForCausalLM", "Qwen2Config"),
-    "qwen3": Kind("Qwen3ForCausalLM", "Qwen3Config", HEADS),
-    "gemma2": Kind("Gemma2ForCausalLM", "Gemma2Config", GEMMA),
-    "gemma3": Kind("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA),
-    "phi": Kind("PhiForCausalLM", "PhiConfig"),
-    "phi3": Kind("Phi3ForCausalLM", "Phi3Config"),
-    "eurobert": Kind("EuroBertForMaskedLM", "EuroBertConfig"),
-    "mixtral": Kind(
-        "MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}
+# By name: a model class, the name of its config, and what its config has besides SMALL.
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "llama_tied": ("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": True}),
+    "llama_base": ("LlamaModel", "LlamaConfig", {}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", HEADS),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", HEADS),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GEMMA),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA),
+    "phi": ("PhiForCausalLM", "PhiConfig", {}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {}),
+    "eurobert": ("EuroBertForMaskedLM", "EuroBertConfig", {}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "qwen3_moe": Kind(
-        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", HEADS | EXPERTS | {"num_experts": 4}
-    ),
-    "glm4_moe": Kind(
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", HEADS | EXPERTS | {"num_experts": 4}),
+    "glm4_moe": (
         "Glm4MoeForCausalLM",
         "Glm4MoeConfig",
         HEADS | EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1},
     ),
-    "llama4": Kind(
-        "Llama4ForCausalLM", "Llama4TextConfig", HEADS | EXPERTS | {"num_local_experts": 4}
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        HEADS | EXPERTS | {"num_local_experts": 4},
     ),
 }
 
 
 def build(kind: str, **config: Any) -> nn.Module:
     """The model of a kind, always with the same weights; vectors are random as matrices are."""
-    what = KINDS[kind]
+    name, config_name, extra = KINDS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        settings = getattr(transformers, what.config)(**SMALL | what.extra | config)
-        model: nn.Module = getattr(transformers, what.model)(settings)
+        settings = getattr(transformers, config_name)(**SMALL | extra | config)
+        model: nn.Module = getattr(transformers, name)(settings)
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)

@@ -29,15 +29,9 @@ def trained(
 ) -> list[float]:
     """SQNR of outputs and weights in three steps, against those on one device.
 
-    Every rank has the same batches.
-
-    Args:
-        recipe: of the layers.
-        mesh: its axis "tp" is tensor-parallel, without sequence parallelism.
-        device: of the model.
-        data: the axes over which FSDP2 shards (the last one) and replicates (those before).
-        hidden: the size of the layers; shards may be uneven.
-        offload: parameters are on the CPU.
+    Every rank has the same batches. The mesh's axis "tp" is tensor-parallel, without sequence
+    parallelism; FSDP2 shards over the last axis of `data` and replicates over those before.
+    `hidden` is the size of the layers: shards may be uneven. `offload`: parameters are on the CPU.
     """
     config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
     sharded = mesh[data].size() > 1 or offload

@@ -143,7 +143,6 @@ def wrong_casts(
     used: dict[str, Float8Tensor],
     masters: dict[str, torch.Tensor],
     tp: DeviceMesh | None = None,
-    power_of_2: bool = False,
 ) -> list[str]:
     """What a forward multiplied in place of this rank's parts of one device's casts.
 
@@ -152,7 +151,7 @@ def wrong_casts(
     wrong = []
     for name, weight in used.items():
         master = masters[f"{name}.weight"]
-        cast = cast_to_float8(master, CastConfig(), round_scales_to_power_of_2=power_of_2)
+        cast = cast_to_float8(master, CastConfig())
         assert isinstance(cast, Float8Tensor)
         if tp is not None:
             parts = cast.qdata.chunk(tp.size(), 1 if name.endswith(("wo", "w2")) else 0)

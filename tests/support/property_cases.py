@@ -57,40 +57,29 @@ ACTIONS = (
 
 @dataclass(frozen=True)
 class CastCase:
-    """A cast of one tensor, whole or distributed over `ranks` of a 1-D mesh.
-
-    Attributes:
-        dim: the reduced dim of an axiswise cast; None: tensorwise.
-        placement: "replicate", or the dim that is sharded.
-    """
+    """A cast of one tensor, whole or distributed over `ranks` of a 1-D mesh."""
 
     shape: tuple[int, ...] = (4, 8)
     dtype: str = "fp32"
     values: str = "normal"
     layout: str = "contiguous"
-    dim: int | None = None
+    dim: int | None = None  # the reduced dim of an axiswise cast; None: tensorwise
     power_of_2: bool = False
     target: str | None = None
     ranks: int = 1
-    placement: str | int = "replicate"
+    placement: str | int = "replicate"  # or the dim that is sharded
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class LayerCase:
-    """A forward and a backward of one layer.
+    """A forward and a backward of one layer."""
 
-    Attributes:
-        recipe: whose config is changed by `casts` and `flags`.
-        casts: (field after "cast_config_", type, granularity, target) of each cast that differs.
-        flags: (field, value) of other fields of the config.
-        rows: the leading dims of the input.
-    """
-
-    recipe: str = "tensorwise"
+    recipe: str = "tensorwise"  # its config is changed by what follows
+    # (field after "cast_config_", type, granularity, target) of each cast that differs
     casts: tuple[tuple[str, str, str, str | None], ...] = ()
-    flags: tuple[tuple[str, Any], ...] = ()
-    rows: tuple[int, ...] = (4,)
+    flags: tuple[tuple[str, Any], ...] = ()  # (field, value) of other fields
+    rows: tuple[int, ...] = (4,)  # the leading dims of the input
     in_features: int = 16
     out_features: int = 16
     dtype: str = "fp32"
@@ -267,6 +256,6 @@ def train_cases(draw: st.DrawFn, max_ranks: int) -> TrainCase:
 
 def cases(kind: str, max_ranks: int = 4) -> st.SearchStrategy[Case]:
     """Cases of a kind that need at most so many ranks."""
-    return {"cast": cast_cases(max_ranks), "layer": layer_cases(), "train": train_cases(max_ranks)}[
-        kind
-    ]
+    if kind == "layer":
+        return layer_cases()
+    return cast_cases(max_ranks) if kind == "cast" else train_cases(max_ranks)

@@ -11,22 +11,17 @@ from property_verdicts import WrongResult
 from recipe_algebra import (
     E4M3,
     E5M2,
+    SUMMED,
     folded,
+    in_order,
     layer_of,
     magnitude,
-    of_blocks,
     rounded,
     step,
+    summed_in_blocks,
 )
 
 from fp8_dist import CastConfig, Float8LinearConfig, ScalingGranularity, ScalingType
-
-# Of each GEMM: its operands in its order, and the dim of each (as it is stored) that it sums over.
-GEMMS = {
-    "output": (("input", 1), ("weight", 1)),
-    "grad_input": (("grad_output", 1), ("weight", 0)),
-    "grad_weight": (("grad_output", 0), ("input", 0)),
-}
 
 
 def config_of_case(case: LayerCase) -> Float8LinearConfig:
@@ -66,7 +61,7 @@ def compare(
 ) -> None:
     """Whether output and gradients are what the config says."""
     operands = {"input": x, "weight": w, "grad_output": g}
-    for gemm in GEMMS:
+    for gemm in SUMMED:
         left, right = multiplied(gemm, config, operands)
         expected, bound = left @ right, left.abs() @ right.abs()
         # Where a GEMM takes denormal numbers for zeros.
@@ -90,15 +85,10 @@ def multiplied(
     """What a GEMM multiplies, fp64."""
     if config.fold_row_scales:
         return folded_operands(gemm, config, operands)
-    sides = [
-        dequantized(operands[name], summed, gemm, name, config) for name, summed in GEMMS[gemm]
-    ]
-    left, right = sides
-    return {
-        "output": (left, right.t()),
-        "grad_input": (left, right),
-        "grad_weight": (left.t(), right),
-    }[gemm]
+    sides = (
+        dequantized(operands[name], summed, gemm, name, config) for name, summed in SUMMED[gemm]
+    )
+    return in_order(gemm, *sides)
 
 
 def dequantized(
@@ -108,18 +98,11 @@ def dequantized(
     cast = cast or getattr(config, f"cast_config_{operand}")
     if cast.scaling_type is ScalingType.DISABLED or not x.numel():
         return x.double()
-    by_row = cast.scaling_granularity is ScalingGranularity.AXISWISE
     dtype = cast.target_dtype or (E5M2 if operand == "grad_output" else E4M3)
     if cast.block_size is not None:
-        rows, columns = cast.block_size
-        first = of_blocks(x, dtype, rows, columns, cast.scale_rule)
-        blocked_again = rows == 1 and summed == 0  # the tokens
-        return (
-            of_blocks(first, dtype, columns, 1, cast.scale_rule and "ceil")
-            if blocked_again
-            else first
-        )
-    amax = magnitude(x, summed if by_row else "tensor")
+        return summed_in_blocks(x, dtype, summed, cast.block_size, cast.scale_rule)
+    by_row = cast.scaling_granularity is ScalingGranularity.AXISWISE
+    amax = magnitude(x, summed if by_row else None)
     return rounded(x, dtype, amax, config.round_scales_to_power_of_2)
 
 
@@ -131,7 +114,7 @@ def folded_operands(
     if enabled and x.numel() and w.numel() and g.numel():
         dtypes = {n: config.cast_config(n, gemm).dtype_for(n) for n in operands}  # type: ignore[arg-type]
         return folded(*(operands[n] for n in ("input", "weight", "grad_output")), dtypes)[gemm]
-    return {"output": (x, w.t()), "grad_input": (g, w), "grad_weight": (g.t(), x)}[gemm]
+    return in_order(gemm, *(operands[name].double() for name, _ in SUMMED[gemm]))
 
 
 def check_close(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from nets import MLP, full
+from nets import MLP, Net, full, net_plan
 from property_cases import MESHES, TrainCase, ranks_of
 from property_casts import part_of
 from property_values import DTYPES, values
@@ -29,7 +29,6 @@ from reference import same_values, scale_of_elements
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import PrepareModuleInput
 from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
@@ -45,12 +44,7 @@ from fp8_dist import (
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
 from fp8_dist.linear.recording import GemmRecord, record_gemms
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor_parallel import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
-    apply_tp_plan,
-)
+from fp8_dist.tensor_parallel import apply_tp_plan
 
 
 class GatedMLP(MLP):
@@ -58,6 +52,21 @@ class GatedMLP(MLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.relu(self.w1(x)) * self.w3(x))
+
+
+class GatedNet(Net):
+    """A second MLP where its inputs are bitwise one device's: not behind a reduction."""
+
+    def __init__(self, case: TrainCase, layers: int) -> None:
+        super().__init__(layers=0)
+        with torch.random.fork_rng():
+            torch.manual_seed(case.seed)
+            self.layers = nn.ModuleList(GatedMLP(case.dim, case.hidden) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 # The dim of the left and the right operand of each GEMM that a tensor-parallel style splits.
@@ -75,7 +84,7 @@ def run_training(case: TrainCase) -> list[str]:
     world = World(case)
     for i, action in enumerate(case.actions):
         try:
-            world.take(action)
+            ACTIONS[action](world)
         except WrongResult as error:
             raise WrongResult(f"after {list(case.actions[: i + 1])}: {error}") from None
     if case.differs:
@@ -108,36 +117,19 @@ class World:
         self.make_optimizer = lambda net: make(net.parameters(), lr=0.05, foreach=foreach)
         self.optimizer = self.make_optimizer(self.net)
 
-    def model(self, config: Float8LinearConfig) -> nn.Sequential:
-        """A second MLP where its inputs are bitwise one device's: not behind a reduction."""
-        layers = 1 if self.tp > 1 else 2
-        with torch.random.fork_rng():
-            torch.manual_seed(self.case.seed)
-            net = nn.Sequential(*(GatedMLP(self.case.dim, self.case.hidden) for _ in range(layers)))
-        net.to(DTYPES[self.case.dtype])
-        return convert_to_float8_training(net, config=config)
+    def model(self, config: Float8LinearConfig) -> GatedNet:
+        net = GatedNet(self.case, layers=1 if self.tp > 1 else 2).to(DTYPES[self.case.dtype])
+        convert_to_float8_training(net, config=config)
+        return net
 
     def distribute(self) -> None:
-        mesh = self.mesh
         if self.tp > 1:
-            layout = Shard(1) if self.sequence_parallel else Replicate()
-            travels = self.net[0].w1.config.gather_cast("input") is not None
-            prepare = PrepareFloat8ModuleInput if travels else PrepareModuleInput
-            plan = {
-                "0": prepare(input_layouts=(layout,), desired_input_layouts=(Replicate(),)),
-                "0.w1": Float8ColwiseParallel(),
-                "0.w3": Float8ColwiseParallel(),
-                "0.w2": Float8RowwiseParallel(output_layouts=layout),
-            }
-            apply_tp_plan(self.net, mesh["tp"], plan)
+            apply_tp_plan(self.net, self.mesh["tp"], net_plan(self.net, self.sequence_parallel))
         if self.replicas > 1:
-            hybrid = mesh["replicate"].size() > 1
-            data = mesh["replicate", "shard"] if hybrid else mesh["shard"]
-            for module in (*self.net, self.net):
+            hybrid = self.mesh["replicate"].size() > 1
+            data = self.mesh["replicate", "shard"] if hybrid else self.mesh["shard"]
+            for module in (*self.net.layers, self.net):
                 fully_shard(module, mesh=data)
-
-    def take(self, action: str) -> None:
-        ACTIONS[action](self)
 
     def update(self) -> None:
         """After an optimizer step; the twin's delayed histories end the step, too."""
@@ -159,11 +151,18 @@ class World:
         self.refused += texts[:1]
 
     def batch(self, replica: int) -> torch.Tensor:
+        return self.drawn(
+            self.case.values if replica == self.passes % self.replicas else "normal", replica
+        )
+
+    def grad(self, replica: int) -> torch.Tensor:
+        """The gradient of the output: given, since outputs are equal but for the order of sums."""
+        return self.drawn("magnitudes", replica + 5)
+
+    def drawn(self, kind: str, number: int) -> torch.Tensor:
         case = self.case
         shape = (case.batch, case.sequence, case.dim)
-        seed = 1000 * case.seed + 10 * self.passes + replica
-        kind = case.values if replica == self.passes % self.replicas else "normal"
-        return values(kind, shape, DTYPES[case.dtype], seed)
+        return values(kind, shape, DTYPES[case.dtype], 1000 * case.seed + 10 * self.passes + number)
 
     def same_weights(self) -> None:
         with torch.no_grad():
@@ -208,38 +207,27 @@ class World:
 
     def together(self, *checks: Callable[[], None]) -> None:
         """Runs checks; raises what one finds on all ranks, so that none goes on alone."""
-        problem = ""
+        problems = [""]
         try:
             for check in checks:
                 check()
         except WrongResult as error:
-            problem = str(error)
-        problems = [problem]
+            problems = [str(error)]
         if ranks_of(self.case) > 1:
-            problems = [""] * dist.get_world_size()
-            dist.all_gather_object(problems, problem)
+            own, problems = problems[0], [""] * dist.get_world_size()
+            dist.all_gather_object(problems, own)
         for rank, text in enumerate(problems):
             if text:
                 raise WrongResult(f"rank {rank}: {text}")
-
-    def grad(self, replica: int) -> torch.Tensor:
-        """The gradient of the output: given, since outputs are equal but for the order of sums."""
-        case = self.case
-        seed = 1000 * case.seed + 10 * self.passes + replica + 5
-        shape = (case.batch, case.sequence, case.dim)
-        return values("magnitudes", shape, DTYPES[case.dtype], seed)
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of an output."""
         return part_of(x, 1, self.tp, self.rank % self.tp) if self.sequence_parallel else x
 
-    def forward(self, net: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-        if not self.checkpointing:
-            return net(x)
-        if self.replicas > 1:  # the root's hooks run outside
-            return checkpoint(net, x, use_reentrant=False)
-        for layer in net:
-            x = checkpoint(layer, x, use_reentrant=False)
+    def forward(self, net: GatedNet, x: torch.Tensor) -> torch.Tensor:
+        # (Of several replicas the root's hooks run outside.)
+        for part in [net] if self.replicas > 1 or not self.checkpointing else net.layers:
+            x = checkpoint(part, x, use_reentrant=False) if self.checkpointing else part(x)
         return x
 
     def given(self, x: torch.Tensor) -> torch.Tensor:
@@ -321,19 +309,14 @@ def check_near(
     finite, limits = theirs.isfinite(), torch.finfo(theirs.dtype)
     if (~finite).any() and mine.isfinite()[~finite].any():
         raise WrongResult(f"{name} is finite, and is not in the twin: {mine}, {theirs}")
-    largest = sum(finite_max(term) for term in terms)
+    finite_terms = [term[term.isfinite()].double().abs() for term in terms]
+    largest = sum(term.max().item() for term in finite_terms if term.numel())
     # Near the limits of the dtype a sum may overflow in one order and not in the other.
     if largest < limits.max / 1e6:
         error = (mine[finite].double() - theirs[finite].double()).abs()
         allowed = largest * 32 * limits.eps + limits.smallest_normal
         if not bool((error <= allowed).all()):
             raise WrongResult(f"{name} {mine}, twin {theirs}: off by {error.max():.3g}")
-
-
-def finite_max(x: torch.Tensor) -> float:
-    """The largest magnitude of the finite values; 0 if there are none."""
-    known = x[x.isfinite()]
-    return known.double().abs().max().item() if known.numel() else 0.0
 
 
 def load(net: nn.Module) -> None:
@@ -375,7 +358,7 @@ def write_after_precompute(world: World) -> None:
 
 def merge(world: World) -> None:
     """What PEFT does to frozen weights, in the midst of training: it writes through ``.data``."""
-    weights = [layer.w1.weight for layer in world.net]
+    weights = [layer.w1.weight for layer in world.net.layers]
     world.both(partial(freeze, True))
     for factor in (None, 3.0, 1 / 3):
         for weight in weights if factor else ():
@@ -410,8 +393,8 @@ def checkpoint_folder(ranks: int) -> Iterator[str]:
             dist.barrier()
 
 
-def freeze(frozen: bool, net: nn.Module) -> None:
-    for layer in net:
+def freeze(frozen: bool, net: GatedNet) -> None:
+    for layer in net.layers:
         layer.w1.weight.requires_grad_(not frozen)
 
 
@@ -451,15 +434,11 @@ def toggle_checkpointing(world: World) -> None:
     world.run(training=True)
 
 
-def evaluate(world: World) -> None:
-    world.run(training=False)
-
-
 ACTIONS: dict[str, Callable[[World], None]] = {
     "step": step,
     "step without update": partial(step, update=False),
     "micro-batches": micro_batches,
-    "evaluate": evaluate,
+    "evaluate": lambda world: world.run(training=False),
     "load_state_dict": changed(load),
     "edit in place": changed(edit),
     "write .data, invalidate": changed(write_data),

@@ -14,7 +14,7 @@ SOURCES = (LIBRARY, LIBRARY.parent / "fsdp", LIBRARY.parent / "tensor_parallel")
 OF_TORCH = re.compile(r"FSDP does not support uneven sharding on dim 1")
 # Every message begins with what refuses: a layer, a function, a class, or what the user wrote.
 SUBJECT = re.compile(
-    r"^(\d+\.)?(w\d|layer|Float8\w+|CastConfig\S*|[a-z]\w*(_\w+)+|float8 GEMM of|a \w+ owns|"
+    r"^(layers\.\d+\.)?(w\d|layer|Float8\w+|CastConfig\S*|[a-z]\w*(_\w+)+|float8 GEMM of|a \w+ owns|"
     r"these weights|FSDP2's first gather)\b"
 )
 

@@ -32,6 +32,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -48,13 +49,15 @@ GROUP_TIMEOUT_S = 60.0
 GRACE_S = 3.0
 # Forking a process that has imported torch is not safe on macOS.
 START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
-# Imported once, before the ranks are forked. (fp8_dist is not: the server does not know the
-# sys.path of the tests.)
+# Imported once, before the ranks are forked.
 PRELOADED = [
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "torch._inductor.compile_fx",
+    "fp8_dist.debug",
+    "fp8_dist.fsdp",
+    "fp8_dist.tensor_parallel",
 ]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -144,7 +147,9 @@ class RankPool:
                 daemon=True,
                 name=f"rank {rank} of {self.world_size}",
             )
-            process.start()
+            # The server that the first one starts must find what is preloaded.
+            with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from reference import FORMATS
+from reference import FORMATS, nearest, reference_blocks
 
 from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
 
@@ -17,25 +17,19 @@ RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 GEMMS = ("output", "grad_input", "grad_weight")
 OPERANDS = ("input", "weight", "grad_output")
 
-# Of a GEMM's two operands, in its order: the dim that one scale covers; "tensor"; "high" precision.
-Covered = int | str
-CASTS: dict[str, dict[str, tuple[Covered, Covered]]] = {
-    "tensorwise": dict.fromkeys(GEMMS, ("tensor", "tensor")),
-    "delayed": dict.fromkeys(GEMMS, ("tensor", "tensor")),
-    "rowwise": {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)},
-    "rowwise_with_gw_hp": {
-        "output": (1, 1),
-        "grad_input": (1, "tensor"),
-        "grad_weight": ("high", "high"),
-    },
+# Of each GEMM: its operands in its order, and the dim of each (as it is stored) that it sums over.
+SUMMED = {
+    "output": (("input", 1), ("weight", 1)),
+    "grad_input": (("grad_output", 1), ("weight", 0)),
+    "grad_weight": (("grad_output", 0), ("input", 0)),
 }
 # The size of the blocks, and the rule of their scales.
 BLOCKS: dict[str, tuple[int, str | None]] = {"blockwise": (128, None), "mxfp8": (32, "ceil")}
 
 
-def magnitude(x: torch.Tensor, covered: Covered) -> torch.Tensor:
+def magnitude(x: torch.Tensor, covered: int | None) -> torch.Tensor:
     """amax in fp64: 0-dim, or of size 1 along the covered dim."""
-    return x.double().abs().amax() if covered == "tensor" else x.double().abs().amax(covered, True)
+    return x.double().abs().amax() if covered is None else x.double().abs().amax(covered, True)
 
 
 def rounded(
@@ -50,35 +44,39 @@ def rounded(
 
 def multiplied(x: torch.Tensor, dtype: torch.dtype, m: torch.Tensor) -> torch.Tensor:
     """What ``x`` dequantizes to, fp64, if it is cast with these multipliers, fp32."""
-    largest, bits, smallest = FORMATS[dtype]
-    scaled = (x.float() * m).double().clamp(-largest, largest)
-    exponent = (torch.frexp(scaled).exponent - 1).clamp(min=smallest)
-    step = torch.ldexp(torch.ones_like(scaled), exponent - bits)
-    return torch.round(scaled / step) * step * (1 / m).double()
+    return nearest((x.float() * m).double(), dtype) * (1 / m).double()
 
 
 def of_blocks(
     x: torch.Tensor, dtype: torch.dtype, rows: int, columns: int, rule: str | None
 ) -> torch.Tensor:
     """What a matrix dequantizes to, fp64, if it is cast with a scale per block."""
-    amax = torch.empty(x.shape, dtype=torch.float64)
-    for i in range(0, x.shape[0], rows):
-        for j in range(0, x.shape[1], columns):
-            block = slice(i, i + rows), slice(j, j + columns)
-            amax[block] = magnitude(x[block], "tensor")
-    if rule is None:
-        return rounded(x, dtype, amax, power_of_2=True)
-    # From 2 ** -127 on, which is that of zeros.
-    if rule == "floor":  # floor(log2(amax)) - floor(log2(448))
-        exponent = torch.frexp(amax).exponent
-        exponent -= torch.frexp(torch.tensor(FORMATS[dtype][0])).exponent
-    else:  # ceil(log2(amax / 448))
-        fraction, exponent = torch.frexp(amax / FORMATS[dtype][0])
-        exponent = torch.where(fraction == 0.5, exponent - 1, exponent)
-    exponent = exponent.masked_fill(amax == 0, -127).clamp(min=-127)
-    m = torch.ldexp(torch.ones(x.shape), -exponent)
-    x = x.masked_fill(exponent == -127, 0)
-    return multiplied(x, dtype, torch.where(amax.isfinite(), m, torch.nan))
+    exponents, values = reference_blocks(x, dtype, (rows, columns, 0, 0), rule)
+    i, j = torch.arange(x.shape[0]) // rows, torch.arange(x.shape[1]) // columns
+    return values * torch.exp2(exponents[i][:, j].double() - 127) if x.numel() else values
+
+
+def summed_in_blocks(
+    x: torch.Tensor, dtype: torch.dtype, summed: int, block: tuple[int, int], rule: str | None
+) -> torch.Tensor:
+    """What a GEMM that sums over a dim takes of a matrix with scales of blocks, fp64.
+
+    The GEMM that contracts the tokens takes the float8 values of the others, cast again in blocks
+    along the tokens, with scales by which nothing saturates.
+    """
+    rows, columns = block
+    first = of_blocks(x, dtype, rows, columns, rule)
+    if rows == 1 and summed == 0:
+        return of_blocks(first, dtype, columns, 1, rule and "ceil")
+    return first
+
+
+def in_order(
+    gemm: str, left: torch.Tensor, right: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operands of ``SUMMED`` as the factors of a product."""
+    transposed = {"output": (left, right.t()), "grad_weight": (left.t(), right)}
+    return transposed.get(gemm, (left, right))
 
 
 def row_scales(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -109,52 +107,28 @@ def products(
     power_of_2 = by_row if power_of_2 is None else power_of_2
     grad_dtype = E4M3 if by_row or recipe in BLOCKS else E5M2
     dtypes = {"input": E4M3, "weight": E4M3, "grad_output": grad_dtype} | (dtypes or {})
-    if recipe in BLOCKS:
-        return blocked(x, w, g, dtypes, *BLOCKS[recipe])
+    tensors = {"input": x, "weight": w, "grad_output": g}
+
+    def cast(gemm: str, operand: str, summed: int) -> torch.Tensor:
+        tensor, dtype = tensors[operand], dtypes[operand]
+        if recipe in BLOCKS:
+            size, rule = BLOCKS[recipe]
+            block = (size if operand == "weight" else 1, size)
+            return summed_in_blocks(tensor, dtype, summed, block, rule)
+        if recipe == "rowwise_with_gw_hp" and gemm == "grad_weight":
+            return tensor.double()
+        of_tensor = (recipe, gemm, operand) == ("rowwise_with_gw_hp", "grad_input", "weight")
+        covered = summed if by_row and not of_tensor else None
+        return rounded(tensor, dtype, magnitude(tensor, covered), power_of_2)
+
     if recipe == "rowwise_folded":
         pairs = folded(x, w, g, dtypes)
-        return {gemm: left @ right for gemm, (left, right) in pairs.items()}
-
-    def cast(operand: str, tensor: torch.Tensor, covered: Covered) -> torch.Tensor:
-        if covered == "high":
-            return tensor.double()
-        return rounded(tensor, dtypes[operand], magnitude(tensor, covered), power_of_2)
-
-    casts = CASTS[recipe]
-    return {
-        "output": cast("input", x, casts["output"][0]) @ cast("weight", w, casts["output"][1]).t(),
-        "grad_input": cast("grad_output", g, casts["grad_input"][0])
-        @ cast("weight", w, casts["grad_input"][1]),
-        "grad_weight": cast("grad_output", g, casts["grad_weight"][0]).t()
-        @ cast("input", x, casts["grad_weight"][1]),
-    }
-
-
-def blocked(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    g: torch.Tensor,
-    dtypes: dict[str, torch.dtype],
-    size: int,
-    rule: str | None,
-) -> dict[str, torch.Tensor]:
-    """The GEMMs of the recipes with scales of blocks, which are powers of two in any case.
-
-    The GEMM that contracts the tokens takes the float8 values of the others, cast again in blocks
-    along the tokens, with scales by which nothing saturates.
-    """
-    xd = of_blocks(x, dtypes["input"], 1, size, rule)
-    wd = of_blocks(w, dtypes["weight"], size, size, rule)
-    gd = of_blocks(g, dtypes["grad_output"], 1, size, rule)
-    by_tokens = [
-        of_blocks(t, dtypes[name], size, 1, rule)
-        for name, t in (("grad_output", gd), ("input", xd))
-    ]
-    return {
-        "output": xd @ wd.t(),
-        "grad_input": gd @ wd,
-        "grad_weight": by_tokens[0].t() @ by_tokens[1],
-    }
+    else:
+        pairs = {
+            gemm: in_order(gemm, *(cast(gemm, *side) for side in sides))
+            for gemm, sides in SUMMED.items()
+        }
+    return {gemm: left @ right for gemm, (left, right) in pairs.items()}
 
 
 def folded(

@@ -4,6 +4,7 @@ Nothing here calls the code under test; the recorders listen to it. Of the libra
 its recording of GEMMs is used.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -32,77 +33,62 @@ def float8_grid(dtype: torch.dtype) -> list[float]:
     return [v for v in values if v <= largest]
 
 
+def nearest(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp64 numbers, rounded to the nearest value of a float8 format, ties to even; saturated."""
+    largest, bits, smallest = FORMATS[dtype]
+    scaled = scaled.clamp(-largest, largest)
+    exponent = (torch.frexp(scaled).exponent - 1).clamp(min=smallest)
+    step = torch.ldexp(torch.ones_like(scaled), exponent - bits)
+    return torch.round(scaled / step) * step
+
+
 def reference_cast(
     x: torch.Tensor, dtype: torch.dtype, power_of_2: bool = False
 ) -> tuple[torch.Tensor, float]:
-    """(rounded values of ``x * m`` as fp64, scale), computed value by value.
-
-    Rounds to nearest, ties to the even code, by search in :func:`float8_grid`.
-    """
-    flat = x.double().flatten().tolist()
-    largest = FORMATS[dtype][0]
-    amax = max((abs(v) for v in flat), default=0.0)
-    m = torch.tensor(largest / max(amax, 1e-12), dtype=torch.float64).float()
+    """(rounded values of ``x * m`` as fp64, scale)."""
+    amax = x.double().abs().max().item() if x.numel() else 0.0
+    m = torch.tensor(FORMATS[dtype][0] / max(amax, 1e-12), dtype=torch.float64).float()
     if power_of_2:
         m = torch.tensor(2.0 ** math.floor(math.log2(m.item())))
-    grid = float8_grid(dtype)
-    scaled = (x.float() * m).double().flatten().tolist()
-    out = [math.copysign(_nearest(min(abs(v), largest), grid), v) for v in scaled]
-    return torch.tensor(out, dtype=torch.float64).view(x.shape), (1 / m).item()
+    return nearest((x.float() * m).double(), dtype), (1 / m).item()
 
 
 def reference_blocks(
     x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(exponents as bytes, rounded values of ``x / scale`` as fp64), computed value by value.
+    """(exponents as bytes, rounded values of ``x / scale`` as fp64).
 
     ``x``: ``[M, K]``. ``blocks``: rows, columns, and where in its first block it begins, by rows and
-    by columns. ``rule``: as in :mod:`fp8_dist.kernels.blocks`. NaN for the values of a block that has others than
-    finite ones.
+    by columns. ``rule``: as in :mod:`fp8_dist.kernels.blocks`. NaN for the values of a block that has
+    others than finite ones.
     """
-    rows, columns, first_row, first_column = blocks
-    of_block: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            block = (first_row + i) // rows, (first_column + j) // columns
-            of_block.setdefault(block, []).append((i, j))
-    count = [max(axis, default=-1) + 1 for axis in zip(*of_block, strict=True)] or [0, 0]
-    exponents, out = torch.zeros(count, dtype=torch.uint8), x.double().clone()
-    values, grid = x.float().double().tolist(), float8_grid(dtype)
-    for block, elements in of_block.items():
-        byte = _exponent_byte([abs(values[i][j]) for i, j in elements], dtype, rule)
-        exponents[block] = byte
-        for i, j in elements:
-            size = min(abs(values[i][j]) / 2.0 ** (byte - 127), grid[-1]) if byte else 0.0
-            rounded = math.nan if byte == 255 else _nearest(size, grid)
-            out[i, j] = math.copysign(rounded, values[i][j])
-    return exponents, out
+    x = x.detach().float().double()
+    i, j = ((torch.arange(n) + blocks[2 + d]) // blocks[d] for d, n in enumerate(x.shape))
+    count = [int(i.max()) + 1, int(j.max()) + 1] if x.numel() else [0, 0]
+    amax = torch.zeros(count, dtype=torch.float64)
+    for block in itertools.product(*map(range, count)):
+        amax[block] = x[i == block[0]][:, j == block[1]].abs().max()
+    exponents = _exponent_bytes(amax, dtype, rule)
+    if not x.numel():
+        return exponents, x
+    byte = exponents[i][:, j].double()
+    scaled = torch.where(byte == 0, x * 0, x / torch.exp2(byte - 127))
+    return exponents, nearest(scaled, dtype).masked_fill(byte == 255, math.nan)
 
 
-def _exponent_byte(values: list[float], dtype: torch.dtype, rule: str | None) -> int:
-    """The byte of the scale of values: 255 is NaN."""
-    if not all(map(math.isfinite, values)):
-        return 255
+def _exponent_bytes(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> torch.Tensor:
+    """The bytes of the scales of blocks: 255 is NaN."""
+    largest = FORMATS[dtype][0]
     if rule is None:
-        m = torch.tensor(FORMATS[dtype][0] / max(*values, 1e-12), dtype=torch.float64).float()
-        return 127 - (math.frexp(m.item())[1] - 1)
-    if not any(values):
-        return 0
-    if rule == "floor":
-        return max(0, 127 + math.frexp(max(values))[1] - math.frexp(FORMATS[dtype][0])[1])
-    fraction, exponent = math.frexp(max(values) / FORMATS[dtype][0])
-    return max(0, 127 + exponent - (fraction == 0.5))
-
-
-def _nearest(value: float, grid: list[float]) -> float:
-    low, high = 0, len(grid) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if grid[middle] <= value else (low, middle)
-    below, above = grid[low], grid[high]
-    if value - below == above - value:
-        return below if low % 2 == 0 else above
-    return below if value - below < above - value else above
+        byte = 128 - torch.frexp((largest / amax.clamp(min=1e-12)).float()).exponent
+    elif rule == "floor":  # floor(log2(amax)) - floor(log2(largest))
+        byte = 127 + torch.frexp(amax).exponent - math.frexp(largest)[1]
+    else:  # ceil(log2(amax / largest))
+        fraction, exponent = torch.frexp(amax / largest)
+        byte = 127 + exponent - (fraction == 0.5).int()
+    if rule is not None:
+        byte = byte.masked_fill(amax == 0, 0)
+    return byte.clamp(min=0).masked_fill(~amax.isfinite(), 255).to(torch.uint8)
 
 
 def sqnr(expected: torch.Tensor, actual: torch.Tensor) -> float:

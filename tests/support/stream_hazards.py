@@ -36,9 +36,7 @@ class Access:
     stream: Stream
     number: int
     name: str
-    clock: Clock | None = (
-        None  # of the stream then, for collectives, which are waited for one by one
-    )
+    clock: Clock | None = None  # of the stream, for collectives, which are waited for one by one
 
     def known_to(self, stream: Stream) -> bool:
         """Whether a stream runs after it."""
@@ -47,21 +45,15 @@ class Access:
 
 @dataclass
 class Memory:
-    """The memory of one storage.
-
-    Attributes:
-        pool: the stream that it was allocated on.
-        made: the line of the library that did.
-        recorded: the streams that the allocator was told of.
-    """
+    """The memory of one storage."""
 
     reference: StorageWeakRef
     size: int
-    pool: Stream
-    made: str
+    pool: Stream  # that it was allocated on
+    made: str  # the line of the library that did
     written: Access | None = None
     uses: dict[int, Access] = field(default_factory=dict)  # by the id of the stream
-    recorded: set[int] = field(default_factory=set)
+    recorded: set[int] = field(default_factory=set)  # the streams that the allocator was told of
 
     def is_freed(self) -> bool:
         """Whether Python freed it, or FSDP2, which resizes storages."""
@@ -124,10 +116,9 @@ class Hazards(TorchDispatchMode):
         if runs_on is self._nccl:
             clock = dict(runs_on.clock)
         access = Access(runs_on, number, name, clock)
-        for tensor in filter(_is_cuda, reads):
-            self._use(self._memory_of(tensor, self._compute), access, writes=False)
-        for tensor in filter(_is_cuda, writes):
-            self._use(self._memory_of(tensor, self._compute), access, writes=True)
+        for tensors, is_written in ((reads, False), (writes, True)):
+            for tensor in filter(_is_cuda, tensors):
+                self._use(self._memory_of(tensor, self._compute), access, writes=is_written)
         if space == "c10d":
             # FSDP2 waits at once; for asynchronous unshards later, but on the same stream.
             stream.wait_stream(self._nccl)
@@ -136,10 +127,10 @@ class Hazards(TorchDispatchMode):
         before = list(memory.uses.values()) if writes else [memory.written]
         for other in before:
             if other is not None and not other.known_to(access.stream):
-                self._note(
+                self.found[
                     f"{access.name} on {access.stream.name} {'writes' if writes else 'reads'} what "
                     f"{other.name} on {other.stream.name} may still be at; made at {memory.made}"
-                )
+                ] += 1
         memory.uses[access.stream.stream_id] = access
         if writes:
             memory.written = access
@@ -172,16 +163,13 @@ class Hazards(TorchDispatchMode):
             ]
             fits = new.size <= max(old.size, 512) and (new.size <= _SMALL) == (old.size <= _SMALL)
             if unknown and fits:
-                self._note(
+                self.found[
                     f"memory of {old.pool.name} is allocated again before {unknown[0].name} on "
                     f"{unknown[0].stream.name} is known to be done; made at {old.made}"
-                )
+                ] += 1
             elif unknown:
                 kept.append(old)
         self._freed[new.pool.stream_id] = kept
-
-    def _note(self, hazard: str) -> None:
-        self.found[hazard] += 1
 
 
 def _is_cuda(tensor: torch.Tensor) -> bool:

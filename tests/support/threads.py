@@ -1,9 +1,8 @@
 """Ranks that are threads of this process, so that several of them can share one GPU.
 
-NCCL takes one rank per GPU. torch has process groups between threads for its own tests; a rank's
-collective there copies the tensors of all ranks. They belong to streams that don't know of each
-other, so every rank waits for the device before and after a collective. (What depends on streams is
-not tested by such ranks.)
+NCCL takes one rank per GPU. In torch's process groups between threads a rank's collective copies
+the tensors of all ranks, on streams that don't know of each other: so every rank waits for the
+device before and after it. (What depends on streams is not tested by such ranks.)
 """
 
 import queue

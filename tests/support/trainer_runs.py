@@ -81,11 +81,11 @@ class SequentialTrainer(Trainer):
 
 
 class Audit(TrainerCallback):
-    """Counts the collectives of each step; comes after the callback that updates the scales."""
+    """Audits each step; comes after the callback that updates the scales."""
 
     def __init__(self) -> None:
-        self.tables: list[str] = []
-        self.scales: list[int] = []
+        self.gathers: list[tuple[int, int]] = []  # in float8: messages, elements
+        self.amaxes: list[int] = []  # int32 messages
         self._stack = ExitStack()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -93,9 +93,9 @@ class Audit(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._stack.close()
-        self.tables.append(self._audit.table())
-        rows = [row for row in self._audit.rows if row.dtype is torch.int32]
-        self.scales.append(sum(row.count for row in rows))
+        found = [r for r in self._audit.rows if r.op == "all_gather" and r.dtype.itemsize == 1]
+        self.gathers.append((sum(r.count for r in found), sum(r.elements for r in found)))
+        self.amaxes.append(sum(r.count for r in self._audit.rows if r.dtype is torch.int32))
 
 
 def train(

@@ -37,10 +37,6 @@ if installed:
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
-RECIPES = [
-    *("tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_folded", "delayed"),
-    *("blockwise", "mxfp8"),
-]
 SIZES = [16, 24, 1000, 1024, 1040, 2048, 2064, 4096, 4104, 4112, 8192]
 
 
@@ -58,36 +54,31 @@ def admits(out: int, in_: int, recipe: str = "tensorwise", **arguments: Any) -> 
     return auto_filter(recipe, **arguments)(layer(out, in_), "layer")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4096, device="meta")
-        self.up = layer(8192, 4096)
-        self.down = layer(4096, 8192)
-        self.gate = layer(8, 4096)
+def model() -> nn.Module:
+    blocks = nn.ModuleList()
+    for _ in range(2):
+        layers = {"up": layer(8192, 4096), "down": layer(4096, 8192), "gate": layer(8, 4096)}
+        blocks.append(nn.ModuleDict({"norm": nn.LayerNorm(4096, device="meta"), **layers}))
+    return nn.ModuleDict({"layers": blocks, "head": layer(32000, 4096)})
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.head = layer(32000, 4096)
+def decisions(filter_fn: AutoFilter) -> list[tuple[tuple[int, int], str]]:
+    """The local shape of each layer, and why it is skipped."""
+    return [(row.local_shape, "" if row.convert else row.reason) for row in filter_fn.report.rows]
 
 
-def report_on(filter_fn: AutoFilter, *shapes: tuple[int, int]) -> str:
-    """What a filter says about layers of these shapes, which are named layer.0, layer.1, ..."""
+def decided(filter_fn: AutoFilter, *shapes: tuple[int, int]) -> list[tuple[tuple[int, int], str]]:
+    """What a filter decides about layers of these shapes, which are named layer.0, layer.1, ..."""
     for i, shape in enumerate(shapes):
         filter_fn(layer(*shape), f"layer.{i}")
-    return str(filter_fn.report)
+    return decisions(filter_fn)
 
 
-def asked(model: nn.Module, filter_fn: AutoFilter) -> dict[str, bool]:
+def asked(model: nn.Module, filter_fn: AutoFilter) -> None:
     """Asks about each linear layer, as the conversion does."""
-    modules = model.named_modules()
-    return {fqn: filter_fn(m, fqn) for fqn, m in modules if isinstance(m, nn.Linear)}
-
-
-# Thresholds
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            filter_fn(module, fqn)
 
 
 @pytest.mark.skipif(not installed, reason="torchao is not installed")
@@ -99,79 +90,42 @@ def test_one_rank_decides_as_torchao(recipe: str) -> None:
 
 
 def test_every_recipe_has_thresholds_and_stands_on_the_page() -> None:
-    assert {recipe.value for recipe in Float8LinearRecipeName} <= set(TOO_SMALL)
-    assert list(TOO_SMALL) == RECIPES
-    assert TOO_SMALL["delayed"] == TOO_SMALL["tensorwise"]
-    assert TOO_SMALL["rowwise_with_gw_hp"] == TOO_SMALL["rowwise_folded"] == TOO_SMALL["rowwise"]
-    assert TOO_SMALL["blockwise"] == TOO_SMALL["mxfp8"] == TOO_SMALL["rowwise"]
-    for recipe in TOO_SMALL:
-        assert f"| `{recipe}` |" in section_of_page()
-        assert auto_filter(recipe).report.recipe == recipe
+    assert {recipe.value for recipe in Float8LinearRecipeName} == set(TOO_SMALL)
     for member in Float8LinearRecipeName:
-        assert auto_filter(member).report.recipe == member.value
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_larger_layer_is_never_skipped_for_its_size(recipe: str) -> None:
-    sizes = [16 * n for n in (1, 64, 65, 128, 129, 256, 257, 512)]
-    for (out, in_), tp_size in product(product(sizes, sizes), (1, 2)):
-        if admits(out, in_, recipe, tp_size=tp_size):
-            assert admits(2 * out, in_, recipe, tp_size=tp_size)
-            assert admits(out, 2 * in_, recipe, tp_size=tp_size)
-
-
-# Local shapes
+        recipe = member.value
+        like = "tensorwise" if recipe in ("tensorwise", "delayed") else "rowwise"
+        assert TOO_SMALL[recipe] == TOO_SMALL[like]
+        assert f"| `{recipe}` |" in section_of_page()
+        assert auto_filter(recipe).report.recipe == auto_filter(member).report.recipe == recipe
 
 
 def test_without_a_plan_the_division_that_gains_less_decides() -> None:
     # Halves by rows and by columns: too small and large enough, the other way round, both large
     # enough (twice: the shorter side is shown), and one of the two misaligned (twice).
     shapes = [(2048, 4096), (1024, 8192), (8192, 4096), (4096, 8192), (2064, 8192), (8192, 4112)]
-    assert_expected_inline(
-        report_on(auto_filter("tensorwise", tp_size=2), *shapes),
-        """\
-auto_filter: 2 of 6 linear layers to float8, recipe tensorwise (thresholds: H100)
-local: tp_size 2, out or in divided, whichever gains less (no plan)
-  layer    out x in     local                reason
-  layer.0  2048 x 4096  1024 x 4096  skip    out <= 1024 and in <= 4096
-  layer.1  1024 x 8192  1024 x 4096  skip    out <= 1024 and in <= 4096
-  layer.2  8192 x 4096  8192 x 2048  float8  large enough
-  layer.3  4096 x 8192  2048 x 8192  float8  large enough
-  layer.4  2064 x 8192  1032 x 8192  skip    out = 1032 is not a multiple of 16
-  layer.5  8192 x 4112  8192 x 2056  skip    in = 2056 is not a multiple of 16""",
-    )
-    for shape, style in (((2048, 4096), RowwiseParallel()), ((1024, 8192), ColwiseParallel())):
-        assert admits(*shape)
-        assert admits(*shape, tp_size=2, plan={"layer": style})
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("tp_size", [2, 3, 8])
-def test_no_plan_admits_what_both_plans_admit(recipe: str, tp_size: int) -> None:
-    for out, in_ in product([*SIZES, 12288, 24576], repeat=2):
-        by_plan = [
-            admits(out, in_, recipe, tp_size=tp_size, plan={"layer": style})
-            for style in (ColwiseParallel(), RowwiseParallel())
-        ]
-        assert admits(out, in_, recipe, tp_size=tp_size) == all(by_plan)
+    small = ((1024, 4096), "out <= 1024 and in <= 4096")
+    assert decided(auto_filter("tensorwise", tp_size=2), *shapes) == [
+        small,
+        small,
+        ((8192, 2048), ""),
+        ((2048, 8192), ""),
+        ((1032, 8192), "out = 1032 is not a multiple of 16"),
+        ((8192, 2056), "in = 2056 is not a multiple of 16"),
+    ]
 
 
 def test_of_an_uneven_division_the_smallest_part_decides() -> None:
     filter_fn = auto_filter("tensorwise", tp_size=32, plan={"*.*": RowwiseParallel()})
     # 1008 is 31 parts of 32 and one of 16; 528 is 31 of 17 and one of 1; 32 x 17 is 544.
-    assert_expected_inline(
-        report_on(filter_fn, *((2048, in_) for in_ in (1024, 1008, 528, 544, 1040, 48))),
-        """\
-auto_filter: 2 of 6 linear layers to float8, recipe tensorwise (thresholds: H100)
-local: tp_size 32, divided as the plan says
-  layer    out x in     local              reason
-  layer.0  2048 x 1024  2048 x 32  float8  large enough
-  layer.1  2048 x 1008  2048 x 16  float8  large enough
-  layer.2  2048 x 528   2048 x 1   skip    in = 1 is not a multiple of 16
-  layer.3  2048 x 544   2048 x 17  skip    in = 17 is not a multiple of 16
-  layer.4  2048 x 1040  2048 x 17  skip    in = 17 is not a multiple of 16
-  layer.5  2048 x 48    2048 x 0   skip    a rank holds nothing of it""",
-    )
+    found = decided(filter_fn, *((2048, in_) for in_ in (1024, 1008, 528, 544, 1040, 48)))
+    assert found == [
+        ((2048, 32), ""),
+        ((2048, 16), ""),
+        ((2048, 1), "in = 1 is not a multiple of 16"),
+        ((2048, 17), "in = 17 is not a multiple of 16"),
+        ((2048, 17), "in = 17 is not a multiple of 16"),
+        ((2048, 0), "a rank holds nothing of it"),
+    ]
 
 
 def test_parts_are_those_of_torch() -> None:
@@ -194,21 +148,13 @@ def test_a_plan_divides_what_its_styles_say() -> None:
         "head.*": ColwiseParallel(),
     }
     filter_fn = auto_filter("tensorwise", tp_size=4, plan=plan)
-    asked(Model(), filter_fn)
-    assert_expected_inline(
-        str(filter_fn.report),
-        """\
-auto_filter: 5 of 7 linear layers to float8, recipe tensorwise (thresholds: H100)
-local: tp_size 4, divided as the plan says
-  layer          out x in      local                reason
-  layers.0.up    8192 x 4096   2048 x 4096  float8  large enough
-  layers.0.down  4096 x 8192   4096 x 2048  float8  large enough
-  layers.0.gate  8 x 4096      not divided  skip    out = 8 is not a multiple of 16
-  layers.1.up    8192 x 4096   2048 x 4096  float8  large enough
-  layers.1.down  4096 x 8192   4096 x 2048  float8  large enough
-  layers.1.gate  8 x 4096      2 x 4096     skip    out = 2 is not a multiple of 16
-  head           32000 x 4096  not divided  float8  large enough""",
-    )
+    asked(model(), filter_fn)
+    up, down = ((2048, 4096), ""), ((4096, 2048), "")
+    assert decisions(filter_fn) == [
+        *(up, down, ((8, 4096), "out = 8 is not a multiple of 16")),
+        *(up, down, ((2, 4096), "out = 2 is not a multiple of 16")),
+        ((32000, 4096), ""),
+    ]
 
 
 def test_patterns_match_as_in_parallelize_module() -> None:
@@ -217,13 +163,13 @@ def test_patterns_match_as_in_parallelize_module() -> None:
             reached.append(module)
             return module
 
-    model = Model()
-    names = {module: fqn for fqn, module in model.named_modules()}
+    root = model()
+    names = {module: fqn for fqn, module in root.named_modules()}
     for pattern in ("head", "*", "layers", "layers.*", "layers.0.*", "*.*.u*", "*.up", "", "x.*"):
         reached: list[nn.Module] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, of what a pattern misses on its way
-            parallelize_module(model, object(), {pattern: Recorded()})  # type: ignore[arg-type]
+            parallelize_module(root, object(), {pattern: Recorded()})  # type: ignore[arg-type]
         ours = {fqn for fqn in names.values() if _matches(pattern, fqn)}
         assert ours == {names[module] for module in reached}, pattern
 
@@ -246,31 +192,16 @@ def test_a_plan_that_divides_a_layer_both_ways() -> None:
     filter_fn = auto_filter("tensorwise", tp_size=2, plan=plan)
     assert filter_fn(layer(8192, 8192), "layers.0")
     error = raised(ValueError, lambda: filter_fn(layer(8192, 8192), "layers.1"))
-    assert_expected_inline(
-        error,
-        """auto_filter: the plan divides layers.1 both ways: 'layers.*' is a ColwiseParallel and 'layers.1' a RowwiseParallel; leave one of them""",
-    )
-
-
-# Conversion and report
+    assert "the plan divides layers.1 both ways: 'layers.*' is a Colwise" in error
 
 
 def test_conversion_and_report() -> None:
-    model = Model()
+    net = model()
     filter_fn = auto_filter("tensorwise", ["head", "lm_head", "1.up"], 4)
-    assert_expected_inline(
-        str(filter_fn.report),
-        """\
-auto_filter: 0 of 0 linear layers to float8, recipe tensorwise (thresholds: H100)
-local: tp_size 4, out or in divided, whichever gains less (no plan)
-  no layer was asked for yet
-filter_fqns: 'head' matched no layer
-filter_fqns: 'lm_head' matched no layer
-filter_fqns: '1.up' matched no layer""",
-    )
+    assert filter_fn.report.unmatched_fqns == ("head", "lm_head", "1.up")
     for _ in range(2):  # the second time it keeps one row for each layer
-        convert_to_float8_training(model, module_filter_fn=filter_fn)
-    converted = [fqn for fqn, m in model.named_modules() if isinstance(m, Float8Linear)]
+        convert_to_float8_training(net, module_filter_fn=filter_fn)
+    converted = [fqn for fqn, m in net.named_modules() if isinstance(m, Float8Linear)]
     assert converted == [row.fqn for row in filter_fn.report.rows if row.convert]
     assert filter_fn.report.unmatched_fqns == ("lm_head",)
     assert_expected_inline(
@@ -302,122 +233,67 @@ def test_layers_are_excluded_by_their_exact_names() -> None:
     lazy = nn.LazyLinear(8192)
     asked = {"layers.1": layer(8192, 8192), "layers.10": layer(8192, 8192), "layers.2": lazy}
     assert [filter_fn(module, fqn) for fqn, module in asked.items()] == [False, True, False]
+    assert not filter_fn(nn.Embedding(8192, 8192, device="meta"), "embedding")
+    assert len(filter_fn.report.rows) == 3
     assert filter_fn.reason("layers.1") == "auto_filter: named in exclude"
     assert filter_fn.report.unmatched_exclude == ("layers.0",)
     assert str(filter_fn.report).endswith("\nexclude: 'layers.0' is no layer")
 
 
-def test_a_report_is_of_the_moment_and_of_linear_layers() -> None:
-    filter_fn = auto_filter("rowwise", (fqn for fqn in ("b", "b")))
-    filter_fn(layer(8192, 8192), "a")
-    assert not filter_fn(nn.Embedding(8192, 8192, device="meta"), "embedding")
-    before = filter_fn.report
-    filter_fn(layer(16, 16), "a")
-    filter_fn(layer(16, 16), "b")
-    after = filter_fn.report
-    for report, unmatched, rows in (
-        (before, ("b",), [("a", "large enough")]),
-        (after, (), [("a", "out <= 2048"), ("b", "filter_fqns: 'b'")]),
-    ):
-        assert report.unmatched_fqns == unmatched
-        assert [(row.fqn, row.reason) for row in report.rows] == rows
-
-
-def test_nothing_large_enough_is_an_error_and_the_report_says_why() -> None:
+def test_nothing_large_enough_is_an_error_that_says_why() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     filter_fn = auto_filter("rowwise")
     error = raised(
         ValueError, lambda: convert_to_float8_training(model, module_filter_fn=filter_fn)
     )
     assert not any(isinstance(module, Float8Linear) for module in model.modules())
-    assert_expected_inline(
-        error,
-        """\
-convert_to_float8_training: no layer of Sequential was converted:
-  0: auto_filter: out <= 2048
-  2: auto_filter: out = 8 is not a multiple of 16""",
-    )
-    assert_expected_inline(
-        str(filter_fn.report),
-        """\
-auto_filter: 0 of 2 linear layers to float8, recipe rowwise (thresholds: H100)
-  layer  out x in  local          reason
-  0      64 x 64   64 x 64  skip  out <= 2048
-  2      8 x 64    8 x 64   skip  out = 8 is not a multiple of 16""",
-    )
+    assert error.splitlines()[1:] == [
+        "  0: auto_filter: out <= 2048",
+        "  2: auto_filter: out = 8 is not a multiple of 16",
+    ]
+    assert [row.convert for row in filter_fn.report.rows] == [False, False]
 
 
 def test_a_model_that_is_a_linear_layer() -> None:
     filter_fn = auto_filter("tensorwise", tp_size=2, plan={"*": ColwiseParallel()})
     converted = convert_to_float8_training(layer(8192, 8192), module_filter_fn=filter_fn)
     assert isinstance(converted, Float8Linear)
-    assert_expected_inline(
-        str(filter_fn.report),
-        """\
-auto_filter: 1 of 1 linear layer to float8, recipe tensorwise (thresholds: H100)
-local: tp_size 2, divided as the plan says
-  layer                out x in     local                reason
-  (the module itself)  8192 x 8192  not divided  float8  large enough""",
-    )
+    assert decisions(filter_fn) == [((8192, 8192), "")]
+    assert "(the module itself)" in str(filter_fn.report)
 
 
 def test_lazy_layers() -> None:
     model = nn.Sequential(layer(8192, 8192), nn.LazyLinear(64))
     filter_fn = auto_filter("tensorwise")
-    assert_expected_inline(
-        raised(ValueError, lambda: convert_to_float8_training(model, module_filter_fn=filter_fn)),
-        """auto_filter: 1 is lazy and has no shape yet: run it once before the conversion, or name it in filter_fqns""",
-    )
+    text = raised(ValueError, lambda: convert_to_float8_training(model, module_filter_fn=filter_fn))
+    assert "auto_filter: 1 is lazy and has no shape yet: run it once" in text
     filter_fn = auto_filter("tensorwise", ["1"])
     convert_to_float8_training(model, module_filter_fn=filter_fn)
     assert [row.convert for row in filter_fn.report.rows] == [True, False]
 
 
-# Arguments
-
-
 def test_arguments_are_checked() -> None:
-    mistakes: list[tuple[type[Exception], dict[str, Any]]] = [
-        (ValueError, {"recipe": "rowwize"}),
-        (ValueError, {"recipe": ["tensorwise"]}),
-        (TypeError, {"filter_fqns": "output"}),
-        (TypeError, {"filter_fqns": None}),
-        (TypeError, {"filter_fqns": ["output", ["head"]]}),
-        (ValueError, {"filter_fqns": ["output", ""]}),
-        (TypeError, {"exclude": "output"}),
-        (TypeError, {"exclude": [3]}),
-        (TypeError, {"tp_size": 2.0}),
-        (TypeError, {"tp_size": True}),
-        (ValueError, {"tp_size": 0}),
-        (TypeError, {"plan": ColwiseParallel()}),
-        (TypeError, {"plan": {"layers.*.wq": "colwise"}}),
-        (TypeError, {"plan": {"layers.*.wq": ColwiseParallel}}),
+    names = "pass a list of strings, such as ['output']"
+    entry = "give a module name and the instance of a parallel style"
+    mistakes: list[tuple[type[Exception], str, Any, str]] = [
+        (ValueError, "recipe", "rowwize", "auto_filter: recipe='rowwize' is not one of ['tens"),
+        (ValueError, "recipe", ["tensorwise"], "is not one of ['tensorwise'"),
+        (TypeError, "filter_fqns", "output", f"filter_fqns='output': {names}"),
+        (TypeError, "filter_fqns", None, names),
+        (TypeError, "filter_fqns", ["output", ["head"]], names),
+        (ValueError, "filter_fqns", ["output", ""], "holds '', which matches every layer"),
+        (TypeError, "exclude", "output", f"exclude='output': {names}"),
+        (TypeError, "exclude", [3], names),
+        (TypeError, "tp_size", 2.0, "tp_size=2.0: pass the number of ranks, an int"),
+        (TypeError, "tp_size", True, "tp_size=True: pass the number of ranks"),
+        (ValueError, "tp_size", 0, "auto_filter: tp_size=0 must be at least 1"),
+        (TypeError, "plan", ColwiseParallel(), "plan must map module names to styles, got"),
+        (TypeError, "plan", {"layers.*.wq": "colwise"}, entry),
+        (TypeError, "plan", {"layers.*.wq": ColwiseParallel}, entry),
     ]
-    lines = [
-        raised(kind, partial(auto_filter, **{"recipe": "tensorwise"} | arguments))
-        for kind, arguments in mistakes
-    ]
-    assert_expected_inline(
-        "\n".join(lines),
-        """\
-auto_filter: recipe='rowwize' is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed', 'blockwise', 'mxfp8']
-auto_filter: recipe=['tensorwise'] is not one of ['tensorwise', 'rowwise', 'rowwise_with_gw_hp', 'rowwise_folded', 'delayed', 'blockwise', 'mxfp8']
-auto_filter: filter_fqns='output': pass a list of strings, such as ['output']
-auto_filter: filter_fqns=None: pass a list of strings, such as ['output']
-auto_filter: filter_fqns=['output', ['head']]: pass a list of strings, such as ['output']
-auto_filter: filter_fqns holds '', which matches every layer
-auto_filter: exclude='output': pass a list of strings, such as ['output']
-auto_filter: exclude=[3]: pass a list of strings, such as ['output']
-auto_filter: tp_size=2.0: pass the number of ranks, an int
-auto_filter: tp_size=True: pass the number of ranks, an int
-auto_filter: tp_size=0 must be at least 1
-auto_filter: plan must map module names to styles, got ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=True)
-auto_filter: the plan's entry 'layers.*.wq' is 'colwise': give a module name and the instance of a parallel style, such as ColwiseParallel()
-auto_filter: the plan's entry 'layers.*.wq' is <class 'torch.distributed.tensor.parallel.style.ColwiseParallel'>: give a module name and the instance of a parallel style, such as ColwiseParallel()""",
-    )
-
-
-# The page
+    for kind, name, value, text in mistakes:
+        call = partial(auto_filter, **{"recipe": "tensorwise"} | {name: value})
+        assert text in raised(kind, call), (name, value)
 
 
 def test_the_example_of_the_page() -> None:

@@ -1,13 +1,25 @@
-"""What the documents refer to exists: linked files and sections, commands, paths, public names."""
+"""What the documents refer to exists; the code of some pages runs, and recipes are as shown."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+import torch
+from torch import nn
 
 import fp8_dist
-from fp8_dist import debug, fsdp, tensor_parallel
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    debug,
+    fsdp,
+    tensor_parallel,
+)
+from fp8_dist.config import Operand
+from fp8_dist.dtypes import short_name
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -26,10 +38,6 @@ FOLDERS = "docs|fp8_dist|fsdp|scripts|tensor_parallel|tests"
 FILE = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w/]+\.(?:md|png|py|sh))\b")
 # A call in the text, on the model or the optimizer of the reader.
 CALL = re.compile(r"`(\w+)\((?:model|optimizer)\b[^`]*\)`")
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 def anchors(page: Path) -> set[str]:
@@ -64,19 +72,12 @@ def unknown_calls(text: str) -> set[str]:
     return set(CALL.findall(text)) - public
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_resolve(page: Path) -> None:
-    assert list(broken_links(page, page.read_text())) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_and_files_exist(page: Path) -> None:
-    assert list(unknown_files(page.read_text())) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_calls_are_public(page: Path) -> None:
-    assert unknown_calls(page.read_text()) == set()
+def test_what_pages_refer_to_exists() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        placeholders = [line for line in text.splitlines() if re.fullmatch(r"[A-Z_]{4,}", line)]
+        found = [*broken_links(page, text), *unknown_files(text), *unknown_calls(text)]
+        assert [*found, *placeholders] == [], page
 
 
 def test_what_the_checks_find() -> None:
@@ -94,6 +95,49 @@ def test_the_index_lists_every_page() -> None:
     assert {page.name for page in DOCS} - {"README.md"} <= linked
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_no_placeholder_is_left(page: Path) -> None:
-    assert not [line for line in page.read_text().splitlines() if re.fullmatch(r"[A-Z_]{4,}", line)]
+def run_code(page: str, **scope: Any) -> dict[str, Any]:
+    """The names after the one block of Python of a page."""
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.M
+    )
+    exec(code, scope)
+    return scope
+
+
+def test_recipes_converts_a_model() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    config = run_code("recipes.md", model=model)["config"]
+    assert config.fsdp_float8_all_gather
+    assert isinstance(model[0], Float8Linear)
+    assert model[0].config.fold_row_scales
+
+
+def test_numerics_sets_the_rule_of_every_operand() -> None:
+    config = run_code("numerics.md")["config"]
+    casts = [config.cast_config_input, config.cast_config_weight, config.cast_config_grad_output]
+    assert [(cast.scale_rule, cast.block_size) for cast in casts] == [
+        ("floor", (1, 32)),
+        ("floor", (32, 32)),
+        ("floor", (1, 32)),
+    ]
+
+
+def test_communication_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    run_code("communication.md", mesh=None, model=model, x=torch.ones(2, 4), optimizer=optimizer)
+    assert capsys.readouterr().out == "no collectives\n"
+
+
+def test_the_table_of_recipes() -> None:
+    section = (ROOT / "docs/recipes.md").read_text().partition("## What each recipe casts")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", section.partition("\n## ")[0], re.M)
+    assert sorted(name for name, _ in rows) == sorted(r.value for r in Float8LinearRecipeName)
+    for name, row in rows:
+        *casts, gathers, _ = row.split(" | ")
+        config = Float8LinearConfig.from_recipe_name(name)
+        for operand, shown in zip(get_args(Operand), casts, strict=True):
+            cast = getattr(config, f"cast_config_{operand}")
+            assert short_name(cast.dtype_for(operand)).startswith(shown.split()[0]), (name, operand)
+            assert ("then" in shown) == (config.gather_cast(operand) is None), (name, operand)
+        assert ("float8" in gathers) == (config.gather_cast("weight") is not None), name

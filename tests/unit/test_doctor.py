@@ -21,21 +21,19 @@ ROOT = Path(__file__).parents[2]
 SIZES = (16, 24, 31, 48, 50, 64, 100)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4096, 8192)
-        self.down = nn.Linear(8192, 4096)
-        self.small = nn.Linear(4096, 64)
-        self.odd = nn.Linear(48, 4100)
+def of_shapes(*shapes: tuple[int, int]) -> nn.Module:
+    return nn.ModuleDict({f"{out}x{in_}": nn.Linear(in_, out) for out, in_ in shapes})
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(1000, 4096)
-        self.layers = nn.ModuleList([Block(), Block()])
-        self.lm_head = nn.Linear(4096, 1000, bias=False)
+def model() -> nn.Module:
+    block = {"up": (4096, 8192), "down": (8192, 4096), "small": (4096, 64), "odd": (48, 4100)}
+    blocks = [
+        nn.ModuleDict({name: nn.Linear(*shape) for name, shape in block.items()}) for _ in range(2)
+    ]
+    head = nn.Linear(4096, 1000, bias=False)
+    return nn.ModuleDict(
+        {"embedding": nn.Embedding(1000, 4096), "layers": nn.ModuleList(blocks), "lm_head": head}
+    )
 
 
 def reads_values() -> nn.Module:
@@ -49,7 +47,11 @@ def tied() -> nn.Module:
 
 
 def of_all_sizes() -> nn.Module:
-    return nn.ModuleDict({f"{o}x{i}": nn.Linear(i, o) for o, i in product(SIZES, SIZES)})
+    return of_shapes(*product(SIZES, SIZES))
+
+
+def without_features() -> nn.Module:
+    return of_shapes((16, 0), (24, 16))
 
 
 def needs_an_argument(size: int) -> nn.Module:
@@ -57,10 +59,6 @@ def needs_an_argument(size: int) -> nn.Module:
 
 
 A_MODEL = nn.Linear(16, 16)
-
-
-def without_features() -> nn.Module:
-    return nn.Sequential(nn.Linear(0, 16), nn.Linear(16, 24))
 
 
 def no_model() -> int:
@@ -78,24 +76,18 @@ def report_of(capsys: pytest.CaptureFixture[str], function: str, *arguments: str
     return text[text.index("\nmodel ") + 1 :]
 
 
-# The machine
-
-
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stands for a machine with an A100 and an H100, and torch's build for CUDA."""
-    names = ["A100", "H100"]
-    capabilities = [(8, 0), (9, 0)]
-
-    def properties(index: int) -> SimpleNamespace:
-        major, minor = capabilities[index]
-        return SimpleNamespace(name=names[index], major=major, minor=minor)
-
+    devices = [
+        SimpleNamespace(name="A100", major=8, minor=0),
+        SimpleNamespace(name="H100", major=9, minor=0),
+    ]
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: capabilities[d.index])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (devices[d.index].major, 0))
     device_has_float8_gemm.cache_clear()
     yield
     device_has_float8_gemm.cache_clear()
@@ -104,24 +96,17 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("gpus")
 def test_gpus_multiply_natively_or_not(capsys: pytest.CaptureFixture[str]) -> None:
     text = report(capsys)
-    assert_expected_inline(
-        text[text.index("float8 GEMMs") : text.index("\ncommunication")],
-        """\
-float8 GEMMs
-  cpu: emulated in a wider type, as on every CPU
-  cuda:0: A100, compute capability 8.0: emulated in a wider type (native from compute capability 8.9 on)
-  cuda:1: H100, compute capability 9.0: native
-""",
-    )
+    assert "cpu: emulated in a wider type, as on every CPU\n" in text
+    assert "cuda:0: A100, compute capability 8.0: emulated in a wider type (native from" in text
+    assert "cuda:1: H100, compute capability 9.0: native\n" in text
 
 
 def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "  no GPU: torch is built for CPUs\n" in report(capsys)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "  no GPU: torch is built for CUDA 13.0, but finds no device\n" in report(capsys)
+    for cuda, told in ((None, "CPUs\n"), ("13.0", "CUDA 13.0, but finds no device\n")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert f"  no GPU: torch is built for {told}" in report(capsys)
 
 
 def test_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,17 +116,14 @@ def test_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert text.startswith(f"fp8_dist {fp8_dist.__version__}, Python 3.")
     assert f"torch {torch.__version__}: supported (2.11 or later)\n" in text
     assert "  gloo: available\n" in text
-    old = torch.torch_version.TorchVersion("2.10.1+cpu")
-    monkeypatch.setattr(torch, "__version__", old)
-    assert "torch 2.10.1+cpu: not supported: fp8_dist needs 2.11 or later\n" in report(capsys)
-
-
-def test_triton(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    assert "  Triton: not installed; GPUs cast with torch's operators" in report(capsys)
     monkeypatch.setattr(doctor, "find_spec", lambda name: object())
     monkeypatch.setattr(doctor, "packages_distributions", lambda: {"triton": ["torch"]})
     assert f"  Triton: {torch.__version__}, fused kernels\n" in report(capsys)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.1+cpu"))
+    text = report(capsys)
+    assert "torch 2.10.1+cpu: not supported: fp8_dist needs 2.11 or later\n" in text
+    assert "  Triton: not installed; GPUs cast with torch's operators" in text
 
 
 def test_switches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,28 +142,18 @@ def test_every_documented_switch_is_known() -> None:
     assert set(re.findall(r"\bFP8_DIST_[A-Z_]+", env.__doc__ or "")) == set(env.SWITCHES)
 
 
-# Models
-
-
 def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    text = report_of(capsys, "model", "--dp", "4", "--tp", "2")
+    head, _, rest = text.partition("\ngathers\n")
+    assert head.splitlines()[:3] == [
+        "model test_doctor:model, built on the meta device",
+        'recipe tensorwise, enable_fsdp_float8_all_gather="auto"',
+        "module_filter_fn=skip_head(model)",
+    ]
+    assert "conversion_summary: 6 of 9 weights in float8, 94.0% of 143,360,520 parameters" in head
     assert_expected_inline(
-        report_of(capsys, "Model", "--dp", "4", "--tp", "2"),
+        rest,
         """\
-model test_doctor:Model, built on the meta device
-recipe tensorwise, enable_fsdp_float8_all_gather="auto"
-module_filter_fn=skip_head(model)
-
-conversion_summary: 6 of 9 weights in float8, 94.0% of 143,360,520 parameters, 96.8% of FLOPs
-FLOPs: of products with weights, without attention's own products and convolutions
-  weight                            shape                parameters  FLOPs  reason
-  layers.*.up (2)                   8192 x 4096  float8       46.8%  48.2%
-  layers.*.down (2)                 4096 x 8192  float8       46.8%  48.2%
-  layers.*.small (2)                64 x 4096    float8        0.4%   0.4%
-  layers.*.odd (2)                  4100 x 48    skip          0.3%   0.3%  skip_head: out = 4100 is not a multiple of 16
-  lm_head                           1000 x 4096  skip          2.9%   2.9%  skip_head: it is the model's head
-  (embeddings, norms, biases, ...)                             2.9%
-
-gathers
   FSDP2, 4 ranks: 6 weights, 134,742,016 elements, in float8 (1 byte per element); all other parameters in high precision
   TP + SP, 2 ranks: inputs of converted layers in float8 (1 byte per element)
   TP + SP, 2 ranks: their output gradients in float8 (1 byte per element)
@@ -195,37 +167,25 @@ float8 layers that auto_filter("tensorwise", tp_size=2) would leave out as too s
     )
 
 
-def test_another_recipe_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    text = report_of(capsys, "Model", "--recipe", "rowwise")
-    assert_expected_inline(
-        text[text.index("gathers") :],
-        """\
-gathers
-  none on one rank; --dp N and --tp N say how many there are
-
-layers with dims that are not multiples of 16 (skip_head leaves out those that are misaligned as a whole; a GPU refuses the parts of ranks, unless pad_inner_dim=True)
-  layers.*.odd (2), 4100 x 48: out_features 4100
-
-float8 layers that auto_filter("rowwise", tp_size=1) would leave out as too small
-  layers.*.small (2), 64 x 4096: out <= 2048
-""",
-    )
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
-def test_gathers_in_high_precision(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
-    text = report_of(capsys, "Model", "--recipe", recipe, "--dp", "2", "--tp", "2")
-    two, mixed = "the two GEMMs take different casts", "a GEMM takes high precision"
-    inputs = two if recipe == "rowwise" else mixed
-    assert f"elements, in high precision ({two})" in text
-    assert f"inputs of converted layers in high precision ({inputs})" in text
-    assert f"their output gradients in high precision ({inputs})" in text
+def test_other_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = report_of(capsys, "model", "--recipe", "rowwise")
+    for told in (
+        "gathers\n  none on one rank; --dp N and --tp N say how many there are\n",
+        "  layers.*.odd (2), 4100 x 48: out_features 4100\n",
+        'auto_filter("rowwise", tp_size=1) would leave out as too small\n'
+        "  layers.*.small (2), 64 x 4096: out <= 2048\n",
+    ):
+        assert told in text
+    two = "in high precision (the two GEMMs take different casts)"
+    mixed = "in high precision (a GEMM takes high precision)"
+    for recipe, activations in (("rowwise", two), ("rowwise_with_gw_hp", mixed)):
+        text = report_of(capsys, "model", "--recipe", recipe, "--dp", "2", "--tp", "2")
+        assert f"elements, {two}" in text
+        assert f"inputs of converted layers {activations}" in text
+        assert f"their output gradients {activations}" in text
 
 
-def test_the_meta_device_or_else_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report_of(capsys, "Model").startswith(
-        "model test_doctor:Model, built on the meta device"
-    )
+def test_a_model_that_cannot_be_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
     text = report_of(capsys, "reads_values")
     assert "built on the CPU; on the meta device: RuntimeError: Tensor.item()" in text
     assert "1 of 1 weights in float8" in text
@@ -235,7 +195,7 @@ def test_the_meta_device_or_else_the_cpu(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_layer_without_features(capsys: pytest.CaptureFixture[str]) -> None:
     text = report_of(capsys, "without_features")
     assert "16 x 0" in text
-    assert "1, 24 x 16: out_features 24" in text
+    assert "24x16, 24 x 16: out_features 24" in text
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
@@ -252,11 +212,11 @@ def test_alignment_is_that_of_the_layers(
             return True
         return False
 
-    weights = {f"{o}x{i}": torch.empty(o, i, device="meta") for o, i in product(SIZES, SIZES)}
     expected = {
-        name
-        for name, weight in weights.items()
-        if any(refused(part) for dim in (0, 1) for part in weight.chunk(tp, dim))
+        f"{out}x{in_}"
+        for out, in_ in product(SIZES, SIZES)
+        for dim in (0, 1)
+        if any(map(refused, torch.empty(out, in_, device="meta").chunk(tp, dim)))
     }
     text = report_of(capsys, "of_all_sizes", "--tp", str(tp))
     section = text[text.index("not multiples of 16") : text.index("auto_filter")]
@@ -270,39 +230,27 @@ def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert "to_words.weight is also words.weight" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--model", "test_doctor:nothing"),
-            "it can't be imported: AttributeError: module 'test_doctor'",
-        ),
-        (("--model", "no_such_module:f"), "ModuleNotFoundError: No module named 'no_such_module'"),
-        (("--model", "not a name"), "ValueError: invalid format: 'not a name'"),
-        (
-            ("--model", "test_doctor:SIZES"),
-            "--model test_doctor:SIZES: it is a tuple, not a function",
-        ),
-        (("--model", "test_doctor:A_MODEL"), "it is a Linear, not a function"),
-        (("--model", "test_doctor:no_model"), "it returned a int, not an nn.Module"),
-        (
-            ("--model", "test_doctor:needs_an_argument"),
-            "the function raised TypeError: needs_an_argument() missing 1",
-        ),
-        (("--tp", "2"), "--recipe, --dp and --tp describe the use of a model: give --model"),
-        (("--model", "test_doctor:Model", "--dp", "0"), "'0' is not a number of ranks"),
-        (("--model", "test_doctor:Model", "--recipe", "int4"), "invalid choice: 'int4'"),
-        (("--verbose",), "unrecognized arguments: --verbose"),
-    ],
-)
-def test_wrong_calls(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        doctor.main(arguments)
-    said = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert said.out == ""
-    assert said.err.startswith("python -m fp8_dist.doctor: error: ")
-    assert said.err.count("\n") == 1
-    assert message in said.err
+WRONG = {
+    "--model test_doctor:nothing": "it can't be imported: AttributeError: module 'test_doctor'",
+    "--model no_such_module:f": "ModuleNotFoundError: No module named 'no_such_module'",
+    "--model a-name": "ValueError: invalid format: 'a-name'",
+    "--model test_doctor:SIZES": "--model test_doctor:SIZES: it is a tuple, not a function",
+    "--model test_doctor:A_MODEL": "it is a Linear, not a function",
+    "--model test_doctor:no_model": "it returned a int, not an nn.Module",
+    "--model test_doctor:needs_an_argument": "the function raised TypeError: needs_an_argument() mi",
+    "--tp 2": "--recipe, --dp and --tp describe the use of a model: give --model",
+    "--model test_doctor:model --dp 0": "'0' is not a number of ranks",
+    "--model test_doctor:model --recipe int4": "invalid choice: 'int4'",
+    "--verbose": "unrecognized arguments: --verbose",
+}
+
+
+def test_wrong_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in WRONG.items():
+        with pytest.raises(SystemExit) as stopped:
+            doctor.main(arguments.split())
+        said = capsys.readouterr()
+        assert (stopped.value.code, said.out) == (2, "")
+        assert said.err.startswith("python -m fp8_dist.doctor: error: ")
+        assert said.err.count("\n") == 1
+        assert message in said.err

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,9 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fp8_dist import (
-    CastConfig,
     Float8LinearConfig,
-    ScalingGranularity,
     convert_to_float8_training,
     float8_layers,
     float8_quantization_config,
@@ -41,8 +40,9 @@ def dequantized(weight: torch.Tensor, scale_inv: torch.Tensor, block: int) -> to
     return weight.to(torch.float32) * wide[: weight.shape[0], : weight.shape[1]]
 
 
-@pytest.mark.parametrize(("config", "block"), [(BLOCKWISE, 128), (MXFP8, 32)])
-@pytest.mark.parametrize("gather", [False, "auto"])
+@pytest.mark.parametrize(
+    ("config", "block", "gather"), [(BLOCKWISE, 128, False), (MXFP8, 32, "auto")]
+)
 def test_bits_are_those_that_a_forward_multiplies(
     config: Float8LinearConfig, block: int, gather: Any
 ) -> None:
@@ -138,10 +138,10 @@ def test_a_layer_alone() -> None:
     assert float8_quantization_config(layer)["modules_to_not_convert"] == []
 
 
-@pytest.mark.parametrize("options", [{}, {"full_state_dict": True, "cpu_offload": True}])
-def test_options_on_one_device(options: dict[str, bool]) -> None:
+def test_options_on_one_device() -> None:
     net = converted()
-    state, plain = float8_state_dict(net, **options), float8_state_dict(net)
+    state = float8_state_dict(net, full_state_dict=True, cpu_offload=True)
+    plain = float8_state_dict(net)
     assert state.keys() == plain.keys()
     assert all(same_bits(state[name], plain[name]) for name in plain)
 
@@ -168,48 +168,35 @@ def test_quantization_config(config: Float8LinearConfig, block: int) -> None:
     assert json.loads(json.dumps(found)) == found
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise_folded", "rowwise"])
 @pytest.mark.parametrize("call", [float8_state_dict, float8_quantization_config])
-def test_other_recipes_are_refused(recipe: str, call: Any) -> None:
-    net = converted(Float8LinearConfig.from_recipe_name(recipe))
-    message = raised(ValueError, lambda: call(net))
-    assert message.startswith(f"{call.__name__}: layers.0.w1 was converted with recipe={recipe},")
-    assert "hold float8_e4m3fn weights with one scale per square block; load the" in message
+def test_other_recipes_are_refused(call: Any) -> None:
+    for recipe in ("tensorwise", "delayed", "rowwise_folded", "rowwise"):
+        net = converted(Float8LinearConfig.from_recipe_name(recipe))
+        message = raised(ValueError, partial(call, net))
+        assert message.startswith(
+            f"{call.__name__}: layers.0.w1 was converted with recipe={recipe},"
+        )
+        assert "hold float8_e4m3fn weights with one scale per square block; load the" in message
 
 
-def test_a_model_without_converted_layers_is_refused() -> None:
-    message = raised(ValueError, lambda: float8_state_dict(Net()))
-    assert message.startswith("float8_state_dict: Net has no converted layers; call ")
-
-
-def test_blocks_of_two_sizes_are_refused() -> None:
-    net = nn.Sequential(converted(BLOCKWISE), converted(MXFP8))
-    message = raised(ValueError, lambda: float8_state_dict(net))
-    assert "0.layers.0.w1 and 1.layers.0.w1 have weights in blocks of different sizes" in message
-
-
-def test_weights_tied_to_other_modules_are_refused() -> None:
-    net = nn.ModuleDict({"embed": nn.Embedding(128, 128), "head": nn.Linear(128, 128)})
-    net["head"].weight = net["embed"].weight
-    convert_to_float8_training(net, config=BLOCKWISE)
-    message = raised(ValueError, lambda: float8_state_dict(net))
-    assert "head.weight is also embed.weight, which would stay in high precision; leave" in message
-
-
-def test_meta_weights_are_refused() -> None:
+def test_refused_models() -> None:
+    tied = nn.ModuleDict({"embed": nn.Embedding(128, 128), "head": nn.Linear(128, 128)})
+    tied["head"].weight = tied["embed"].weight
     with torch.device("meta"):
-        net = Net()
-    convert_to_float8_training(net, config=BLOCKWISE)
-    message = raised(ValueError, lambda: float8_state_dict(net))
-    assert "the weight of layers.0.w1 is on the meta device and has no values; load a" in message
-
-
-def test_e5m2_is_refused() -> None:
-    cast = CastConfig(
-        scaling_granularity=ScalingGranularity.BLOCKWISE,
-        block_size=(128, 128),
-        target_dtype=torch.float8_e5m2,
-    )
-    config = replace(BLOCKWISE, cast_config_weight=cast, cast_config_weight_for_grad_input=cast)
-    net = converted(config)
-    assert "hold float8_e4m3fn weights" in raised(ValueError, lambda: float8_state_dict(net))
+        meta = Net()
+    for net in (tied, meta):
+        convert_to_float8_training(net, config=BLOCKWISE)
+    cast = replace(BLOCKWISE.cast_config_weight, target_dtype=torch.float8_e5m2)
+    e5m2 = replace(BLOCKWISE, cast_config_weight=cast, cast_config_weight_for_grad_input=cast)
+    refused: list[tuple[nn.Module, str]] = [
+        (Net(), "float8_state_dict: Net has no converted layers; call "),
+        (
+            nn.Sequential(converted(BLOCKWISE), converted(MXFP8)),
+            "0.layers.0.w1 and 1.layers.0.w1 have weights in blocks of different sizes",
+        ),
+        (tied, "head.weight is also embed.weight, which would stay in high precision; leave"),
+        (meta, "the weight of layers.0.w1 is on the meta device and has no values; load a"),
+        (converted(e5m2), "hold float8_e4m3fn weights"),
+    ]
+    for net, text in refused:
+        assert text in raised(ValueError, partial(float8_state_dict, net))

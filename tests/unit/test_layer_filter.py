@@ -128,8 +128,7 @@ def test_it_may_be_combined() -> None:
 def test_a_model_that_is_all_head_says_so() -> None:
     model = nested("output")
     text = raised(
-        ValueError,
-        lambda: convert_to_float8_training(model, module_filter_fn=skip_head(model)),
+        ValueError, lambda: convert_to_float8_training(model, module_filter_fn=skip_head(model))
     )
     assert text.endswith("output: skip_head: it is the model's head")
 

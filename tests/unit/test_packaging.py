@@ -13,6 +13,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -34,6 +35,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 MODULES = dict(modules())
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
 def imports(node: ast.AST) -> Iterator[str]:
@@ -56,30 +58,32 @@ def test_every_folder_of_the_library_is_a_declared_package() -> None:
     assert found == set(PACKAGE_DIRS.values())
 
 
-@pytest.mark.parametrize(("package", "folder"), SUB_PACKAGES.items())
-def test_sub_packages_are_linked_into_the_package(package: str, folder: str) -> None:
-    link = ROOT / "fp8_dist" / folder
-    assert link.is_symlink()
-    assert os.readlink(link) == f"../{folder}"
-    assert PACKAGE_DIRS[package] == folder
-
-
 # scripts/test_torchtitan.sh imports it.
 APART = "fp8_dist.integrations.torchtitan"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(APART)])
-def test_every_module_imports_under_its_own_name(name: str) -> None:
-    module = importlib.import_module(name)
-    assert module.__name__ == name
-    assert module.__doc__
+def test_every_module_imports_under_its_own_name() -> None:
+    for name in MODULES:
+        if not name.startswith(APART):
+            module = importlib.import_module(name)
+            assert module.__name__ == name
+            assert module.__doc__
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A Python process."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 @pytest.mark.parametrize(("package", "folder"), SUB_PACKAGES.items())
-def test_a_sub_package_has_no_second_name(package: str, folder: str) -> None:
+def test_a_sub_package_is_linked_and_has_no_second_name(package: str, folder: str) -> None:
+    link = ROOT / "fp8_dist" / folder
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{folder}"
+    assert PACKAGE_DIRS[package] == folder
     # -S and an own process: nothing else that is installed, and nothing imported before.
-    command = [sys.executable, "-S", "-c", f"import {folder}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run("-S", "-c", f"import {folder}", cwd=ROOT)
     assert done.returncode == 1
     assert "ImportError" in done.stderr
     assert f"import {package}" in done.stderr
@@ -95,23 +99,9 @@ def test_sub_packages_are_attributes_that_are_imported_when_used() -> None:
         "print(fp8_dist.integrations.__name__, fp8_dist.doctor.main.__name__)",
         "print(hasattr(fp8_dist, 'debugger'), hasattr(fp8_dist.integrations, 'other'))",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.splitlines() == [
-        "comm_audit llama_tp_plan",
-        "fp8_dist.integrations main",
-        "False False",
-    ], done.stderr
-
-
-def test_type_checkers_see_the_annotations() -> None:
-    assert (ROOT / "fp8_dist" / "py.typed").is_file()
-    assert PROJECT["tool"]["setuptools"]["package-data"] == {"fp8_dist": ["py.typed"]}
+    expected = ["comm_audit llama_tp_plan", "fp8_dist.integrations main", "False False"]
+    done = run("-c", "\n".join(lines), cwd=ROOT)
+    assert done.stdout.splitlines() == expected, done.stderr
 
 
 # Modules that nothing else in the library imports without asking, and what they need besides torch.
@@ -123,20 +113,16 @@ OPTIONAL = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_torch_is_the_only_runtime_dependency(name: str) -> None:
-    tops = {module.split(".")[0] for module in imports(ast.parse(MODULES[name].read_text()))}
-    optional = {top for room, tops in OPTIONAL.items() if name.startswith(room) for top in tops}
-    assert tops - set(sys.stdlib_module_names) <= {"torch", "fp8_dist"} | optional
+def test_imports() -> None:
+    """torch is the only runtime dependency, and imports stand at the top of the file."""
     assert PROJECT["project"]["dependencies"] == ["torch>=2.11"]
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_stand_at_the_top_of_the_file(name: str) -> None:
-    tree = ast.parse(MODULES[name].read_text())
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-    inner = [m for node in ast.walk(tree) if isinstance(node, functions) for m in imports(node)]
-    assert not inner
+    for name, tree in TREES.items():
+        tops = {module.split(".")[0] for module in imports(tree)}
+        optional = {top for room, tops in OPTIONAL.items() if name.startswith(room) for top in tops}
+        assert tops - set(sys.stdlib_module_names) <= {"torch", "fp8_dist"} | optional, name
+        inner = [m for n in ast.walk(tree) if isinstance(n, functions) for m in imports(n)]
+        assert not inner, name
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
@@ -153,70 +139,53 @@ def private_names(tree: ast.AST) -> Iterator[str]:
                 yield path
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_private_names_of_torch_are_in_one_file(name: str) -> None:
-    found = set(private_names(ast.parse(MODULES[name].read_text())))
-    assert bool(found) is (name == "fp8_dist.torch_internals"), found
+def test_private_names_of_torch_are_in_one_file() -> None:
+    assert {name for name, tree in TREES.items() if set(private_names(tree))} == {
+        "fp8_dist.torch_internals"
+    }
 
 
-# Requirements of torch's GPU wheels: exact in its own metadata, and absent from the CPU's.
+# Of torch's GPU wheels: exact in its own metadata, and absent from the CPU's.
 GPU_WHEELS = ("cuda-", "nvidia-", "triton")
 
 
-def required(distribution: str, extra: str) -> Iterator[Requirement]:
-    """What an installed distribution requires on this machine, for one of its extras ("": none)."""
-    for text in importlib.metadata.requires(distribution) or ():
-        requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-            yield requirement
-
-
 def transitive(requirements: Iterable[Requirement]) -> set[str]:
-    """Canonical names of the requirements and of everything that they require in turn."""
-    waiting, seen = list(requirements), set()
-    names = set()
+    """Canonical names of the requirements, and of what they require on this machine in turn."""
+    waiting, seen = list(requirements), set[tuple[str, str]]()
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
-        names.add(name)
-        for extra in ("", *requirement.extras):
+        for extra in {"", *requirement.extras}:
             if (name, extra) not in seen and not name.startswith(GPU_WHEELS):
                 seen.add((name, extra))
-                waiting += required(name, extra)
-    return names
+                for text in importlib.metadata.requires(name) or ():
+                    inner = Requirement(text)
+                    if inner.marker is None or inner.marker.evaluate({"extra": extra}):
+                        waiting.append(inner)
+    return {name for name, _ in seen}
 
 
-@pytest.mark.parametrize("extra", ["train", "test", "bench", "dev"])
-def test_everything_that_an_extra_installs_is_pinned(extra: str) -> None:
+def test_everything_that_is_installed_is_pinned() -> None:
+    own = PROJECT["project"]["name"]
     extras: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
-    waiting, wanted = [extra], []
-    while waiting:
-        for requirement in map(Requirement, extras[waiting.pop()]):
-            own = requirement.name == PROJECT["project"]["name"]
-            (waiting if own else wanted).extend(requirement.extras if own else [requirement])
-    wanted += map(Requirement, PROJECT["project"]["dependencies"])
-    wanted += map(Requirement, PROJECT["build-system"]["requires"])
-    names = {name for name in transitive(wanted) if not name.startswith(GPU_WHEELS)}
+    texts = [text for extra in extras.keys() - {"torchtitan"} for text in extras[extra]]
+    texts += PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]
+    wanted = (each for each in map(Requirement, texts) if each.name != own)
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
-    assert names - pinned == set()
+    assert transitive(wanted) - pinned == set()
 
 
-def test_constraints_are_exact() -> None:
+def test_constraints_are_exact_and_on_the_page_of_torchtitan() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     assert all(str(pin.specifier).startswith("==") for pin in pins)
     assert [pin.name.lower() for pin in pins] == sorted(pin.name.lower() for pin in pins)
-
-
-def test_the_page_of_torchtitan_installs_what_ci_runs_with() -> None:
-    """torch before torchtitan, which would take the newest one, for CUDA."""
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    # torch before torchtitan, which would take the newest one, for CUDA.
     torch, triton = (line for line in lines if line.startswith(("torch==", "triton==")))
     page = (ROOT / "docs/torchtitan.md").read_text()
-    first, second = re.findall(r"^pip install (.*)$", page.partition("python3 -m venv")[2], re.M)
-    assert first == f"{torch} {triton}"
-    assert second == '-e ".[torchtitan]"'
+    installs = re.findall(r"^pip install (.*)$", page.partition("python3 -m venv")[2], re.M)
+    assert installs == [f"{torch} {triton}", '-e ".[torchtitan]"']
 
 
 def built(kind: str, tree: Path) -> Path:
@@ -242,7 +211,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_the_wheel_holds_the_library_and_nothing_else(installed: Path) -> None:
+def test_the_wheel_holds_the_library_alone_and_runs(installed: Path) -> None:
     found = {path.relative_to(installed).as_posix() for path in installed.rglob("*.*")}
     packages = {package: package.replace(".", "/") for package in PACKAGE_DIRS}
     modules = {
@@ -252,23 +221,15 @@ def test_the_wheel_holds_the_library_and_nothing_else(installed: Path) -> None:
     }
     outside = {name for name in found if not name.startswith("fp8_dist-")}
     assert outside == modules | {"fp8_dist/py.typed"}
-
-
-def test_the_wheel_says_what_it_is(installed: Path) -> None:
     (wheel,) = importlib.metadata.distributions(path=[str(installed)])
     assert (wheel.name, wheel.version) == ("fp8-dist", fp8_dist.__version__)
     assert [line for line in wheel.requires or () if "extra ==" not in line] == ["torch>=2.11"]
     extras = set(PROJECT["project"]["optional-dependencies"])
     assert set(wheel.metadata.get_all("Provides-Extra")) == extras
     assert wheel.metadata.get_all("License-File") == ["LICENSE"]
-
-
-def test_the_wheel_runs_outside_of_the_checkout(installed: Path) -> None:
-    command = [sys.executable, "-P", "-m", "fp8_dist.doctor"]
+    # Outside of the checkout.
     env = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run(
-        command, cwd=installed, env=env, capture_output=True, text=True, check=False
-    )
+    done = run("-P", "-m", "fp8_dist.doctor", cwd=installed, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"fp8_dist {fp8_dist.__version__}, ")
 

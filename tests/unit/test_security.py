@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     path.relative_to(ROOT).as_posix(): path
@@ -56,15 +54,17 @@ def imported_names(tree: ast.AST) -> dict[str, str]:
     return names
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_that_is_read_is_run(name: str) -> None:
-    found = {(name, call) for call in dangerous_calls(ast.parse(FILES[name].read_text()))}
-    assert found == {known for known in KNOWN if known[0] == name}
+def test_nothing_that_is_read_is_run() -> None:
+    found = {
+        (name, call)
+        for name, path in FILES.items()
+        for call in dangerous_calls(ast.parse(path.read_text()))
+    }
+    assert found == KNOWN
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_what_the_check_finds() -> None:
+    for code in (
         "import torch; torch.load(f)",
         "import torch as t; t.load(f, weights_only=False)",
         "from torch import load; load(f)",
@@ -76,12 +76,7 @@ def test_nothing_that_is_read_is_run(name: str) -> None:
         "import subprocess; subprocess.run(text, shell=True)",
         "import os; os.system(text)",
         "import numpy as np; np.load(f, allow_pickle=True)",
-    ],
-)
-def test_what_the_check_finds(code: str) -> None:
-    assert len(list(dangerous_calls(ast.parse(code)))) == 1
-
-
-def test_what_the_check_lets_pass() -> None:
+    ):
+        assert len(list(dangerous_calls(ast.parse(code)))) == 1, code
     code = "import torch, subprocess; torch.load(f, weights_only=True); subprocess.run(['ls']); m.eval()"
     assert list(dangerous_calls(ast.parse(code))) == []

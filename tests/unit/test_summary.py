@@ -9,12 +9,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from fp8_dist import (
-    auto_filter,
-    conversion_summary,
-    convert_to_float8_training,
-    skip_head,
-)
+from fp8_dist import auto_filter, conversion_summary, convert_to_float8_training, skip_head
 
 
 class Experts(nn.Module):
@@ -102,25 +97,16 @@ def test_the_data() -> None:
 
 def test_experts_per_token_from_the_config_or_not_at_all() -> None:
     model = nn.Sequential(Experts(8, 16, 16))
-    (first, _) = conversion_summary(model).rows
-    assert (first.flops, first.reason) == (
-        2 * 8 * 32 * 16,
-        "no nn.Linear, but a 3-D parameter of 8 experts (FLOPs of all)",
-    )
-    model.config = SimpleNamespace(num_experts_per_tok=2)
-    (first, _) = conversion_summary(model).rows
-    assert (first.flops, first.reason) == (
-        2 * 2 * 32 * 16,
-        "no nn.Linear, but a 3-D parameter of 8 experts (2 per token)",
-    )
-
-
-def test_an_option_of_sampling_is_no_number_of_experts() -> None:
-    model = nn.Sequential(Experts(64, 16, 16))
-    model.config = SimpleNamespace(top_k=50)
-    assert conversion_summary(model).rows[0].reason.endswith("(FLOPs of all)")
-    model.config.num_experts_per_tok = 2
-    assert conversion_summary(model).rows[0].reason.endswith("(2 per token)")
+    everything = (2 * 8 * 32 * 16, "no nn.Linear, but a 3-D parameter of 8 experts (FLOPs of all)")
+    visited = (2 * 2 * 32 * 16, "no nn.Linear, but a 3-D parameter of 8 experts (2 per token)")
+    for config, expected in (
+        ({}, everything),
+        ({"top_k": 5}, everything),  # an option of sampling
+        ({"top_k": 5, "num_experts_per_tok": 2}, visited),
+    ):
+        model.config = SimpleNamespace(**config)
+        (first, _) = conversion_summary(model).rows
+        assert (first.flops, first.reason) == expected
 
 
 def test_a_table_counts_no_flops() -> None:
@@ -183,6 +169,8 @@ def test_the_reasons_of_auto_filter() -> None:
     convert_to_float8_training(model, module_filter_fn=auto_filter("tensorwise"))
     (row,) = conversion_summary(model).skipped
     assert row.reason == "auto_filter: out = 24 is not a multiple of 16"
+    (row,) = conversion_summary(copy.deepcopy(model)).skipped
+    assert row.reason == "convert_to_float8_training has not seen it"
 
 
 def test_shared_weights_are_counted_once() -> None:
@@ -195,20 +183,9 @@ def test_shared_weights_are_counted_once() -> None:
     assert summary.parameter_share == summary.flop_share == 1
 
 
-def test_models_without_products() -> None:
+def test_models_without_products_and_a_layer_alone() -> None:
     summary = conversion_summary(nn.ReLU())
     assert (summary.rows, summary.parameter_share, summary.flop_share) == ((), 0, 0)
     assert "0 of 0 weights" in str(summary)
-
-
-def test_a_layer_alone() -> None:
     layer = convert_to_float8_training(nn.Linear(16, 16))
     assert conversion_summary(layer).converted[0].name == "(the module itself)"
-
-
-def test_copies_do_not_know_what_the_filter_said() -> None:
-    model = Model()
-    convert_to_float8_training(model, module_filter_fn=skip_head(model))
-    twin = conversion_summary(copy.deepcopy(model))
-    rows = {row.name: row for row in twin.skipped}
-    assert rows["lm_head"].reason == "convert_to_float8_training has not seen it"

@@ -65,21 +65,8 @@ def test_tensor_parallelism(backend: str, tmp_path: Path) -> None:
     losses, ours = train(tmp_path, "llama3_debugmodel_tensorwise", 2, 2, backend)
     assert losses[-1] < losses[0] - 2
     assert max(abs(a - b) for a, b in zip(expected, losses, strict=True)) < 0.05
-    assert f"{theirs}\n\n{ours}" in PAGE
     # The embedding and the output head stay in bf16.
-    assert_expected_inline(
-        f"{theirs}\n\n{ours}",
-        """\
-op              axis   dtype     count   elements      bytes
-reduce_scatter  world  bfloat16     26  1,703,936  3,407,872
-all_gather      world  bfloat16     26  1,703,936  3,407,872
-
-op              axis   dtype          count   elements      bytes
-reduce_scatter  world  bfloat16          26  1,703,936  3,407,872
-all_gather      world  float8_e4m3fn     12    786,432    786,432
-all_gather      world  bfloat16           2    131,072    262,144
-all_gather      world  float8_e5m2       12    786,432    786,432""",
-    )
+    assert f"{theirs}\n\n{ours}" in PAGE
 
 
 def test_fsdp_and_tensor_parallelism(tmp_path: Path) -> None:
@@ -132,26 +119,27 @@ all_to_all      fsdp       float32            +      3,072      12,288""",
 def test_fsdp(tmp_path: Path) -> None:
     losses, rows = train(tmp_path, "llama3_debugmodel_delayed", 2, 1, BACKENDS[-1])
     assert losses[-1] < losses[0] - 2
-    assert_expected_inline(
-        rows,
-        """\
-op              axis   dtype          count    elements       bytes
-all_gather      world  bfloat16           5   2,622,208   5,244,416
-all_gather      world  float8_e4m3fn     12  10,223,616  10,223,616
-all_gather      world  bfloat16           +       6,144      12,288
-reduce_scatter  world  float32            9   6,163,712  24,654,848""",
-    )
+    (float8,) = [row.split() for row in rows.splitlines() if "float8" in row]
+    assert float8[2:] == ["float8_e4m3fn", "12", "10,223,616", "10,223,616"]
+
+
+def layers_of(config: Any) -> dict[str, Any]:
+    """The float8 layers of the model that a config makes."""
+    config.model_spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        return float8_layers(config.model_spec.model.build())
+
+
+def parsed(config: str, *args: str) -> Any:
+    module = "fp8_dist.integrations.torchtitan"
+    return ConfigManager().parse_args(["--module", module, "--config", config, *args])
 
 
 @pytest.mark.parametrize("recipe", [recipe.value for recipe in Float8LinearRecipeName])
 def test_recipes_are_chosen_on_the_command_line(recipe: str) -> None:
-    module = "fp8_dist.integrations.torchtitan"
-    args = ["--module", module, "--config", f"llama3_8b_{recipe}", "--training.steps", "7"]
-    config = ConfigManager().parse_args(args)
+    config = parsed(f"llama3_8b_{recipe}", "--training.steps", "7")
     assert config.training.steps == 7
-    config.model_spec.model.update_from_config(config=config)
-    with torch.device("meta"):
-        layers = float8_layers(config.model_spec.model.build())
+    layers = layers_of(config)
     assert len(layers) == 32 * 5
     assert layers["layers.0.attention.wo"].fqn == "layers.0.attention.wo"
     assert {layer.config.fsdp_float8_all_gather for layer in layers.values()} == {
@@ -159,35 +147,18 @@ def test_recipes_are_chosen_on_the_command_line(recipe: str) -> None:
     }
 
 
-def test_the_example_of_the_page() -> None:
+def test_the_examples() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     scope: dict[str, Any] = {}
     exec(example, scope)
-    config = scope["my_qwen3"]()
-    config.model_spec.model.update_from_config(config=config)
-    with torch.device("meta"):
-        layers = float8_layers(config.model_spec.model.build())
+    layers = layers_of(scope["my_qwen3"]())
     assert layers
     assert all("lm_head" not in name for name in layers)
-
-
-def test_the_example_to_copy() -> None:
-    text = (ROOT / "scripts/examples/torchtitan.sh").read_text()
-    (command,) = re.findall(
-        r"^torchrun .*? -m torchtitan\.train (.*)$", text.replace("\\\n", ""), re.M
-    )
+    text = (ROOT / "scripts/examples/torchtitan.sh").read_text().replace("\\\n", "")
+    (command,) = re.findall(r"^torchrun .*? -m torchtitan\.train (.*)$", text, re.M)
     config = ConfigManager().parse_args(command.split())
     assert config.parallelism.tensor_parallel_degree == 2
-    config.model_spec.model.update_from_config(config=config)
-    with torch.device("meta"):
-        layers = float8_layers(config.model_spec.model.build())
-    assert layers["layers.0.attention.wo"].config.fsdp_float8_all_gather
-
-
-def test_unknown_configs() -> None:
-    args = ["--module", "fp8_dist.integrations.torchtitan", "--config", "llama3_8b_int4"]
-    with pytest.raises(ValueError, match="llama3_8b_int4"):
-        ConfigManager().parse_args(args)
+    assert layers_of(config)["layers.0.attention.wo"].config.fsdp_float8_all_gather
 
 
 def debug_model(w2_bias: bool = False, **arguments: Any) -> tuple[Any, nn.Module]:
@@ -206,6 +177,7 @@ def test_what_is_refused() -> None:
         dims = SimpleNamespace(tp_enabled=tp > 1, spmd_backend=backend, get_mesh=lambda name: mesh)
         spec.parallelize_fn(model, parallel_dims=dims)
 
+    assert "llama3_8b_int4" in raised(ValueError, lambda: parsed("llama3_8b_int4"))
     messages = [
         raised(NotImplementedError, lambda: parallelize("full_dtensor")),
         raised(ValueError, lambda: parallelize("spmd_types", filter_fqns=["lm_head", "w3"])),
@@ -224,9 +196,6 @@ Float8Converter: the model has no linear layer to convert; its layers are not to
 with_float8: reduce_transport is 'fp8'; it must be one of ('float8', 'bf16', None)
 with_float8: reduce_transport='bf16' is for tensor parallelism; set parallelism.tensor_parallel_degree, or drop it""",
     )
-
-
-def test_a_module_that_gathers_no_input() -> None:
     sharding = SimpleNamespace(in_src_shardings={}, in_dst_shardings={})
     text = raised(NotImplementedError, lambda: _moved_input(sharding, "layers.0.attention"))
     assert text.startswith("layers.0.attention: fp8_dist takes over the gather of one input of a")

@@ -1,4 +1,4 @@
-"""The code of docs/transformers.md, and the example, run as they stand on two gloo ranks."""
+"""The code of docs/transformers.md, and the example, run as they stand on gloo ranks."""
 
 import os
 import re
@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from nets import full
-from ranks import RankPools
+from ranks import RankPools, device_mesh
 from torch.utils.data import DataLoader
 from trainer_runs import dataset, launched, llama
 from transformers import AutoModelForCausalLM
@@ -21,25 +20,30 @@ from fp8_dist.debug import comm_audit
 from scripts.examples import transformers_trainer
 
 PAGE = Path(__file__).parents[3] / "docs/transformers.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-# test_tp_docs.py runs the one that is left out.
-TRAINER, ACCELERATE, LOOP, _, LOADING, DISTRIBUTED = BLOCKS
-IDS = ["Trainer", "accelerate", "FSDP2", "distributed"]
+TRAINER, ACCELERATE, LOOP, PARALLEL, LOADING, DISTRIBUTED = re.findall(
+    r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL
+)
+SHARDING = "for layer in model.model.layers:\n    fully_shard(layer)\nfully_shard(model)\n"
+TENSOR_PARALLEL = LOOP.replace(
+    SHARDING, PARALLEL.replace("mesh = init_device_mesh(", "mesh = made(")
+)
 
 
 def run_block(code: str, folder: str) -> dict[str, Any]:
     """What a block has made of its model, and whether the checkpoint that it wrote is the model."""
     code = code.replace("bf16=True,", "bf16=True, max_steps=2, report_to=[], disable_tqdm=True,")
-    batches = DataLoader(dataset(16), batch_size=2)  # type: ignore[arg-type]
     scope: dict[str, Any] = {
         "model": llama(),
         "dataset": dataset(),
-        "batches": batches,
+        "batches": DataLoader(dataset(16), batch_size=2),  # type: ignore[arg-type]
         "path": f"{folder}/checkpoint",
+        "device": "cpu",
+        "ranks": dist.get_world_size(),
+        "made": lambda device, sizes, **names: device_mesh(dp=sizes[0], tp=sizes[1]),
     }
     with launched(fsdp=True), chdir(folder):
         exec(code, scope)
-        model: nn.Module = scope["trainer"].model if "trainer" in scope else scope["model"]
+        model = scope["trainer"].model if "trainer" in scope else scope["model"]
         dist.barrier()
         saved = AutoModelForCausalLM.from_pretrained(next(Path("runs").rglob("final")))
         weights = dict(saved.named_parameters())
@@ -47,9 +51,8 @@ def run_block(code: str, folder: str) -> dict[str, Any]:
             torch.equal(full(weight), weights.pop(name))
             for name, weight in model.named_parameters()
         )
-        x = dataset(1)[0]["input_ids"][None]
         with comm_audit() as audit:
-            model(input_ids=x)
+            model(input_ids=dataset(1)[0]["input_ids"][None])
     return {
         "model": type(model).__name__,
         "float8 gathers": audit.count("all_gather", dtype=torch.float8_e4m3fn),
@@ -59,12 +62,25 @@ def run_block(code: str, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("code", [TRAINER, ACCELERATE, LOOP, DISTRIBUTED], ids=IDS)
-def test_code_for_ranks(ranks: RankPools, tmp_path: Path, code: str) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("code", "size", "gathers"),
+    [
+        pytest.param(TRAINER, 2, 2, id="Trainer"),
+        pytest.param(ACCELERATE, 2, 2, id="accelerate"),
+        pytest.param(LOOP, 2, 2, id="FSDP2"),
+        pytest.param(TENSOR_PARALLEL, 4, 6, id="tensor parallelism"),  # and four of inputs
+        pytest.param(DISTRIBUTED, 2, 2, id="distributed"),
+    ],
+)
+def test_code_for_ranks(
+    ranks: RankPools, tmp_path: Path, code: str, size: int, gathers: int
+) -> None:
+    assert SHARDING in LOOP
     llama().save_pretrained(tmp_path / "checkpoint")
-    assert ranks(2).run_same(run_block, code, str(tmp_path)) == {
+    assert ranks(size).run_same(run_block, code, str(tmp_path)) == {
         "model": "FSDPLlamaForCausalLM",
-        "float8 gathers": 2,
+        "float8 gathers": gathers,
         "saved": "LlamaForCausalLM",
         "the same weights": True,
         "plain": True,
@@ -85,6 +101,7 @@ def example(folder: str, *argv: str) -> None:
         transformers_trainer.main(["--out", folder, *argv])
 
 
+@pytest.mark.full
 def test_the_example_trains_and_resumes(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(example, str(tmp_path), "--steps", "4")
     ranks(2).run(example, str(tmp_path), "--steps", "6", "--resume")
@@ -92,8 +109,3 @@ def test_the_example_trains_and_resumes(ranks: RankPools, tmp_path: Path) -> Non
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     tokens = transformers_trainer.pieces([PAGE])[0]["input_ids"][None]
     assert model(input_ids=tokens, labels=tokens).loss < 5.4  # of log(256) = 5.55
-
-
-def test_the_example_is_short() -> None:
-    assert transformers_trainer.__file__ is not None
-    assert len(Path(transformers_trainer.__file__).read_text().splitlines()) < 80

@@ -4,7 +4,7 @@ import dataclasses
 import errno
 import os
 import warnings
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -16,14 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
-from fp8_dist.debug import (
-    Capture,
-    CapturedCast,
-    CastStats,
-    capture,
-    float8_stats,
-    load_capture,
-)
+from fp8_dist.debug import Capture, CapturedCast, CastStats, capture, float8_stats, load_capture
 from fp8_dist.debug.captures import files
 
 
@@ -67,19 +60,15 @@ def test_a_file_holds_the_tensor_its_copy_and_scale(tmp_path: Path, format: str)
     assert (found.delayed, found.granularity) == (False, "tensor")
 
 
-@pytest.mark.parametrize(
-    "recipe", ["tensorwise", "rowwise", "rowwise_folded", "blockwise", "mxfp8", "delayed"]
-)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_folded", "mxfp8", "delayed"])
 def test_a_file_has_the_statistics_of_its_cast(tmp_path: Path, recipe: str) -> None:
     model = net(recipe)
     with float8_stats(model) as stats, capture(model, tmp_path) as recorded:
         step(model)
     found = {(c.fqn, c.operand, c.gemms): c.stats() for c in loaded(recorded)}
-    expected = {(r.fqn, r.operand, r.gemms): r for r in stats.rows if isinstance(r, CastStats)}
     assert len(recorded.files) == len(found) >= 6 * 3
-    assert found.keys() == expected.keys()
-    for key, row in found.items():
-        assert row == expected[key]
+    rows = (row for row in stats.rows if isinstance(row, CastStats))
+    assert found == {(row.fqn, row.operand, row.gemms): row for row in rows}
 
 
 def test_patterns_choose_layers_operands_and_gemms(tmp_path: Path) -> None:
@@ -126,17 +115,13 @@ def test_steps_and_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputation_is_no_call(tmp_path: Path, reentrant: bool) -> None:
     model = net()
-    x = torch.randn(2, 8, 64, requires_grad=True)
+    y = torch.randn(2, 8, 64, requires_grad=True)
     with capture(model, tmp_path, fqn="layers.0.w2") as recorded:
-        y = x
         for layer in model.layers:  # type: ignore[union-attr]
             y = checkpoint(layer, y, use_reentrant=reentrant)
         y.sum().backward()
-    assert [(c.operand, c.call) for c in loaded(recorded)] == [
-        ("weight", 0),
-        ("input", 0),
-        ("grad_output", 0),
-    ]
+    calls = [(c.operand, c.call) for c in loaded(recorded)]
+    assert calls == [("weight", 0), ("input", 0), ("grad_output", 0)]
 
 
 def test_a_rank_that_is_not_chosen_writes_nothing(
@@ -158,7 +143,9 @@ def test_a_rank_that_is_not_chosen_writes_nothing(
 
 def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
     model = net()
-    with capture(model, tmp_path / "all", operand="weight") as everything:
+    everything = capture(model, tmp_path / "all", operand="weight")
+    with warnings.catch_warnings(), everything:
+        warnings.simplefilter("error")
         step(model)
     sizes = [path.stat().st_size for path in everything.files]
     limit = sum(sizes[:3])
@@ -209,7 +196,7 @@ def test_a_killed_run_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert not unfinished.endswith(".pt")
 
 
-def test_nothing_is_shown_outside_of_the_chosen_steps(tmp_path: Path) -> None:
+def test_nothing_is_recorded_outside_of_the_chosen_steps(tmp_path: Path) -> None:
     model = net()
     recorded = capture(model, tmp_path, steps=5)
     with recorded:
@@ -231,28 +218,19 @@ def test_the_copies_outlive_writes_into_the_tensor(tmp_path: Path) -> None:
     assert found.fqn == "Float8Linear"
 
 
-def test_names_that_a_file_name_can_not_hold(tmp_path: Path) -> None:
-    model = nn.Module()
-    model.add_module("a/b", nn.Linear(16, 16))
-    model.forward = lambda x: model.get_submodule("a/b")(x)  # type: ignore[method-assign]
-    convert_to_float8_training(model)
-    with capture(model, tmp_path, operand="input") as recorded:
-        model(torch.randn(2, 16))
-    assert names(tmp_path) == ["step000000-rank000-a%2Fb-input-output+grad_weight-0.pt"]
-    assert loaded(recorded)[0].fqn == "a/b"
-
-
-def test_long_names_of_layers(tmp_path: Path) -> None:
+def test_names_that_a_file_name_can_not_hold_or_that_are_long(tmp_path: Path) -> None:
     model = nn.Sequential()
-    for i in range(2):  # they differ at the end alone
-        model.add_module("/" * 100 + str(i), nn.Linear(16, 16))
+    odd = ["a/b", *("/" * 100 + str(i) for i in range(2))]  # the long ones differ at the end alone
+    for name in odd:
+        model.add_module(name, nn.Linear(16, 16))
     convert_to_float8_training(model)
     with capture(model, tmp_path) as recorded:
         model(torch.randn(2, 16)).sum().backward()
     assert recorded.left_out == 0
-    assert len(set(recorded.files)) == 2 * 3
+    assert "step000000-rank000-a%2Fb-input-output+grad_weight-0.pt" in names(tmp_path)
+    assert len(set(recorded.files)) == 3 * 3
     assert max(len(path.name) for path in recorded.files) < 200
-    assert {captured.fqn for captured in loaded(recorded)} == {"/" * 100 + str(i) for i in range(2)}
+    assert {captured.fqn for captured in loaded(recorded)} == set(odd)
 
 
 WRONG: list[tuple[dict[str, object], type[Exception], str]] = [
@@ -276,27 +254,16 @@ WRONG: list[tuple[dict[str, object], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("where", "kind", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_what_is_refused(
-    tmp_path: Path, where: dict[str, object], kind: type[Exception], message: str
-) -> None:
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
-    call: Callable[[], object] = lambda: capture(model, tmp_path / "x", **where)  # type: ignore[arg-type] # noqa: E731
-    assert message in raised(kind, call)
-    assert names(tmp_path) == []
-
-
-def test_a_model_without_converted_layers_is_refused(tmp_path: Path) -> None:
+    for where, kind, message in WRONG:
+        assert message in raised(kind, partial(capture, model, tmp_path / "x", **where))
     message = raised(ValueError, lambda: capture(Net(), tmp_path))
     assert message.startswith("capture: the model has no converted layer; call convert_to_float8")
-
-
-def test_safetensors_is_named_where_it_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(files, "find_spec", lambda name: None)
-    message = raised(ImportError, lambda: capture(net(), tmp_path, format="safetensors"))
+    message = raised(ImportError, lambda: capture(model, tmp_path, format="safetensors"))
     assert "format='safetensors' needs the package safetensors: pip install" in message
+    assert names(tmp_path) == []
 
 
 def saved(tmp_path: Path, **changes: object) -> Path:
@@ -308,54 +275,45 @@ def saved(tmp_path: Path, **changes: object) -> Path:
     return files.save_capture(changed, tmp_path, "torch")
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"operand": "bias"}, "operand='bias' is not what a capture holds"),
-        ({"gemms": ("output", "input")}, "gemms=['output', 'input'] is not what a capture holds"),
-        ({"gemms": ()}, "gemms=[] is not what a capture holds"),
-        ({"gemms": ("output", "output")}, "gemms=['output', 'output'] is not what a capture holds"),
-        ({"step": True}, "step=True is not what a capture holds"),
-        ({"rank": -1}, "rank=-1 is not what a capture holds"),
-        ({"call": "1"}, "call='1' is not what a capture holds"),
-        ({"granularity": "quad"}, "KeyError: 'quad'"),
-        ({"scale": torch.ones(2)}, "the scales are torch.float32 [2], not torch.float32 []"),
-        ({"scale": torch.ones(()).double()}, "the scales are torch.float64 []"),
-        ({"scale": -torch.ones(())}, "a scale is -1; all of them must be positive"),
-        ({"qdata": torch.zeros(2, 16)}, "qdata, torch.float32 [2, 16], is no float8 copy of high"),
-        ({"high": torch.zeros(3, 16)}, "is no float8 copy of high, torch.float32 [3, 16]"),
-        ({"high": torch.zeros(2, 16).int()}, "is no float8 copy of high, torch.int32 [2, 16]"),
-        ({"high": torch.eye(2, 16).to_sparse()}, "high is not a plain, contiguous tensor"),
-        ({"high": torch.zeros(1, 16).expand(2, 16)}, "high is not a plain, contiguous tensor"),
-        ({"high": nn.Parameter(torch.zeros(2, 16))}, "high is not a plain, contiguous tensor"),
-        ({"scale": torch.ones((), device="meta")}, "scale is not a plain, contiguous tensor"),
-        ({"high": [0.0] * 16}, "high is not a plain, contiguous tensor"),
-    ],
-    ids=str,
-)
-def test_a_file_that_holds_something_else_is_refused(
-    tmp_path: Path, changes: dict[str, object], reason: str
-) -> None:
-    path = saved(tmp_path, **changes)
-    message = raised(ValueError, lambda: load_capture(path))
-    assert "holds no cast that fp8_dist.debug.capture saved, or is damaged: " in message
-    assert reason in message
+OTHERS: list[tuple[dict[str, object], str]] = [
+    ({"operand": "bias"}, "operand='bias' is not what a capture holds"),
+    ({"gemms": ("output", "input")}, "gemms=['output', 'input'] is not what a capture holds"),
+    ({"gemms": ()}, "gemms=[] is not what a capture holds"),
+    ({"gemms": ("output", "output")}, "gemms=['output', 'output'] is not what a capture holds"),
+    ({"step": True}, "step=True is not what a capture holds"),
+    ({"rank": -1}, "rank=-1 is not what a capture holds"),
+    ({"call": "1"}, "call='1' is not what a capture holds"),
+    ({"granularity": "quad"}, "KeyError: 'quad'"),
+    ({"scale": torch.ones(2)}, "the scales are torch.float32 [2], not torch.float32 []"),
+    ({"scale": torch.ones(()).double()}, "the scales are torch.float64 []"),
+    ({"scale": -torch.ones(())}, "a scale is -1; all of them must be positive"),
+    ({"qdata": torch.zeros(2, 16)}, "qdata, torch.float32 [2, 16], is no float8 copy of high"),
+    ({"high": torch.zeros(3, 16)}, "is no float8 copy of high, torch.float32 [3, 16]"),
+    ({"high": torch.zeros(2, 16).int()}, "is no float8 copy of high, torch.int32 [2, 16]"),
+    ({"high": torch.eye(2, 16).to_sparse()}, "high is not a plain, contiguous tensor"),
+    ({"high": torch.zeros(1, 16).expand(2, 16)}, "high is not a plain, contiguous tensor"),
+    ({"high": nn.Parameter(torch.zeros(2, 16))}, "high is not a plain, contiguous tensor"),
+    ({"scale": torch.ones((), device="meta")}, "scale is not a plain, contiguous tensor"),
+    ({"high": [0.0] * 16}, "high is not a plain, contiguous tensor"),
+]
 
 
-def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    path.write_bytes(path.read_bytes()[:-100])
-    message = f"{path} holds no cast that fp8_dist.debug.capture saved, or is damaged: "
-    assert raised(ValueError, lambda: load_capture(path)).startswith(message)
+def test_files_that_hold_something_else_are_refused(tmp_path: Path) -> None:
+    refused = "holds no cast that fp8_dist.debug.capture saved, or is damaged: "
+    for changes, reason in OTHERS:
+        path = saved(tmp_path, **changes)
+        message = raised(ValueError, partial(load_capture, path))
+        assert message.startswith(f"{path} {refused}")
+        assert reason in message, changes
     torch.save({"weight": torch.ones(2)}, path)
-    assert raised(ValueError, lambda: load_capture(path)).startswith(message)
+    assert refused in raised(ValueError, lambda: load_capture(path))
     torch.save(nn.ReLU(), path)  # would run code
-    assert raised(ValueError, lambda: load_capture(path)).startswith(message)
+    assert refused in raised(ValueError, lambda: load_capture(path))
     foreign = tmp_path / "x.safetensors"
     foreign.write_bytes(b"nothing")
-    assert "or is damaged" in raised(ValueError, lambda: load_capture(foreign))
+    assert refused in raised(ValueError, lambda: load_capture(foreign))
     for missing in (tmp_path / "none.pt", tmp_path / "none.safetensors"):
-        raised(FileNotFoundError, lambda missing=missing: load_capture(missing))
+        raised(FileNotFoundError, partial(load_capture, missing))
 
 
 def damage(content: bytes, random: Random) -> bytes:
@@ -376,7 +334,7 @@ def test_random_damage_is_a_value_error(tmp_path: Path, format: files.FileFormat
     refused = accepted = other_values = 0
     path = files.save_capture(captured, tmp_path, format)
     content = path.read_bytes()
-    for _ in range(400):
+    for _ in range(200):
         path.write_bytes(damage(content, random))
         try:
             found = load_capture(path)
@@ -388,13 +346,6 @@ def test_random_damage_is_a_value_error(tmp_path: Path, format: files.FileFormat
         if format == "torch":  # what was hit is padding
             for name in ("high", "qdata", "scale"):
                 assert same_bits(getattr(found, name), getattr(captured, name))
-    assert refused > 150
-    assert refused + accepted == 400
+    assert refused > 75
+    assert refused + accepted == 200
     assert (other_values > 0) == (format == "torch")
-
-
-def test_no_warning_where_nothing_is_left_out(tmp_path: Path) -> None:
-    model = net()
-    with warnings.catch_warnings(), capture(model, tmp_path):
-        warnings.simplefilter("error")
-        step(model)

@@ -11,9 +11,13 @@ from reference import reference_blocks, same_bits, sqnr
 
 from fp8_dist.kernels import (
     block_exponents,
+    block_exponents_of_each,
     block_scaled_mm,
+    cast_blocks,
     exponents_of_groups,
+    quantize_block_copies,
     quantize_blocks,
+    quantize_blocks_of_each,
     reblock,
     reblock_groups,
 )
@@ -43,7 +47,6 @@ CASES: list[tuple[tuple[int, ...], Blocks]] = [
     ((2, 2, 5, 3), (4, 4, 3, 2)),
     ((1, 300), (1, 128, 0, 0)),
 ]
-EMPTY = [(0, 8), (8, 0), (0, 0), (2, 0, 8), (0,)]
 RULES = pytest.mark.parametrize("rule", [None, "ceil", "floor"])
 
 
@@ -78,98 +81,65 @@ def check_cast(
 
 
 @RULES
-@pytest.mark.parametrize("target", [E4M3, E5M2])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_cast_equals_the_reference(
-    dtype: torch.dtype, target: torch.dtype, rule: str | None
-) -> None:
-    for shape, blocks in CASES:
+def test_a_cast_equals_the_reference(rule: str | None) -> None:
+    for dtype, target, (shape, blocks) in product(DTYPES, (E4M3, E5M2), CASES):
         check_cast(of_many_magnitudes(*shape).to(dtype), target, blocks, rule)
-
-
-def test_strides_change_nothing() -> None:
     x = torch.randn(9, 20)
     for view in (x.t(), x[:, ::2], x[1:, 3:], x[:, :1].expand(9, 20)):
         for blocks in ((1, 4, 0, 0), (4, 4, 0, 0), (4, 4, 1, 3)):
-            check_cast(view, E4M3, blocks, "ceil")
+            check_cast(view, E4M3, blocks, rule)
 
 
 @RULES
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_values_at_both_ends_of_a_dtype(dtype: torch.dtype, rule: str | None) -> None:
-    kind = torch.finfo(dtype)
-    sizes = [kind.max, kind.max / 2, kind.tiny, 0.0]
-    sizes += [kind.smallest_normal * kind.eps] if dtype is not torch.float64 else [2.0**-149]
-    for size in sizes:
-        if size > torch.finfo(torch.float32).max:
-            continue  # infinite as fp32, in which an amax is taken
-        x = torch.tensor([[size, -size / 2, 0.0, size]], dtype=torch.float64).to(dtype)
-        check_cast(x, E4M3, (1, 4, 0, 0), rule)
-        check_cast(x, E5M2, (1, 2, 0, 1), rule)
-
-
-@RULES
-def test_fp64_values_that_are_infinite_as_fp32(rule: str | None) -> None:
+def test_values_at_both_ends_of_a_dtype(rule: str | None) -> None:
+    for dtype in DTYPES:
+        kind = torch.finfo(dtype)
+        sizes = [kind.max, kind.max / 2, kind.tiny, 0.0]
+        sizes += [kind.smallest_normal * kind.eps] if dtype is not torch.float64 else [2.0**-149]
+        for size in sizes:
+            if size > torch.finfo(torch.float32).max:
+                continue  # infinite as fp32, in which an amax is taken
+            x = torch.tensor([[size, -size / 2, 0.0, size]], dtype=torch.float64).to(dtype)
+            check_cast(x, E4M3, (1, 4, 0, 0), rule)
+            check_cast(x, E5M2, (1, 2, 0, 1), rule)
     x = torch.tensor([[1e39, 1.0, 2.0, 3.0]], dtype=torch.float64)
-    assert block_exponents(x, E4M3, (1, 2, 0, 0), rule).tolist()[0][0] == 255
-    assert block_exponents(x[:, 2:], E4M3, (1, 2, 0, 0), rule).tolist()[0][0] < 255
+    infinite, finite = block_exponents(x, E4M3, (1, 2, 0, 0), rule).tolist()[0]
+    assert finite < infinite == 255
 
 
-def test_each_rule_at_each_bf16_value_of_an_octave() -> None:
-    """Floor saturates those above 448 / 512 of the next power of two, the others none."""
-    x = (1 + torch.arange(128) / 128).view(128, 1).bfloat16()
-    blocks = (1, 1, 0, 0)
-    sizes = {}
-    for rule in (None, "ceil", "floor"):
-        exponents = block_exponents(x, E4M3, blocks, rule)
-        qdata = quantize_blocks(x, exponents, E4M3, blocks)
-        found = dequantized(qdata, exponents, blocks, torch.float32)
-        sizes[rule] = (found / x.float() - 1).abs().flatten()
-        assert set(exponents.flatten().tolist()) == ({119} if rule == "floor" else {119, 120})
-    assert torch.equal(sizes["ceil"], sizes[None])
-    assert sizes["ceil"].max() <= 2**-4
-    above = x.flatten() > 1.75 * (1 + 2**-5)
-    assert sizes["floor"][~above].max() <= 2**-4
-    assert (sizes["floor"][above] > 2**-6).all()
-    assert sizes["floor"].max() < 0.125
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", DTYPES)
 @RULES
-def test_a_value_that_is_not_finite_stays_in_its_block(
-    rule: str | None, dtype: torch.dtype, value: float
-) -> None:
+def test_a_value_that_is_not_finite_stays_in_its_block(rule: str | None) -> None:
     for blocks, rows, columns in (
         ((1, 4, 0, 0), slice(5, 6), slice(4, 8)),
         ((4, 4, 0, 0), slice(4, 8), slice(4, 8)),
         ((4, 4, 1, 3), slice(3, 7), slice(5, 9)),
         ((4, 1, 0, 0), slice(4, 8), slice(6, 7)),
     ):
-        x = torch.randn(10, 13).to(dtype)
-        x[5, 6] = value
-        exponents = check_cast(x, E4M3, blocks, rule)
-        found = dequantized(quantize_blocks(x, exponents, E4M3, blocks), exponents, blocks, dtype)
         expected = torch.zeros(10, 13, dtype=torch.bool)
         expected[rows, columns] = True
-        assert torch.equal(found.isnan(), expected)
-        assert found[~expected].isfinite().all()
+        for dtype, value in product(DTYPES, (math.nan, -math.nan, math.inf, -math.inf)):
+            x = torch.randn(10, 13).to(dtype)
+            x[5, 6] = value
+            exponents = check_cast(x, E4M3, blocks, rule)
+            qdata = quantize_blocks(x, exponents, E4M3, blocks)
+            found = dequantized(qdata, exponents, blocks, dtype)
+            assert torch.equal(found.isnan(), expected)
+            assert found[~expected].isfinite().all()
 
 
-@pytest.mark.parametrize("shape", EMPTY)
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0), (2, 0, 8), (0,)])
 def test_empty_tensors(shape: tuple[int, ...]) -> None:
     x = torch.empty(shape)
     for blocks in ((1, 4, 0, 0), (1, 4, 0, 3), (4, 4, 0, 0), (4, 4, 3, 3), (4, 1, 0, 0)):
         if len(shape) != 2 and blocks[0] > 1:
             continue
-        sizes = exponents_shape(shape, blocks)
         for run in implementations(block_exponents):
             exponents = run(x, E4M3, blocks, None)
-            assert [*exponents.shape] == sizes
+            assert [*exponents.shape] == exponents_shape(shape, blocks)
             assert not exponents.any()
         for run in implementations(quantize_blocks):
-            assert run(x, exponents, E4M3, blocks).shape == shape
-        qdata = quantize_blocks(x, exponents, E4M3, blocks)
+            qdata = run(x, exponents, E4M3, blocks)
+            assert qdata.shape == shape
         assert dequantized(qdata, exponents, blocks, torch.float32).shape == shape
         for run in implementations(reblock) if len(shape) == 2 else ():
             again, found = run(qdata, exponents, blocks, 4, "ceil")
@@ -178,50 +148,41 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
 
 
 # Larger than what the CPU's implementation takes at once, in some cases by rows that hold no block.
-LARGE: list[tuple[tuple[int, ...], Blocks]] = [
-    ((300, 520), (1, 128, 0, 0)),
-    ((300, 520), (1, 32, 0, 7)),
-    ((300, 520), (128, 128, 0, 0)),
-    ((300, 520), (128, 128, 0, 5)),
-    ((300, 520), (128, 128, 77, 5)),
-    ((3, 100, 520), (1, 128, 0, 0)),
-    ((3, 100, 520), (128, 128, 0, 0)),
-    ((3, 40000), (128, 128, 0, 0)),
-    ((40000, 3), (32, 32, 0, 0)),
-    ((2, 70000), (1, 32, 0, 0)),
+LARGE: list[tuple[tuple[int, ...], list[Blocks]]] = [
+    ((300, 520), [(1, 32, 0, 7), (128, 128, 0, 0), (128, 128, 0, 5), (128, 128, 77, 5)]),
+    ((3, 100, 520), [(1, 128, 0, 0), (128, 128, 0, 0)]),
+    ((3, 40000), [(128, 128, 0, 0)]),
+    ((40000, 3), [(32, 32, 0, 0)]),
+    ((2, 70000), [(1, 32, 0, 0)]),
 ]
 
 
-@pytest.mark.parametrize(("shape", "blocks"), LARGE)
+@pytest.mark.parametrize(("shape", "each"), LARGE)
 def test_large_tensors_on_cpus_have_the_portable_bits(
-    shape: tuple[int, ...], blocks: Blocks
+    shape: tuple[int, ...], each: list[Blocks]
 ) -> None:
     x = of_many_magnitudes(*shape).float()
     x[..., 0, 2] = torch.inf
-    for view in (x, x.bfloat16(), x.mT.contiguous().mT):
+    for blocks, view in product(each, (x, x.bfloat16(), x.mT.contiguous().mT)):
         exponents = block_exponents(view, E4M3, blocks, None)
         assert same_bits(exponents, block_exponents.portable(view, E4M3, blocks, None))
         expected = quantize_blocks.portable(view, exponents, E4M3, blocks)
         assert same_bits(quantize_blocks(view, exponents, E4M3, blocks), expected)
-        matrix = expected.reshape(-1, shape[-1])
         if blocks[0] > 1 and len(shape) > 2:
             continue
+        matrix = expected.reshape(-1, shape[-1])
         numbers = exponents.reshape(-1, exponents.shape[-1])
-        for data in (matrix, matrix.t().contiguous().t()):
-            for rows in (32, 128):
-                found = reblock(data, numbers, blocks, rows, None)
-                portable = reblock.portable(data, numbers, blocks, rows, None)
-                assert all(same_bits(a, b) for a, b in zip(found, portable, strict=True))
+        for data, rows in product((matrix, matrix.t().contiguous().t()), (32, 128)):
+            found = reblock(data, numbers, blocks, rows, None)
+            portable = reblock.portable(data, numbers, blocks, rows, None)
+            assert all(map(same_bits, found, portable))
 
 
-@pytest.mark.parametrize("target", [E4M3, E5M2])
 @RULES
-def test_blocks_along_the_rows_equal_the_reference(rule: str | None, target: torch.dtype) -> None:
-    for shape, blocks in CASES:
-        if len(shape) != 2:
-            continue
-        x = of_many_magnitudes(*shape)
-        exponents, values = reference_blocks(x, target, blocks, rule)
+def test_blocks_along_the_rows_equal_the_reference(rule: str | None) -> None:
+    of_matrices = [case for case in CASES if len(case[0]) == 2]
+    for target, (shape, blocks) in product((E4M3, E5M2), of_matrices):
+        exponents, values = reference_blocks(of_many_magnitudes(*shape), target, blocks, rule)
         qdata = values.to(target)
         wide = dequantized(qdata, exponents, blocks, torch.float32)
         assert torch.equal(wide.double(), values * scale_of_each(exponents, shape, blocks))
@@ -236,47 +197,10 @@ def scale_of_each(exponents: torch.Tensor, shape: Sequence[int], blocks: Blocks)
     """fp64, for each element of a matrix."""
     rows, columns, first_row, first_column = blocks
     out = torch.empty(*shape, dtype=torch.float64)
-    for i in range(shape[0]):
-        for j in range(shape[1]):
-            byte = int(exponents[(first_row + i) // rows, (first_column + j) // columns])
-            out[i, j] = math.nan if byte == 255 else 2.0 ** (byte - 127)
+    for i, j in product(range(shape[0]), range(shape[1])):
+        byte = int(exponents[(first_row + i) // rows, (first_column + j) // columns])
+        out[i, j] = math.nan if byte == 255 else 2.0 ** (byte - 127)
     return out
-
-
-@pytest.mark.parametrize("spread", [0, 4, 8])
-@RULES
-def test_blocks_along_the_rows_round_small_values_alone(rule: str | None, spread: int) -> None:
-    """Values up to 2 ** -14 of the largest of their new block, by at most 2 ** -10 of its scale."""
-    rows = 128
-    # Tokens of many magnitudes, so that neighbours in a column had different scales.
-    x = torch.randn(300, 200).clamp(-4, 4) * (spread * torch.randn(300, 1)).exp()
-    x = torch.where(x.abs() < 2**-8, 2**-8, x) if not spread else x
-    blocks = (1, 32, 0, 0)
-    exponents = block_exponents(x, E4M3, blocks, rule)
-    qdata = quantize_blocks(x, exponents, E4M3, blocks)
-    again, numbers = reblock(qdata, exponents, blocks, rows, rule and "ceil")
-    before = dequantized(qdata, exponents, blocks, torch.float64)
-    after = dequantized(again, numbers, (rows, 1, 0, 0), torch.float64)
-    scale = scale_of_each(numbers, x.shape, (rows, 1, 0, 0))
-    largest = torch.cat([part.abs().amax(0).expand_as(part) for part in before.split(rows)])
-    rounded = before != after
-    assert (before.abs() <= largest * 2**-14)[rounded].all()
-    assert ((before - after).abs() <= scale * 2**-10).all()
-    assert bool(rounded.any()) is (spread > 0)
-
-
-def test_one_nan_reaches_the_columns_of_its_block_and_no_others() -> None:
-    x = torch.randn(300, 200)
-    x[130, 40] = torch.nan
-    blocks = (1, 32, 0, 0)
-    exponents = block_exponents(x, E4M3, blocks, None)
-    qdata = quantize_blocks(x, exponents, E4M3, blocks)
-    expected = torch.zeros(300, 200, dtype=torch.bool)
-    expected[128:256, 32:64] = True
-    for run in implementations(reblock):
-        again, numbers = run(qdata, exponents, blocks, 128, None)
-        found = dequantized(again, numbers, (128, 1, 0, 0), torch.float32)
-        assert torch.equal(found.isnan(), expected)
 
 
 @pytest.mark.parametrize("rule", [None, "ceil"])
@@ -288,20 +212,22 @@ def test_blocks_whose_rows_are_in_several_places(value: float, rule: str | None)
     blocks, rows = (1, 32, 0, 0), 128
     exponents = block_exponents(x, E4M3, blocks, None)
     qdata = quantize_blocks(x, exponents, E4M3, blocks)
-    expected, numbers = reblock(qdata, exponents, blocks, rows, rule)
+    poisoned = torch.zeros(300, 200, dtype=torch.bool)
+    poisoned[128:256, 32:64] = math.isnan(value)
+    for run in implementations(reblock):
+        expected, numbers = run(qdata, exponents, blocks, rows, rule)
+        found = dequantized(expected, numbers, (rows, 1, 0, 0), torch.float32)
+        assert torch.equal(found.isnan(), poisoned)
     places = [part.sort().values for part in torch.randperm(300).split([150, 149, 1])]
     for op, again in product(implementations(exponents_of_groups), implementations(reblock_groups)):
-        found = [op(qdata[p], exponents[p], blocks, p // rows, 3, rule) for p in places]
-        assert all(each.shape == (3, 200) for each in found)
-        largest = torch.stack(found).amax(0)
+        of_places = [op(qdata[p], exponents[p], blocks, p // rows, 3, rule) for p in places]
+        assert all(each.shape == (3, 200) for each in of_places)
+        largest = torch.stack(of_places).amax(0)
         assert same_bits(largest, numbers)
         for place in places:
             mine = again(qdata[place], exponents[place], blocks, place // rows, largest)
             assert same_bits(mine[0], expected[place])
             assert same_bits(mine[1], numbers[place // rows])
-
-
-# GEMMs
 
 
 Operand = tuple[torch.Tensor, torch.Tensor, Blocks]
@@ -337,34 +263,27 @@ PAIRS: dict[str, Callable[[], tuple[Operand, Operand]]] = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products(pair: str, out_dtype: torch.dtype) -> None:
+def test_products(pair: str) -> None:
     a, b = PAIRS[pair]()
     exact = wide(a) @ wide(b)
-    best = sqnr(exact, exact.to(out_dtype))
-    for run in implementations(block_scaled_mm):
-        found = run(a[0], b[0], a[1], b[1], a[2], b[2], out_dtype, False)
-        assert (found.dtype, found.shape) == (out_dtype, exact.shape)
-        assert found.is_contiguous()
-        assert sqnr(exact, found) > min(best - 0.5, 120)
-    with torch.autocast("cpu", torch.bfloat16):
-        again = block_scaled_mm(a[0], b[0], a[1], b[1], a[2], b[2], out_dtype, False)
-    assert same_bits(again, block_scaled_mm(a[0], b[0], a[1], b[1], a[2], b[2], out_dtype, False))
+    given = (a[0], b[0], a[1], b[1], a[2], b[2])
+    for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
+        best = sqnr(exact, exact.to(out_dtype))
+        for run in implementations(block_scaled_mm):
+            found = run(*given, out_dtype, False)
+            assert (found.dtype, found.shape) == (out_dtype, exact.shape)
+            assert found.is_contiguous()
+            assert sqnr(exact, found) > min(best - 0.5, 120)
+        with torch.autocast("cpu", torch.bfloat16):
+            again = block_scaled_mm(*given, out_dtype, False)
+        assert same_bits(again, block_scaled_mm(*given, out_dtype, False))
+    as_bf16 = (*given, torch.bfloat16, True)
+    assert same_bits(block_scaled_mm(*as_bf16), block_scaled_mm.portable(*as_bf16))
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_a_bf16_product_has_the_portable_bits(pair: str) -> None:
-    a, b = PAIRS[pair]()
-    arguments = (a[0], b[0], a[1], b[1], a[2], b[2], torch.bfloat16, True)
-    assert same_bits(block_scaled_mm(*arguments), block_scaled_mm.portable(*arguments))
-
-
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pair", ["output", "grad_input", "grad_weight", "parts"])
-def test_nan_reaches_the_rows_and_the_columns_of_its_block(
-    pair: str, out_dtype: torch.dtype
-) -> None:
-    for of_a in (True, False):
+def test_nan_reaches_the_rows_and_the_columns_of_its_block(pair: str) -> None:
+    for out_dtype, of_a in product((torch.float32, torch.bfloat16), (True, False)):
         a, b = PAIRS[pair]()
         exponents = a[1] if of_a else b[1]
         exponents[exponents.shape[0] // 2, 1] = 255
@@ -377,22 +296,32 @@ def test_nan_reaches_the_rows_and_the_columns_of_its_block(
         assert sqnr(exact[finite], found[finite]) > (45 if out_dtype is torch.bfloat16 else 120)
 
 
-@pytest.mark.parametrize("blocks", [(1, 4, 0, 0), (4, 4, 1, 3)])
-def test_operators_describe_their_results(blocks: Blocks) -> None:
+def test_operators_describe_their_results() -> None:
     """For tensors without data, as compilers trace them."""
-    x = torch.randn(6, 10)
-    exponents = block_exponents(x, E4M3, blocks, "floor")
-    qdata = quantize_blocks(x, exponents, E4M3, blocks)
-    rows, columns, *first = blocks
-    other = (qdata.t(), exponents.t(), (columns, rows, *first[::-1]))
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (block_exponents, (x, E4M3, blocks, "ceil")),
-        (quantize_blocks, (x, exponents, E4M3, blocks)),
-        (reblock, (qdata, exponents, blocks, 4, "ceil")),
-        (
-            block_scaled_mm,
-            (qdata, other[0], exponents, other[1], blocks, other[2], torch.bfloat16, True),
-        ),
-    ]
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+    for shape, blocks in (
+        ((6, 10), (1, 4, 0, 0)),
+        ((6, 10), (4, 4, 1, 3)),
+        ((2, 3, 10), (1, 4, 0, 3)),
+    ):
+        x = torch.randn(shape)
+        exponents = block_exponents(x, E4M3, blocks, "floor")
+        assert [*exponents.shape] == exponents_shape(shape, blocks)
+        qdata = quantize_blocks(x, exponents, E4M3, blocks)
+        calls.append((block_exponents, (x, E4M3, blocks, "ceil")))
+        calls.append((quantize_blocks, (x, exponents, E4M3, blocks)))
+        for transposed in ([False], [True], [False, True]):
+            calls.append((cast_blocks, (x, E4M3, blocks, "ceil", transposed)))
+            calls.append((quantize_block_copies, (x, exponents, E4M3, blocks, transposed)))
+            if x.ndim == 2:
+                calls.append((reblock, (qdata, exponents, blocks, 4, "ceil", transposed[-1])))
+        if x.ndim == 2:
+            b, of_b, blocks_b = turned((qdata, exponents, blocks))
+            given = (qdata, b, exponents, of_b, blocks, blocks_b, torch.bfloat16, True)
+            calls.append((block_scaled_mm, given))
+    first, others, parts = torch.randn(6, 10), [torch.randn(3, 4)], [4, 4, 1, 3, 4, 4, 0, 0]
+    of_many = block_exponents_of_each(first, others, E4M3, parts, None)
+    calls.append((block_exponents_of_each, (first, others, E4M3, parts, None)))
+    calls.append((quantize_blocks_of_each, (first, others, of_many, E4M3, parts)))
     for op, arguments in calls:
         torch.library.opcheck(op.overload, arguments, test_utils="test_faketensor")

@@ -1,17 +1,14 @@
 """The operators' implementations for GPUs, in Triton's interpreter, against the portable ones."""
 
-from collections.abc import Callable, Sequence
-from itertools import product
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
+from implementations import check_operator, implementation
 from reference import same_bits
 
 from fp8_dist import kernels
-from fp8_dist.kernels import CustomOp
 from fp8_dist.kernels.copies import cast_and_record, cast_copies, cast_rows, quantize_copies
-from fp8_dist.kernels.cuda import registration
 from fp8_dist.kernels.folding import fold_gradient
 
 E4M3 = torch.float8_e4m3fn
@@ -21,69 +18,18 @@ ROW, COLUMN, TENSOR = "row", "column", "tensor"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
 
 
-def implementation(op: CustomOp[..., Any]) -> Callable[..., Any]:
-    """What is registered for CUDA devices."""
-    return getattr(registration, f"_{op.overload._schema.name.partition('::')[2]}")
-
-
-def check(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> None:
-    """An implementation and the portable one give the same bits, shapes and dtypes."""
-    found, expected = implementation(op)(*args, **kwargs), op.portable(*args, **kwargs)
-    if isinstance(found, torch.Tensor):
-        found, expected = [found], [expected]
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-        assert same_bits(mine, theirs)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_amaxes_and_casts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape).mul_(100).to(dtype)
     for covers in ([ROW, COLUMN], [ROW, TENSOR], [COLUMN], [TENSOR, COLUMN]):
-        check(kernels.amaxes, x, covers)
+        check_operator(kernels.amaxes, x, covers)
     for dims in (None, (x.ndim - 1,), tuple(range(x.ndim - 1)), (0,)):
-        check(kernels.amax, x, dims)
+        check_operator(kernels.amax, x, dims)
         m, _ = kernels.scaling_from_amax(kernels.amax(x, dims), E4M3, True)
-        check(kernels.scaling_from_amax, kernels.amax(x, dims), E4M3, True)
+        check_operator(kernels.scaling_from_amax, kernels.amax(x, dims), E4M3, True)
         for fits in (True, False):
-            check(kernels.quantize, x, m, E4M3, fits=fits)
-
-
-def test_amaxes_of_many_tensors() -> None:
-    tensors = [torch.randn(shape).bfloat16() for shape in SHAPES]
-    check(kernels.amax_of_each, tensors[0], tensors[1:])
-    check(kernels.amax_of_each, tensors[0].float(), tensors[1:])
-    check(kernels.amax_of_each, tensors[0].t(), [])
-    check(kernels.amax_of_each, tensors[0], tensors[1:], True)
-    check(kernels.amax_of_each, tensors[0].t(), tensors[1:], True)
-
-
-@pytest.mark.parametrize("of_rows", [False, True])
-def test_casts_of_many_tensors(of_rows: bool) -> None:
-    tensors = [torch.randn(shape).bfloat16() for shape in SHAPES]
-    for first in (tensors[0], tensors[0].float(), torch.randn(32, 6).bfloat16().t()):
-        given = [first, *tensors[1:]]
-        multipliers = kernels.amax_of_each.portable(first, given[1:], of_rows) * 200
-        check(kernels.quantize_each, first, given[1:], multipliers, E4M3, of_rows)
-        every = quantize_each_of(given, multipliers, of_rows)
-        assert same_bits(
-            kernels.quantize_each.portable(first, given[1:], multipliers, E4M3, of_rows), every
-        )
-
-
-def quantize_each_of(
-    tensors: Sequence[torch.Tensor], multipliers: torch.Tensor, of_rows: bool
-) -> torch.Tensor:
-    """Tensors in float8 one by one, flat."""
-    left, data = multipliers.tolist(), []
-    for x in tensors:
-        rows = x.reshape(-1, x.shape[-1]) if of_rows else x.reshape(1, -1)
-        for row in rows:
-            data.append(kernels.quantize(row, torch.tensor(left.pop(0)), E4M3))
-    assert not left
-    return torch.cat([each.view(torch.uint8) for each in data]).view(E4M3)
+            check_operator(kernels.quantize, x, m, E4M3, fits=fits)
 
 
 COPIES: list[tuple[Sequence[str], list[int], list[bool]]] = [
@@ -94,21 +40,17 @@ COPIES: list[tuple[Sequence[str], list[int], list[bool]]] = [
 ]
 
 
-@pytest.mark.parametrize(("covers", "of", "transposed"), COPIES, ids=lambda given: str(given))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_copies(
-    shape: tuple[int, ...], covers: Sequence[str], of: list[int], transposed: list[bool]
-) -> None:
-    x = torch.randn(shape).bfloat16()
-    amaxes = kernels.amaxes(x, covers)
-    check(cast_copies, x, amaxes, E4M3, True, of, transposed)
-    multipliers = [kernels.scaling_from_amax(each, E4M3)[0] for each in amaxes]
-    check(quantize_copies, x * 2, multipliers, E4M3, of, transposed)
-    check(cast_rows, x, E4M3, True, transposed)
-    check(cast_and_record, x, torch.tensor(3.0), torch.tensor(1 / 3), E4M3, transposed, None)
-    check(
-        cast_and_record, x, torch.tensor(3.0), torch.tensor(1 / 3), E4M3, [True], torch.tensor(9.0)
-    )
+def test_copies(shape: tuple[int, ...]) -> None:
+    x, known = torch.randn(shape).bfloat16(), (torch.tensor(3.0), torch.tensor(1 / 3))
+    for covers, of, transposed in COPIES:
+        amaxes = kernels.amaxes(x, covers)
+        check_operator(cast_copies, x, amaxes, E4M3, True, of, transposed)
+        multipliers = [kernels.scaling_from_amax(each, E4M3)[0] for each in amaxes]
+        check_operator(quantize_copies, x * 2, multipliers, E4M3, of, transposed)
+        check_operator(cast_rows, x, E4M3, True, transposed)
+        check_operator(cast_and_record, x, *known, E4M3, transposed, None)
+    check_operator(cast_and_record, x, *known, E4M3, [True], torch.tensor(9.0))
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -124,12 +66,21 @@ def test_a_value_that_is_not_finite_poisons_a_scale_that_was_known(value: float)
         assert (qdata.float() * scale).isnan().all()
 
 
-@pytest.mark.parametrize("transposed", [True, False])
-def test_folded_gradients(transposed: bool) -> None:
-    grad = torch.randn(8, 48).bfloat16()
-    s, t = torch.rand(48) + 0.5, torch.rand(8) + 0.5
-    for weight_scale, input_scale in product((s, None), (t, None)):
-        check(fold_gradient, grad, E4M3, weight_scale, input_scale, transposed)
+def test_casts_of_many_tensors_are_those_of_each() -> None:
+    first, *others = [torch.randn(shape).bfloat16() for shape in SHAPES]
+    for of_rows in (False, True):
+        check_operator(kernels.amax_of_each, first.t(), [], of_rows)
+        for x in (first, first.float(), torch.randn(32, 6).bfloat16().t()):
+            multipliers = kernels.amax_of_each.portable(x, others, of_rows) * 200
+            check_operator(kernels.quantize_each, x, others, multipliers, E4M3, of_rows)
+            left, data = multipliers.tolist(), []
+            for each in (x, *others):
+                for row in each.reshape(-1, each.shape[-1]) if of_rows else each.reshape(1, -1):
+                    data.append(kernels.quantize(row, torch.tensor(left.pop(0)), E4M3))
+            assert not left
+            every = torch.cat([each.view(torch.uint8) for each in data]).view(E4M3)
+            found = kernels.quantize_each.portable(x, others, multipliers, E4M3, of_rows)
+            assert same_bits(found, every)
 
 
 @pytest.mark.parametrize("rows", [4, 33])
@@ -139,16 +90,15 @@ def test_results_that_graphs_get_are_aligned(rows: int) -> None:
 
 
 def test_another_default_dtype() -> None:
-    x = torch.randn(8, 32)
+    x, one = torch.randn(8, 32), torch.ones(())
+    scales = torch.rand(32) + 1, torch.rand(8) + 1
     torch.set_default_dtype(torch.bfloat16)
     try:
         for covers, of, transposed in COPIES:
-            check(cast_copies, x, kernels.amaxes(x, covers), E4M3, True, of, transposed)
-        check(kernels.amaxes, x, [ROW, TENSOR])
-        one = torch.ones((), dtype=torch.float32)
-        check(cast_and_record, x, one, one, E4M3, [False, True], one)
-        check(cast_rows, x, E4M3, True, [False])
-        scales = torch.rand(32, dtype=torch.float32) + 1, torch.rand(8, dtype=torch.float32) + 1
-        check(fold_gradient, x, E4M3, *scales, True)
+            check_operator(cast_copies, x, kernels.amaxes(x, covers), E4M3, True, of, transposed)
+        check_operator(kernels.amaxes, x, [ROW, TENSOR])
+        check_operator(cast_and_record, x, one, one, E4M3, [False, True], one)
+        check_operator(cast_rows, x, E4M3, True, [False])
+        check_operator(fold_gradient, x, E4M3, *scales, True)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -17,34 +17,34 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.mark.parametrize("target", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("power_of_2", [False, True])
-@pytest.mark.parametrize("rows", [37, 5003])  # few, and more than fit in two blocks
 def test_cast_equals_the_reference(
-    target: torch.dtype, dtype: torch.dtype, power_of_2: bool, rows: int
+    target: torch.dtype, dtype: torch.dtype, power_of_2: bool
 ) -> None:
-    # Values over the whole range of the format, subnormals and ties included.
-    x = (torch.randn(rows, 29) * torch.logspace(-6, 3, 29)).to(dtype)
-    cast = cast_to_float8(x, CastConfig(target_dtype=target), round_scales_to_power_of_2=power_of_2)
-    values, scale = reference_cast(x, target, power_of_2)
-    assert cast.scale.item() == scale
-    assert torch.equal(cast.qdata.double(), values)
-    assert cast.qdata.dtype is target
-    assert cast.dtype is dtype
+    config = CastConfig(target_dtype=target)
+    for rows in (37, 5003) if dtype is torch.bfloat16 else (37,):  # 5003: more than two blocks hold
+        # Values over the whole range of the format, subnormals and ties included.
+        x = (torch.randn(rows, 29) * torch.logspace(-6, 3, 29)).to(dtype)
+        cast = cast_to_float8(x, config, round_scales_to_power_of_2=power_of_2)
+        values, scale = reference_cast(x, target, power_of_2)
+        assert cast.scale.item() == scale
+        assert torch.equal(cast.qdata.double(), values)
+        assert cast.qdata.dtype is target
+        assert cast.dtype is dtype
+    for bad in (math.nan, math.inf, -math.inf):
+        x[3, 5] = bad
+        cast = cast_to_float8(x, config, round_scales_to_power_of_2=power_of_2)
+        assert cast.dequantize().isnan().all()
 
 
 @pytest.mark.parametrize("rows", [37, 5003])
 @pytest.mark.parametrize("target", [E4M3, E5M2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_too_large_a_multiplier_saturates(
-    target: torch.dtype, dtype: torch.dtype, rows: int
+def test_too_large_a_multiplier_saturates_and_an_amax_is_fp32(
+    target: torch.dtype, rows: int
 ) -> None:
-    x = torch.randn(rows, 29).to(dtype)
-    found = quantize(x, torch.tensor(1e20), target).float()
-    assert torch.equal(found, x.float().sign() * torch.finfo(target).max)
-
-
-@pytest.mark.parametrize("target", [E4M3, E5M2])
-@pytest.mark.parametrize("rows", [4, 5003])
-def test_an_amax_is_fp32(target: torch.dtype, rows: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(rows, 29).to(dtype)
+        found = quantize(x, torch.tensor(1e20), target).float()
+        assert torch.equal(found, x.float().sign() * torch.finfo(target).max)
     config = CastConfig(target_dtype=target)
     x = torch.randn(rows, 16, dtype=torch.float64) / 100
     x[1, 1] = 1 + 2**-24
@@ -64,32 +64,22 @@ def test_cast_equals_the_reference_on_any_floats(values: list[float]) -> None:
         assert torch.equal(cast.qdata.double(), expected)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3, 4)])
-def test_any_shape(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape)
-    cast = cast_to_float8(x, CastConfig())
-    assert cast.shape == x.shape
-    assert cast.scale.shape == ()
-    assert torch.isfinite(cast.scale)
-
-
-def test_zeros_and_empty_have_a_finite_scale_and_dequantize_to_zero() -> None:
+def test_any_shape_and_strides_zeros_and_disabled_casts() -> None:
+    for shape in ((), (0,), (3, 0), (5,), (2, 3, 4)):
+        x = torch.randn(shape)
+        cast = cast_to_float8(x, CastConfig())
+        assert (cast.shape, cast.scale.shape) == (x.shape, ())
+        assert torch.isfinite(cast.scale)
+    x = torch.randn(16, 24)
+    strided = torch.randn(16, 48)[:, ::2].copy_(x)
+    for view in (x.t().contiguous().t(), strided):
+        cast = cast_to_float8(view, CastConfig())
+        assert same_bits(cast.qdata, cast_to_float8(x, CastConfig()).qdata)
     for x in (torch.zeros(4, 4), torch.empty(0, 4)):
         cast = cast_to_float8(x, CastConfig())
         assert torch.equal(cast.dequantize(), x)
         assert cast.scale.item() == (1 / torch.tensor(448.0 / 1e-12)).item()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("target", [E4M3, E5M2])
-@pytest.mark.parametrize("power_of_2", [False, True])
-def test_one_non_finite_value_makes_all_of_it_nan(
-    bad: float, target: torch.dtype, power_of_2: bool
-) -> None:
-    x = torch.randn(8, 8)
-    x[3, 5] = bad
-    cast = cast_to_float8(x, CastConfig(target_dtype=target), round_scales_to_power_of_2=power_of_2)
-    assert cast.dequantize().isnan().all()
+    assert cast_to_float8(x, CastConfig(ScalingType.DISABLED)) is x
 
 
 def test_the_bits_of_an_amax_are_non_negative() -> None:
@@ -97,14 +87,6 @@ def test_the_bits_of_an_amax_are_non_negative() -> None:
     negative_nan = torch.tensor([0xFFC00000], dtype=torch.int64).to(torch.int32).view(torch.float32)
     for x in (negative_nan, torch.tensor([-0.0]), torch.tensor([-2.0, 1.0])):
         assert amax(x).view(torch.int32) >= 0
-
-
-def test_non_contiguous_input_gives_the_same_bits() -> None:
-    x = torch.randn(16, 24)
-    strided = torch.randn(16, 48)[:, ::2].copy_(x)
-    for view in (x.t().contiguous().t(), strided):
-        cast = cast_to_float8(view, CastConfig())
-        assert same_bits(cast.qdata, cast_to_float8(x, CastConfig()).qdata)
 
 
 def test_power_of_two_multipliers_round_down() -> None:
@@ -115,11 +97,6 @@ def test_power_of_two_multipliers_round_down() -> None:
     assert bool((m <= exact).all())
     assert bool((m * 2 > exact).all())
     assert same_bits(scale, 1 / m)
-
-
-def test_disabled_is_the_tensor_itself() -> None:
-    x = torch.randn(3)
-    assert cast_to_float8(x, CastConfig(ScalingType.DISABLED)) is x
 
 
 @pytest.mark.parametrize("power_of_2", [False, True])

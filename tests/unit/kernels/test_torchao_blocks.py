@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -70,10 +71,6 @@ def every_bfloat16() -> torch.Tensor:
     return torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-def ones_of(*patterns: float) -> torch.Tensor:
-    return torch.tensor(patterns)[:, None].expand(-1, 32).contiguous()
-
-
 RULES = [(CEIL, "RCEIL"), (FLOOR, "FLOOR")]
 
 
@@ -87,53 +84,35 @@ def test_mxfp8_is_to_mx_by_rceil(dtype: torch.dtype) -> None:
     assert not differing(mine, its)[finite].any()
     assert finite.sum() > 32_000
     # inf: a block of NaN; the scale 2 ** 127 of theirs leaves inf alone infinite.
-    assert mine[1][infinite].item() == 255
-    assert its[1][infinite].item() == 254
+    assert (mine[1][infinite].item(), its[1][infinite].item()) == (255, 254)
     assert values(mine)[infinite].isnan().all()
     # NaN: the same scale, by which all is NaN.
     assert same_bits(mine[1][nan], its[1][nan])
     assert values(mine)[nan].isnan().all()
     assert values(its)[nan].isnan().all()
+    # The formula of blockwise: the same, but for its epsilon. Ours stays at its scale, 2 ** -48.
+    formula, small = ours(x, BY_FORMULA), amax < EPS
+    assert not differing(formula, its)[finite & ~small].any()
+    assert formula[1][small].eq(127 - 48).all()
+    assert its[1][small].lt(127 - 48).any()
+    assert not values(formula)[amax == 0].any()
+    assert formula[1][~finite].eq(255).all()
+    # Floor: all bits of normal scales, zeros below; there theirs divides by the smallest normal.
+    floor, by_floor, tiny = ours(x, FLOOR), theirs(x, "FLOOR"), (amax > 0) & (amax < 2.0**-118)
+    assert not differing(floor, by_floor)[finite & ~tiny].any()
+    assert same_bits(floor[1][tiny | nan], by_floor[1][tiny | nan])
+    assert not values(floor)[tiny].any()
+    assert floor[1][~finite].eq(255).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_rule_floor_is_to_mx_by_floor(dtype: torch.dtype) -> None:
-    """Of normal scales all bits."""
-    amax = every_bfloat16()
-    x = of_amaxes(amax, dtype)
-    mine, its = ours(x, FLOOR), theirs(x, "FLOOR")
-    tiny = (amax > 0) & (amax < 2.0**-118)  # the byte 0, which is 2 ** -127
-    differs = differing(mine, its)
-    assert not differs[amax.isfinite() & ~tiny].any()
-    assert (~tiny).sum() > 31_000
-    # The same scales, and zeros. Theirs divides by 2 ** -126, the smallest normal float, instead.
-    assert same_bits(mine[1][tiny], its[1][tiny])
-    assert not mine[1][tiny].any()
-    assert not values(mine)[tiny].any()
-    assert same_bits(its[0][tiny], (x[tiny].float() * 2.0**126).to(E4M3))
-    # inf: a block of NaN; theirs saturates it. NaN: the same scale, by which all is NaN.
-    infinite, nan = amax.isinf(), amax.isnan()
-    assert mine[1][infinite].item() == 255
-    assert its[1][infinite].item() == 247
-    assert values(mine)[infinite].isnan().all()
-    assert values(its)[infinite][0, 0] == 448 * 2.0**120
-    assert same_bits(mine[1][nan], its[1][nan])
-    assert values(mine)[nan].isnan().all()
-    assert values(its)[nan].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("cast", "mode"), RULES)
-def test_random_tensors_in_mxfp8(cast: CastSpec, mode: str, dtype: torch.dtype) -> None:
-    for shape in [(64, 96), (3, 5, 64), (1, 32), (2, 3, 4, 320)]:
-        for low, high in ((-20, 20), (-5, 1)):
-            x = (torch.randn(shape) * torch.logspace(low, high, shape[-1])).to(dtype)
+def test_random_tensors_and_amaxes_around_each_power_of_2(cast: CastSpec, mode: str) -> None:
+    shapes = [(64, 96), (3, 5, 64), (1, 32), (2, 3, 4, 320)]
+    for shape, (low, high) in product(shapes, ((-20, 20), (-5, 1))):
+        wide = torch.randn(shape) * torch.logspace(low, high, shape[-1])
+        for x in (wide, wide.bfloat16()):
             assert all(map(same_bits, ours(x, cast), theirs(x, mode)))
-
-
-@pytest.mark.parametrize(("cast", "mode"), RULES)
-def test_amaxes_around_the_largest_value_times_each_power_of_2(cast: CastSpec, mode: str) -> None:
-    """By up to 50 steps of fp32, where its logarithm may round to the power."""
+    # By up to 50 steps of fp32, where its logarithm may round to the power.
     powers = (448 * torch.arange(-109.0, 120).exp2()).view(torch.int32)
     for step in range(-50, 51):
         x = of_amaxes((powers + step).view(torch.float32), torch.float32)
@@ -141,24 +120,7 @@ def test_amaxes_around_the_largest_value_times_each_power_of_2(cast: CastSpec, m
         assert all(map(same_bits, mine, its))
         # What saturates by ceil is 448 and a few steps, which rounds to 448 in any case.
         if mode == "RCEIL":
-            largest = values(mine)[:, 0]
-            assert torch.allclose(largest, x[:, 0], rtol=2.0**-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_blockwise_is_to_mx_by_rceil_but_for_the_epsilon(dtype: torch.dtype) -> None:
-    amax = every_bfloat16()
-    x = of_amaxes(amax, dtype)
-    mine, its = ours(x, BY_FORMULA), theirs(x, "RCEIL")
-    assert not differing(mine, its)[amax.isfinite() & (amax >= EPS)].any()
-    # Ours stays at the scale of the epsilon: 2 ** -48. Theirs goes on to 2 ** -127.
-    small = amax < EPS
-    assert mine[1][small].eq(127 - 48).all()
-    assert its[1][small].lt(127 - 48).any()
-    zero = amax == 0
-    assert not values(mine)[zero].any()
-    assert not values(its)[zero].any()
-    assert mine[1][amax.isinf() | amax.isnan()].eq(255).all()
+            assert torch.allclose(values(mine)[:, 0], x[:, 0], rtol=2.0**-4)
 
 
 def test_logarithms_round_at_the_largest_value() -> None:
@@ -174,33 +136,19 @@ def test_logarithms_round_at_the_largest_value() -> None:
             seen.append(step)
             assert differs.sum() < 10
             # What saturates there is 448 and a step.
-            rows = mine[1][differs] + 1 == its[1][differs]
-            assert rows.all()
+            assert (mine[1][differs] + 1 == its[1][differs]).all()
             assert torch.allclose(values(mine)[differs][:, 0], amax[differs], rtol=2.0**-22)
     assert seen == [1]
 
 
-def test_recipes_of_torchao_that_are_neither() -> None:
-    """CEIL rounds the amax up to a power of two; EVEN rounds it as e4m3 would. (448 = 2 ** 8.8.)"""
-    x = ones_of(448.0, 300.0, 256.0, 500.0)
-    assert ours(x, FLOOR)[1].flatten().tolist() == [127, 127, 127, 127]  # 500 saturates
-    assert ours(x, CEIL)[1].flatten().tolist() == [127, 127, 127, 128]
-    assert theirs(x, "CEIL")[1].flatten().tolist() == [128, 128, 127, 128]
-    assert theirs(x, "EVEN")[1].flatten().tolist() == [127, 127, 127, 128]
-
-
 @pytest.mark.skipif(not has_triton, reason="torchao's blockwise module imports Triton")
-@pytest.mark.parametrize(
-    ("blocks", "name"), [((1, 128), "act_lhs"), ((128, 1), "act_rhs"), ((128, 128), "weight")]
-)
-def test_blockwise_scales_are_torchaos_rounded_up_to_powers_of_two(
-    blocks: tuple[int, int], name: str
-) -> None:
+@pytest.mark.parametrize("blocks", [(1, 128), (128, 1), (128, 128)])
+def test_blockwise_scales_are_torchaos_rounded_up_to_powers_of_two(blocks: tuple[int, int]) -> None:
     cast = {
-        "act_lhs": lambda x: torch_blockwise_scale_act_quant_lhs(x),
-        "act_rhs": lambda x: torch_blockwise_scale_act_quant_rhs(x),
-        "weight": lambda x: torch_blockwise_scale_weight_quant(x),
-    }[name]
+        (1, 128): lambda x: torch_blockwise_scale_act_quant_lhs(x),
+        (128, 1): lambda x: torch_blockwise_scale_act_quant_rhs(x),
+        (128, 128): lambda x: torch_blockwise_scale_weight_quant(x),
+    }[blocks]
     x = torch.randn(256, 384) * torch.logspace(-6, 6, 384)
     x[:128, :128] = 0
     spec = CastSpec(E4M3, Blocks.of(*blocks))

@@ -63,6 +63,14 @@ class Group:
         return list(self.launches)
 
 
+@pytest.fixture
+def group() -> Group:
+    """The backward before asked for all matrices."""
+    group = Group()
+    assert group.backward(0, 1, 2) == [1, 1, 1]
+    return group
+
+
 def test_one_launch_brings_what_the_backward_before_asked_for() -> None:
     group = Group()
     assert group.backward(0, 2) == [1, 1]
@@ -84,10 +92,7 @@ def test_who_asks_twice_gets_a_copy_of_its_own() -> None:
     assert group.backward(0, 0, 1) == [2, 1]
 
 
-def test_a_refill_in_the_middle_of_a_backward() -> None:
-    group = Group()
-    group.backward(0, 1, 2)
-
+def test_a_refill_in_the_middle_of_a_backward_and_what_is_resharded(group: Group) -> None:
     def asks() -> None:
         group.ask(0)
         group.refill()
@@ -96,10 +101,6 @@ def test_a_refill_in_the_middle_of_a_backward() -> None:
     group.launches.clear()
     in_backward(asks)
     assert group.launches == [3, 2, 1]
-
-
-def test_what_is_resharded_is_left_out() -> None:
-    group = Group()
     group.backward(0, 1, 2)
     storage = group.matrices[1].untyped_storage()
     storage.resize_(0)
@@ -109,24 +110,20 @@ def test_what_is_resharded_is_left_out() -> None:
     assert group.backward(1, 2, 0) == [3]
 
 
-def test_nothing_is_kept_outside_of_a_backward() -> None:
-    group = Group()
-    group.backward(0, 1, 2)
-    group.launches.clear()
-    group.ask(0, 1, 2)
-    assert group.launches == []
-
-
-def test_other_matrices_of_the_same_memory() -> None:
-    group = Group()
-    group.backward(0, 1)
-
+def test_other_matrices_and_other_memory(group: Group) -> None:
     def asks() -> None:
         part = group.matrices[1][1:]
         assert torch.equal(transposed(part), part.t())
 
     in_backward(asks)
-    assert group.backward(0, 1) == [2]
+    assert group.backward(0, 1, 2) == [3]
+    group.launches.clear()
+    group.ask(0, 1, 2)  # outside of a backward nothing is kept
+    assert group.launches == []
+    group.matrices[1] = torch.zeros(4, 3, dtype=torch.uint8)
+    group.refill()
+    assert group.backward(0, 1, 2) == [2, 1]
+    assert group.backward(0, 1, 2) == [3]
 
 
 def test_matrices_outlive_their_group() -> None:
@@ -139,19 +136,7 @@ def test_matrices_outlive_their_group() -> None:
     assert matrix.untyped_storage()._cdata not in transposing._members
 
 
-def test_a_matrix_in_new_memory() -> None:
-    group = Group()
-    group.backward(0, 1, 2)
-    group.matrices[1] = torch.zeros(4, 3, dtype=torch.uint8)
-    group.refill()
-    assert group.backward(0, 1, 2) == [2, 1]
-    assert group.backward(0, 1, 2) == [3]
-
-
-def test_a_backward_that_raises_leaves_nothing_to_the_next() -> None:
-    group = Group()
-    group.backward(0, 1, 2)
-
+def test_a_backward_that_raises_leaves_nothing_to_the_next(group: Group) -> None:
     def raises() -> None:
         group.ask(0)
         raise KeyError
@@ -163,15 +148,10 @@ def test_a_backward_that_raises_leaves_nothing_to_the_next() -> None:
     assert group.backward(1, 0, 2) == [2, 1]
 
 
-def test_copies_belong_to_the_stream_that_made_them() -> None:
-    group = Group()
-    group.backward(0, 1, 2)
-
+def test_copies_belong_to_the_stream_that_made_them(group: Group) -> None:
     def asks() -> None:
-        for stream, i in enumerate(
-            (0, 1, 1, 2)
-        ):  # the second 1 is asked on the stream of the first
-            with patch.object(transposing, "_stream_of", lambda x, s=stream: min(s, 1)):
+        for stream, i in ((0, 0), (1, 1), (1, 1), (1, 2)):  # 1 and 2 were made on the stream of 0
+            with patch.object(transposing, "_stream_of", lambda x, s=stream: s):
                 group.ask(i)
 
     group.launches.clear()

@@ -1,8 +1,4 @@
-"""Every Triton kernel compiles for GPUs that are not here: to what they run, assembly and code.
-
-The program that compiles them is tests/support/compile_kernels.py: without the interpreter, so in a
-process of its own.
-"""
+"""Every Triton kernel compiles for GPUs that are not here, in a process without the interpreter."""
 
 import json
 import os
@@ -11,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "support" / "compile_kernels.py"
 
@@ -18,10 +16,7 @@ PROGRAM = ROOT / "tests" / "support" / "compile_kernels.py"
 def compiled(architecture: str, cache: Path) -> list[dict[str, Any]]:
     own = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, PROGRAM, architecture]
-    done = subprocess.run(
-        command, env=os.environ | own, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(command, env=os.environ | own, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout)
 
 
@@ -42,6 +37,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) is (casts or name == "_encode"), name
 
 
+@pytest.mark.full
 def test_kernels_compile_for_amd(tmp_path: Path) -> None:
     assert all(kernel["bytes"] for kernel in compiled("gfx942", tmp_path))
 

@@ -6,35 +6,38 @@ In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is com
 import math
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
+from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from implementations import check_operator, implementation, note_calls
 
-from fp8_dist import Float8Linear, warn
-from fp8_dist.cast import quantize_over
-from fp8_dist.config import CastSpec
+from fp8_dist import kernels, warn
 from fp8_dist.dtypes import FLOAT8_DTYPES
-from fp8_dist.granularity import ROW
-from fp8_dist.kernels import amax, amax_of_each, quantize, quantize_each, scaling_from_amax
-from fp8_dist.kernels.cuda import DTYPES, HAS_TRITON, Cast, operators, triton
-from fp8_dist.linear.rowwise_folded import folded_gradients
-from fp8_dist.tensor import Quantized
+from fp8_dist.kernels import amax, amax_of_each, cuda, quantize_each, scaling_from_amax
+from fp8_dist.kernels.copies import cast_copies, cast_rows, quantize_copies
+from fp8_dist.kernels.cuda import DTYPES, HAS_TRITON, operators, triton
+from fp8_dist.kernels.folding import fold_gradient
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROW, COLUMN, TENSOR = "row", "column", "tensor"
 SHAPES = [(1, 1), (77, 130), (3, 1025), (0, 5), (5, 0), (0, 0)]
-# The dims that one scale covers: all of them, a row, a column.
-COVERED = (None, [1], [0])
+# What one scale covers, of which scale a copy is, and whether it is transposed.
+COPIES = [
+    ([ROW, COLUMN], [0, 1], [False, True]),
+    ([ROW], [0, 0], [False, True]),
+    ([COLUMN], [0, 0], [False, True]),
+    ([TENSOR], [0, 0], [True, False]),
+]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
 
 
 @pytest.fixture(params=[triton, operators], ids=["triton", "operators"])
-def route(request: pytest.FixtureRequest) -> ModuleType:
-    return request.param
+def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the functions of a route that are called."""
+    return note_calls(monkeypatch, request.param)
 
 
 def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -51,84 +54,37 @@ def views(x: torch.Tensor) -> Iterator[torch.Tensor]:
     yield x.new_zeros(rows, columns + 3)[:, 2:-1].copy_(x)
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """The same bits, but for which NaN it is."""
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype
-    nan = expected.float().isnan()
-    assert torch.equal(found.float().isnan(), nan)
-    kind = torch.uint8 if found.itemsize == 1 else torch.int32
-    assert torch.equal(found.contiguous().view(kind)[~nan], expected.contiguous().view(kind)[~nan])
+def check_casts(used: set[str], x: torch.Tensor, dtype: torch.dtype, power_of_2: bool) -> None:
+    """All operators that find amaxes or cast, on one matrix."""
+    used.clear()
+    for dims in (None, (1,), (0,)):
+        check_operator(amax, x, dims)
+        assert (implementation(amax)(x, dims).view(torch.int32) >= 0).all()
+    for covers, of, transposed in COPIES:
+        check_operator(kernels.amaxes, x, covers)
+        values = kernels.amaxes.portable(x, covers)
+        check_operator(cast_copies, x, values, dtype, power_of_2, of, transposed)
+        multipliers = [scaling_from_amax.portable(each, dtype, power_of_2)[0] for each in values]
+        check_operator(quantize_copies, x, multipliers, dtype, of, transposed, fits=True)
+    check_operator(cast_rows, x, dtype, power_of_2, [False, True])
+    both = {"amax_of_rows_and_columns", "cast_rows_and_columns"}
+    assert used >= {"amax", "cast", "cast_rows", "quantize", *both}
 
 
-def assert_cast(found: Cast, expected: torch.Tensor, scaling: tuple[torch.Tensor, ...]) -> None:
-    assert_layouts(found.qdata, found.qdata_t, expected)
-    assert_same(found.multiplier, scaling[0])
-    assert_same(found.scale, scaling[1])
+def test_casts_of_any_shape_dtype_and_strides(used: set[str]) -> None:
+    for shape in SHAPES:
+        check_casts(used, matrix(shape, torch.bfloat16), E4M3, True)
+        check_casts(used, matrix(shape, torch.bfloat16), E5M2, False)
+    for of, dtype in product(DTYPES, (E4M3, E5M2)):
+        check_casts(used, matrix((70, 65), of), dtype, False)
+    for shape in ((77, 130), (3, 1)):
+        for view in views(matrix(shape, torch.bfloat16)):
+            check_casts(used, view, E4M3, True)
 
 
-def assert_layouts(
-    qdata: torch.Tensor | None, qdata_t: torch.Tensor | None, expected: torch.Tensor
-) -> None:
-    assert qdata is not None or qdata_t is not None
-    for layout, values in ((qdata, expected), (qdata_t, expected.t())):
-        if layout is not None:
-            assert layout.is_contiguous()
-            assert_same(layout, values)
-
-
-def check_casts(
-    route: ModuleType, x: torch.Tensor, dtype: torch.dtype, power_of_2: bool, column_major: bool
-) -> None:
-    """All functions that find amaxes or cast, on one matrix."""
-    both = {"column_major": column_major}
-    amaxes, casts = {}, {}
-    for dims in COVERED:
-        found = route.amax(x, dims)
-        value = amax.portable(x, dims)
-        assert_same(found, value)
-        assert (found.view(torch.int32) >= 0).all()
-        scaling = scaling_from_amax.portable(value, dtype, power_of_2)
-        qdata = quantize.portable(x, scaling[0], dtype, fits=True)
-        assert_cast(route.cast(x, value, dtype, power_of_2, **both), qdata, scaling)
-        assert_layouts(*route.quantize(x, scaling[0], dtype, fits=True, **both), qdata)
-        key = str(dims)
-        amaxes[key], casts[key] = value, (qdata, scaling)
-    assert_cast(route.cast_rows(x, dtype, power_of_2, **both), *casts["[1]"])
-    found = route.amax_of_rows_and_columns(x)
-    for mine, key in zip(found, ("[1]", "[0]"), strict=True):
-        assert_same(mine, amaxes[key])
-    rows, columns = route.cast_rows_and_columns(x, *found, dtype, power_of_2)
-    assert rows.qdata_t is None
-    assert columns.qdata is None
-    assert_cast(rows, *casts["[1]"])
-    assert_cast(columns, *casts["[0]"])
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_casts_of_any_shape(route: ModuleType, shape: tuple[int, int]) -> None:
-    check_casts(route, matrix(shape, torch.bfloat16), E4M3, True, True)
-    check_casts(route, matrix(shape, torch.bfloat16), E5M2, False, False)
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("of", DTYPES)
-def test_casts_of_any_dtype(route: ModuleType, dtype: torch.dtype, of: torch.dtype) -> None:
-    check_casts(route, matrix((70, 65), of), dtype, False, True)
-
-
-@pytest.mark.parametrize("shape", [(77, 130), (3, 1)])
-def test_casts_of_any_strides(route: ModuleType, shape: tuple[int, int]) -> None:
-    for view in views(matrix(shape, torch.bfloat16)):
-        check_casts(route, view, E4M3, True, True)
-
-
-@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize("of", DTYPES)
-def test_casts_of_special_values(
-    route: ModuleType, dtype: torch.dtype, power_of_2: bool, of: torch.dtype
-) -> None:
+def test_casts_of_special_values(used: set[str], power_of_2: bool, of: torch.dtype) -> None:
     info = torch.finfo(of)
     # A row of each alone, and columns of all of them.
     special = [math.nan, -math.nan, math.inf, -math.inf, -0.0, info.max, info.smallest_normal]
@@ -137,176 +93,99 @@ def test_casts_of_special_values(
         x[row, row] = value
     x[4] = -0.0
     x[6] = info.smallest_normal / torch.arange(4, 13, device=DEVICE)  # subnormal
-    check_casts(route, x, dtype, power_of_2, True)
-    check_casts(route, x[4:7], dtype, power_of_2, True)  # finite
-    check_casts(route, x[6:7], dtype, power_of_2, True)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.floats(width=32), min_size=6, max_size=6), st.sampled_from(FLOAT8_DTYPES))
-def test_casts_of_any_floats(values: list[float], dtype: torch.dtype) -> None:
-    x = torch.tensor(values, dtype=torch.float32, device=DEVICE).view(2, 3)
-    for route in (triton, operators):
-        check_casts(route, x, dtype, True, True)
+    for dtype in FLOAT8_DTYPES:
+        for part in (x, x[4:7], x[6:7]) if dtype is E4M3 else (x,):  # the last two are finite
+            check_casts(used, part, dtype, power_of_2)
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
-def test_a_multiplier_that_does_not_fit_saturates(route: ModuleType, dtype: torch.dtype) -> None:
+def test_a_multiplier_that_does_not_fit_saturates(used: set[str], dtype: torch.dtype) -> None:
     x = matrix((33, 70), torch.bfloat16)
     x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     rows = torch.logspace(-6, 20, 33, device=DEVICE).view(33, 1)
     for multiplier in (rows, torch.tensor(1e3, device=DEVICE), rows[:, :1].expand(33, 2)[:, 1:]):
-        expected = quantize.portable(x, multiplier, dtype)
-        for layouts in ((True, False), (False, True), (True, True)):
-            wanted = dict(zip(("row_major", "column_major"), layouts, strict=True))
-            found = route.quantize(x, multiplier, dtype, **wanted)
-            assert tuple(each is not None for each in found) == layouts
-            assert_layouts(*found, expected)
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3, 4), (2, 0, 4), (40, 700)])
-@pytest.mark.parametrize("of", DTYPES)
-def test_amax_of_a_tensor(route: ModuleType, shape: tuple[int, ...], of: torch.dtype) -> None:
-    x = matrix(shape, of)
-    for view in (x, x.transpose(0, -1)) if x.ndim else (x,):
-        assert_same(route.amax(view), amax.portable(view))
-
-
-def test_amaxes_of_many_tensors(route: ModuleType) -> None:
-    for of in DTYPES:
-        tensors = [matrix((n,), of) for n in (16, 5, 0, 20_000, 1)]
-        tensors[4][0] = -math.nan
-        for chosen in (tensors, tensors[:1], tensors[::2]):
-            found = route.amaxes(chosen)
-            assert_same(found, torch.stack([amax.portable(each) for each in chosen]))
-            assert (found.view(torch.int32) >= 0).all()
+        for transposed in ([False], [True], [False, True]):
+            of = [0] * len(transposed)
+            check_operator(quantize_copies, x, [multiplier], dtype, of, transposed)
+    assert used == {"quantize"}
 
 
 MANY = [(16, 32), (0, 32), (5, 7), (3, 0), (1, 1), (40, 1030), (11,)]
 
 
 @pytest.mark.parametrize("of", DTYPES)
-def test_amaxes_of_the_rows_of_many_tensors(route: ModuleType, of: torch.dtype) -> None:
+def test_one_tensor_and_many(used: set[str], of: torch.dtype) -> None:
+    for shape in ((), (0,), (5,), (2, 3, 4), (2, 0, 4), (40, 700)):
+        x = matrix(shape, of)
+        for view in (x, x.transpose(0, -1)) if x.ndim else (x,):
+            check_operator(amax, view)
     tensors = [matrix(shape, of) for shape in MANY]
-    tensors[2][1, 2], tensors[2][3] = -math.nan, -math.inf
-    for chosen in (tensors, tensors[:1], tensors[1:2], tensors[::2]):
-        found = route.row_amaxes(chosen)
-        expected = [amax.portable(each, (each.ndim - 1,)).reshape(-1) for each in chosen]
-        assert_same(found, torch.cat(expected))
-        assert (found.view(torch.int32) >= 0).all()
-
-
-@pytest.mark.parametrize("of_rows", [False, True])
-@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
-@pytest.mark.parametrize("of", DTYPES)
-def test_casts_of_many_tensors(
-    route: ModuleType, of: torch.dtype, dtype: torch.dtype, of_rows: bool
-) -> None:
-    tensors = [matrix(shape, of) for shape in MANY]
-    tensors[2][1, :3] = torch.tensor([math.nan, math.inf, -math.inf])
-    tensors[0][3] = -0.0
-    for chosen in (tensors, tensors[:1], tensors[1:2], tensors[::2]):
-        values = amax_of_each.portable(chosen[0], chosen[1:], of_rows)
+    tensors[2][1, :4] = torch.tensor([-math.nan, math.nan, math.inf, -math.inf])
+    tensors[0][3], tensors[4][0] = -0.0, -math.nan
+    dtypes = FLOAT8_DTYPES if of is torch.bfloat16 else (E4M3,)
+    parts = (slice(None), slice(1), slice(1, 2), slice(0, None, 2))
+    for of_rows, part, dtype in product((False, True), parts, dtypes):
+        first, *others = tensors[part]
+        check_operator(amax_of_each, first, others, of_rows)
+        values = implementation(amax_of_each)(first, others, of_rows)
+        assert (values.view(torch.int32) >= 0).all()
         multipliers, _ = scaling_from_amax.portable(values, dtype)
         multipliers[::3] *= 3  # what does not fit saturates
-        found = route.quantize_many(chosen, multipliers, dtype, of_rows)
-        expected = quantize_each.portable(chosen[0], chosen[1:], multipliers, dtype, of_rows)
-        assert_same(found, expected)
+        check_operator(quantize_each, first, others, multipliers, dtype, of_rows)
+    assert used == {"amax", "amaxes", "row_amaxes", "quantize_many"}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_transposes(route: ModuleType, shape: tuple[int, int]) -> None:
-    x = torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)
-    for view in views(x):
-        for data in (view, view.view(E4M3)):
-            found = route.transpose(data)
-            assert found.dtype == data.dtype
-            assert found.is_contiguous()
-            assert torch.equal(found.view(torch.uint8), view.t())
-
-
-def test_transposes_of_many(route: ModuleType) -> None:
+def test_transposes(used: set[str]) -> None:
+    for shape in SHAPES:
+        for view in views(torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)):
+            for data in (view, view.view(E4M3)):
+                found = cuda.transpose(data)
+                assert found.dtype == data.dtype
+                assert found.is_contiguous()
+                assert torch.equal(found.view(torch.uint8), view.t())
     shapes = [(64, 128), (0, 5), (1, 1), (77, 130), (5, 0), (16, 1), *[(3, 70)] * 13, (0, 0)]
     matrices = [torch.randint(256, shape, dtype=torch.uint8, device=DEVICE) for shape in shapes]
     for chosen in (matrices, matrices[:1], matrices[1:3], matrices[1:2], matrices[::5]):
-        found = route.transpose_many([x.view(E4M3) for x in chosen])
+        found = cuda.transpose_many([x.view(E4M3) for x in chosen])
         for mine, x in zip(found, chosen, strict=True):
             assert mine.dtype is E4M3
             assert mine.is_contiguous()
             assert torch.equal(mine.view(torch.uint8), x.t())
-
-
-def test_offsets_of_more_than_32_bits(route: ModuleType) -> None:
+    # Offsets of more than 32 bits.
     stride = 2**30 + 16
     memory = torch.empty(2 * stride + 8, dtype=torch.uint8, device=DEVICE)  # mostly not touched
     data = memory.as_strided((3, 5), (stride, 1))
     data.copy_(torch.arange(15).view(3, 5))
-    assert torch.equal(route.transpose(data).t(), data)
-    assert torch.equal(route.transpose(data.t()), data)
+    assert torch.equal(cuda.transpose(data).t(), data)
+    assert torch.equal(cuda.transpose(data.t()), data)
+    assert used == {"transpose", "transpose_many"}
 
 
-def check_folds(
-    route: ModuleType, grad: torch.Tensor, w: Quantized, x: Quantized, dtype: torch.dtype
-) -> None:
-    s, t = w.scale.view(-1), x.scale.view(-1)
-    cast, owner = CastSpec(dtype, ROW), Float8Linear(1, 1).float8_weight
-    operands = folded_gradients(grad, cast, None, w, x, None, False, owner)
-    g1, g2 = operands["grad_input"][0], operands["grad_weight"][0]
-    rows = route.fold_rows(grad, s, t, dtype)
-    assert_same(rows.qdata, g1.qdata)
-    assert_same(rows.scale, g1.scale)
-    found = route.fold_columns(grad, rows.multiplier, t, rows.column_amax, dtype)
-    assert found[0].is_contiguous()
-    assert_same(found[0], g2.qdata.t())
-    assert_same(found[1], g2.scale)
-
-
-def cast_of_rows(rows: int) -> Quantized:
+def scales_of_rows(rows: int) -> torch.Tensor:
     x = matrix((rows, 8), torch.float32) * 8.0 ** torch.randn(rows, 1, device=DEVICE)
-    return quantize_over(x, CastSpec(E4M3, ROW), True)
+    return scaling_from_amax.portable(amax.portable(x, (1,)), E4M3, True)[1].view(-1)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (34, 130), (0, 5)])
-@pytest.mark.parametrize(
-    ("of", "dtype"), [(torch.bfloat16, E5M2), (torch.float16, E4M3), (torch.float32, E5M2)]
-)
-def test_folded_casts(
-    route: ModuleType, shape: tuple[int, int], of: torch.dtype, dtype: torch.dtype
-) -> None:
-    weight, input = cast_of_rows(shape[1]), cast_of_rows(shape[0])
-    check_folds(route, matrix(shape, of), weight, input, dtype)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 1e-30, 1e30])
-def test_folded_casts_of_special_values(route: ModuleType, value: float) -> None:
-    weight, input = cast_of_rows(20), cast_of_rows(10)
-    grad = matrix((20, 10), torch.float32).t()
-    grad[3, 5] = value
-    grad[7] = value
-    check_folds(route, grad, weight, input, E5M2)
-
-
-def test_the_first_fold_saturates(route: ModuleType) -> None:
-    # g0 is 1.25, 9 % more than g, whose product with this scale is just within the range.
+def test_folded_casts(used: set[str]) -> None:
+    dtypes = [(torch.bfloat16, E5M2), (torch.float16, E4M3), (torch.float32, E5M2)]
+    for (rows, columns), (of, dtype) in product(((1, 1), (34, 130), (0, 5)), dtypes):
+        grad = matrix((rows, columns), of)
+        for s, t in product((scales_of_rows(columns), None), (scales_of_rows(rows), None)):
+            check_operator(fold_gradient, grad, dtype, s, t, True)
+    s, t = scales_of_rows(20), scales_of_rows(10)
+    for value in (math.nan, math.inf, 0.0, 1e-30, 1e30):
+        grad = matrix((20, 10), torch.float32).t()
+        grad[3, 5] = value
+        grad[7] = value
+        check_operator(fold_gradient, grad, E5M2, s, t, True)
+    # The first fold saturates: g0 is 1.25, 9 % more than g, whose product with this scale is just
+    # within the range.
     grad = torch.full((4, 20), 1.140625, device=DEVICE)
-    weight = cast_of_rows(20)._replace(scale=torch.full((20, 1), 1.526, device=DEVICE))
-    check_folds(route, grad, weight, cast_of_rows(4), E5M2)
-    rows = route.fold_rows(grad, weight.scale.view(-1), None, E5M2)
-    assert (rows.qdata.float() == torch.finfo(E5M2).max).all()
-
-
-@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
-def test_one_of_the_two_folds(route: ModuleType, of: torch.dtype) -> None:
-    s, t = cast_of_rows(20).scale.view(-1), cast_of_rows(10).scale.view(-1)
-    grad = matrix((10, 20), of)
-    both = route.fold_rows(grad, s, t, E5M2)
-    first = route.fold_rows(grad, s, None, E5M2)
-    assert first.column_amax is None
-    assert_same(first.qdata, both.qdata)
-    second = route.fold_rows(grad, None, t, E5M2)
-    assert second.qdata is second.scale is None
-    assert_same(second.multiplier, both.multiplier)
-    assert_same(second.column_amax, both.column_amax)
+    s, t = torch.full((20,), 1.526, device=DEVICE), scales_of_rows(4)
+    check_operator(fold_gradient, grad, E5M2, s, t, True)
+    found = implementation(fold_gradient)(grad, E5M2, s, t, True)[0]
+    assert (found.float() == torch.finfo(E5M2).max).all()
+    assert used == {"fold_rows", "fold_columns"}
 
 
 def test_there_is_one_warning_where_there_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:

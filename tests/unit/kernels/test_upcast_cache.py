@@ -52,25 +52,21 @@ def float8_data(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(96,), (4, 24)])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_a_gradient_is_upcast_once_for_both_gemms(
-    recipe: str, shape: tuple[int, ...], upcasts: list[tuple[int, ...]]
+def test_a_left_operand_is_upcast_once(
+    shape: tuple[int, ...], upcasts: list[tuple[int, ...]]
 ) -> None:
-    (layer,) = layers(1, recipe)
-    layer(an_input(*shape)).backward(torch.randn(*shape, OUT, dtype=BF16))
-    output, grad_input, grad_weight = [(96, 64), (64, 48)], [(96, 48), (48, 64)], [(96, 64)]
-    assert upcasts == output + grad_input + grad_weight
-
-
-@pytest.mark.parametrize("shape", [(96,), (4, 24)])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded"])
-def test_an_input_is_upcast_once_for_the_layers_that_share_it(
-    recipe: str, shape: tuple[int, ...], upcasts: list[tuple[int, ...]]
-) -> None:
-    x = an_input(*shape)
-    outputs = [layer(x) for layer in layers(3, recipe)]
-    assert len(outputs) == upcasts.count((64, 48)) == 3
-    assert upcasts.count((96, 64)) == 1
+    for recipe in ("tensorwise", "delayed"):  # a gradient, for both GEMMs
+        upcasts.clear()
+        (layer,) = layers(1, recipe)
+        layer(an_input(*shape)).backward(torch.randn(*shape, OUT, dtype=BF16))
+        output, grad_input, grad_weight = [(96, 64), (64, 48)], [(96, 48), (48, 64)], [(96, 64)]
+        assert upcasts == output + grad_input + grad_weight
+    for recipe in ("tensorwise", "rowwise_folded"):  # an input, for the layers that share it
+        upcasts.clear()
+        x = an_input(*shape)
+        outputs = [layer(x) for layer in layers(3, recipe)]
+        assert len(outputs) == upcasts.count((64, 48)) == 3
+        assert upcasts.count((96, 64)) == 1
 
 
 def test_nothing_stays_once_the_data_is_gone() -> None:
@@ -83,15 +79,22 @@ def test_nothing_stays_once_the_data_is_gone() -> None:
     with torch.no_grad():
         layer(an_input())
     assert left_upcasts._entry is None
+    with Watching() as watching:  # nor do operators keep any
+        layer(an_input()).sum().backward()
+    assert watching.seen.count("fp8_dist.scaled_mm.default") == 3
+    assert left_upcasts._entry is None
 
 
-def test_a_copy_is_dropped_before_there_is_another() -> None:
+def test_one_copy_is_kept_while_its_data_has_these_values() -> None:
     cache, data = UpcastCache(), [float8_data() for _ in range(2)]
     first = weakref.ref(cache.upcast(data[0], BF16))
     assert first() is not None
     second = cache.upcast(data[1], BF16)
     assert first() is None
+    assert same_bits(cache.upcast(data[1], torch.float64), data[1].to(torch.float64))
     assert cache.upcast(data[1], BF16) is second
+    data[1].view(torch.uint8).zero_()
+    assert not cache.upcast(data[1], BF16).any()
     assert same_bits(cache.upcast(data[0], BF16), data[0].to(BF16))
 
 
@@ -104,27 +107,10 @@ def test_a_matrix_is_known_by_all_its_views() -> None:
     assert again is copy
     assert transposed.data_ptr() == copy.data_ptr()
     assert same_bits(transposed, data.view(96, 64).t().to(BF16))
-
-
-def test_other_views_of_the_same_memory_are_other_matrices() -> None:
     cache, data = UpcastCache(), float8_data(192, 64)
     views = [data, data[:96], data[96:], data.view(64, 192), data.view(64, 192).t(), data[:, :48]]
-    for view in views * 2:
+    for view in views * 2:  # other views of the same memory are other matrices
         assert same_bits(cache.upcast(view, BF16), view.to(BF16))
-
-
-def test_data_that_was_written_to_is_upcast_again() -> None:
-    cache, data = UpcastCache(), float8_data()
-    cache.upcast(data, BF16)
-    data.view(torch.uint8).zero_()
-    assert not cache.upcast(data, BF16).any()
-
-
-def test_wider_types_come_from_the_same_copy() -> None:
-    cache, data = UpcastCache(), float8_data()
-    copy = cache.upcast(data, BF16)
-    assert same_bits(cache.upcast(data, torch.float64), data.to(torch.float64))
-    assert cache.upcast(data, BF16) is copy
 
 
 def test_few_elements_and_inference_tensors_are_not_kept() -> None:
@@ -136,8 +122,8 @@ def test_few_elements_and_inference_tensors_are_not_kept() -> None:
         assert cache._entry is None
 
 
-def test_a_right_operand_is_not_kept() -> None:
-    # The weight of a layer is one, and FSDP2 refills its storage without a new version.
+def test_what_is_written_without_a_new_version_is_not_kept() -> None:
+    # The weight of a layer, a right operand: FSDP2 refills its storage.
     a, b, one = float8_data(), float8_data(64, 64), torch.ones(())
     for fill in (lambda: None, lambda: b.data.view(torch.uint8).zero_()):
         version = b._version
@@ -146,13 +132,12 @@ def test_a_right_operand_is_not_kept() -> None:
         product = kernels.scaled_mm(a, b, one, one, BF16, False, False, False)
         assert left_upcasts._entry is not None
     assert not product.any()
-
-
-def test_a_float8_tensor_is_upcast_anew() -> None:
-    a, b = (cast_to_float8(torch.randn(n, 128), CastConfig()) for n in (64, 32))
-    for fill in (lambda: None, lambda: a.qdata.data.view(torch.uint8).zero_()):
-        fill()  # without a new version
-        product = scaled_mm(a, b.t(), out_dtype=BF16)
+    left_upcasts._entry = None
+    # The data of a Float8Tensor.
+    x, w = (cast_to_float8(torch.randn(n, 128), CastConfig()) for n in (64, 32))
+    for fill in (lambda: None, lambda: x.qdata.data.view(torch.uint8).zero_()):
+        fill()
+        product = scaled_mm(x, w.t(), out_dtype=BF16)
         assert left_upcasts._entry is None
     assert not product.any()
 
@@ -175,11 +160,3 @@ def test_sharing_changes_no_bit(
         sum(y.square().sum() for y in outputs).backward()  # type: ignore[union-attr]
         found.append([*outputs, x.grad, *(layer.weight.grad for layer in shared)])
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_operators_keep_nothing() -> None:
-    (layer,) = layers(1)
-    with Watching() as watching:
-        layer(an_input()).sum().backward()
-    assert watching.seen.count("fp8_dist.scaled_mm.default") == 3
-    assert left_upcasts._entry is None

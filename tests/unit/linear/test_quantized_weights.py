@@ -112,9 +112,7 @@ def test_a_quantized_model_is_as_if_never_converted(recipe: str) -> None:
         assert same_bits(other(x).detach(), model(x).detach())
 
 
-def test_the_layers_that_are_not_quantized_stay_in_float8(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_layers_that_are_not_quantized_stay_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_dist.warn, "_warned", set())
     model = converted()
     with pytest.warns(

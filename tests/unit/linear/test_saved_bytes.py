@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from recipe_algebra import GEMMS, RECIPES, config_of, exact, layer_of, step
-from reference import same_bits, saved_in, sqnr
+from recipe_algebra import GEMMS, RECIPES, config_of, layer_of, step
+from reference import same_bits, saved_in
 
 from fp8_dist import Float8Linear, sync_float8_amax_and_scale_history
 
@@ -19,10 +19,7 @@ LIMIT = 0.52  # of the bf16 input: half of it, and room for scales
 class Saved(NamedTuple):
     """Bytes of the storages that a forward keeps for its backward, each counted once.
 
-    What belongs to the weight is there whether the layer runs or not, once for a whole step: its
-    parameter, and the float8 copies that the layer keeps of it. All else is kept for each forward,
-    and is counted as activations: the input in float8, its scales, and what a view would hold on
-    to beyond its own size.
+    Of the weight: its parameter, and the float8 copies that the layer keeps for a whole step.
     """
 
     activations: int
@@ -119,6 +116,3 @@ def test_gradients_are_those_without_hooks(recipe: str) -> None:
     assert packed
     for gemm in GEMMS:
         assert same_bits(expected[gemm], found[gemm]), gemm
-    least = {"output": 26, "grad_input": 23, "grad_weight": 23}
-    for gemm, product in exact(x, w, g).items():
-        assert sqnr(product, found[gemm]) > least[gemm], gemm

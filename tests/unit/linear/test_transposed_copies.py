@@ -28,8 +28,7 @@ def step(recipe: str, ndim: int, weight_grad: bool) -> tuple[list[GemmRecord], l
     ]
 
 
-@pytest.mark.parametrize("weight_grad", [True, False])
-@pytest.mark.parametrize("ndim", [2, 3])
+@pytest.mark.parametrize(("ndim", "weight_grad"), [(3, True), (2, False)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, recipe: str, ndim: int, weight_grad: bool
@@ -48,8 +47,7 @@ def test_the_same_bits(
         assert mine.b.qdata.t().is_contiguous()
 
 
-@pytest.mark.parametrize("ndim", [2, 3])
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize(("recipe", "ndim"), [("blockwise", 3), ("mxfp8", 2)])
 def test_blocks_that_are_cast_in_one_pass(
     monkeypatch: pytest.MonkeyPatch, recipe: str, ndim: int
 ) -> None:

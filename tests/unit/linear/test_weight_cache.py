@@ -74,45 +74,45 @@ Events = tuple[Callable[[Float8Linear], None], ...]
 precompute = precompute_float8_dynamic_scale
 
 
-@pytest.mark.parametrize(
-    ("events", "state"),
-    [
-        ((), ScaleState.UNKNOWN),
-        ((forward,), ScaleState.FROM_FORWARD),
-        ((gather,), ScaleState.FROM_GATHER),
-        ((precompute,), ScaleState.PRECOMPUTED),
-        ((precompute, wait), ScaleState.PRECOMPUTED),
-        ((precompute, forward), ScaleState.PRECOMPUTED),
-        ((forward, precompute), ScaleState.PRECOMPUTED),
-        ((precompute, drop), ScaleState.STALE),
-        ((precompute, step), ScaleState.STALE),
-        ((precompute, write, look), ScaleState.STALE),
-        ((precompute, step, forward), ScaleState.FROM_FORWARD),
-        ((precompute, step, precompute), ScaleState.PRECOMPUTED),
-        ((precompute, step_of_another), ScaleState.PRECOMPUTED),
-        ((forward, step), ScaleState.UNKNOWN),
-        ((gather, step), ScaleState.UNKNOWN),
-        ((forward, write, look), ScaleState.UNKNOWN),
-        ((forward, drop), ScaleState.UNKNOWN),
-        # The weight may be a copy of a parameter that the other optimizer updates.
-        ((forward, step_of_another), ScaleState.UNKNOWN),
-        ((forward, step, forward, step_of_another), ScaleState.FROM_FORWARD),
-        ((forward, evaluate, look), ScaleState.UNKNOWN),
-        # A rank that has the whole weight needs no other to find its scale again.
-        ((precompute, evaluate), ScaleState.FROM_FORWARD),
-        ((freeze, forward, look), ScaleState.UNKNOWN),
-        ((precompute, freeze, forward, look), ScaleState.UNKNOWN),
-        ((freeze, precompute), ScaleState.UNKNOWN),
-        ((precompute, Float8Linear.double), ScaleState.UNKNOWN),
-        ((forward, Float8Linear.double), ScaleState.UNKNOWN),
-    ],
-)
+STATES: list[tuple[Events, ScaleState]] = [
+    ((), ScaleState.UNKNOWN),
+    ((forward,), ScaleState.FROM_FORWARD),
+    ((gather,), ScaleState.FROM_GATHER),
+    ((precompute,), ScaleState.PRECOMPUTED),
+    ((precompute, wait), ScaleState.PRECOMPUTED),
+    ((precompute, forward), ScaleState.PRECOMPUTED),
+    ((forward, precompute), ScaleState.PRECOMPUTED),
+    ((precompute, drop), ScaleState.STALE),
+    ((precompute, step), ScaleState.STALE),
+    ((precompute, write, look), ScaleState.STALE),
+    ((precompute, step, forward), ScaleState.FROM_FORWARD),
+    ((precompute, step, precompute), ScaleState.PRECOMPUTED),
+    ((precompute, step_of_another), ScaleState.PRECOMPUTED),
+    ((forward, step), ScaleState.UNKNOWN),
+    ((gather, step), ScaleState.UNKNOWN),
+    ((forward, write, look), ScaleState.UNKNOWN),
+    ((forward, drop), ScaleState.UNKNOWN),
+    # The weight may be a copy of a parameter that the other optimizer updates.
+    ((forward, step_of_another), ScaleState.UNKNOWN),
+    ((forward, step, forward, step_of_another), ScaleState.FROM_FORWARD),
+    ((forward, evaluate, look), ScaleState.UNKNOWN),
+    # A rank that has the whole weight needs no other to find its scale again.
+    ((precompute, evaluate), ScaleState.FROM_FORWARD),
+    ((freeze, forward, look), ScaleState.UNKNOWN),
+    ((precompute, freeze, forward, look), ScaleState.UNKNOWN),
+    ((freeze, precompute), ScaleState.UNKNOWN),
+    ((precompute, Float8Linear.double), ScaleState.UNKNOWN),
+    ((forward, Float8Linear.double), ScaleState.UNKNOWN),
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*after the scales were")
-def test_states(events: Events, state: ScaleState) -> None:
-    layer = Float8Linear(32, 16)
-    for event in events:
-        event(layer)
-    assert layer.float8_weight.cache.state is state
+def test_states() -> None:
+    for events, state in STATES:
+        layer = Float8Linear(32, 16)
+        for event in events:
+            event(layer)
+        assert layer.float8_weight.cache.state is state, events
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
@@ -152,26 +152,39 @@ def test_nothing_is_kept_of_a_layer_that_is_freed() -> None:
     assert len(optimizer_steps._watchers) == before
 
 
-def test_models_train_in_several_threads() -> None:
-    errors: list[BaseException] = []
+def in_threads(work: Callable[[list[object]], None]) -> list[object]:
+    """What four threads at once, which take turns often, add to a list; and their errors."""
+    found: list[object] = []
 
-    def train() -> None:
+    def guarded() -> None:
         try:
-            for _ in range(20):
-                layers = [Float8Linear(32, 16) for _ in range(5)]
-                optimizer = torch.optim.SGD([layer.weight for layer in layers], lr=0.1)
-                for layer in layers:
-                    forward(layer)
-                optimizer.step()
-        except BaseException as error:
-            errors.append(error)
+            work(found)
+        except Exception as error:
+            found.append(error)
 
-    threads = [threading.Thread(target=train) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=guarded) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    return found
+
+
+def test_models_train_in_several_threads() -> None:
+    def train(_: list[object]) -> None:
+        for _ in range(20):
+            layers = [Float8Linear(32, 16) for _ in range(5)]
+            optimizer = torch.optim.SGD([layer.weight for layer in layers], lr=0.1)
+            for layer in layers:
+                forward(layer)
+            optimizer.step()
+
+    assert in_threads(train) == []
 
 
 def test_precompute_of_weights_on_several_devices() -> None:
@@ -188,27 +201,13 @@ def test_one_model_is_evaluated_in_several_threads(recipe: str) -> None:
     inputs = [torch.randn(2, 4, 64) for _ in range(2)]
     with torch.no_grad():
         expected = [net(x) for x in inputs]
-    wrong: list[object] = []
 
-    def evaluate_often() -> None:
-        try:
-            for i in range(60):
-                with torch.no_grad():
-                    wrong.extend([] if torch.equal(net(inputs[i % 2]), expected[i % 2]) else [i])
-        except Exception as error:
-            wrong.append(error)
+    def evaluate_often(wrong: list[object]) -> None:
+        for i in range(60):
+            with torch.no_grad():
+                wrong.extend([] if torch.equal(net(inputs[i % 2]), expected[i % 2]) else [i])
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=evaluate_often) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert wrong == []
+    assert in_threads(evaluate_often) == []
 
 
 def test_a_replaced_parameter_is_freed_at_the_next_forward() -> None:

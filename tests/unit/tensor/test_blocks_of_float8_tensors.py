@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 from reference import raised, same_bits, same_cast, scale_of_elements, sqnr
 
 from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float8
@@ -59,17 +58,16 @@ def check(found: Float8Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("rule", [None, "ceil", "floor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(9,), (5, 9), (2, 3, 9), (2, 2, 3, 8), (0, 9), (5, 0)])
-def test_casts_of_any_number_of_dims(shape: tuple[int, ...], dtype: torch.dtype, rule: str) -> None:
-    x = torch.randn(shape).to(dtype)
-    found = cast(x, 1, 4, rule)
-    assert (found.shape, found.dtype, found.scale.dtype) == (shape, dtype, torch.uint8)
-    by_scales = found.qdata.double() * scale_of_elements(found)
-    assert same_bits(found.dequantize(), by_scales.to(dtype))
-    rows = x.reshape(x[..., :1].numel(), shape[-1]) if shape[-1] else x
-    for row, mine in zip(rows, found.dequantize().view(rows.shape), strict=True):
-        assert same_bits(cast(row[None], 1, 4, rule).dequantize()[0], mine)
-    assert not x.numel() or sqnr(x, found.dequantize()) > (20 if rule == "floor" else 26)
+def test_casts_of_any_number_of_dims(dtype: torch.dtype, rule: str | None) -> None:
+    for shape in ((9,), (5, 9), (2, 3, 9), (2, 2, 3, 8), (0, 9), (5, 0)):
+        x = torch.randn(shape).to(dtype)
+        found = cast(x, 1, 4, rule)
+        assert (found.shape, found.dtype, found.scale.dtype) == (shape, dtype, torch.uint8)
+        check(found, found.dequantize())
+        rows = x.reshape(x[..., :1].numel(), shape[-1]) if shape[-1] else x
+        for row, mine in zip(rows, found.dequantize().view(rows.shape), strict=True):
+            assert same_bits(cast(row[None], 1, 4, rule).dequantize()[0], mine)
+        assert not x.numel() or sqnr(x, found.dequantize()) > (20 if rule == "floor" else 26)
 
 
 def test_a_matrix_is_cast_in_squares() -> None:
@@ -77,12 +75,9 @@ def test_a_matrix_is_cast_in_squares() -> None:
     found = cast(x, 4, 4)
     assert found.scale.shape == (3, 4)
     for i, j in product(range(0, 10, 4), range(0, 14, 4)):
-        block = x[i : i + 4, j : j + 4]
-        assert same_bits(cast(block, 4, 4).dequantize(), found.dequantize()[i : i + 4, j : j + 4])
-
-
-def test_the_gradient_of_a_cast_passes_unchanged() -> None:
-    x = values(10, 14).requires_grad_()
+        part = slice(i, i + 4), slice(j, j + 4)
+        assert same_bits(cast(x[part], 4, 4).dequantize(), found.dequantize()[part])
+    x.requires_grad_()  # the gradient passes unchanged
     (cast(x, 1, 4).dequantize() * 3).sum().backward()
     assert torch.equal(x.grad, torch.full((10, 14), 3.0))
 
@@ -109,26 +104,24 @@ def test_a_transposed_matrix(kind: str) -> None:
     assert x.t().granularity == {"rows": "block of 4 x 1", "squares": "block of 4 x 4"}[kind]
 
 
-PARTS: dict[str, Callable[[torch.Tensor, int], Any]] = {
-    "halves": lambda x, dim: x.chunk(2, dim),
-    "chunks": lambda x, dim: x.chunk(3, dim),
-    "split": lambda x, dim: x.split(3, dim),
-    "split by size": lambda x, dim: x.split([1, x.shape[dim] - 1], dim),
-    "slices": lambda x, dim: [x.narrow(dim, i, 1) for i in range(x.shape[dim])],
-    "all": lambda x, dim: x.narrow(dim, 0, x.shape[dim]),
-    "nothing": lambda x, dim: x.narrow(dim, 1, 0),
-}
+PARTS: list[Callable[[torch.Tensor, int], Any]] = [
+    lambda x, dim: x.chunk(2, dim),
+    lambda x, dim: x.chunk(3, dim),
+    lambda x, dim: x.split(3, dim),
+    lambda x, dim: x.split([1, x.shape[dim] - 1], dim),
+    lambda x, dim: [x.narrow(dim, i, 1) for i in range(x.shape[dim])],
+    lambda x, dim: x.narrow(dim, 0, x.shape[dim]),
+    lambda x, dim: x.narrow(dim, 1, 0),
+]
 
 
-@pytest.mark.parametrize("part", PARTS)
 @kinds
-def test_parts(kind: str, part: str) -> None:
+def test_parts(kind: str) -> None:
     """Also such as begin inside of blocks, parts of these, and parts of what is transposed."""
     x = KINDS[kind]()
     wholes = [x, x[..., 3:], x[1:]] + ([x.t(), x[1:, 3:].t()] if x.ndim == 2 else [])
-    for whole, dim in product(wholes, range(-x.ndim, x.ndim)):
-        found = PARTS[part](whole, dim)
-        expected = PARTS[part](whole.dequantize(), dim)
+    for part, whole, dim in product(PARTS, wholes, range(-x.ndim, x.ndim)):
+        found, expected = part(whole, dim), part(whole.dequantize(), dim)
         alone = isinstance(found, torch.Tensor)
         pairs = [(found, expected)] if alone else zip(found, expected, strict=True)
         for mine, theirs in pairs:
@@ -137,19 +130,20 @@ def test_parts(kind: str, part: str) -> None:
 
 def test_a_part_says_where_in_its_first_block_it_begins() -> None:
     x, squares = of_rows(), of_squares()
-    parts = [x[:, 4:], x[:, 5:9], x[5:, 5:9], squares[5:, 8:], squares[5:, 6:][2:, 1:]]
-    parts += [squares[5:, 6:].t(), x[:, 5:].t()]
-    assert_expected_inline(
-        "\n".join(f"{tuple(p.shape)}, {tuple(p.scale.shape)}: {p.granularity}" for p in parts),
-        """\
-(10, 10), (10, 3): block of 1 x 4
-(10, 4), (10, 2): block of 1 x 4 from 0, 1
-(5, 4), (5, 2): block of 1 x 4 from 0, 1
-(5, 6), (2, 2): block of 4 x 4 from 1, 0
-(3, 7), (2, 3): block of 4 x 4 from 3, 3
-(8, 5), (3, 2): block of 4 x 4 from 2, 1
-(9, 10), (3, 10): block of 4 x 1 from 1, 0""",
-    )
+    for part, shape, granularity in (
+        (x[:, 4:], (10, 3), "block of 1 x 4"),
+        (x[:, 5:9], (10, 2), "block of 1 x 4 from 0, 1"),
+        (x[5:, 5:9], (5, 2), "block of 1 x 4 from 0, 1"),
+        (squares[5:, 8:], (2, 2), "block of 4 x 4 from 1, 0"),
+        (squares[5:, 6:][2:, 1:], (2, 3), "block of 4 x 4 from 3, 3"),
+        (squares[5:, 6:].t(), (3, 2), "block of 4 x 4 from 2, 1"),
+        (x[:, 5:].t(), (3, 10), "block of 4 x 1 from 1, 0"),
+    ):
+        assert (part.scale.shape, part.granularity) == (shape, granularity)
+    for rule in (None, "ceil", "floor"):  # the name says all, as another process reads it
+        for start, is_cut in (((0, 0), False), ((3, 5), False), ((0, 7), True)):
+            made = Blocks.of(32, 32, rule, start, is_cut)
+            assert Blocks.parse(made.name) is made
 
 
 @kinds
@@ -164,47 +158,25 @@ def test_parts_are_put_together_along_the_edges_of_blocks(kind: str) -> None:
         assert same_cast(torch.cat([x[:3, 2:], x[3:, 2:]]), x[:, 2:])
 
 
-def test_cat_inside_of_blocks_is_refused() -> None:
-    x, squares = of_rows(), of_squares()
-    calls: list[Callable[[], object]] = [
-        lambda: torch.cat([x[:, :3], x[:, 4:]], -1),  # ends inside
-        lambda: torch.cat([x[:, 2:4], x[:, 6:14]], -1),  # begins inside
-        lambda: torch.cat([squares[:3], squares[4:]]),
-        lambda: torch.cat([squares[2:4], squares[6:]]),
-        lambda: torch.cat([squares[:, :2], squares[:, 8:]], 1),
+def test_rows_move_whole_and_zeros_are_added_where_the_last_block_has_room() -> None:
+    x, squares, deep = of_rows(), of_squares(), of_3_dims()
+    moves: list[tuple[Any, Callable[[Any], Any]]] = [
+        (x, lambda x: x.view(2, 5, 14)),
+        (x, lambda x: x.unsqueeze(0)),
+        (x, lambda x: x[3]),
+        (deep, lambda x: x.view(6, 14)),
+        (deep, lambda x: x.transpose(0, 1)),
+        (deep, lambda x: x[1]),
+        (deep, lambda x: x.unbind(1)[2]),
+        (x, lambda x: F.pad(x, (0, 0, 1, 2))),
+        (x, lambda x: F.pad(x, (0, 2))),
+        (squares, lambda x: F.pad(x, (0, 2))),
+        (squares, lambda x: F.pad(x, (0, 0, 0, 2))),
     ]
-    for call in calls:
-        text = raised(NotImplementedError, call)
-        assert "aten.cat.default of a Float8Tensor of shape" in text
-        assert "its result has no such scales; call .dequantize() first" in text
-    for others in ([x, squares], [x[:, 3:8], x[:, 8:]]):  # other blocks, another start
-        text = raised(ValueError, lambda others=others: torch.cat(others, -1))
-        assert "torch.cat of float8 tensors with one scale per block of" in text
-
-
-def test_rows_move_whole() -> None:
-    x, deep = of_rows(), of_3_dims()
-    wide = deep.dequantize()
-    moved: list[tuple[torch.Tensor, torch.Tensor]] = [
-        (x.view(2, 5, 14), x.dequantize().view(2, 5, 14)),
-        (x.unsqueeze(0), x.dequantize().unsqueeze(0)),
-        (x[3], x.dequantize()[3]),
-        (deep.view(6, 14), wide.view(6, 14)),
-        (deep.transpose(0, 1), wide.transpose(0, 1)),
-        (deep[1], wide[1]),
-        (deep.unbind(1)[2], wide.unbind(1)[2]),
-        (F.pad(x, (0, 0, 1, 2)), F.pad(x.dequantize(), (0, 0, 1, 2))),
-    ]
-    for found, expected in moved:
+    for whole, move in moves:
+        found = move(whole)
         assert isinstance(found, Float8Tensor)
-        check(found, expected)
-
-
-def test_zeros_are_added_behind_where_the_last_block_has_room() -> None:
-    for x in (of_rows(), of_squares()):
-        check(F.pad(x, (0, 2)), F.pad(x.dequantize(), (0, 2)))  # type: ignore[arg-type]
-    x = of_squares()
-    check(F.pad(x, (0, 0, 0, 2)), F.pad(x.dequantize(), (0, 0, 0, 2)))  # type: ignore[arg-type]
+        check(found, move(whole.dequantize()))
 
 
 def test_what_no_scales_of_blocks_fit_is_refused() -> None:
@@ -223,13 +195,20 @@ def test_what_no_scales_of_blocks_fit_is_refused() -> None:
         lambda: F.pad(squares, (0, 0, 1, 0)),
         lambda: squares.as_strided((5, 14), (28, 1)),
         lambda: x.new_zeros(3),
+        lambda: torch.cat([x[:, :3], x[:, 4:]], -1),  # ends inside of a block
+        lambda: torch.cat([x[:, 2:4], x[:, 6:14]], -1),  # begins inside
+        lambda: torch.cat([squares[:3], squares[4:]]),
+        lambda: torch.cat([squares[2:4], squares[6:]]),
+        lambda: torch.cat([squares[:, :2], squares[:, 8:]], 1),
     ]
     for call in calls:
         text = raised(NotImplementedError, call)
         assert "its result has no such scales; call .dequantize() first" in text
-        assert "<one scale per block of " in text
-    text = raised(NotImplementedError, lambda: x.flatten())
-    assert "its rows would be others" in text
+        assert "one scale per block of " in text
+    assert "its rows would be others" in raised(NotImplementedError, lambda: x.flatten())
+    for others in ([x, squares], [x[:, 3:8], x[:, 8:]]):  # other blocks, another start
+        text = raised(ValueError, lambda others=others: torch.cat(others, -1))
+        assert "torch.cat of float8 tensors with one scale per block of" in text
 
 
 @kinds
@@ -253,18 +232,7 @@ def test_copies(kind: str) -> None:
     assert torch.equal(x.new_zeros(*x.shape[:-1], 9).dequantize(), torch.zeros(*x.shape[:-1], 9))
     assert type(torch.zeros_like(x)) is torch.Tensor
     assert x.to("meta").dequantize().shape == x.shape
-
-
-def test_repr() -> None:
-    shown = [of_rows(), of_squares(), of_squares()[3:, 5:], of_3_dims().to("meta")]
-    assert_expected_inline(
-        "\n".join(map(repr, shown)),
-        """\
-Float8Tensor(shape=(10, 14), qdata=e4m3fn, scale=e8m0[10, 4], orig_dtype=float32, device=cpu)
-Float8Tensor(shape=(10, 14), qdata=e4m3fn, scale=e8m0[3, 4], orig_dtype=float32, device=cpu)
-Float8Tensor(shape=(7, 9), qdata=e4m3fn, scale=e8m0[3, 3], orig_dtype=float32, device=cpu)
-Float8Tensor(shape=(2, 3, 14), qdata=e4m3fn, scale=e8m0[2, 3, 4], orig_dtype=float32, device=meta)""",
-    )
+    assert f"scale=e8m0{[*x.scale.shape]}" in repr(x)
 
 
 def test_products_of_matrices() -> None:
@@ -282,33 +250,33 @@ def test_errors() -> None:
     blocks, data = "block of 1 x 4", torch.zeros(2, 8).to(E4M3)
     exponents = torch.zeros(2, 2, dtype=torch.uint8)
     config = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(4, 4))
-    texts = [
-        raised(ValueError, lambda: x @ one),
-        raised(ValueError, lambda: one.t() @ x.t()),
-        raised(TypeError, lambda: Float8Tensor(data, exponents.float(), torch.float32, blocks)),
-        raised(TypeError, lambda: Float8Tensor(data, exponents, torch.float32)),
-        raised(ValueError, lambda: Float8Tensor(data, exponents[:1], torch.float32, blocks)),
-        raised(ValueError, lambda: Float8Tensor(data, exponents[0, 0], torch.float32, blocks)),
-        raised(ValueError, lambda: cast_to_float8(torch.randn(4, 4), config, dim=-1)),
-        raised(ValueError, lambda: cast_to_float8(torch.randn(4), config)),
+    mixed = "only one of them has scales of blocks; cast both of them so, or neither"
+    cover = "does not cover qdata of shape (2, 8)"
+    refused: list[tuple[type[Exception], Callable[[], object], str]] = [
+        (ValueError, lambda: x @ one, f"float8 GEMM of (10, 14) by (14, 6): {mixed}"),
+        (ValueError, lambda: one.t() @ x.t(), f"float8 GEMM of (6, 14) by (14, 10): {mixed}"),
+        (
+            TypeError,
+            lambda: Float8Tensor(data, exponents.float(), torch.float32, blocks),
+            "scale must be uint8, the exponents of blocks, and orig_dtype floating point",
+        ),
+        (
+            TypeError,
+            lambda: Float8Tensor(data, exponents, torch.float32),
+            "scale must be fp32 and orig_dtype floating point, got torch.uint8",
+        ),
+        (ValueError, lambda: Float8Tensor(data, exponents[:1], torch.float32, blocks), cover),
+        (ValueError, lambda: Float8Tensor(data, exponents[0, 0], torch.float32, blocks), cover),
+        (
+            ValueError,
+            lambda: cast_to_float8(torch.randn(4, 4), config, dim=-1),
+            "dim=-1 is the reduced dim of an axiswise cast, but the granularity is BLOCKWISE",
+        ),
+        (
+            ValueError,
+            lambda: cast_to_float8(torch.randn(4), config),
+            "blocks of (4, 4) need a tensor of 2 dims or more, got 1",
+        ),
     ]
-    assert_expected_inline(
-        "\n".join(texts),
-        """\
-float8 GEMM of (10, 14) by (14, 6): only one of them has scales of blocks; cast both of them so, or neither
-float8 GEMM of (6, 14) by (14, 10): only one of them has scales of blocks; cast both of them so, or neither
-Float8Tensor: scale must be uint8, the exponents of blocks, and orig_dtype floating point, got torch.float32 and torch.float32
-Float8Tensor: scale must be fp32 and orig_dtype floating point, got torch.uint8 and torch.float32
-Float8Tensor: a scale of shape (1, 2) does not cover qdata of shape (2, 8); it must be 0-dim, or of size 1 along what it covers
-Float8Tensor: a scale of shape () does not cover qdata of shape (2, 8); it must be 0-dim, or of size 1 along what it covers
-cast_to_float8: dim=-1 is the reduced dim of an axiswise cast, but the granularity is BLOCKWISE; drop dim
-cast_to_float8: blocks of (4, 4) need a tensor of 2 dims or more, got 1""",
-    )
-
-
-@pytest.mark.parametrize("rule", [None, "ceil", "floor"])
-def test_the_name_of_blocks_says_all_of_them(rule: str | None) -> None:
-    """As another process reads it."""
-    for start, is_cut in (((0, 0), False), ((3, 5), False), ((0, 7), True)):
-        made = Blocks.of(32, 32, rule, start, is_cut)
-        assert Blocks.parse(made.name) is made
+    for kind, call, message in refused:
+        assert message in raised(kind, call)
