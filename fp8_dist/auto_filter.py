@@ -198,8 +198,8 @@ def auto_filter(
             by their names alone.
 
     Returns:
-        The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport`: what
-        it admitted. The conversion warns of layers that it then can't convert.
+        The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport` of
+        what it admitted. The conversion warns of layers that it then can't convert.
 
     Raises:
         ValueError: ``recipe`` is no recipe, ``tp_size`` is below 1, or an entry of

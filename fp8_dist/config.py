@@ -44,22 +44,34 @@ class CopySpec(NamedTuple):
 
 
 class ScalingType(enum.Enum):
-    """Where the scale of a cast comes from."""
+    """Where the scale of a cast comes from.
 
-    DYNAMIC = "dynamic"  # the amax of the tensor itself, now
-    DELAYED = "delayed"  # the tensor's amax history
-    DISABLED = "disabled"  # no cast: the operand stays in high precision
+    Attributes:
+        DYNAMIC: the amax of the tensor itself, now.
+        DELAYED: the tensor's amax history.
+        DISABLED: no cast. The operand stays in high precision.
+    """
+
+    DYNAMIC = "dynamic"
+    DELAYED = "delayed"
+    DISABLED = "disabled"
 
     def short_str(self) -> str:
         return str(self.value)[:3]
 
 
 class ScalingGranularity(enum.Enum):
-    """What one scale covers."""
+    """The values that one scale covers.
 
-    TENSORWISE = "tensorwise"  # the whole (global) tensor
-    AXISWISE = "axiswise"  # one row or column: size 1 along the reduced dim
-    BLOCKWISE = "blockwise"  # one block of a matrix; scales are powers of two
+    Attributes:
+        TENSORWISE: the whole (global) tensor.
+        AXISWISE: one row or column. The scales have size 1 along the reduced dim.
+        BLOCKWISE: one block of a matrix. Scales are powers of two.
+    """
+
+    TENSORWISE = "tensorwise"
+    AXISWISE = "axiswise"
+    BLOCKWISE = "blockwise"
 
     def short_str(self) -> str:
         return {"tensorwise": "ten", "axiswise": "axs", "blockwise": "blk"}[self.value]
@@ -217,11 +229,16 @@ class Float8LinearConfig:
     """Configuration of a :class:`fp8_dist.Float8Linear`.
 
     Attributes:
-        cast_config_input, cast_config_weight, cast_config_grad_output: the cast of each operand.
-        cast_config_input_for_grad_weight, cast_config_weight_for_grad_input,
-        cast_config_grad_output_for_grad_weight: the cast of the operand in its second GEMM;
-            ``None`` means the same as in the first.
-        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: the three GEMMs.
+        cast_config_input: the cast of the input.
+        cast_config_weight: the cast of the weight.
+        cast_config_grad_output: the cast of the gradient of the output.
+        cast_config_input_for_grad_weight: the cast of the input in its second GEMM. ``None``, here
+            and in the next two, means the same as in the first.
+        cast_config_weight_for_grad_input: the cast of the weight in its second GEMM.
+        cast_config_grad_output_for_grad_weight: the cast of the gradient in its second GEMM.
+        gemm_config_output: the GEMM of the output.
+        gemm_config_grad_input: the GEMM of the gradient of the input.
+        gemm_config_grad_weight: the GEMM of the gradient of the weight.
         enable_fsdp_float8_all_gather: FSDP2 gathers the weight as float8. ``"auto"``: where one
             float8 copy of the weight serves both of its GEMMs, in high precision otherwise (see
             :attr:`fsdp_float8_all_gather`).

@@ -94,7 +94,7 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
         model: the model that will be converted. Without it, heads are known by their names alone.
 
     Returns:
-        ``(module, fqn) -> bool``. To combine it with another filter, call both:
+        The filter, a function of a module and its name. Combine it with another one by
         ``lambda m, fqn: not_head(m, fqn) and other(m, fqn)``.
 
     Raises:

@@ -55,10 +55,10 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     A frozen weight that FSDP2 does not gather in float8 is left out: it is scaled in each forward,
     since it may be changed by means that go unnoticed (a merge of adapters).
 
-    Collectives: exactly one all-reduce (MAX) of 4 bytes per scale that needs it (1 byte if all of
-    them are of blocks, where the weights are those whose blocks are cut; more for weights
-    that don't live on all axes, see above), none if no scale does. With one scale per row these
-    are the rows that are sharded along themselves (row-parallel weights), or unevenly by FSDP2.
+    Collectives: one all-reduce (MAX) of 4 bytes per scale that covers values of several ranks, none
+    if no scale does. If all of them are of blocks that shards cut, it has 1 byte per block. It has
+    more bytes if weights live on different axes of the mesh. With one scale per row, these are the
+    rows of row-parallel weights, and of weights that FSDP2 shards unevenly.
     A stage of a pipeline has no group over its axes at first. The first call makes the groups of
     all stages, so all ranks of the world must make it (or see ``fp8_dist.fsdp.make_amax_group``).
     If the mesh was sliced from one that leaves out ranks of the world, each axis has an all-reduce.

@@ -126,7 +126,7 @@ def share_input(
             is what its layers declared.
 
     Returns:
-        What each of the layers takes as its input: a DTensor, float8 where one copy serves all
+        A DTensor that each of the layers takes as its input. It is float8 where one copy serves all
         GEMMs (``rowwise`` and ``rowwise_with_gw_hp`` gather in high precision). The gradients of
         the layers are summed before they are reduced, once, to the placement of ``input``.
 

@@ -9,10 +9,16 @@ from fp8_dist.tensor.float8_tensor import Float8Tensor, granularity_of
 
 
 class Quantized(NamedTuple):
-    """A local tensor in float8. (Where no tensor is needed it costs less than a Float8Tensor.)"""
+    """A local tensor in float8. (Where no tensor is needed it costs less than a Float8Tensor.)
 
-    qdata: torch.Tensor  # the float8 bytes, any shape
-    scale: torch.Tensor  # fp32, or exponents; of the shape that the granularity gives it
+    Attributes:
+        qdata: the float8 bytes, any shape.
+        scale: fp32, or the exponents of blocks, in the shape that the granularity gives it.
+        granularity: the values that one scale covers.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
     granularity: Granularity = TENSOR
 
     def as_tensor(self, orig_dtype: torch.dtype) -> Float8Tensor:

@@ -62,6 +62,7 @@ def public_names(package: str) -> dict[str, Any]:
 def api_page(package: str, title: str) -> str:
     """A page with the docstring of every public name of a package."""
     lines = [f"# {package}: {title}", "", "```{eval-rst}"]
+    lines += [f".. automodule:: {package}", "   :no-members:", ""]
     for name, value in public_names(package).items():
         if name.startswith("__"):
             lines += [f".. py:data:: {package}.{name}", f"   :value: {value!r}", ""]
@@ -69,9 +70,15 @@ def api_page(package: str, title: str) -> str:
         kind = "class" if isinstance(value, type) else "function"
         lines += [f".. auto{kind}:: {package}.{name}"]
         lines += ["   :members:"] * (kind == "class")
+        lines += ["   :inherited-members:"] * (kind == "class" and _is_ours(value))
         elsewhere = package != "fp8_dist" and name in fp8_dist.__all__
         lines += ["   :no-index:"] * elsewhere + [""]
     return "\n".join([*lines, "```", ""])
+
+
+def _is_ours(cls: type) -> bool:
+    """Whether all that a class inherits is the library's."""
+    return all(base is object or base.__module__.startswith("fp8_dist") for base in cls.__mro__)
 
 
 def contents(pages: Sequence[str]) -> str:

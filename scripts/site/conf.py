@@ -1,5 +1,7 @@
 """What Sphinx is told; `scripts.site` stages the sources."""
 
+from sphinx.application import Sphinx
+
 import fp8_dist
 
 project = "fp8_dist"
@@ -16,6 +18,16 @@ add_module_names = False
 napoleon_use_ivar = True
 napoleon_custom_sections = [("Collectives", "notes_style"), ("Shapes", "notes_style")]
 myst_heading_anchors = 4
+
+
+def _skips(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object) -> bool:
+    """Whether to leave a member out: the fields of named tuples stand in the class's docstring."""
+    return skip or str(obj.__doc__).startswith("Alias for field number")
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-skip-member", _skips)
+
 
 html_theme = "furo"
 html_title = "fp8_dist"

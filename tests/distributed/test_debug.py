@@ -168,6 +168,7 @@ total                              61            922,112
         "layers.0.feed_forward: 1 reduce_scatter",
         "layers.0.attention.wo: 1 all_gather",
         "layers.0.attention: 1 reduce_scatter",
+        "layers.0: 2 all_reduce",  # the gradients of both norms
     ]
 
 

@@ -438,6 +438,7 @@ def test_the_plan_that_the_page_writes_out(ranks: RankPools) -> None:
     page = Path(__file__).parents[2] / "docs/tensor_parallel.md"
     program = r"```python\n(import torch\nimport torch\.nn as nn\n.*?)```"
     (code,) = re.findall(program, page.read_text(), re.DOTALL)
+    code = code.replace("torch.distributed.init_process_group()", "pass")  # the ranks have done it
     for close, gathers in ranks(2).run(plan_of_the_page, code):
         assert close > 60
         assert gathers == [2, 2]  # the input of each block, and the gradient of its output

@@ -293,7 +293,7 @@ class _Recorder(TorchDispatchMode):
             message = func(*args, **kwargs)
             self._audit._note_joined(message, [args[0], *args[1]])
             return message
-        elif func in QUERIES:
+        elif func in QUERIES and not any(issubclass(kind, STAND_INS) for kind in types):
             with self:  # it may communicate
                 return QUERIES[func](*args, **kwargs)
         return func(*args, **kwargs)

@@ -19,11 +19,15 @@ class LayerSqnr:
     Attributes:
         recipe: its name.
         fqn: the layer.
-        output, grad_input, grad_weight: the layer's own error: it alone is in float8, and takes
-            what it takes in high precision (input, weight, gradient of its output).
-        model_output, model_grad_input, model_grad_weight: the same results where all compared
-            layers are in float8: with the errors that come from other layers. NaN too where the
-            shape differs, as when tokens are routed to other experts.
+        output: the layer's own error. It alone is in float8, and takes the input, weight and
+            gradient that it takes in high precision.
+        grad_input: the same for the gradient of its input.
+        grad_weight: the same for the gradient of its weight.
+        model_output: the error of the same result where all compared layers are in float8, which
+            includes the errors of other layers. NaN too where the shape differs, as when tokens
+            are routed to other experts.
+        model_grad_input: the same for the gradient of its input.
+        model_grad_weight: the same for the gradient of its weight.
     """
 
     recipe: str

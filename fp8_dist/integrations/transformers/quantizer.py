@@ -47,16 +47,14 @@ class Fp8DistConfig(QuantizationConfigMixin):
             or consecutive parts of them (``"down_proj"``, ``"mlp"``, ``"layers.0.mlp"``).
         enable_fsdp_float8_all_gather: as in ``Float8LinearConfig``.
 
-    Raises, here:
+    Raises:
         TypeError: ``modules_to_not_convert`` is a string.
         ValueError: no recipe has this name, or it can't be gathered in float8 as asked.
-
-    Raises, in from_pretrained:
-        ValueError: a name in ``modules_to_not_convert`` matches no module;
-            ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the model; or
+            ``from_pretrained`` raises it if a name in ``modules_to_not_convert`` matches no module,
+            ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the model, or
             ``DistributedConfig(tp_plan={...})`` gives a converted layer a style for others.
-        NotImplementedError: transformers' tensor parallelism has a style for a converted layer that
-            hands it local tensors (``packed_colwise``).
+        NotImplementedError: in ``from_pretrained``, transformers' tensor parallelism has a style
+            for a converted layer that hands it local tensors (``packed_colwise``).
     """
 
     def __init__(

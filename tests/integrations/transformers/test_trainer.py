@@ -128,6 +128,7 @@ def test_training_and_resuming(ranks: RankPools, tmp_path: Path, name: str) -> N
         assert found["amax messages"] == [1] * 6
     if distance is not None:
         assert found["losses"]["loss"] == pytest.approx(one_process(), abs=distance)
+    if name in ("FSDP2", "DDP"):  # the others keep shards, or a checkpoint of adapters
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
         assert not float8_layers(model)
         texts = torch.stack([text["input_ids"] for text in dataset(8)])
