@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import io
-import logging
 import re
 import warnings
 from functools import partial
@@ -32,7 +31,6 @@ from scripts.common.llama import Llama, LlamaConfig
 
 installed = importlib.util.find_spec("torchao") is not None
 if installed:
-    logging.getLogger("torchao").setLevel(logging.ERROR)
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"

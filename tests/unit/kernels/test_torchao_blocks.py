@@ -1,31 +1,22 @@
 """Casts with scales of blocks beside torchao's. docs/numerics.md explains each difference."""
 
-import importlib.util
-import logging
 from itertools import product
 
 import pytest
 import torch
 from reference import same_bits
+from torchao.prototype.blockwise_fp8_training.kernels import (
+    torch_blockwise_scale_act_quant_lhs,
+    torch_blockwise_scale_act_quant_rhs,
+    torch_blockwise_scale_weight_quant,
+)
+from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
 from fp8_dist import Float8LinearConfig
 from fp8_dist.cast import quantize_over
 from fp8_dist.config import CastSpec
 from fp8_dist.granularity import Blocks
 from fp8_dist.kernels import powers_of_2
-
-logging.getLogger("torchao").setLevel(logging.ERROR)
-installed = importlib.util.find_spec("torchao") is not None
-has_triton = importlib.util.find_spec("triton") is not None
-pytestmark = pytest.mark.skipif(not installed, reason="torchao is not installed")
-if installed:
-    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
-if installed and has_triton:
-    from torchao.prototype.blockwise_fp8_training.kernels import (
-        torch_blockwise_scale_act_quant_lhs,
-        torch_blockwise_scale_act_quant_rhs,
-        torch_blockwise_scale_weight_quant,
-    )
 
 E4M3 = torch.float8_e4m3fn
 BY_FORMULA = CastSpec(E4M3, Blocks.of(1, 32))
@@ -117,7 +108,6 @@ def test_logarithms_round_one_step_above_the_largest_value() -> None:
         assert found.sum() < 10
 
 
-@pytest.mark.skipif(not has_triton, reason="torchao's blockwise module imports Triton")
 @pytest.mark.parametrize("blocks", [(1, 128), (128, 1), (128, 128)])
 def test_blockwise_scales_are_torchaos_rounded_up_to_powers_of_two(blocks: tuple[int, int]) -> None:
     cast = {
