@@ -122,7 +122,8 @@ def test_a_layer_alone_and_options_on_one_device() -> None:
 
 @pytest.mark.parametrize(("config", "block"), [(BLOCKWISE, 128), (MXFP8, 32)])
 def test_quantization_config(config: Float8LinearConfig, block: int) -> None:
-    net = nn.ModuleDict({"norm": nn.LayerNorm(64), "net": Net(), "head": nn.Linear(64, 8)})
+    others = {"embed": nn.Embedding(8, 64), "norm": nn.LayerNorm(64), "head": nn.Linear(64, 8)}
+    net = nn.ModuleDict({"net": Net(), **others})
     convert_to_float8_training(net["net"], config=config)
     found = float8_quantization_config(net)
     assert found == {

@@ -13,6 +13,7 @@ import torch
 from nets import Net
 from reference import raised, reference_cast, same_bits
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import Capture, CapturedCast, CastStats, capture, float8_stats, load_capture
@@ -111,6 +112,18 @@ def test_steps_and_calls(tmp_path: Path) -> None:
     with capture(model, tmp_path, **where, steps=range(1, 10**12, 2)).at(3) as recorded:  # type: ignore[arg-type]
         step(model)
     assert [c.step for c in loaded(recorded)] == [3]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_is_no_call(tmp_path: Path, reentrant: bool) -> None:
+    model = net()
+    y = torch.randn(2, 8, 64, requires_grad=True)
+    with capture(model, tmp_path, fqn="layers.0.w2") as recorded:
+        for layer in model.layers:  # type: ignore[union-attr]
+            y = checkpoint(layer, y, use_reentrant=reentrant)
+        y.sum().backward()
+    calls = [(c.operand, c.call) for c in loaded(recorded)]
+    assert calls == [("weight", 0), ("input", 0), ("grad_output", 0)]
 
 
 def test_a_rank_that_is_not_chosen_writes_nothing(
@@ -267,6 +280,7 @@ OTHERS: list[tuple[dict[str, object], str]] = [
     ({"high": torch.zeros(2, 16).int()}, "is no float8 copy of high, torch.int32 [2, 16]"),
     ({"high": torch.eye(2, 16).to_sparse()}, "high is not a plain, contiguous tensor"),
     ({"high": torch.zeros(1, 16).expand(2, 16)}, "high is not a plain, contiguous tensor"),
+    ({"high": nn.Parameter(torch.zeros(2, 16))}, "high is not a plain, contiguous tensor"),
     ({"scale": torch.ones((), device="meta")}, "scale is not a plain, contiguous tensor"),
     ({"high": [0.0] * 16}, "high is not a plain, contiguous tensor"),
 ]

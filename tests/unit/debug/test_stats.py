@@ -280,6 +280,7 @@ def test_inputs_are_not_kept_after_the_backward() -> None:
 WRONG: list[tuple[type[Exception], Any, str]] = [
     (ValueError, partial(float8_stats, nn.Linear(2, 2)), "the model has no Float8Linear; call conv"),
     (ValueError, partial(float8_stats, net(), every=0), "float8_stats: every=0 must be a positive"),
+    (ValueError, partial(float8_stats, net(), every=True), "float8_stats: every=True must be a posit"),
     (TypeError, partial(float8_stats, net(), on_anomaly="raise"), "on_anomaly='raise': use 'warn', a"),
     (TypeError, partial(float8_stats, "model"), "expected a model (an nn.Module), got a str"),
     (TypeError, partial(float8_stats, net(), limits={"sqnr": 1}), "limits={'sqnr': 1} must be of"),
@@ -342,6 +343,7 @@ def test_planted_faults() -> None:
         ("delayed", "lag", (1, 9)),
         ("tensorwise", "jump", (1, 7)),
         ("tensorwise", "jump", (1, 9)),
+        ("tensorwise", "jump", (1, 0.01, 1)),  # the largest one counts
         ("tensorwise", "jump", (1, math.inf, 9)),  # what is infinite is not usual from then on
     ],
 )
