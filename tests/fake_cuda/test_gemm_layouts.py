@@ -131,31 +131,3 @@ def test_a_step(recipe: str, path: str, fake_cuda: FakeCudaProcess) -> None:
         assert counts.syncs == ["_to_copy from cpu to cuda"]
     else:
         assert counts.syncs == []
-
-
-def float8_copies(recipe: str) -> Counter[str]:
-    """Copies of large float8 data or bytes in the second step of TP + SP, by name."""
-    seen: Counter[str] = Counter()
-
-    class Copies(KernelCounter):
-        def _note(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
-            launches = len(self.counts.kernels)
-            super()._note(func, name, args, kwargs, result)
-            if len(self.counts.kernels) > launches and result.dtype.itemsize == 1:
-                seen[name] += name in ("cat", "clone", "constant_pad_nd", "copy_")
-
-    path = PATHS["TP + SP"]
-    mesh = meshes(path.dp, path.tp)
-    with fake_tensors():
-        net = _net(recipe, path, mesh)
-        update_float8_scales(net)
-        _step(net, path, Copies())
-    return +seen
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded"])
-def test_rows_that_travel_with_their_scales(recipe: str, fake_cuda: FakeCudaProcess) -> None:
-    # Of an input and an output gradient. DTensor puts together what it gathered along the sequence:
-    # one copy each, and what the GEMMs take. A message of rows and scales is one copy more.
-    expected = {"tensorwise": {"cat": 2}, "rowwise_folded": {"cat": 4}}[recipe]
-    assert fake_cuda.run(float8_copies, recipe) == expected

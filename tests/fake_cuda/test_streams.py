@@ -226,38 +226,6 @@ def shown(found: Counter[str]) -> str:
     return "\n".join(f"{count} x {hazard}" for hazard, count in found.most_common(10))
 
 
-def two_streams(waits: bool, records: bool, keeps: bool) -> list[str]:
-    """Hazards where a tensor of one stream is read by another, and its memory is used again."""
-    other = streams.Stream(name="other")
-    with fake_tensors(), Hazards() as hazards:
-        with streams.stream(other):
-            x = torch.ones(1000, device="cuda")
-        if waits:
-            streams.current_stream().wait_stream(other)
-        y = x + 1
-        if records:
-            x.record_stream(streams.current_stream())
-        kept = [y, x] if keeps else [y]
-        del x
-        with streams.stream(other):
-            kept.append(torch.zeros(100, device="cuda"))
-    return list(hazards.found)
-
-
-def test_hazards_of_two_streams(fake_cuda: FakeCudaProcess) -> None:
-    def found(**options: bool) -> str:
-        return "\n".join(fake_cuda.run(two_streams, *options.values()))
-
-    assert found(waits=True, records=False, keeps=False) == (
-        "memory of other is allocated again before add on compute is known to be done; "
-        "made at torch"
-    )
-    assert found(waits=True, records=True, keeps=False) == ""
-    assert found(waits=True, records=False, keeps=True) == ""
-    unordered = found(waits=False, records=True, keeps=True)
-    assert unordered == "add on compute reads what ones on other may still be at; made at torch"
-
-
 def a_reduction(waits: bool) -> list[str]:
     """Hazards where the result of a functional collective is read."""
     group = meshes(dp=8)["dp"].get_group().group_name

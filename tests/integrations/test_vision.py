@@ -6,22 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import RankPools, device_mesh
-from reference import same_bits, sqnr
+from reference import sqnr
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import SamVisionConfig, SamVisionModel, ViTConfig, ViTForImageClassification
 
 from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
     float8_layers,
-    precompute_float8_dynamic_scale,
     skip_head,
 )
-from fp8_dist.debug import comm_audit
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "image_size": 128, "patch_size": 16}
 
@@ -92,33 +86,3 @@ def test_one_device(make: Callable[[], nn.Module], recipe: str) -> None:
         if p.grad.norm() > 1e-6:  # the gradient of a key's bias is noise
             assert sqnr(p.grad, p8.grad) > 8, name
     assert before8 == pytest.approx(before, rel=0.1)
-
-
-def sharded_step(make: Callable[[], nn.Module], recipe: str) -> tuple[bool, int]:
-    """Whether gradients under FSDP2 have the bits of unsharded ones; float8 bytes gathered."""
-    rank, mesh = dist.get_rank(), device_mesh(dp=2)
-    float8 = converted(make, recipe, enable_fsdp_float8_all_gather="auto")
-    twin = converted(make, recipe)
-    for block in next(m for m in float8.modules() if isinstance(m, nn.ModuleList)):
-        fully_shard(block, mesh=mesh)
-    fully_shard(float8, mesh=mesh)
-    precompute_float8_dynamic_scale(float8)
-    with comm_audit(mesh) as audit:
-        float8(images(rank))[0].square().mean().backward()
-    twin(images(rank))[0].square().mean().backward()
-    same = True
-    for mine, other in zip(float8.parameters(), twin.parameters(), strict=True):
-        assert isinstance(mine.grad, DTensor)
-        dist.all_reduce(other.grad)
-        same &= same_bits(mine.grad.full_tensor(), other.grad / 2)
-    rows = [r for r in audit.rows if r.op == "all_gather" and r.dtype is torch.float8_e4m3fn]
-    return same, sum(row.bytes for row in rows)
-
-
-# Each weight is gathered twice.
-@pytest.mark.parametrize(
-    ("make", "recipe", "gathered"),
-    [(sam, "tensorwise", 262_144), (vit, "rowwise_folded", 196_608)],
-)
-def test_fsdp2(ranks: RankPools, make: Callable[[], nn.Module], recipe: str, gathered: int) -> None:
-    assert ranks(2).run_same(sharded_step, make, recipe) == (True, gathered)

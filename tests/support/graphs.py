@@ -7,7 +7,7 @@ fuses).
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,19 +76,6 @@ def counted(func: Any) -> str | None:
     name = OF_BLOCKS.get(name, name)
     names = ((op, (op, f"{op}es", f"{op}_into_tensor", f"{op}_tensor")) for op in OPS)
     return next((op for op, every in names if name in every), None)
-
-
-def op_columns(columns: Mapping[str, Counter[str]]) -> str:
-    """Counts of ops as a table of the given columns, without ops that are in none."""
-    widths = [max(9, len(name)) + 1 for name in columns]
-    rows: list[tuple[str, list[Any]]] = [("", list(columns))]
-    rows += [(op, [column[op] for column in columns.values()]) for op in OPS]
-    lines = []
-    for name, cells in rows:
-        if any(cells):
-            texts = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-            lines.append("".join([f"{name:16}", *texts]))
-    return "\n".join(lines)
 
 
 class Ops(TorchDispatchMode):

@@ -89,9 +89,8 @@ def test_converting_twice_changes_nothing() -> None:
 
 
 def test_nothing_converted_is_an_error_that_says_why() -> None:
-    model = nn.Sequential(
-        nn.Linear(4, 4), OwnForward(4, 4), parametrizations.weight_norm(nn.Linear(4, 4))
-    )
+    computed = torch.nn.utils.weight_norm(nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), OwnForward(4, 4), computed)
     text = raised(
         ValueError,
         lambda: convert_to_float8_training(model, module_filter_fn=lambda _, fqn: fqn != "0"),
@@ -175,19 +174,15 @@ def test_experts_are_named_with_their_shares() -> None:
         """convert_to_float8_training: Experts whose weights are 3-D parameters are not nn.Linear and stay in high precision: moe.experts.w1 (16 x 64 x 32), moe.experts.w2 (16 x 32 x 64). They hold 97.7% of the model's parameters and 91.4% of the FLOPs of products with weights (per token, which uses 4 of 16 experts)""",
     )
     # 16 experts of 2 x 64 x 32, 4 of which a token uses; wo, and the router with its bias.
-    total = 16 * 2 * 64 * 32
-    assert total / (total + 32 * 32 + 16 * 32 + 16) == pytest.approx(0.977, abs=5e-4)
-    assert total / 4 / (total / 4 + 32 * 32 + 16 * 32) == pytest.approx(0.914, abs=5e-4)
-
     model = nn.ModuleDict({"wo": nn.Linear(32, 32), "moe": MoE(16, 32, top_k=None)})
     (text,) = warned(model)
     assert text.endswith(
         "97.6% of the model's parameters (their share of FLOPs is not known: neither the modules nor "
         "the config say how many experts a token uses)"
     )
-    many = nn.ModuleList(MoE(16, 32, top_k=1) for _ in range(6))
-    assert "0.experts.w2 (16 x 32 x 64), 1.experts.w1 (16 x 64 x 32), 1.experts" in warned(many)[0]
-    assert "and 8 more. They" in warned(nn.ModuleList(MoE(16, 32, 1) for _ in range(6)))[0]
+    (text,) = warned(nn.ModuleList(MoE(16, 32, top_k=1) for _ in range(6)))
+    assert "0.experts.w2 (16 x 32 x 64), 1.experts.w1 (16 x 64 x 32), 1.experts" in text
+    assert "and 8 more. They" in text
 
 
 def test_models_without_experts_are_not_told_of_any() -> None:
@@ -215,26 +210,6 @@ def test_tied_weights_stay_tied_or_are_refused() -> None:
     assert not any(isinstance(m, Float8Linear) for m in model.modules())
     convert_to_float8_training(model)  # gathered in high precision they may be tied
     assert model.head.weight is model.embedding.weight
-
-
-def test_layers_that_are_read_and_never_called_are_left_alone() -> None:
-    model = nn.TransformerEncoderLayer(32, 2, 64)
-    with pytest.warns(UserWarning, match=r"self_attn.out_proj \(its class NonDynamically"):
-        convert_to_float8_training(model)
-    assert isinstance(model.linear1, Float8Linear)
-    assert not isinstance(model.self_attn.out_proj, Float8Linear)
-
-
-def test_weights_that_are_computed_or_not_there_yet() -> None:
-    model = nn.Sequential(
-        torch.nn.utils.weight_norm(nn.Linear(4, 4)), nn.LazyLinear(4), nn.Linear(4, 4)
-    )
-    with pytest.warns(UserWarning, match="left these layers") as record:
-        convert_to_float8_training(model, config=GATHERED)
-    text = next(str(w.message) for w in record if "left these" in str(w.message))
-    assert "0 (its weight is computed from other parameters" in text
-    assert "1 (it is lazy" in text
-    assert isinstance(model[2], Float8Linear)
 
 
 def test_another_config_for_a_converted_layer_is_refused() -> None:

@@ -1,11 +1,9 @@
 """Every error has a test; those that no other test provokes are here."""
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
 
-import pytest
 import torch
 from granularities import ROW_QUADS, RowQuads
 from reference import raised
@@ -25,7 +23,7 @@ from fp8_dist import (
 from fp8_dist.kernels.gemm import _native
 from fp8_dist.kernels.transposing import transposed_copy
 from fp8_dist.mesh.rules import linear_layouts
-from scripts.measure.errors import ROOT, errors, expected_by
+from scripts.measure.errors import errors, expected_by
 
 AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 BYTES = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
@@ -87,20 +85,6 @@ def test_what_is_refused() -> None:
     ):
         for text, call in calls.items():
             assert text in raised(kind, call)
-
-
-@pytest.mark.parametrize("folder", ["fsdp", "tensor_parallel"])
-def test_packages_under_another_name(folder: str) -> None:
-    spec = importlib.util.spec_from_file_location("another", ROOT / folder / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    with pytest.raises(ImportError) as info:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    name = {
-        "fsdp": "this package is fp8_dist.fsdp, not another: import fp8_dist.fsdp (from",
-        "tensor_parallel": "this package is fp8_dist.tensor_parallel, not another: import",
-    }[folder]
-    assert str(info.value).startswith(name)
 
 
 def test_a_torch_that_is_not_known() -> None:

@@ -5,7 +5,6 @@ import enum
 import importlib
 import importlib.util
 import inspect
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ THEIRS = tuple(
     for module in ("", ".float8_tensor_parallel", ".float8_linear", ".fsdp_utils")
 )
 
-logging.getLogger("torchao").setLevel(logging.ERROR)
 installed = importlib.util.find_spec("torchao") is not None
 with_torchao = pytest.mark.skipif(not installed, reason="torchao is not installed")
 

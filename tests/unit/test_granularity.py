@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 from itertools import product
 
 import pytest
@@ -80,10 +81,13 @@ def test_what_a_new_granularity_must_say() -> None:
     # One copy serves both GEMMs, but no Float8Tensor carries its scales.
     same = {f"cast_config_{o}": config for o in ("input", "weight", "grad_output")}
     assert Float8LinearConfig(**same).gather_cast("weight") is None
-    text = raised(
-        ValueError, lambda: Float8LinearConfig(**same, enable_fsdp_float8_all_gather=True)
-    )
-    assert "it can't be gathered, with one scale per third of a row" in text
+    two = {n: getattr(CONFIG, n) for n in same}
+    for casts, text in (
+        (same, "it can't be gathered, with one scale per third of a row"),
+        (two, "one scale per pair of rows and one per pair of columns"),
+    ):
+        gathered = partial(Float8LinearConfig, **casts, enable_fsdp_float8_all_gather=True)
+        assert text in raised(ValueError, gathered)
 
 
 PLANS = """\
@@ -197,16 +201,3 @@ def test_scales_of_a_part_of_a_row_move_with_their_rows() -> None:
     assert same_bits(whole.clone().dequantize(), values)
     for cut in (lambda: whole.t(), lambda: whole[:, :4], lambda: whole.split(4, dim=1)):
         assert "no such scales" in raised(NotImplementedError, cut)
-
-
-def test_a_gather_of_two_copies_is_refused() -> None:
-    fields = {n: getattr(CONFIG, n) for n in ("cast_config_input", "cast_config_weight")}
-    text = raised(
-        ValueError,
-        lambda: Float8LinearConfig(
-            **fields,
-            cast_config_grad_output=CONFIG.cast_config_grad_output,
-            enable_fsdp_float8_all_gather=True,
-        ),
-    )
-    assert "one scale per pair of rows and one per pair of columns" in text

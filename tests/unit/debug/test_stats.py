@@ -9,7 +9,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,14 +22,12 @@ from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
     Float8LinearRecipeName,
-    attach_update,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.cast import quantize_over
 from fp8_dist.config import CastSpec
 from fp8_dist.debug import AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
-from fp8_dist.debug.statistics import recorder
 from fp8_dist.debug.statistics.measuring import Measures, combine_, measure, measure_casts, nothing
 from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity
 from fp8_dist.tensor import Quantized
@@ -108,23 +105,20 @@ def test_measures(granularity: Granularity) -> None:
     # The host reads nothing of other devices: a meta tensor has no value to be read.
     x = torch.randn(300, 512, device="meta")
     low = quantize_over(x, CastSpec(E4M3, granularity), False)
-    for found in measure_casts(x, [low, low], 0):
-        assert (found.device.type, found.shape) == ("meta", (10,))
+    for measured in measure_casts(x, [low, low], 0):
+        assert (measured.device.type, measured.shape) == ("meta", (10,))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_casts_of_one_operand(dtype: torch.dtype) -> None:
+def test_casts_of_one_operand() -> None:
     """Each is measured as it is alone, also where others saturate."""
-    x = torch.randn(300, 512).to(dtype)
+    x = torch.randn(300, 512).bfloat16()
     x[::7, ::5] = 0.0
     lows = [quantize_over(x, CastSpec(E4M3, each), False) for each in (ROW, COLUMN, TENSOR)]
     small = torch.tensor(1e-3)
     lows.append(Quantized((x.float() / small).clamp(-448, 448).to(E4M3), small))
-    together = torch.stack(measure_casts(x, lows, 2))
-    assert torch.equal(together, torch.stack([measure(x, low, 2) for low in lows]))
-    found = Measures(*together[-1].tolist())
-    assert found[:-2] == expected(x, lows[-1])[:-2]
-    assert found.saturated
+    together = torch.stack(measure_casts(x, lows, 0))
+    assert torch.equal(together, torch.stack([measure(x, low, 0) for low in lows]))
+    assert check(x, lows[-1]).saturated
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -260,16 +254,13 @@ def test_an_error_in_the_block_leaves_nothing_and_blocks_nest() -> None:
     assert len(inner.rows) == 12
 
 
-def test_layers_of_other_models_are_not_measured_and_casts_of_one_operand_together() -> None:
-    for model, chosen, casts in ((net(), "0", 1), (net("rowwise"), "2", 2)):
-        stats = float8_stats(model.get_submodule(chosen), gemms=True)
-        counted = mock.patch.object(recorder, "measure_casts", side_effect=measure_casts)
-        with counted as measured, stats:
-            train(model)
-            train(net())
-        assert [len(call.args[1]) for call in measured.call_args_list] == [casts] * 3
-        assert {row.fqn for row in stats.rows} == {chosen}
-        assert len(cast_rows(stats)) == 3 * casts
+def test_layers_of_other_models_are_not_measured() -> None:
+    model = net("rowwise")
+    with (stats := float8_stats(model[2])):
+        train(model)
+        train(net())
+    assert {row.fqn for row in stats.rows} == {"2"}
+    assert len(stats.rows) == 6
 
 
 def test_inputs_are_not_kept_after_the_backward() -> None:
@@ -286,31 +277,25 @@ def test_inputs_are_not_kept_after_the_backward() -> None:
     assert kept[0]() is None
 
 
-WRONG: list[tuple[type[Exception], Any, dict[str, Any], str]] = [
-    (ValueError, nn.Linear(2, 2), {}, "the model has no Float8Linear; call convert_to_float8"),
-    (ValueError, net(), {"every": 0}, "float8_stats: every=0 must be a positive integer"),
-    (ValueError, net(), {"every": True}, "float8_stats: every=True must be a positive integer"),
-    (TypeError, net(), {"on_anomaly": "raise"}, "on_anomaly='raise': use 'warn', a function"),
-    (TypeError, "model", {}, "expected a model (an nn.Module), got a str"),
-    (TypeError, net(), {"limits": {"sqnr": 1}}, "limits={'sqnr': 1} must be of type"),
-    (TypeError, net(), {"mesh": "dp"}, "mesh='dp' must be of type DeviceMesh"),
-]
-NO_LIMITS: list[tuple[type[Exception], dict[str, Any], str]] = [
-    (ValueError, {"underflow": -1.0}, "underflow=-1.0 is no limit; give a number that is not"),
-    (ValueError, {"underflow": math.nan}, "underflow=nan is no limit"),
-    (ValueError, {"lag": -0.5}, "lag=-0.5 is no limit; give a number that is not negative"),
-    (ValueError, {"jump": -1}, "jump=-1 is no limit; give a number that is not negative"),
-    (ValueError, {"sqnr": math.nan}, "sqnr=nan is no limit; give a number, or None (never)"),
-    (TypeError, {"sqnr": "15"}, "AnomalyLimits: sqnr='15' must be a number or None (never)"),
-    (TypeError, {"lag": True}, "AnomalyLimits: lag=True must be a number or None (never)"),
-]
+WRONG: list[tuple[type[Exception], Any, str]] = [
+    (ValueError, partial(float8_stats, nn.Linear(2, 2)), "the model has no Float8Linear; call conv"),
+    (ValueError, partial(float8_stats, net(), every=0), "float8_stats: every=0 must be a positive"),
+    (ValueError, partial(float8_stats, net(), every=True), "float8_stats: every=True must be a posit"),
+    (TypeError, partial(float8_stats, net(), on_anomaly="raise"), "on_anomaly='raise': use 'warn', a"),
+    (TypeError, partial(float8_stats, "model"), "expected a model (an nn.Module), got a str"),
+    (TypeError, partial(float8_stats, net(), limits={"sqnr": 1}), "limits={'sqnr': 1} must be of"),
+    (TypeError, partial(float8_stats, net(), mesh="dp"), "mesh='dp' must be of type DeviceMesh"),
+    (ValueError, partial(AnomalyLimits, underflow=math.nan), "underflow=nan is no limit; give a num"),
+    (ValueError, partial(AnomalyLimits, lag=-0.5), "lag=-0.5 is no limit; give a number that is not"),
+    (ValueError, partial(AnomalyLimits, sqnr=math.nan), "sqnr=nan is no limit; give a number, or No"),
+    (TypeError, partial(AnomalyLimits, sqnr="15"), "sqnr='15' must be a number or None (never)"),
+    (TypeError, partial(AnomalyLimits, lag=True), "AnomalyLimits: lag=True must be a number or None"),
+]  # fmt: skip
 
 
 def test_wrong_arguments() -> None:
-    for kind, model, arguments, message in WRONG:
-        assert message in raised(kind, partial(float8_stats, model, **arguments))
-    for kind, arguments, message in NO_LIMITS:
-        assert message in raised(kind, partial(AnomalyLimits, **arguments))
+    for kind, call, message in WRONG:
+        assert message in raised(kind, call)
     AnomalyLimits(underflow=0, sqnr=-5.0, lag=None)
 
 
@@ -351,25 +336,6 @@ def test_planted_faults() -> None:
     assert stats.anomalies == seen
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_healthy_training_raises_no_alarm_and_an_outlier_does(recipe: str) -> None:
-    model = net(recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    attach_update(optimizer, model)
-    stats = float8_stats(model, limits=AnomalyLimits(None, None, None))
-    for step in range(8):
-        assert stats.anomalies == []
-        x = torch.randn(32, 64)
-        x[0, 0] = 1e5 if step == 7 else 1
-        with stats:
-            model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    first = stats.anomalies[0]
-    where = first.what, first.row.step, first.row.fqn, getattr(first.row, "operand", None)
-    assert where == ("jump", 7, "0", "input")
-
-
 @pytest.mark.parametrize(
     ("recipe", "what", "factors"),
     [
@@ -377,6 +343,7 @@ def test_healthy_training_raises_no_alarm_and_an_outlier_does(recipe: str) -> No
         ("delayed", "lag", (1, 9)),
         ("tensorwise", "jump", (1, 7)),
         ("tensorwise", "jump", (1, 9)),
+        ("tensorwise", "jump", (1, 0.01, 1)),  # the largest one counts
         ("tensorwise", "jump", (1, math.inf, 9)),  # what is infinite is not usual from then on
     ],
 )

@@ -107,47 +107,46 @@ def test_rows_beside_a_non_finite_one_keep_their_bits(bad: float) -> None:
     assert same_bits(*(product[torch.arange(8) != 3] for product in products))
 
 
-def test_the_native_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The CPU has the operator too: what differs on a GPU is the kernel behind it.
-    monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
-    calls: list[bool] = []
-    original = torch._scaled_mm
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, tuple[int, ...]]]:
+    """Stands for a GPU's GEMM: of each call, whether it accumulates fast, and the scales of a."""
+    calls: list[tuple[bool, tuple[int, ...]]] = []
 
-    def recording(a, b, *args, use_fast_accum, **kwargs):  # type: ignore[no-untyped-def]
+    def multiply(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum):  # type: ignore[no-untyped-def]
         assert a.is_contiguous()
         assert b.t().is_contiguous()
-        calls.append(use_fast_accum)
-        return original(a, b, *args, **kwargs)
+        assert not [size for size in (a.shape[1], b.shape[1]) if size % 16]
+        calls.append((use_fast_accum, tuple(scale_a.shape)))
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
-    monkeypatch.setattr(gemm, "native_scaled_mm", recording)
+    monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
+    monkeypatch.setattr(gemm, "native_scaled_mm", multiply)
+    return calls
+
+
+def test_the_native_path(native: list[tuple[bool, tuple[int, ...]]]) -> None:
     for fast in (False, True):
         a, b = operands(33, 20, 17)
         out = scaled_mm(a, b, out_dtype=torch.float32, pad_inner_dim=True, use_fast_accum=fast)
         assert sqnr(fp64(a, b), out) > 120
-    assert calls == [False, True]
+    assert native == [(False, ()), (True, ())]
     scaled_mm(a, b, out_dtype=torch.float32, emulate=True)
-    assert len(calls) == 2
+    assert len(native) == 2
 
 
-def test_the_rowwise_kernel_takes_what_all_devices_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
-    scales: list[tuple[int, ...]] = []
-
-    def recording(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum):  # type: ignore[no-untyped-def]
-        scales.append(tuple(scale_a.shape))
-        product = (a.float() * scale_a) @ (b.float() * scale_b)
-        return product.to(out_dtype)
-
-    monkeypatch.setattr(gemm, "native_scaled_mm", recording)
+def test_the_rowwise_kernel_takes_what_all_devices_take(
+    native: list[tuple[bool, tuple[int, ...]]],
+) -> None:
     x, w = torch.randn(32, 64), torch.randn(16, 64)
     for right in (torch.float8_e4m3fn, torch.float8_e5m2):
         config = CastConfig(target_dtype=right, scaling_granularity=ScalingGranularity.AXISWISE)
         a, b = cast_to_float8(x, ROWS, dim=-1), cast_to_float8(w, config, dim=-1).t()
         found = scaled_mm(a, b, out_dtype=torch.bfloat16)
         assert sqnr(fp64(a, b), found) > 50
-    assert scales == [(32, 1), ()]
+    assert [scales for _, scales in native] == [(32, 1), ()]
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
     ("cuda", "fast", "warns"),
     [("12.8", False, True), ("12.8", True, False), ("12.9", False, False), ("13.0", False, False)],
@@ -155,9 +154,6 @@ def test_the_rowwise_kernel_takes_what_all_devices_take(monkeypatch: pytest.Monk
 def test_a_slow_rowwise_kernel_is_told(
     cuda: str, fast: bool, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    multiply = lambda a, b, *_, out_dtype, **__: a.float() @ b.float()  # noqa: E731
-    monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
-    monkeypatch.setattr(gemm, "native_scaled_mm", multiply)
     monkeypatch.setattr(warn, "_warned", set())
     monkeypatch.setattr(torch.version, "cuda", cuda)
     a, b = (cast_to_float8(torch.randn(16, 32), ROWS, dim=-1) for _ in range(2))

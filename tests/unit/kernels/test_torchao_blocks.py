@@ -1,31 +1,22 @@
 """Casts with scales of blocks beside torchao's. docs/numerics.md explains each difference."""
 
-import importlib.util
-import logging
 from itertools import product
 
 import pytest
 import torch
 from reference import same_bits
+from torchao.prototype.blockwise_fp8_training.kernels import (
+    torch_blockwise_scale_act_quant_lhs,
+    torch_blockwise_scale_act_quant_rhs,
+    torch_blockwise_scale_weight_quant,
+)
+from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
 from fp8_dist import Float8LinearConfig
 from fp8_dist.cast import quantize_over
 from fp8_dist.config import CastSpec
 from fp8_dist.granularity import Blocks
 from fp8_dist.kernels import powers_of_2
-
-logging.getLogger("torchao").setLevel(logging.ERROR)
-installed = importlib.util.find_spec("torchao") is not None
-has_triton = importlib.util.find_spec("triton") is not None
-pytestmark = pytest.mark.skipif(not installed, reason="torchao is not installed")
-if installed:
-    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
-if installed and has_triton:
-    from torchao.prototype.blockwise_fp8_training.kernels import (
-        torch_blockwise_scale_act_quant_lhs,
-        torch_blockwise_scale_act_quant_rhs,
-        torch_blockwise_scale_weight_quant,
-    )
 
 E4M3 = torch.float8_e4m3fn
 BY_FORMULA = CastSpec(E4M3, Blocks.of(1, 32))
@@ -71,9 +62,6 @@ def every_bfloat16() -> torch.Tensor:
     return torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-RULES = [(CEIL, "RCEIL"), (FLOOR, "FLOOR")]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_mxfp8_is_to_mx_by_rceil(dtype: torch.dtype) -> None:
     """All bits of every finite block: zeros, subnormal values, the largest ones."""
@@ -97,6 +85,11 @@ def test_mxfp8_is_to_mx_by_rceil(dtype: torch.dtype) -> None:
     assert its[1][small].lt(127 - 48).any()
     assert not values(formula)[amax == 0].any()
     assert formula[1][~finite].eq(255).all()
+    # Around each power of two, where a logarithm of fp32 may round to the power.
+    powers = (448 * torch.arange(-109.0, 120).exp2()).view(torch.int32)
+    for step, (cast, mode) in product(range(-50, 51, 5), ((CEIL, "RCEIL"), (FLOOR, "FLOOR"))):
+        near = of_amaxes((powers + step).view(torch.float32), dtype)
+        assert all(map(same_bits, ours(near, cast), theirs(near, mode)))
     # Floor: all bits of normal scales, zeros below; there theirs divides by the smallest normal.
     floor, by_floor, tiny = ours(x, FLOOR), theirs(x, "FLOOR"), (amax > 0) & (amax < 2.0**-118)
     assert not differing(floor, by_floor)[finite & ~tiny].any()
@@ -105,43 +98,16 @@ def test_mxfp8_is_to_mx_by_rceil(dtype: torch.dtype) -> None:
     assert floor[1][~finite].eq(255).all()
 
 
-@pytest.mark.parametrize(("cast", "mode"), RULES)
-def test_random_tensors_and_amaxes_around_each_power_of_2(cast: CastSpec, mode: str) -> None:
-    shapes = [(64, 96), (3, 5, 64), (1, 32), (2, 3, 4, 320)]
-    for shape, (low, high) in product(shapes, ((-20, 20), (-5, 1))):
-        wide = torch.randn(shape) * torch.logspace(low, high, shape[-1])
-        for x in (wide, wide.bfloat16()):
-            assert all(map(same_bits, ours(x, cast), theirs(x, mode)))
-    # By up to 50 steps of fp32, where its logarithm may round to the power.
-    powers = (448 * torch.arange(-109.0, 120).exp2()).view(torch.int32)
-    for step in range(-50, 51):
-        x = of_amaxes((powers + step).view(torch.float32), torch.float32)
-        mine, its = ours(x, cast), theirs(x, mode)
-        assert all(map(same_bits, mine, its))
-        # What saturates by ceil is 448 and a few steps, which rounds to 448 in any case.
-        if mode == "RCEIL":
-            assert torch.allclose(values(mine)[:, 0], x[:, 0], rtol=2.0**-4)
-
-
-def test_logarithms_round_at_the_largest_value() -> None:
-    """One step above 448 times a power of two, either's fp32 logarithm may round to the power."""
+def test_logarithms_round_one_step_above_the_largest_value() -> None:
+    """There either's fp32 logarithm may round to the power."""
     powers = 448 * torch.arange(-30.0, 110).exp2()
-    seen = []
     for step in (-2, -1, 0, 1, 2):
-        amax = (powers.view(torch.int32) + step).view(torch.float32)
-        x = of_amaxes(amax, torch.float32)
-        mine, its = ours(x, BY_FORMULA), theirs(x, "RCEIL")
-        differs = differing(mine, its)
-        if differs.any():
-            seen.append(step)
-            assert differs.sum() < 10
-            # What saturates there is 448 and a step.
-            assert (mine[1][differs] + 1 == its[1][differs]).all()
-            assert torch.allclose(values(mine)[differs][:, 0], amax[differs], rtol=2.0**-22)
-    assert seen == [1]
+        x = of_amaxes((powers.view(torch.int32) + step).view(torch.float32), torch.float32)
+        found = differing(ours(x, BY_FORMULA), theirs(x, "RCEIL"))
+        assert bool(found.any()) is (step == 1)
+        assert found.sum() < 10
 
 
-@pytest.mark.skipif(not has_triton, reason="torchao's blockwise module imports Triton")
 @pytest.mark.parametrize("blocks", [(1, 128), (128, 1), (128, 128)])
 def test_blockwise_scales_are_torchaos_rounded_up_to_powers_of_two(blocks: tuple[int, int]) -> None:
     cast = {

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from implementations import check_operator, implementation, note_calls
 from reference import same_values
 
@@ -142,6 +144,26 @@ def test_amaxes_around_each_power_of_2(used: set[str], rule: str | None) -> None
         x = (bits + torch.arange(-50, 50, device=DEVICE)).clamp(min=0).to(torch.int32)
         x = x.view(torch.float32)
         check_casts(x[x.isfinite().all(1)], dtype, (1, 1, 0, 0), rule)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.floats(width=32), min_size=12, max_size=12),
+    st.sampled_from(FLOAT8_DTYPES),
+    st.sampled_from([(1, 2), (2, 2), (4, 4)]),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    st.sampled_from([None, "ceil", "floor"]),
+)
+def test_casts_of_any_floats(
+    values: list[float],
+    dtype: torch.dtype,
+    size: tuple[int, int],
+    start: tuple[int, int],
+    rule: str | None,
+) -> None:
+    x = torch.tensor(values, dtype=torch.float32, device=DEVICE).view(3, 4)
+    blocks = (*size, start[0] % size[0], start[1] % size[1])
+    check_casts(x, dtype, blocks, rule, rows=2)
 
 
 def test_reblocked(used: set[str]) -> None:

@@ -1,6 +1,5 @@
 """Delayed scales on one device: which amaxes they follow, what does not disturb them, errors."""
 
-import copy
 import itertools
 import math
 import warnings
@@ -87,15 +86,12 @@ def test_each_operand_may_have_a_delayed_scale(chosen: tuple[str, ...]) -> None:
 
 def test_a_delayed_operand_may_be_in_high_precision_in_one_gemm() -> None:
     off = CastConfig(ScalingType.DISABLED)
-    config = replace(
-        DELAYED, cast_config_input_for_grad_weight=off, cast_config_grad_output_for_grad_weight=off
-    )
-    linear = layer(config)
+    fields = ("cast_config_input_for_grad_weight", "cast_config_grad_output_for_grad_weight")
+    linear = layer(replace(DELAYED, **dict.fromkeys(fields, off)))
     with float8_gemms() as calls:
         for factor in (1.0, 5.0):
-            linear(torch.full((4, 32), factor).requires_grad_()).backward(
-                torch.full((4, 48), factor)
-            )
+            x = torch.full((4, 32), factor, requires_grad=True)
+            linear(x).backward(torch.full((4, 48), factor))
             sync(linear)
     assert len(calls) == 4
     assert amaxes(linear)[".input"] == amaxes(linear)[".grad_output"] == [5.0, 1.0]
@@ -197,54 +193,25 @@ def test_operands_that_no_gemm_takes() -> None:
         assert {name: len(values) for name, values in amaxes(linear).items()} == expected
 
 
-def residual(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x + block(x)
-
-
 SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.fp8_dist.amax.default])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_activation_checkpointing_changes_nothing() -> None:
+    results = []
+    for arguments in (
+        None,
         {"use_reentrant": False},
         {"use_reentrant": True},
         {"use_reentrant": False, "context_fn": SELECTIVE},
-    ],
-    ids=["non-reentrant", "reentrant", "selective"],
-)
-def test_activation_checkpointing_changes_nothing(arguments: dict[str, Any]) -> None:
-    results = []
-    for checkpoints in (False, True):
-        net = convert_to_float8_training(Net(), config=DELAYED)
+    ):
+        net = convert_to_float8_training(Net(layers=1), config=DELAYED)
 
-        def forward(x: torch.Tensor, net: Net = net, on: bool = checkpoints) -> torch.Tensor:
-            x.requires_grad_()
-            for block in net.layers:
-                # With the sum inside, gradients are added in the same order.
-                part = partial(residual, block)
-                x = checkpoint(part, x, **arguments) if on else part(x)
-            return x
+        def forward(x: torch.Tensor, net: Net = net, how: Any = arguments) -> torch.Tensor:
+            return net(x) if how is None else checkpoint(net, x.requires_grad_(), **how)
 
         losses = train(net, 4, batches=2, forward=forward)
-        parameters = [p.detach().clone() for p in net.parameters()]
-        results.append((losses, parameters, amaxes(net)))
-    (losses, parameters, kept), (same_losses, same_parameters, same_kept) = results
-    assert losses == same_losses
-    assert kept == same_kept
-    assert all(map(same_bits, parameters, same_parameters))
-
-
-def test_a_copy_has_histories_of_its_own() -> None:
-    net = convert_to_float8_training(Net(), config=DELAYED)
-    train(net, 2)
-    net(torch.randn(2, 8, 64)).sum().backward()
-    before = amaxes(net), recorded(net)
-    twin = copy.deepcopy(net)
-    assert (amaxes(twin), recorded(twin)) == before
-    train(twin, 2)
-    assert (amaxes(net), recorded(net)) == before
-    assert amaxes(twin) != before[0]
+        results.append([losses, amaxes(net), *(p.tolist() for p in net.parameters())])
+    assert all(found == results[0] for found in results)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -257,13 +224,9 @@ def test_a_non_finite_value_is_seen_at_once_and_forgotten(where: str, value: flo
         for _ in range(2):
             operands_of(each, x, grad)
             sync(each)
-    poisoned = {
-        "input": x.clone(),
-        "weight": linear.weight.detach().clone(),
-        "grad_output": grad.clone(),
-    }
-    poisoned[where].view(-1)[5] = value
     weight = linear.weight.detach().clone()
+    poisoned = {"input": x.clone(), "weight": weight.clone(), "grad_output": grad.clone()}
+    poisoned[where].view(-1)[5] = value
     with torch.no_grad():
         linear.weight.copy_(poisoned["weight"])
     leaf = poisoned["input"].requires_grad_()

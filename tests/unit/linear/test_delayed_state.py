@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from checkpoint_patterns import NAMES, load, save
 from delayed_steps import DELAYED, amaxes, delayed, histories, recorded, through_a_file, train
 from nets import Net
 from reference import raised, same_bits, weights_used
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fp8_dist import (
     Float8LinearConfig,
     Float8State,
-    attach_update,
     convert_to_float8_training,
     float8_layers,
     warn,
@@ -141,18 +139,17 @@ def test_lengths_may_differ() -> None:
             assert values[1:] == expected[name][: length - 1]
 
 
-def test_what_was_saved_is_a_copy() -> None:
+def test_what_was_copied_or_saved_stays_as_it_was() -> None:
     net = new()
     train(net, 2)
-    state, before = copy.deepcopy(net.state_dict()), amaxes(net)
-    live = net.state_dict()
+    net(torch.randn(2, 8, 64)).sum().backward()
+    before, twin, live = (amaxes(net), recorded(net)), copy.deepcopy(net), net.state_dict()
+    assert (amaxes(twin), recorded(twin)) == before
+    train(twin, 20)
+    assert (amaxes(net), recorded(net)) == before != (amaxes(twin), recorded(twin))
     train(net, 20)
-    for saved in (state, live):
-        twin = new()
-        twin.load_state_dict(saved)
-        assert amaxes(twin) == before
-        train(twin, 20)
-    assert amaxes(net) != before
+    twin.load_state_dict(live)
+    assert amaxes(twin) == before[0] != amaxes(net)
 
 
 def test_modules_are_moved_and_pickled_with_their_histories() -> None:
@@ -222,31 +219,6 @@ def test_float8_state_alone_replaces_casts() -> None:
     torch.testing.assert_close(scales[1], 4 * scales[0])
 
 
-def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    attach_update(optimizer, net)
-    return optimizer
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name", NAMES)
-def test_dcp_on_one_device(tmp_path: Path, warned: set[str], name: str) -> None:
-    net = new()
-    optimizer = optimizer_of(net)
-    train(net, 2, optimizer=optimizer)
-    save(name, net, optimizer, str(tmp_path))
-    before, expected = amaxes(net), train(net, 3, seed=5, optimizer=optimizer)
-    for steps in (0, 2):
-        resumed = new(seed=1)
-        optimizer = optimizer_of(resumed)
-        train(resumed, steps, seed=2, optimizer=optimizer)
-        load(name, resumed, optimizer, str(tmp_path))
-        assert amaxes(resumed) == before
-        assert train(resumed, 3, seed=5, optimizer=optimizer) == expected
-    assert amaxes(resumed) == amaxes(net)
-    assert not warned
-
-
 def test_a_run_goes_back_to_what_it_has_kept(warned: set[str]) -> None:
     net, other = new(), new(seed=1)
     train(other, 2, seed=7)
@@ -281,7 +253,6 @@ def test_float8_state_is_not_pickled(tmp_path: Path) -> None:
 
 DAMAGED: list[tuple[object, str]] = [
     ([1.0, math.nan], "found nan"),
-    ([math.inf], "found inf"),
     ([1e39], "found inf"),  # beyond fp32
     ([10**400], "found list [1000"),
     (torch.tensor([1.0, -2.0]), "found -2.0"),
@@ -290,8 +261,6 @@ DAMAGED: list[tuple[object, str]] = [
     (1.0, "found the shape []"),
     ([[1.0], [1.0, 2.0]], "found list [[1.0], [1.0, 2.0]]"),
     ("1.0", "found str '1.0'"),
-    (["1.0"], "found list ['1.0']"),
-    (None, "found NoneType None"),
     ({"a": 1.0}, "found dict {'a': 1.0}"),
     (torch.ones(2, device="meta"), "found Tensor tensor("),
 ]

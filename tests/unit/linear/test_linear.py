@@ -193,6 +193,14 @@ def test_what_has_outgrown_a_known_scale_saturates(scaling_type: ScalingType) ->
     assert layer(x).isfinite().all()
 
 
+def test_an_input_that_was_written_to_is_cast_anew() -> None:
+    layers, x = [Float8Linear(16, 16) for _ in range(2)], torch.randn(4, 16)
+    outputs = [layers[0](x)]  # autograd keeps the cast
+    x.mul_(3)
+    outputs.append(layers[1](x))
+    assert same_bits(outputs[1], layers[1](x.clone()))
+
+
 def test_the_last_cast_is_read_at_once() -> None:
     ones, sevens = torch.ones(4), torch.full((4,), 7.0)
     copy = CopySpec(CastSpec(torch.float8_e4m3fn))

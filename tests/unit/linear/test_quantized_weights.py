@@ -1,8 +1,6 @@
 """A converted layer whose weight torchao quantizes computes as an nn.Linear would with it."""
 
 import copy
-import importlib.util
-import logging
 import warnings
 from collections.abc import Callable
 
@@ -10,6 +8,14 @@ import pytest
 import torch
 from reference import same_bits
 from torch import nn
+from torchao.quantization import (
+    Float8Tensor,
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    quantize_,
+)
 
 import fp8_dist.warn
 from fp8_dist import (
@@ -20,19 +26,6 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-
-logging.getLogger("torchao").setLevel(logging.ERROR)
-installed = importlib.util.find_spec("torchao") is not None
-pytestmark = pytest.mark.skipif(not installed, reason="torchao is not installed")
-if installed:
-    from torchao.quantization import (
-        Float8Tensor,
-        Float8WeightOnlyConfig,
-        Int8DynamicActivationInt8WeightConfig,
-        Int8WeightOnlyConfig,
-        IntxWeightOnlyConfig,
-        quantize_,
-    )
 
 
 def plain() -> nn.Sequential:
@@ -54,14 +47,12 @@ def quantized(model: nn.Sequential, config: object = None) -> nn.Sequential:
     return model
 
 
-CONFIGS: list[Callable[[], object]] = []
-if installed:
-    CONFIGS = [
-        Float8WeightOnlyConfig,
-        Int8WeightOnlyConfig,
-        IntxWeightOnlyConfig,
-        Int8DynamicActivationInt8WeightConfig,
-    ]
+CONFIGS: list[Callable[[], object]] = [
+    Float8WeightOnlyConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS)

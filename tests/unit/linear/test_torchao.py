@@ -2,27 +2,20 @@
 
 import dataclasses
 import importlib.metadata
-import importlib.util
-import logging
 import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+import torchao.float8.float8_ops
 from recipe_algebra import GEMMS, config_of, layer_of, operands, step
 from reference import Product, float8_gemms, same_bits, sqnr
 from torch_releases import rows_in_torchs_gemm
+from torchao.float8 import Float8LinearConfig as AOConfig
+from torchao.float8.float8_linear import Float8Linear as AOLinear
 
 from fp8_dist import Float8Tensor
-
-logging.getLogger("torchao").setLevel(logging.ERROR)
-installed = importlib.util.find_spec("torchao") is not None
-pytestmark = pytest.mark.skipif(not installed, reason="torchao is not installed")
-if installed:
-    import torchao.float8.float8_ops
-    from torchao.float8 import Float8LinearConfig as AOConfig
-    from torchao.float8.float8_linear import Float8Linear as AOLinear
 
 
 def test_the_version_compared_with() -> None:
