@@ -161,13 +161,13 @@ def same_collectives(recipe: str, tp: int, steps: Steps) -> bool:
         (2, 1, "tensorwise", False, "eager", SHARDED, None),
         (1, 2, "tensorwise", False, "counting", DTENSORS, (10, 16)),
         (2, 2, "rowwise_folded", True, "counting", SHARDED, (22, 22)),
-        (2, 2, "blockwise", False, "counting", DTENSORS, None),
-        (2, 2, "mxfp8", True, "counting", DTENSORS, None),
+        pytest.param(2, 2, "blockwise", False, "counting", DTENSORS, None, marks=full_tier),
+        pytest.param(2, 2, "mxfp8", True, "counting", DTENSORS, None, marks=full_tier),
         (2, 2, "delayed", True, "counting", DTENSORS, (0, 10)),
         (1, 2, "rowwise_folded", False, "aot_eager", LOCAL, None),
         pytest.param(2, 2, "tensorwise", True, "aot_eager", LOCAL, None, marks=full_tier),
         pytest.param(1, 2, "delayed", True, "aot_eager", LOCAL, None, marks=full_tier),
-        (1, 2, "rowwise", True, "counting", DTENSORS, None),
+        pytest.param(1, 2, "rowwise", True, "counting", DTENSORS, None, marks=full_tier),
         (2, 1, "rowwise_with_gw_hp", True, "aot_eager", DTENSORS, None),
         pytest.param(2, 2, "blockwise", True, "aot_eager", DTENSORS, None, marks=full_tier),
         pytest.param(2, 2, "mxfp8", False, "aot_eager", DTENSORS, None, marks=full_tier),
@@ -320,7 +320,7 @@ def precomputed_in_graphs(recipe: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=full_tier)])
 def test_graphs_use_what_precompute_left(ranks: RankPools, recipe: str) -> None:
     first, *precomputed, last = ranks(2).run_same(precomputed_in_graphs, recipe)
     # Two micro-batches share what the first of them computes.

@@ -105,6 +105,7 @@ def inside_of_fsdp(mode: str, compiled: bool, write: bool = False) -> tuple[str,
     return audit.table(), audit.count(op="all_reduce", dtype=torch.int32)
 
 
+@full_tier
 @pytest.mark.filterwarnings("ignore")
 def test_checkpointing_inside_of_fsdp(ranks: RankPools) -> None:
     def run(mode: str, compiled: bool, write: bool = False) -> tuple[str, int]:

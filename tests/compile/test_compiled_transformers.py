@@ -1,5 +1,6 @@
 """Layers of a transformers model under a tensor-parallel plan, compiled one by one."""
 
+import pytest
 from hf_models import batch, converted
 from nets import full
 from ranks import RankPools, device_mesh
@@ -28,6 +29,7 @@ def compiled_step(kind: str) -> tuple[float, float, int]:
     return sqnr(expected.logits, found.logits), worst, sum(counters["graph_break"].values())
 
 
+@pytest.mark.full
 def test_compiled_layers(ranks: RankPools) -> None:
     for logits, worst, breaks in ranks(2).run(compiled_step, "llama", timeout=180):
         assert logits > 60
