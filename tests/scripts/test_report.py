@@ -250,6 +250,7 @@ def test_what_a_browser_draws(tmp_path: Path) -> None:
             assert box is not None
             assert box["width"] > 800, name
         assert bad in page.locator("#amax .yaxislayer-above text").all_text_contents()
+        page.locator("#amax").scroll_into_view_if_needed()
         box = page.locator("#amax .heatmaplayer image").first.bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + 5, box["y"] + 3)
