@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from scripts.common.gloo import set_default_timeout, use_one_thread_per_group
-from scripts.train.roll import Roll, rendezvous
 
 
 def choose_device(local_rank: int, local_ranks: int) -> tuple[torch.device, str]:
@@ -25,15 +24,8 @@ def choose_device(local_rank: int, local_ranks: int) -> tuple[torch.device, str]
 
 
 @contextmanager
-def process_group(timeout_s: float) -> Iterator[tuple[torch.device, str, Roll | None]]:
-    """Joins the ranks that torchrun started, or makes a world of one.
-
-    Yields:
-        `choose_device`, and the roll of the ranks; None without torchrun.
-
-    Raises:
-        MissingRank: ranks did not start in time.
-    """
+def process_group(timeout_s: float) -> Iterator[tuple[torch.device, str]]:
+    """Joins the ranks that torchrun started, or makes a world of one; yields `choose_device`."""
     device, reason = choose_device(
         int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     )
@@ -42,15 +34,17 @@ def process_group(timeout_s: float) -> Iterator[tuple[torch.device, str, Roll | 
         torch.cuda.set_device(device)
     use_one_thread_per_group()
     set_default_timeout(timeout_s)
-    backend, roll = "nccl" if use_cuda else "gloo", None
+    timeout = timedelta(seconds=timeout_s)
     store, rank, ranks = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
-        store, rank, ranks = rendezvous(timeout_s)
-        roll = Roll(store, rank, ranks)
-        roll.call(timeout_s)
-    timeout = timedelta(seconds=timeout_s)
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun keeps one store for all its restarts: without a prefix for each attempt gloo would
+        # connect to the addresses of ranks that are gone.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt/{attempt}", store)
+    backend = "nccl" if use_cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-    yield device, reason, roll
+    yield device, reason
     # gloo may abort a rank's last collective if another rank leaves first.
     dist.barrier()
     dist.destroy_process_group()

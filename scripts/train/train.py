@@ -37,7 +37,6 @@ from scripts.train.checkpoints import Checkpoints
 from scripts.train.manifest import RefusedCheckpoint
 from scripts.train.options import CHECKPOINTS, make_parser, parse_options
 from scripts.train.processes import process_group
-from scripts.train.roll import MissingRank, Roll
 from scripts.train.run_writer import RunWriter
 from scripts.train.stop import StopRequest, stop_on_signals
 
@@ -161,7 +160,6 @@ def train(
     device: torch.device,
     reason: str = "",
     stop: StopRequest | None = None,
-    roll: Roll | None = None,
 ) -> bool:
     """Runs the steps; rank 0 shows progress and writes the files of `--out`.
 
@@ -170,7 +168,6 @@ def train(
         device: where the model is.
         reason: why the device is not a GPU, for people.
         stop: asked after each step, if checkpoints are written.
-        roll: told of each step.
 
     Returns:
         Whether all is well: False if the last checkpoint, the one to continue from, failed.
@@ -198,7 +195,7 @@ def train(
     saver = None
     if args.checkpoint_every is not None:
         saver = Checkpoints(args.out / CHECKPOINTS, args.keep, facts_of(args))
-    return run_steps(trainer, first, mesh, writer, saver, stop or StopRequest(), roll)
+    return run_steps(trainer, first, mesh, writer, saver, stop or StopRequest())
 
 
 def run_steps(
@@ -208,7 +205,6 @@ def run_steps(
     writer: RunWriter | None,
     saver: Checkpoints | None,
     stop: StopRequest,
-    roll: Roll | None,
 ) -> bool:
     """The steps from `first` on; see `train`."""
     args = trainer.args
@@ -224,8 +220,6 @@ def run_steps(
     control = dist.new_group(backend="gloo") if saver is not None else None
     audit, stats = comm_audit(mesh), stats_of(trainer, writer)
     for step in progress:
-        if roll is not None:
-            roll.at_step(step)
         last = step == args.steps
         if last and saver is not None:
             saver.wait()  # the audit would see its collectives too
@@ -325,23 +319,18 @@ def describe_resume(
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse_args(argv)
-    roll = None
     try:
-        with process_group(args.timeout) as (device, reason, roll):
+        with process_group(args.timeout) as (device, reason):
             stop = stop_on_signals() if args.checkpoint_every is not None else None
-            return 0 if train(args, device, reason, stop, roll) else 1
-    except MissingRank as error:
-        text: str | None = str(error)
+            return 0 if train(args, device, reason, stop) else 1
     except RefusedCheckpoint as error:
-        text = str(error) if dist.get_rank() == 0 else ""
-    except (Exception, CheckpointException) as error:
-        text = roll.explain(error) if roll is not None else None
-        if text is None:
-            traceback.print_exc()
-    if text:
-        print(f"scripts.train.train: {text}", file=sys.stderr, flush=True)
+        if dist.get_rank() == 0:
+            print(f"scripts.train.train: {error}", file=sys.stderr, flush=True)
+    except (Exception, CheckpointException):
+        traceback.print_exc()
     # Not by way of the interpreter: threads may wait for a rank that is gone.
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(1)
 
 

@@ -73,7 +73,7 @@ def test_one_copy_loses_where_the_documents_say_so() -> None:
     row = sqnr_script.measure(cases["output channels of lognormal(2.5) size"])
     rows = "rows of grad_weight"
     assert row["rowwise"][rows] > 25
-    assert all(row[recipe][rows] < 10 for recipe in sqnr_script.ONE_COPY)
+    assert all(row[recipe][rows] < 15 for recipe in sqnr_script.ONE_COPY)
     zeros = sqnr_script.measure(cases["10 % of weight rows zero"])
     assert all(zeros[recipe][rows] > 25 for recipe in sqnr_script.ONE_COPY)
 
