@@ -7,15 +7,13 @@ import json
 import sys
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")  # before pyplot chooses: there may be no display
 import matplotlib.pyplot as plt
 
-from fp8_dist.config import Operand
-from scripts.common.candidates import BF16, config_of
 from scripts.common.markdown import table
 from scripts.common.options import command_parser
 
@@ -23,9 +21,10 @@ LAST_STEPS = 20
 MAX_DIFFERENCE = 0.01
 MAX_FRACTION_OF_FIRST = 0.7
 SMOOTHING_STEPS = 5
+Figures = dict[str, Any]
 
 
-def read_run(folder: Path) -> dict[str, Any]:
+def read_run(folder: Path) -> Figures:
     """What scripts.train.train wrote into a folder: losses, speed, bytes of one step's collectives.
 
     Raises:
@@ -41,94 +40,36 @@ def read_run(folder: Path) -> dict[str, Any]:
         sys.exit(f"{folder} is not a finished run of scripts.train.train: {error}")
     # The very last step ran under the audit, which takes time of its own.
     speeds = [step["tokens_per_second"] for step in steps[:-1][-LAST_STEPS:] or steps]
-    promised = gathers_float8(config["recipe"])
+    losses = [step["loss"] for step in steps]
     return {
         "name": config["recipe"],
-        "losses": [step["loss"] for step in steps],
+        "losses": losses,
+        "last_loss": fmean(losses[-LAST_STEPS:]),
         "tokens_per_second": fmean(speeds),
         "bytes": sum(row["bytes"] for row in rows),
         "float8_bytes": sum(row["float8_bytes"] for row in rows),
         "all_gather_bytes": sum(row["bytes"] for row in rows if row["op"] == "all_gather"),
-        "gathers_float8": promised,
-        "unexpected_gathers": unexpected_gathers(rows, config) if promised else [],
     }
 
 
-def gathers_float8(recipe: str) -> bool:
-    """Whether all gathers for float8 layers are float8: one copy serves both uses of an operand."""
-    return recipe != BF16 and all(
-        config_of(recipe).gather_cast(operand) is not None for operand in get_args(Operand)
-    )
-
-
-def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> list[str]:
-    """A sentence for each module and mesh axis that gathers more in high precision than it should.
-
-    A module without float8 layers may gather anything. Any other one, and the code outside of
-    modules (module "", where FSDP2's prefetches run too), may gather its parameters that are not of
-    float8 layers. Neither a float8 layer's weight nor its input or output gradient fits. Not
-    counted are scales of rows, which are what is float32 in FSDP2's mixed gathers, and exponents of
-    blocks, which are uint8.
-
-    rows, config: of comm.json and config.json, which `RunWriter` describes.
-    """
-    places: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["op"] == "all_gather":
-            places.setdefault((row["module"], row["axis"]), []).append(row)
-    lines = []
-    for (module, axis), here in places.items():
-        if not any(lies_in(layer, module) for layer in config["float8_layers"]):
-            continue
-        sizes = config["high_precision_gather"].items()
-        own = sum(size for name, size in sizes if lies_in(name, module))
-        allowed = own * sum(row["count"] for row in here)
-        elements = sum(
-            row["elements"]
-            for row in here
-            if not row["float8_bytes"]
-            and row["dtype"] != "torch.uint8"
-            and not (row["in_mixed_gather"] and row["dtype"] == "torch.float32")
-        )
-        if elements > allowed:
-            lines.append(
-                f"{module or 'the whole model'} gathered {elements:,} elements in high precision "
-                f"on {axis}, where {allowed:,} are not float8's"
-            )
-    return lines
-
-
-def lies_in(name: str, module: str) -> bool:
-    """Whether the module or parameter `name` is `module` or a part of it."""
-    return not module or f"{name}.".startswith(f"{module}.")
-
-
-def last_loss(run: dict[str, Any]) -> float:
-    """The mean of the last `LAST_STEPS` losses, or of all if there are fewer."""
-    return fmean(run["losses"][-LAST_STEPS:])
-
-
-def problems(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
+def problems(baseline: Figures, run: Figures) -> list[str]:
     """Returns what is wrong with `run`. (Conditions are such that a NaN is a problem too.)"""
     found = []
     if not abs(loss_difference(baseline, run)) <= MAX_DIFFERENCE:
         found.append(f"the losses differ by more than {MAX_DIFFERENCE:.0%}")
     for each in (baseline, run):
-        if not last_loss(each) < MAX_FRACTION_OF_FIRST * each["losses"][0]:
+        if not each["last_loss"] < MAX_FRACTION_OF_FIRST * each["losses"][0]:
             below = f"{MAX_FRACTION_OF_FIRST:.0%} of its first loss"
             found.append(f"{each['name']} did not get below {below}")
-    # A run that gathers anything gathers float8, if its recipe can.
-    if run["gathers_float8"] and run["all_gather_bytes"] and not run["float8_bytes"]:
-        found.append(f"{run['name']} communicated nothing in float8")
-    return found + run["unexpected_gathers"]
+    return found
 
 
-def loss_difference(baseline: dict[str, Any], run: dict[str, Any]) -> float:
+def loss_difference(baseline: Figures, run: Figures) -> float:
     """The relative difference of the last losses."""
-    return last_loss(run) / last_loss(baseline) - 1
+    return float(run["last_loss"] / baseline["last_loss"] - 1)
 
 
-def report(baseline: dict[str, Any], run: dict[str, Any]) -> str:
+def report(baseline: Figures, run: Figures) -> str:
     """Renders the comparison and its verdict for people."""
     name, against = run["name"], baseline["name"]
     head = ["", "first loss", f"mean of last {LAST_STEPS}", "bytes per step", "of it float8"]
@@ -136,7 +77,7 @@ def report(baseline: dict[str, Any], run: dict[str, Any]) -> str:
         [
             each["name"],
             f"{each['losses'][0]:.4f}",
-            f"{last_loss(each):.4f}",
+            f"{each['last_loss']:.4f}",
             f"{each['bytes']:,}",
             f"{each['float8_bytes']:,}",
             f"{each['tokens_per_second']:,.0f}",
@@ -151,20 +92,16 @@ def report(baseline: dict[str, Any], run: dict[str, Any]) -> str:
     ):
         if baseline[key]:  # one rank gathers nothing, and may reduce nothing either
             lines.append(f"{what}, {name} / {against}: {run[key] / baseline[key]:.3f}")
-    gathers = "every gather for a float8 layer is float8"
-    if not run["gathers_float8"]:
-        gathers = f"{name} gathers in high precision"
     wrong = "; ".join(problems(baseline, run))
-    lines.append(
-        f"verdict: NOT AS EXPECTED: {wrong}"
-        if wrong
-        else f"verdict: within {MAX_DIFFERENCE:.0%} of {against}, and both below "
-        f"{MAX_FRACTION_OF_FIRST:.0%} of their first loss; {gathers}"
+    good = (
+        f"within {MAX_DIFFERENCE:.0%} of {against}, and both below {MAX_FRACTION_OF_FIRST:.0%} of "
+        f"their first loss"
     )
+    lines.append(f"verdict: {f'NOT AS EXPECTED: {wrong}' if wrong else good}")
     return "\n".join(lines)
 
 
-def plot(runs: list[dict[str, Any]], path: Path) -> None:
+def plot(runs: list[Figures], path: Path) -> None:
     """Draws the losses of runs, each the mean of up to `SMOOTHING_STEPS` steps."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for run, style in zip(runs, ("-", "--"), strict=True):

@@ -38,8 +38,8 @@ def process_group(timeout_s: float) -> Iterator[tuple[torch.device, str]]:
     store, rank, ranks = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun keeps one store for all its restarts: without a prefix for each attempt gloo would
-        # connect to the addresses of ranks that are gone.
+        # torchrun keeps one store for all its restarts: without a prefix for each attempt gloo
+        # would connect to the addresses of ranks that are gone.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt/{attempt}", store)
     backend = "nccl" if use_cuda else "gloo"

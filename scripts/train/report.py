@@ -25,7 +25,7 @@ from scripts.train.report_figures import HEATS, LINES, figures
 HERE = Path(__file__).parent
 MAX_ANOMALIES = 200  # rows of their table
 LAST_STEPS = 20
-HIDDEN = {"float8_layers", "high_precision_gather"}  # of config.json: too long
+HIDDEN = {"float8_layers"}  # of config.json: too long
 DRAW = """
 const figures = JSON.parse(document.getElementById("data").textContent);
 for (const [place, { data, layout }] of Object.entries(figures)) {

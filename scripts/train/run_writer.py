@@ -54,8 +54,7 @@ class RunWriter:
     def write_config(self, model: nn.Module, device: torch.device, reason: str) -> None:
         """Says what is trained, and where; reason: why not on a GPU, "" if there is nothing to say.
 
-        config.json has the options, `float8_layers` by name, `high_precision_gather`: how many
-        elements an FSDP2 gather of each other parameter moves, `memory`: what `memory_bytes` of
+        config.json has the options, `float8_layers` by name, `memory`: what `memory_bytes` of
         metrics.jsonl means, and versions.
         """
         args, corpus = self.args, self.args.corpus
@@ -73,7 +72,6 @@ class RunWriter:
             "device": str(device),
             "parameters": parameters,
             "float8_layers": list(float8_layers(model)),
-            "high_precision_gather": high_precision_gather(model, args.dp),
             "memory": MEMORY[device.type],
             "torch": torch.__version__,
             "fp8_dist": __version__,
@@ -183,16 +181,3 @@ def audit_rows(audit: CommAudit) -> list[dict[str, Any]]:
         dataclasses.asdict(row) | {"dtype": str(row.dtype), "float8_bytes": row.float8_bytes}
         for row in audit.rows
     ]
-
-
-def high_precision_gather(model: nn.Module, dp: int) -> dict[str, int]:
-    """What an FSDP2 gather of each parameter outside of float8 layers moves, in elements.
-
-    Called on rank 0, whose shard is the largest: FSDP2 pads the others to its size.
-    """
-    float8 = {f"{name}.weight" for name in float8_layers(model)}
-    return {
-        name: dp * parameter.to_local().numel()
-        for name, parameter in model.named_parameters()
-        if name not in float8
-    }

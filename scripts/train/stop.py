@@ -32,7 +32,7 @@ class StopRequest:
 def stop_on_signals() -> StopRequest:
     """From now on this process takes note of `SIGNALS` instead of ending.
 
-    To its end: torchrun sends SIGTERM to all ranks when one has died, and they have to say which.
+    To its end: torchrun sends SIGTERM to all ranks when one has died, and they say why they fail.
     """
     request = StopRequest()
     for number in SIGNALS:

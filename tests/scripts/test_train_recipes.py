@@ -37,7 +37,6 @@ def test_recipe_on_meshes(ranks: RankPools, tmp_path: Path, recipe: str):
         options = ["--data", argparse.__file__, "--recipe", recipe, "--out", str(out)]
         ranks(dp * tp).run(train_on_ranks, dp, tp, options, timeout=180)
         run = compare.read_run(out)
-        assert run["unexpected_gathers"] == []
         assert bool(run["float8_bytes"]) == (recipe in GATHER_FLOAT8 and dp * tp > 1)
         one_process = one_process or run["losses"]
         assert run["losses"] == pytest.approx(one_process, rel=2e-3)
