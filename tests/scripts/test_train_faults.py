@@ -10,7 +10,7 @@ from scripts.train import fault_test
 def test_the_fault_test_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """(The damage is tested in test_train_checkpoints.py.)"""
     faults = ["killed in a gather", "killed while writing", "SIGTERM", "a full disk", "a late rank"]
-    options = ["--kills", "4", "--timeout", "10", "--recipes", "delayed", "--out", str(tmp_path)]
+    options = ["--kills", "4", "--recipes", "delayed", "--out", str(tmp_path)]
     status = fault_test.main([*options, "--faults", *faults])
     printed = capsys.readouterr().out
     assert status == 0, printed
