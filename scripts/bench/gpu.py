@@ -20,11 +20,10 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,17 +52,24 @@ SHARES = {"layers": 0.45, "block": 0.25, "step": 0.3}
 
 
 @dataclass(frozen=True)
-class Result:
-    """What was measured of a candidate.
+class Work:
+    """A candidate that is ready to run.
 
     Attributes:
-        name: of the candidate.
-        compiled: by torch.compile.
-        seconds: the median.
-        flops: of the linear layers in that time.
-        tokens: that were processed on all GPUs.
-        peak: bytes allocated at most on a GPU.
+        run: what is timed.
+        flops: of its linear layers, on all GPUs.
+        tokens: that it processes, on all GPUs.
+        before: what is done before each run, outside of the time.
     """
+
+    run: Callable[[], object]
+    flops: float
+    tokens: int
+    before: Callable[[], object] = lambda: None
+
+
+class Result(NamedTuple):
+    """What was measured of a candidate: the median seconds, and the peak bytes of a GPU."""
 
     name: str
     compiled: bool
@@ -71,23 +77,6 @@ class Result:
     flops: float
     tokens: int
     peak: int
-
-
-@dataclass(frozen=True)
-class Work:
-    """A candidate that is ready to run.
-
-    Attributes:
-        run: what is timed.
-        before: what is done before each run, outside of the time.
-        flops: of its linear layers.
-        tokens: that it processes.
-    """
-
-    run: Callable[[], object]
-    flops: float
-    tokens: int
-    before: Callable[[], object] = lambda: None
 
 
 def variants(kinds: Sequence[bool] = (False, True)) -> list[Variant]:
@@ -196,41 +185,36 @@ def measure(work: Work, repeat: int, seconds_of: Callable[[Work], float]) -> tup
     return max(seconds for seconds, _ in everyone), max(peak for _, peak in everyone)
 
 
-@contextmanager
-def fresh_device() -> Iterator[None]:
-    """Frees what the candidate before has left."""
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    yield
-
-
 def compare(
     make: Callable[[Variant], Work],
     candidates: Sequence[Variant],
-    deadline: float,
+    minutes: float,
     repeat: int,
     seconds_of: Callable[[Work], float] = event_seconds,
     description: str = "",
 ) -> list[Result]:
-    """Measures candidates one after the other until the deadline; the first one always.
+    """Measures candidates one after the other for so many minutes; the first one always.
 
-    deadline: by ``time.monotonic``. All ranks stop where rank 0 does.
+    All ranks stop where rank 0 does.
     """
     results: list[Result] = []
+    deadline = time.monotonic() + 60 * minutes
     silent = True if dist.is_initialized() and dist.get_rank() > 0 else None
     for variant in tqdm(
         candidates, desc=description, unit="candidate", disable=silent, leave=False
     ):
         if results and _is_late(deadline):
             break
-        with fresh_device():
-            work = make(variant)
-            seconds, peak = measure(work, repeat, seconds_of)
-            results.append(Result(*variant, seconds, work.flops, work.tokens, peak))
-            del work
+        # What the candidate before has left is freed.
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        work = make(variant)
+        seconds, peak = measure(work, repeat, seconds_of)
+        results.append(Result(*variant, seconds, work.flops, work.tokens, peak))
+        del work
     return results
 
 
@@ -243,57 +227,43 @@ def _is_late(deadline: float) -> bool:
 
 def layers_table(by_shape: dict[str, list[Result]]) -> str:
     """A line per candidate, two columns per shape: TFLOP/s, and the speed beside bf16's."""
-    header, columns = ["candidate"], []
+    header, lines = ["candidate"], {variant: [shown(*variant)] for variant in variants()}
     for name, results in by_shape.items():
         header += [name, "x bf16"]
-        columns.append({(r.name, r.compiled): r for r in results})
-    lines = []
-    for variant in variants():
-        cells = [text for found in columns for text in _speed(found, variant)]
-        if any(cells):
-            lines.append([shown(*variant), *cells])
-    return table(header, lines, "lr")
-
-
-def _speed(found: dict[Variant, Result], variant: Variant) -> tuple[str, str]:
-    if variant not in found:
-        return "", ""
-    result = found[variant]
-    return f"{result.flops / result.seconds / 1e12:,.0f}", beside_bf16(found, result)
-
-
-def beside_bf16(found: dict[Variant, Result], result: Result) -> str:
-    """The speed as a multiple of that of eager bf16, of the same run."""
-    return f"{found[BF16, False].seconds / result.seconds:.2f}"
+        found = {result[:2]: result for result in results}
+        for variant, line in lines.items():
+            result = found.get(variant)
+            line += [teraflops(result), beside(results[0], result)] if result else ["", ""]
+    return table(header, [line for line in lines.values() if any(line[1:])], "lr")
 
 
 def results_table(results: Sequence[Result]) -> str:
-    """A line per candidate of a block or of a step."""
-    header = [
-        "candidate",
-        "ms",
-        "x bf16's speed",
-        "x bf16 compiled",
-        "tokens/s",
-        "TFLOP/s",
-        "peak GB",
+    """A line per candidate of a block or of a step. (The first one is bf16 in eager code.)"""
+    compiled = next((r for r in results if r[:2] == (BF16, True)), None)
+    lines = [
+        [
+            shown(r.name, r.compiled),
+            f"{1e3 * r.seconds:.2f}",
+            beside(results[0], r),
+            beside(compiled, r) if compiled else "",
+            f"{r.tokens / r.seconds:,.0f}",
+            teraflops(r),
+            f"{r.peak / 1e9:.2f}",
+        ]
+        for r in results
     ]
-    found = {(r.name, r.compiled): r for r in results}
-    compiled = found.get((BF16, True))
-    lines = []
-    for r in results:
-        lines.append(
-            [
-                shown(r.name, r.compiled),
-                f"{1e3 * r.seconds:.2f}",
-                beside_bf16(found, r),
-                f"{compiled.seconds / r.seconds:.2f}" if compiled else "",
-                f"{r.tokens / r.seconds:,.0f}",
-                f"{r.flops / r.seconds / 1e12:,.0f}",
-                f"{r.peak / 1e9:.2f}",
-            ]
-        )
-    return table(header, lines, "lr")
+    header = ["candidate", "ms", "x bf16's speed", "x bf16 compiled", "tokens/s", "TFLOP/s"]
+    return table([*header, "peak GB"], lines, "lr")
+
+
+def teraflops(result: Result) -> str:
+    """A cell."""
+    return f"{result.flops / result.seconds / 1e12:,.0f}"
+
+
+def beside(reference: Result, result: Result) -> str:
+    """A cell: the speed as a multiple of that of another one of the same run."""
+    return f"{reference.seconds / result.seconds:.2f}"
 
 
 def shown(name: str, compiled: bool) -> str:
@@ -303,27 +273,9 @@ def shown(name: str, compiled: bool) -> str:
 
 def left_out(results: Sequence[Result]) -> str:
     """A sentence about the candidates for which there was no time; empty if there are none."""
-    measured = {(r.name, r.compiled) for r in results}
+    measured = {result[:2] for result in results}
     missing = [shown(*variant) for variant in variants() if variant not in measured]
-    return f"Left out for lack of time: {'; '.join(missing)}." if missing else ""
-
-
-def tables(
-    by_shape: dict[str, list[Result]], block: list[Result], step: list[Result], gpus: int
-) -> dict[str, str]:
-    """The three tables by title, each with what was left out."""
-    where = f"{gpus} GPUs" if gpus > 1 else "1 GPU, where it gathers nothing"
-    shapes = "; ".join(f"{name}: {shape_text(layer_shapes()[name])}" for name in by_shape)
-    every_layer = [r for results in by_shape.values() for r in results]
-    parts = (
-        (f"Layers: TFLOP/s of forward and backward, {shapes}", layers_table(by_shape), every_layer),
-        (f"Block of Llama 8B, {TOKENS} tokens", results_table(block), block),
-        (f"Step: two blocks, embedding, head, FSDP2 on {where}", results_table(step), step),
-    )
-    return {
-        title: "\n\n".join(filter(None, (left_out(results), body)))
-        for title, body, results in parts
-    }
+    return f"Left out for lack of time: {'; '.join(missing)}.\n\n" if missing else ""
 
 
 def measured_step(sizes: LlamaConfig, tokens: int, minutes: float, repeat: int) -> list[Any]:
@@ -332,9 +284,7 @@ def measured_step(sizes: LlamaConfig, tokens: int, minutes: float, repeat: int) 
     (What ranks return must not have types of the main module, whose name differs for them.)
     """
     make = partial(step_work, sizes, tokens, "cuda")
-    deadline = time.monotonic() + 60 * minutes
-    results = compare(make, variants(), deadline, repeat, description="step")
-    return [astuple(result) for result in results]
+    return [*map(tuple, compare(make, variants(), minutes, repeat, description="step"))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -351,16 +301,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             "derived without one is printed by python -m scripts.bench.gpu_counts"
         )
     minutes = {part: share * args.budget_minutes for part, share in SHARES.items()}
-    by_shape = _layers(args, minutes["layers"])
+    layers = _layers(args, minutes["layers"])
     make = partial(block_work, MODELS["8b"], TOKENS, "cuda")
-    deadline = time.monotonic() + 60 * minutes["block"]
-    block = compare(make, variants(), deadline, args.repeat, description="block")
+    block = compare(make, variants(), minutes["block"], args.repeat, description="block")
     torch.cuda.empty_cache()
     gpus = args.gpus or torch.cuda.device_count()
     sizes = replace(MODELS["8b"], n_layers=2)
     task = (measured_step, sizes, TOKENS, minutes["step"], args.repeat)
     step = [Result(*each) for each in run_on_ranks(gpus, *task, device="cuda")[0]]
-    return finish(args, tables(by_shape, block, step, gpus))
+    where = f"{gpus} GPUs" if gpus > 1 else "1 GPU, where it gathers nothing"
+    shapes = "; ".join(f"{name}: {shape_text(layer_shapes()[name])}" for name in layers)
+    every_layer = [result for results in layers.values() for result in results]
+    tables = {
+        f"Layers: TFLOP/s of forward and backward, {shapes}": left_out(every_layer)
+        + layers_table(layers),
+        f"Block of Llama 8B, {TOKENS} tokens": left_out(block) + results_table(block),
+        f"Step: two blocks, embedding, head, FSDP2 on {where}": left_out(step)
+        + results_table(step),
+    }
+    return finish(args, tables)
 
 
 def _layers(args: argparse.Namespace, minutes: float) -> dict[str, list[Result]]:
@@ -369,11 +328,10 @@ def _layers(args: argparse.Namespace, minutes: float) -> dict[str, list[Result]]
     shapes = layer_shapes()
     found: dict[str, list[Result]] = {}
     for i, (name, shape) in enumerate(shapes.items()):
-        now = time.monotonic()
-        deadline = now + max(0.0, end - now) / (len(shapes) - i)
-        make = partial(layer_work, shape)
+        left = max(0.0, end - time.monotonic()) / 60 / (len(shapes) - i)
         candidates = variants() if COMPILED_LAYER in name else variants([False])
-        found[name] = compare(make, candidates, deadline, args.repeat, description=name)
+        make = partial(layer_work, shape)
+        found[name] = compare(make, candidates, left, args.repeat, description=name)
     return found
 
 

@@ -11,9 +11,7 @@ as the step before left it. `--assert` is about the recipe tensorwise on a CPU, 
   same float8 bytes with the same scales, and its results are as close to the exact products. (On
   CPUs with AMX, which run bf16 GEMMs and torchao's float8 GEMMs in tiles, casts are more of a step:
   2.5x of bf16, and 1 / 2.5 of torchao's.)
-* at 16 x 16 x 16, where all is overhead, a step takes at most half of torchao's, has at most 35
-  operators under a dispatch mode, and at most half of torchao's with nested ones. (How many torchao
-  has depends on the CPU: 285 and 387 were seen.)
+* at 16 x 16 x 16, where all is overhead, a step takes at most half of torchao's.
 """
 
 import argparse
@@ -23,20 +21,18 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from scripts.bench import timing
-from scripts.bench.layers import Layer, Shape, dispatched_by, layer_of, operators_of
-from scripts.common.candidates import BF16, FP32, OURS, TORCHAO, peer_of
+from scripts.bench.layers import Shape, layer_of
+from scripts.common.candidates import BF16, OURS, TORCHAO, peer_of
 from scripts.common.gemms import GEMMS, float8_gemms
 from scripts.common.markdown import table
 from scripts.common.metrics import sqnr
-from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check, finish, make_parser, start
 
 SPEED, OVERHEAD = (512, 1024, 1024), (16, 16, 16)
 HAS_AMX = torch.cpu._is_amx_tile_supported()
-MOST_OF_BF16, MOST_DISPATCHED = 2.5 if HAS_AMX else 2.0, 35
+MOST_OF_BF16 = 2.5 if HAS_AMX else 2.0
 LEAST_OF_TORCHAO = {SPEED: 2.5 if HAS_AMX else 3.0, OVERHEAD: 2.0}
 
 
@@ -48,8 +44,6 @@ class Row:
     shape: Shape
     step: float  # seconds
     micro_batch: float | None = None  # seconds
-    dispatched: int = 0  # operators of a step under a dispatch mode
-    operators: int = 0  # of a step, nested ones included
     # Of each GEMM's result, to the exact product of torchao's operands; whether these are ours too.
     decibels: dict[str, float] = dataclasses.field(default_factory=dict)
     same_operands: bool | None = None
@@ -57,39 +51,22 @@ class Row:
 
 def measure(shape: Shape, args: argparse.Namespace) -> list[Row]:
     """All candidates at one shape."""
-    names = [FP32, BF16, *OURS, *TORCHAO]
-    layers = {name: layer_of(name, shape, args.device) for name in names}
-    timed = {name: timing.Timed(layer.run, layer.change_weight) for name, layer in layers.items()}
-    cached = {name: layer_of(name, shape, args.device) for name in OURS}
-    timed |= {
-        f"{name}, cached": timing.Timed(each.run, each.clear) for name, each in cached.items()
-    }
+    timed = {}
+    for name in (BF16, *OURS, *TORCHAO):
+        layer = layer_of(name, shape, args.device)
+        timed[name] = timing.Timed(layer.run, layer.change_weight)
+        if name in OURS:
+            cached = layer_of(name, shape, args.device)
+            timed[f"{name}, cached"] = timing.Timed(cached.run, cached.clear)
     calls = max(1, min(50, 10**7 // math.prod(shape)))  # of what takes microseconds
     seconds = timing.medians(timed, args, calls=calls, description=timing.shape_text(shape))
-    rows = {name: row_of(name, shape, layer, seconds) for name, layer in layers.items()}
+    rows = {
+        name: Row(name, shape, seconds[name], seconds.get(f"{name}, cached"))
+        for name in (BF16, *OURS, *TORCHAO)
+    }
     for theirs in TORCHAO:
         add_accuracy(theirs, rows, args.device)
     return list(rows.values())
-
-
-def measure_dtensors(shape: Shape, args: argparse.Namespace) -> list[Row]:
-    """nn.Linear, ours and torchao's on DTensors; called on one rank."""
-    mesh = init_device_mesh(args.device, (1,), mesh_dim_names=("tp",))
-    names = [BF16, "tensorwise", "rowwise_folded", *TORCHAO[:1]]
-    layers = {name: layer_of(name, shape, args.device, mesh) for name in names}
-    timed = {name: timing.Timed(layer.run, layer.change_weight) for name, layer in layers.items()}
-    seconds = timing.medians(timed, args, calls=20, description="DTensors")
-    return [row_of(name, shape, layer, seconds) for name, layer in layers.items()]
-
-
-def row_of(name: str, shape: Shape, layer: Layer, seconds: dict[str, float]) -> Row:
-    """The times and the operators of a candidate."""
-    row = Row(name, shape, seconds[name], seconds.get(f"{name}, cached"))
-    layer.change_weight()
-    row.operators = operators_of(layer.run)
-    layer.change_weight()
-    row.dispatched = dispatched_by(layer.run)
-    return row
 
 
 def add_accuracy(theirs: str, rows: dict[str, Row], device: str) -> None:
@@ -112,7 +89,7 @@ def add_accuracy(theirs: str, rows: dict[str, Row], device: str) -> None:
 def layer_table(rows: Sequence[Row]) -> str:
     """The candidates at one shape."""
     header = ["layer", "step, ms", "x bf16", "faster than torchao", "micro-batch, ms"]
-    header += ["dispatched", "operators", *(f"{gemm}, dB" for gemm in GEMMS), "same operands"]
+    header += [*(f"{gemm}, dB" for gemm in GEMMS), "same operands"]
     steps = {row.name: row.step for row in rows}
     lines = [
         [
@@ -121,8 +98,6 @@ def layer_table(rows: Sequence[Row]) -> str:
             timing.ratio(row.step, steps.get(BF16)),
             timing.ratio(steps.get(peer_of(row.name) or ""), row.step),
             timing.milliseconds(row.micro_batch),
-            str(row.dispatched),
-            str(row.operators),
             *(f"{row.decibels[gemm]:.2f}" if gemm in row.decibels else "" for gemm in GEMMS),
             {None: "", True: "yes", False: "NO"}[row.same_operands],
         ]
@@ -142,19 +117,14 @@ def checks(rows: Sequence[Row]) -> list[Check]:
             continue
         at = timing.shape_text(shape)
         found.append(timing.check_faster(at, ours.step, theirs and theirs.step, least))
-        if theirs is None:
+        if theirs is None or shape != SPEED:
             continue
-        if shape == SPEED:
-            times = ours.step / bf16.step
-            limits = {f"{times:.2f}x of bf16, at most {MOST_OF_BF16}": times <= MOST_OF_BF16}
-            limits["the operands are torchao's"] = bool(ours.same_operands)
-            for gemm in GEMMS:
-                ahead = ours.decibels[gemm] - theirs.decibels[gemm]
-                limits[f"{gemm} {ahead:+.2f} dB to torchao's"] = ahead >= -timing.TOLERANCE_DB
-        else:
-            counted, share = ours.dispatched, ours.operators / theirs.operators
-            limits = {f"{counted} operators, at most {MOST_DISPATCHED}": counted <= MOST_DISPATCHED}
-            limits[f"{share:.2f} of torchao's with nested ones, at most 0.5"] = share <= 0.5
+        times = ours.step / bf16.step
+        limits = {f"{times:.2f}x of bf16, at most {MOST_OF_BF16}": times <= MOST_OF_BF16}
+        limits["the operands are torchao's"] = bool(ours.same_operands)
+        for gemm in GEMMS:
+            ahead = ours.decibels[gemm] - theirs.decibels[gemm]
+            limits[f"{gemm} {ahead:+.2f} dB to torchao's"] = ahead >= -timing.TOLERANCE_DB
         found += [Check(f"{at}: {sentence}", holds) for sentence, holds in limits.items()]
     return found
 
@@ -170,16 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = start(parser, argv)
     if args.asserted and not set(default) <= set(args.shapes):
         parser.error("--assert is about 512x1024x1024 and 16x16x16: --shapes must have both")
-    by_shape = {shape: measure(shape, args) for shape in args.shapes}
-    blocks = {
-        f"linear {timing.shape_text(shape)}": layer_table(rows) for shape, rows in by_shape.items()
-    }
+    by_shape = {f"linear {timing.shape_text(s)}": measure(s, args) for s in args.shapes}
     rows = [row for rows in by_shape.values() for row in rows]
-    smallest = min(args.shapes, key=math.prod)
-    options = {"device": args.device, "threads": args.threads}
-    (dtensors,) = run_on_ranks(1, measure_dtensors, smallest, args, **options)
-    blocks[f"linear on DTensors {timing.shape_text(smallest)}"] = layer_table(dtensors)
-    return finish(args, blocks, checks(rows))
+    tables = {title: layer_table(rows) for title, rows in by_shape.items()}
+    return finish(args, tables, checks(rows))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ Starts 2 and then 4 ranks on this machine (gloo, CPU), which train a tiny Llama.
 the second one: forward, backward, optimizer and precompute. Counts and sizes of buffers depend on
 the model, its batch and the mesh, not on the machine.
 
-An *amax all-reduce* is one of forward or backward: of one number, or of one per row. It is
-*blocking* if its result is waited for before any other op but a view is issued: nothing hides it.
+An *amax all-reduce* is one of forward or backward: of one number, or of one per row.
 """
 
 import dataclasses
@@ -16,12 +15,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist.debug import comm_audit
-from fp8_dist.debug.communication.collectives import IGNORED_OPS, read_collective
+from fp8_dist.debug.communication.collectives import read_collective
 from fp8_dist.fsdp import set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
 from scripts.common import candidates
@@ -61,31 +59,20 @@ PLAIN = Variant("bf16", BF16)
 OURS = Variant("fp8_dist", "tensorwise", update=False)
 OURS_PRECOMPUTED = Variant("fp8_dist + precompute", "tensorwise")
 OURS_RANK = Variant('fp8_dist + precompute, amax_scope="rank"', "tensorwise", float8=RANK)
-FOLDED = Variant("fp8_dist rowwise_folded + precompute", "rowwise_folded")
-FOLDED_RANK = Variant(
-    'fp8_dist rowwise_folded + precompute, amax_scope="rank"', "rowwise_folded", float8=RANK
-)
-DELAYED = Variant("fp8_dist delayed + sync", "delayed")
-BLOCKWISE = Variant("fp8_dist blockwise + precompute", "blockwise")
-MXFP8 = Variant("fp8_dist mxfp8 + precompute", "mxfp8")
-ROWWISE = Variant("fp8_dist rowwise", "rowwise", update=False)
-TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
-TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
 FLOAT8_GRADIENTS = Variant(
     "fp8_dist + precompute, float8 gradients", "tensorwise", gradients="float8"
 )
-ONE_SCALE = (OURS, OURS_PRECOMPUTED, OURS_RANK)
-VARIANTS = (
-    PLAIN,
-    *ONE_SCALE,
-    FLOAT8_GRADIENTS,
-    FOLDED,
-    FOLDED_RANK,
-    DELAYED,
-    BLOCKWISE,
-    MXFP8,
-    ROWWISE,
+FOLDED, BLOCKWISE, MXFP8 = (
+    Variant(f"fp8_dist {recipe} + precompute", recipe)
+    for recipe in ("rowwise_folded", "blockwise", "mxfp8")
 )
+FOLDED_RANK = dataclasses.replace(FOLDED, name=f'{FOLDED.name}, amax_scope="rank"', float8=RANK)
+DELAYED = Variant("fp8_dist delayed + sync", "delayed")
+ROWWISE = Variant("fp8_dist rowwise", "rowwise", update=False)
+TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
+TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
+OF_TENSORWISE = (OURS, OURS_PRECOMPUTED, OURS_RANK, FLOAT8_GRADIENTS)
+VARIANTS = (PLAIN, *OF_TENSORWISE, FOLDED, FOLDED_RANK, DELAYED, BLOCKWISE, MXFP8, ROWWISE)
 # Under tensor parallelism, with scales of weights known: of 4 inputs (of attention, wo,
 # feed-forward, w2) and the output gradients of their 7 layers, together for each input; with
 # amax_scope="rank" of what is gathered, the inputs of the two blocks and the output gradients of wo
@@ -113,39 +100,24 @@ class Row(NamedTuple):
     float8_gathered: int  # those of sizes["all_gather"] that are float8
     precompute: int  # collectives of precompute alone
     amax: int  # amax all-reduces
-    blocking: int  # the blocking ones among them
 
 
 class AmaxReductions(TorchDispatchMode):
-    """Counts amax all-reduces, and the blocking ones."""
+    """Counts amax all-reduces."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = self.blocking = 0
-        self._issued = 0
-        # By the address of the result's storage: the result, and the ops issued until then.
-        self._in_flight: dict[int, tuple[torch.Tensor, int]] = {}
+        self.count = 0
 
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if rewrites_ops(types):
             return NotImplemented
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            _, issued = self._in_flight.pop(args[0].untyped_storage()._cdata, (None, -1))
-            self.blocking += issued == self._issued
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        # Neither views, nor bookkeeping of collectives, nor what DTensor asks fake tensors.
-        idle = func.is_view or func._schema.name in IGNORED_OPS or isinstance(result, FakeTensor)
-        self._issued += not idle
-        call = read_collective(func, args, kwargs)
+        call = read_collective(func, args, kwargs or {})
         if call and call.op == "all_reduce" and _are_amaxes(call.tensors):
-            assert isinstance(result, torch.Tensor), f"{func} is not waited for by an op"
             self.count += 1
-            self._in_flight[result.untyped_storage()._cdata] = (result, self._issued)
-        return result
+        return func(*args, **(kwargs or {}))
 
 
 def _are_amaxes(tensors: Sequence[torch.Tensor]) -> bool:
@@ -203,7 +175,6 @@ def measure(name: str, variant: Variant, mesh: DeviceMesh) -> Row:
         float8_gathered=sum(row.float8_bytes for row in step.rows if row.op == "all_gather"),
         precompute=after.count(),
         amax=amax.count,
-        blocking=amax.blocking,
     )
 
 
@@ -214,10 +185,10 @@ def rows_table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         gathers, *others = (f"{row.counts[op]} ({row.sizes[op]:,} B)" for op in OPS)
-        counted = [str(row.precompute), f"{row.amax / LAYERS:g}", f"{row.blocking / LAYERS:g}"]
+        counted = [str(row.precompute), f"{row.amax / LAYERS:g}"]
         float8 = f"{row.float8_gathered:,} B"
         lines.append([row.mesh, row.variant, gathers, float8, *others, *counted])
-    return table([*head, "precompute", "amax / layer", "blocking / layer"], lines)
+    return table([*head, "precompute", "amax / layer"], lines)
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
@@ -241,13 +212,8 @@ def checks(rows: Sequence[Row]) -> list[Check]:
             ours = here[variant.name]
             same = ours.counts["all_gather"] == gathers
             add(ours, f"{gathers} all-gathers, as tensorwise", same)
-        for variant, update in (
-            (DELAYED, "sync"),
-            (BLOCKWISE, "precompute"),
-            (MXFP8, "precompute"),
-        ):
-            ours = here[variant.name]
-            add(ours, f"at most one all-reduce per {update}", ours.precompute <= 1)
+            if variant is not FOLDED:
+                add(ours, "at most one all-reduce per update of scales", ours.precompute <= 1)
         for variant, most in {} if mesh == FSDP else AMAX_PER_LAYER.items():
             ours = here[variant.name]
             add(ours, f"at most {most} amax all-reduces per layer", ours.amax <= most * LAYERS)

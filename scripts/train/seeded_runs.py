@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
-from fp8_dist import __version__
 from scripts.common.markdown import table
 from scripts.common.options import positive
 from scripts.common.ranks import LOOPBACK
 from scripts.common.report import Check, finish, make_parser, start
-from scripts.train import options as train_options
 
 LAST_STEPS = 50
 TRAIN = ("steps", "batch_size", "seq_len", "lr")  # options that every run gets
@@ -77,8 +74,6 @@ def options_parser(
     jobs = max((os.cpu_count() or 1) // ranks, 1)
     add("--jobs", type=positive, default=jobs, help="runs at a time; default: %(default)s")
     add("--out", type=Path, default=Path(out), help="folder of the runs")
-    reuse = "keep finished runs of --out that had the same options (not those of other code)"
-    add("--reuse", action="store_true", help=reuse)
     return parser
 
 
@@ -128,27 +123,8 @@ def train(
         f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
         for name, value in given.items()
     ]
-    if not (args.reuse and is_finished(out, arguments, ranks)):
-        _run(arguments, ranks, args.threads)
+    _run(arguments, ranks, args.threads)
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").open()]
-
-
-def is_finished(out: Path, arguments: list[str], ranks: int) -> bool:
-    """Whether a folder has all of a run of these arguments, by these releases."""
-    asked: dict[str, Any] = vars(
-        train_options.make_parser("scripts.train.train", None).parse_args(arguments)
-    )
-    asked = json.loads(json.dumps(asked, default=str))
-    asked |= {"dp": ranks // asked["tp"], "torch": torch.__version__, "fp8_dist": __version__}
-    # The folder may have been moved, and the run names what it found at --data.
-    del asked["out"], asked["data"]
-    try:
-        config = json.loads((out / "config.json").read_text())
-        steps = len((out / "metrics.jsonl").read_text().splitlines())
-    except (FileNotFoundError, ValueError):
-        return False
-    same = all(config.get(name) == value for name, value in asked.items())
-    return same and steps == config["steps"] and (out / "comm.json").exists()
 
 
 def _run(arguments: list[str], ranks: int, threads: int) -> None:

@@ -18,7 +18,7 @@ from ranks import RankPools
 from torch_releases import rows_in_torchs_gemm
 
 from scripts.bench import gpu, gpu_counts, linear, matmul, precompute, stats, step, timing
-from scripts.bench.layers import dispatched_by, layer_of, operators_of
+from scripts.bench.layers import layer_of
 from scripts.bench.timing import TOLERANCE_DB, Timed
 from scripts.common import models, report
 from scripts.common.candidates import BF16, OURS, TORCHAO
@@ -103,9 +103,7 @@ def test_layers_are_as_close_as_torchaos() -> None:
 
 def test_missed_targets_of_layers_fail() -> None:
     rows = {
-        (shape, name): linear.Row(
-            name, shape, step, None, 17 * step, 50 * step, dict.fromkeys(GEMMS, 55.0), True
-        )
+        (shape, name): linear.Row(name, shape, step, None, dict.fromkeys(GEMMS, 55.0), True)
         for shape in (linear.SPEED, linear.OVERHEAD)
         for name, step in ((BF16, 1), ("tensorwise", 2), ("torchao tensorwise", 6))
     }
@@ -115,27 +113,9 @@ def test_missed_targets_of_layers_fail() -> None:
         ((linear.SPEED, "tensorwise"), {"same_operands": False}),
         ((linear.SPEED, "tensorwise"), {"decibels": dict.fromkeys(GEMMS, 54.9)}),
         ((linear.OVERHEAD, "torchao tensorwise"), {"step": 3.9}),
-        ((linear.OVERHEAD, "tensorwise"), {"dispatched": 36}),
     ):
         changed = rows | {key: dataclasses.replace(rows[key], **change)}  # type: ignore[arg-type]
         assert not all(check.holds for check in linear.checks(list(changed.values()))), change
-
-
-def test_operators_are_counted_with_and_without_nested_ones() -> None:
-    x = torch.randn(4, 4)
-    assert operators_of(lambda: torch.add(x, x)) == 1
-    # to, _to_copy, empty_strided, copy_
-    assert operators_of(lambda: x.to(torch.float64)) == 4
-    assert dispatched_by(lambda: x.to(torch.float64)) == 1
-
-
-def test_a_changed_weight_is_cast_again() -> None:
-    layer = layer_of("tensorwise", (16, 16, 16), "cpu")
-    layer.run()
-    layer.clear()
-    micro_batch = operators_of(layer.run)
-    layer.change_weight()
-    assert operators_of(layer.run) > micro_batch
 
 
 @pytest.mark.skipif(not TORCHAO, reason="torchao is not installed")
@@ -255,12 +235,12 @@ def seconds_of(work: gpu.Work) -> float:
 def test_blocks_of_every_candidate() -> None:
     make = partial(gpu.block_work, MODELS["debug"], 32, "cpu")
     eager = gpu.variants([False])
-    found = gpu.compare(make, eager, time.monotonic() + 600, 1, seconds_of)
+    found = gpu.compare(make, eager, 10, 1, seconds_of)
     assert [(r.name, r.compiled) for r in found] == eager
     sizes = MODELS["debug"]
     d, kv, ffn = sizes.dim, sizes.n_kv_heads * sizes.head_dim, sizes.ffn_dim
     assert {r.flops for r in found} == {6 * 32 * (2 * d * d + 2 * d * kv + 3 * d * ffn)}
-    late = gpu.compare(make, eager, time.monotonic(), 1, seconds_of)
+    late = gpu.compare(make, eager, 0, 1, seconds_of)
     assert [r.name for r in late] == ["bf16"]
     assert "tensorwise" in gpu.left_out(late)
     assert gpu.results_table(found).count("\n") == len(found) + 1
@@ -269,7 +249,7 @@ def test_blocks_of_every_candidate() -> None:
 def steps() -> list[gpu.Result]:
     make = partial(gpu.step_work, MODELS["debug"], 16, "cpu")
     candidates = gpu.variants([False])[:2]
-    return gpu.compare(make, candidates, time.monotonic() + 600, 1, seconds_of)
+    return gpu.compare(make, candidates, 10, 1, seconds_of)
 
 
 def test_steps_of_several_gpus(ranks: RankPools) -> None:
