@@ -1,4 +1,4 @@
-"""Times layers of Llama 8B and 70B, a block, and a training step on this machine's GPUs.
+"""Times layers of Llama 8B and 70B, and a training step on this machine's GPUs.
 
     python -m scripts.bench.gpu
 
@@ -7,8 +7,8 @@ and torchao's (if it is installed), eager and compiled.
 
 - Layers: forward and backward of each linear layer's shape with 8192 rows; the weight has changed.
   (Compiled: one shape of each model, as every shape is compiled anew.)
-- Block: forward and backward of one block of Llama 8B, one sequence of 8192 tokens.
-- Step: two such blocks with embedding and head, under FSDP2 on all GPUs; AdamW (fused).
+- Step: two blocks of Llama 8B with embedding and head, one sequence of 8192 tokens on each rank,
+  under FSDP2 on all GPUs; AdamW (fused).
 
 TFLOP/s count the operations of the linear layers alone, three GEMMs each. Peak memory is that of
 a candidate's turn, its parameters included. What does not fit into --budget-minutes is left
@@ -35,9 +35,9 @@ from tqdm import tqdm
 from scripts.bench.layers import Shape, layer_of
 from scripts.bench.timing import shape_text
 from scripts.common.candidates import BF16, OURS, TORCHAO
-from scripts.common.llama import MODELS, Block, LlamaConfig, rope_tables
+from scripts.common.llama import MODELS, LlamaConfig
 from scripts.common.markdown import table
-from scripts.common.models import after_step, build, convert
+from scripts.common.models import after_step, build
 from scripts.common.options import positive
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import finish, make_parser, start
@@ -46,9 +46,8 @@ Variant = tuple[str, bool]  # a candidate, and whether it is compiled
 WARM_UP = 3
 SLEEP = 4_000_000  # cycles, some 2 ms
 COMPILED_LAYER = "w1, w3"
-# Tokens of a sequence, and the shares of the time that the three parts may take.
-TOKENS = 8192
-SHARES = {"layers": 0.45, "block": 0.25, "step": 0.3}
+TOKENS = 8192  # of a sequence
+STEP_SHARE = 0.4  # of the time, for the training step
 
 
 @dataclass(frozen=True)
@@ -104,33 +103,6 @@ def layer_work(shape: Shape, variant: Variant) -> Work:
         layer.module.compile(fullgraph=True, dynamic=False)
     m, k, n = shape
     return Work(layer.run, 6.0 * m * k * n, m, layer.change_weight)
-
-
-def block_work(sizes: LlamaConfig, tokens: int, device: str, variant: Variant) -> Work:
-    """Forward and backward of one transformer block."""
-    name, compiled = variant
-    holder = nn.ModuleList([Block(sizes)]).to(device, torch.bfloat16)
-    convert(name, holder)
-    block = holder[0]
-    if compiled:
-        block.compile(fullgraph=True, dynamic=False)
-    cos, sin = (t[:tokens].to(device) for t in rope_tables(sizes))
-    x = torch.randn(1, tokens, sizes.dim, device=device, dtype=torch.bfloat16)
-    x.requires_grad_()
-    grad = torch.randn_like(x)
-    update = after_step(name, sharded=False)
-
-    def before() -> None:
-        x.grad = None
-        with torch.no_grad():
-            for p in block.parameters():
-                p.grad = None
-                p.add_(0.0)  # a new version: it counts as changed
-        update(block)
-
-    return Work(
-        lambda: block(x, cos, sin).backward(grad), linear_flops(holder, tokens), tokens, before
-    )
 
 
 def step_work(sizes: LlamaConfig, tokens: int, device: str, variant: Variant) -> Work:
@@ -225,57 +197,30 @@ def _is_late(deadline: float) -> bool:
     return late[0]
 
 
-def layers_table(by_shape: dict[str, list[Result]]) -> str:
-    """A line per candidate, two columns per shape: TFLOP/s, and the speed beside bf16's."""
-    header, lines = ["candidate"], {variant: [shown(*variant)] for variant in variants()}
-    for name, results in by_shape.items():
-        header += [name, "x bf16"]
-        found = {result[:2]: result for result in results}
-        for variant, line in lines.items():
-            result = found.get(variant)
-            line += [teraflops(result), beside(results[0], result)] if result else ["", ""]
-    return table(header, [line for line in lines.values() if any(line[1:])], "lr")
-
-
-def results_table(results: Sequence[Result]) -> str:
-    """A line per candidate of a block or of a step. (The first one is bf16 in eager code.)"""
+def results_table(results: Sequence[Result], wanted: Sequence[Variant]) -> str:
+    """A line per candidate, the first one bf16 in eager code; names those left out."""
     compiled = next((r for r in results if r[:2] == (BF16, True)), None)
     lines = [
         [
             shown(r.name, r.compiled),
             f"{1e3 * r.seconds:.2f}",
-            beside(results[0], r),
-            beside(compiled, r) if compiled else "",
+            f"{results[0].seconds / r.seconds:.2f}",
+            f"{compiled.seconds / r.seconds:.2f}" if compiled else "",
             f"{r.tokens / r.seconds:,.0f}",
-            teraflops(r),
+            f"{r.flops / r.seconds / 1e12:,.0f}",
             f"{r.peak / 1e9:.2f}",
         ]
         for r in results
     ]
     header = ["candidate", "ms", "x bf16's speed", "x bf16 compiled", "tokens/s", "TFLOP/s"]
-    return table([*header, "peak GB"], lines, "lr")
-
-
-def teraflops(result: Result) -> str:
-    """A cell."""
-    return f"{result.flops / result.seconds / 1e12:,.0f}"
-
-
-def beside(reference: Result, result: Result) -> str:
-    """A cell: the speed as a multiple of that of another one of the same run."""
-    return f"{reference.seconds / result.seconds:.2f}"
+    missing = "; ".join(shown(*variant) for variant in wanted[len(results) :])
+    note = f"Left out for lack of time: {missing}.\n\n" if missing else ""
+    return note + table([*header, "peak GB"], lines, "lr")
 
 
 def shown(name: str, compiled: bool) -> str:
     """A candidate's name in tables."""
     return f"{name}, compiled" if compiled else name
-
-
-def left_out(results: Sequence[Result]) -> str:
-    """A sentence about the candidates for which there was no time; empty if there are none."""
-    measured = {result[:2] for result in results}
-    missing = [shown(*variant) for variant in variants() if variant not in measured]
-    return f"Left out for lack of time: {'; '.join(missing)}.\n\n" if missing else ""
 
 
 def measured_step(sizes: LlamaConfig, tokens: int, minutes: float, repeat: int) -> list[Any]:
@@ -300,39 +245,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"(torch {torch.__version__}, torch.version.cuda {torch.version.cuda}); what can be "
             "derived without one is printed by python -m scripts.bench.gpu_counts"
         )
-    minutes = {part: share * args.budget_minutes for part, share in SHARES.items()}
-    layers = _layers(args, minutes["layers"])
-    make = partial(block_work, MODELS["8b"], TOKENS, "cuda")
-    block = compare(make, variants(), minutes["block"], args.repeat, description="block")
+    for_step = STEP_SHARE * args.budget_minutes
+    tables = layer_tables(args, args.budget_minutes - for_step)
     torch.cuda.empty_cache()
     gpus = args.gpus or torch.cuda.device_count()
-    sizes = replace(MODELS["8b"], n_layers=2)
-    task = (measured_step, sizes, TOKENS, minutes["step"], args.repeat)
+    task = (measured_step, replace(MODELS["8b"], n_layers=2), TOKENS, for_step, args.repeat)
     step = [Result(*each) for each in run_on_ranks(gpus, *task, device="cuda")[0]]
     where = f"{gpus} GPUs" if gpus > 1 else "1 GPU, where it gathers nothing"
-    shapes = "; ".join(f"{name}: {shape_text(layer_shapes()[name])}" for name in layers)
-    every_layer = [result for results in layers.values() for result in results]
-    tables = {
-        f"Layers: TFLOP/s of forward and backward, {shapes}": left_out(every_layer)
-        + layers_table(layers),
-        f"Block of Llama 8B, {TOKENS} tokens": left_out(block) + results_table(block),
-        f"Step: two blocks, embedding, head, FSDP2 on {where}": left_out(step)
-        + results_table(step),
-    }
-    return finish(args, tables)
+    title = f"Step: two blocks of Llama 8B, embedding, head, FSDP2 on {where}"
+    return finish(args, tables | {title: results_table(step, variants())})
 
 
-def _layers(args: argparse.Namespace, minutes: float) -> dict[str, list[Result]]:
+def layer_tables(args: argparse.Namespace, minutes: float) -> dict[str, str]:
     """All layers; each shape may take its part of the time that is left."""
     end = time.monotonic() + 60 * minutes
     shapes = layer_shapes()
-    found: dict[str, list[Result]] = {}
+    tables = {}
     for i, (name, shape) in enumerate(shapes.items()):
         left = max(0.0, end - time.monotonic()) / 60 / (len(shapes) - i)
         candidates = variants() if COMPILED_LAYER in name else variants([False])
-        make = partial(layer_work, shape)
-        found[name] = compare(make, candidates, left, args.repeat, description=name)
-    return found
+        results = compare(
+            partial(layer_work, shape), candidates, left, args.repeat, description=name
+        )
+        tables[f"Layer {name}, {shape_text(shape)}"] = results_table(results, candidates)
+    return tables
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from tqdm import tqdm
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity
 from scripts.common.candidates import OURS
 from scripts.common.corpus import load_corpus
-from scripts.common.gemms import GEMMS
 from scripts.common.llama import MODELS, Llama
 from scripts.common.markdown import table
 from scripts.common.metrics import sqnr
@@ -31,6 +30,7 @@ from scripts.common.options import positive
 from scripts.common.report import Check, finish, make_parser, start
 from scripts.train.train import MAX_GRAD_NORM, learning_rate_factor
 
+GEMMS = ("output", "grad_input", "grad_weight")
 MODEL, BATCH_SIZE, SEQ_LEN, LR, WARMUP = "debug", 8, 64, 1e-3, 40
 # A delayed scale is that of earlier steps, which a single record doesn't have.
 RECIPES = [name for name in OURS if name != "delayed"]
