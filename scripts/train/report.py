@@ -19,7 +19,7 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from scripts.common.options import command_parser
-from scripts.train.report_data import NoRun, Row, Run, read_run, text
+from scripts.train.report_data import NoRun, Row, Run, read_run
 from scripts.train.report_figures import HEATS, LINES, figures
 
 HERE = Path(__file__).parent
@@ -47,7 +47,7 @@ def render(run: Run) -> str:
     drawn = figures(run)
     return environment.get_template("report.html").render(
         run=run,
-        config=[(text(key), plain(v)) for key, v in run.config.items() if key not in HIDDEN],
+        config=[(key, plain(value)) for key, value in run.config.items() if key not in HIDDEN],
         tiles=tiles(run),
         alerts=alerts(run),
         anomalies=(run.anomalies or [])[:MAX_ANOMALIES],
@@ -69,8 +69,8 @@ def sha256(script: str) -> str:
 
 def plain(value: Any) -> str:
     """A value of config.json for people."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-    return f"{value:,}" if is_count else text(value)
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return f"{value:,}" if is_count else str(value)
 
 
 def tiles(run: Run) -> list[tuple[str, str]]:

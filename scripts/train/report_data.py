@@ -1,13 +1,13 @@
-"""Reads the folder of a run for its report, also one that is half-written, or that has wrong types.
+"""Reads the folder of a run for its report, also one that is half-written.
 
-A file that can't be read, or a line of it that doesn't have the form that its writer gives it, is
-passed over and named in the notes: what remains is still worth seeing.
+A line that was cut off, or that lacks what its writer gives it, is passed over and named in the
+notes: what remains is still worth seeing.
 """
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,6 @@ Row = dict[str, Any]
 MEASURES = ("amax", "underflow", "saturation", "sqnr")
 METRICS = ("loss", "learning_rate", "tokens_per_second", "memory_bytes", "grad_norm")
 FILES = ("config.json", "metrics.jsonl", "comm.json", "float8_stats.jsonl", "anomalies.jsonl")
-# Numbers that JSON lacks, as the files name them.
-NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf, None: math.nan}
-MAX_TEXT = 300
 
 
 class NoRun(Exception):
@@ -55,131 +52,70 @@ def read_run(folder: Path) -> Run:
     Raises:
         NoRun: it holds none of `FILES`.
     """
-    found = {name: folder / name for name in FILES if (folder / name).is_file()}
-    if not found:
+    if not any((folder / name).is_file() for name in FILES):
         raise NoRun(f"{folder} has none of the files of a run: {', '.join(FILES)}")
-    run = Run(text(folder.resolve().name))
+    run = Run(folder.resolve().name)
 
-    def rows(name: str, parse: Callable[[Any], Row]) -> list[Row] | None:
-        return _parsed(name, _lines(found[name]), parse, run.notes) if name in found else None
+    def rows(name: str, parse: Callable[[Row], Row]) -> list[Row] | None:
+        """Those of a file, which has one per line or is a list of them."""
+        path = folder / name
+        if not path.is_file():
+            return None
+        text = path.read_text(errors="replace")
+        try:
+            lines = text.splitlines() if name.endswith("jsonl") else map(json.dumps, loaded(text))
+        except ValueError as error:
+            run.notes.append(f"{name} can't be read: {error}")
+            return []
+        found, bad = [], []
+        for at, line in enumerate(lines, 1):
+            try:
+                found.append(parse(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                bad.append(f"row {at}: {error!r}")
+        if bad:
+            run.notes.append(f"{name}: {len(bad)} passed over, the first of them {bad[0]}")
+        return found
 
-    if "config.json" in found:
-        configs = _parsed("config.json", [found["config.json"].read_bytes()], _config, run.notes)
-        run.config = configs[0] if configs else {}
-    else:
-        run.notes.append("config.json is missing: the options of the run are unknown.")
+    run.config = next(iter(rows("config.json", dict) or ()), {})
     run.metrics = sorted(rows("metrics.jsonl", metrics_row) or [], key=lambda row: row["step"])
-    if "comm.json" in found:
-        run.comm = _parsed("comm.json", _elements(found["comm.json"]), comm_row, run.notes)
+    run.comm = rows("comm.json", lambda row: row | {"seconds": number(row.get("seconds"))})
     run.stats = rows("float8_stats.jsonl", stats_row)
     run.anomalies = rows("anomalies.jsonl", anomaly_row)
     return run
 
 
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines()
-
-
-def _elements(path: Path) -> list[bytes]:
-    """The elements of a JSON list, as lines; the file itself where it holds none."""
-    content = path.read_bytes()
-    try:
-        found = json.loads(content)
-        return [json.dumps(each).encode() for each in found] if isinstance(found, list) else [b"0"]
-    except (ValueError, RecursionError):
-        return [content]
-
-
-def _parsed(
-    name: str, lines: Iterable[bytes], parse: Callable[[Any], Row], notes: list[str]
-) -> list[Row]:
-    """The rows of a file; what does not have their form is passed over, and counted in a note."""
-    rows, bad = [], []
-    for at, line in enumerate(lines, 1):
-        try:
-            rows.append(parse(json.loads(line)))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            bad.append(f"row {at}: {text(repr(error))}")
-    if bad:
-        notes.append(f"{name}: {len(bad)} passed over, the first of them {bad[0]}")
-    return rows
-
-
-def text(value: object) -> str:
-    """A value to be shown: one line of printable characters, and not too long."""
-    shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in str(value))
-    return shown if len(shown) <= MAX_TEXT else f"{shown[:MAX_TEXT]}…"
-
-
-def name(value: Any) -> str:
-    """A value that must be a string."""
-    if not isinstance(value, str):
-        raise TypeError(f"{text(value)} is not a string")
-    return text(value)
+def loaded(text: str) -> list[Any]:
+    """The elements of a JSON list; another value is the only one."""
+    found = json.loads(text)
+    return found if isinstance(found, list) else [found]
 
 
 def number(value: Any) -> float:
-    """A value that must be a number, or the name of one that JSON lacks; None is NaN."""
-    if value is None or isinstance(value, str):
-        return NOT_FINITE[value]
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 10**300:
-        raise TypeError(f"{text(value)} is not a number")
-    return float(value)
+    """A number, or the name of one that JSON lacks ("NaN", "Infinity"); None is NaN."""
+    return math.nan if value is None else float(value)
 
 
-def count(value: Any) -> int:
-    """A value that must be a whole number that is not negative."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise TypeError(f"{text(value)} is not a whole number")
-    return value
-
-
-def _fields(row: Any, **kinds: Callable[[Any], Any]) -> Row:
-    if not isinstance(row, dict):
-        raise TypeError(f"{text(row)} is not a row")
-    return {field: kind(row[field]) for field, kind in kinds.items()}
-
-
-def _config(row: Any) -> Row:
-    if not isinstance(row, dict):
-        raise TypeError(f"{text(row)} is not an object")
-    return row
-
-
-def metrics_row(row: Any) -> Row:
+def metrics_row(row: Row) -> Row:
     """A line of metrics.jsonl."""
-    known = {metric: number for metric in METRICS if metric in row}
-    return _fields(row, step=count, **known)
+    known = {metric: number(row[metric]) for metric in METRICS if metric in row}
+    return {"step": int(row["step"]), **known}
 
 
-def comm_row(row: Any) -> Row:
-    """A row of comm.json; "seconds" are NaN where the audit did not measure them."""
-    names = dict.fromkeys(("op", "axis", "dtype", "module"), name)
-    sizes = dict.fromkeys(("count", "elements", "bytes", "float8_bytes"), count)
-    found = _fields(row, **names, **sizes, in_mixed_gather=bool)
-    return found | {"seconds": number(row.get("seconds"))}
-
-
-def stats_row(row: Any) -> Row:
+def stats_row(row: Row) -> Row:
     """A row of float8_stats.jsonl."""
-    kind = _fields(row, kind=name)["kind"]
-    if kind == "gemm":
-        found = _fields(row, step=count, fqn=name, gemm=name, sqnr=number)
-        label = f"result of the {found['gemm']} GEMM"
-        return found | {"label": label, "finite": found["sqnr"] > -math.inf}
-    if kind != "cast":
-        raise ValueError(f"the kind {kind} is unknown")
-    names = dict.fromkeys(("fqn", "operand", "dtype", "granularity"), name)
-    values = dict.fromkeys((*MEASURES, "nonfinite"), number)
-    found = _fields(row, step=count, **names, **values)
-    gemms = " and ".join(name(gemm) for gemm in row["gemms"])
-    label = f"{found['operand']} as {found['dtype']}, scaled per {found['granularity']}"
-    finite = math.isfinite(found["amax"]) and found["nonfinite"] == 0
+    found = row | {name: number(row[name]) for name in MEASURES if name in row}
+    if row["kind"] == "gemm":
+        finite = found["sqnr"] > -math.inf
+        return found | {"label": f"result of the {row['gemm']} GEMM", "finite": finite}
+    label = f"{row['operand']} as {row['dtype']}, scaled per {row['granularity']}"
+    finite = math.isfinite(found["amax"]) and row["nonfinite"] == 0
+    gemms = " and ".join(row["gemms"])
     return found | {"label": f"{label}, for {gemms}" if gemms else label, "finite": finite}
 
 
-def anomaly_row(row: Any) -> Row:
-    """A row of anomalies.jsonl."""
-    found = _fields(row, step=count, fqn=name, what=name, message=name)
-    ranks = ", ".join(str(count(rank)) for rank in row["ranks"] or ()) or "all"
-    return found | {"operand": name(row.get("operand") or ""), "ranks": text(ranks)}
+def anomaly_row(row: Row) -> Row:
+    """A row of anomalies.jsonl, with the text of its ranks."""
+    known = {name: row[name] for name in ("step", "fqn", "what", "message")}
+    ranks = ", ".join(map(str, row["ranks"] or ())) or "all"
+    return known | {"operand": row.get("operand") or "", "ranks": ranks}

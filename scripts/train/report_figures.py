@@ -1,4 +1,4 @@
-"""The figures of a report, as Plotly takes them: small enough for a browser."""
+"""The figures of a report, as Plotly takes them."""
 
 import math
 import re
@@ -12,10 +12,6 @@ from scripts.train.report_data import MEASURES, Row, Run
 Array = npt.NDArray[Any]
 Figure = dict[str, Any]
 
-# A line of more steps is drawn by the smallest and the largest value of each of so many parts.
-MAX_PARTS = 1000
-# A heat map of more cells has columns of several steps: each shows the worst of them.
-MAX_CELLS = 60_000
 BAD, EMPTY = "#d1247f", "#e9ecf0"
 # Of each metric: its title, what it is multiplied by, and the scale of its axis.
 LINES = {
@@ -43,9 +39,9 @@ def figures(run: Run) -> dict[str, Figure]:
 def line_figure(run: Run, metric: str) -> Figure:
     """A metric over steps, with a gap where it is not finite; anomalies are dotted lines."""
     title, factor, scale = LINES[metric]
-    points = [(row["step"], factor * row[metric]) for row in run.metrics if metric in row]
-    kept = [points[i] for i in representative(np.array([y for _, y in points]))]
-    xs, ys = [x for x, _ in kept], [y if math.isfinite(y) else None for _, y in kept]
+    rows = [row for row in run.metrics if metric in row]
+    xs = [row["step"] for row in rows]
+    ys = [factor * row[metric] if math.isfinite(row[metric]) else None for row in rows]
     steps = sorted({row["step"] for row in run.anomalies or []})[:20]
     marks = {"type": "line", "yref": "paper", "y0": 0, "y1": 1}
     dotted = {"color": BAD, "width": 1, "dash": "dot"}
@@ -54,19 +50,6 @@ def line_figure(run: Run, metric: str) -> Figure:
     mode = "lines" if len(xs) > 30 else "lines+markers"
     data = [{"type": "scatter", "mode": mode, "x": xs, "y": ys}] if xs else []
     return {"data": data, "layout": _layout(title, 260, shapes=shapes, **axes)}
-
-
-def representative(values: Array) -> list[int]:
-    """Indices, ascending: all, or the smallest, the largest and the first NaN of each part."""
-    if len(values) <= 2 * MAX_PARTS:
-        return list(range(len(values)))
-    chosen: set[int] = {0, len(values) - 1}
-    for part in np.array_split(np.arange(len(values)), MAX_PARTS):
-        finite = part[np.isfinite(values[part])]
-        if len(finite):
-            chosen |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
-        chosen |= set(np.setdiff1d(part, finite)[:1].tolist())
-    return sorted(chosen)
 
 
 def heat_figure(stats: list[Row], measure: str) -> Figure:
@@ -131,25 +114,21 @@ def heat(rows: list[Row], measure: str) -> list[Figure]:
 
 
 def grid(rows: list[Row], measure: str) -> tuple[list[str], list[int], Array, Array]:
-    """Layers, the last step of each column, and the worst value and state of each cell.
+    """Layers, steps, and of each cell the value and whether it is bad; NaN without a row.
 
-    Of several steps, and of rows of one step, that is the largest value, or the smallest SQNR. A
-    cell without a row is NaN, and not bad.
+    Of several rows of a cell the worst value counts: the largest, or the smallest SQNR.
     """
     layers = list(dict.fromkeys(row["fqn"] for row in rows))
     steps = sorted({row["step"] for row in rows})
-    columns = max(1, min(len(steps), MAX_CELLS // len(layers)))
-    parts = np.array_split(np.array(steps), columns)
-    column_of = {int(step): column for column, part in enumerate(parts) for step in part}
-    row_of = {layer: index for index, layer in enumerate(layers)}
-    values = np.full((len(layers), columns), np.nan)
+    columns, lines = ({each: i for i, each in enumerate(axis)} for axis in (steps, layers))
+    values = np.full((len(layers), len(steps)), np.nan)
     bad = np.zeros(values.shape, bool)
     worst = np.fmin if measure == "sqnr" else np.fmax
     for row in rows:
-        cell = row_of[row["fqn"]], column_of[row["step"]]
+        cell = lines[row["fqn"]], columns[row["step"]]
         values[cell] = worst(values[cell], row[measure])
         bad[cell] |= not row["finite"]
-    return layers, [int(part[-1]) for part in parts], values, bad
+    return layers, steps, values, bad
 
 
 def listed(values: Array) -> list[list[float | None]]:

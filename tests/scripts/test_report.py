@@ -13,25 +13,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from playwright.sync_api import sync_playwright
 
-from scripts.train import report, report_data, report_figures
-from scripts.train.report_figures import grid, heat
+from scripts.train import report, report_data
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LAYERS = [f"layers.{block}.{name}" for block in range(4) for name in ("wq", "w1", "w2")]
 SPIKE, BROKEN = LAYERS[2], LAYERS[7]  # a large input in step 10, NaN in gradients from step 16 on
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
 CAST = {
     "kind": "cast",
     "step": 1,
@@ -145,10 +134,10 @@ def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     lines = {
         "config.json": '{"recipe": ',
         "metrics.jsonl": json.dumps(METRICS) + '\n{"step": 2, "loss": "x"}\n{"step": 3, "lo',
-        "comm.json": "{}",
+        "comm.json": "{",
         "float8_stats.jsonl": "\n".join(
             json.dumps(row)
-            for row in (CAST, CAST | {"kind": "a"}, CAST | {"step": "1"}, {"kind": "cast"}, [])
+            for row in (CAST, CAST | {"kind": "a", "gemms": None}, {"kind": "b"}, [])
         ),
         "anomalies.jsonl": json.dumps(ANOMALY) + "\n\x00\xff\n",
     }
@@ -158,7 +147,7 @@ def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     notes = capsys.readouterr().err
     for name in lines:
         assert f"note: {name}" in notes
-    assert "float8_stats.jsonl: 4 passed over, the first of them row 2: " in notes
+    assert "float8_stats.jsonl: 3 passed over, the first of them row 2: " in notes
     assert f"{SPIKE}: underflow" in shown
     assert "2.0000" in shown
     (tmp_path / "empty").mkdir()
@@ -170,56 +159,6 @@ def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(SystemExit, match="2"):
             report.main([str(tmp_path / arguments[0]), *arguments[1:]])
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("parse", "row"),
-    [
-        (report_data.metrics_row, METRICS),
-        (report_data.comm_row, COMM),
-        (report_data.stats_row, CAST),
-        (report_data.stats_row, GEMM),
-        (report_data.anomaly_row, ANOMALY),
-    ],
-    ids=["metrics", "comm", "cast", "gemm", "anomaly"],
-)
-@given(data=st.data())
-@settings(deadline=None)
-def test_rows_of_any_types_are_read_or_refused(parse: Any, row: Any, data: Any) -> None:
-    parse(row)
-    changes = st.dictionaries(st.sampled_from(sorted(row)), JSON)
-    for changed in (data.draw(JSON), row | data.draw(changes)):
-        try:
-            parse(changed)
-        except (ValueError, KeyError, TypeError) as error:
-            assert str(error)  # noqa: PT017
-
-
-def test_columns_of_several_steps_show_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_figures, "MAX_CELLS", 4)
-    rows = [CAST | {"fqn": fqn, "step": step} for fqn in "ab" for step in range(1, 6)]
-    rows[0] |= {"amax": 8.0, "sqnr": "Infinity"}
-    rows[2] |= {"underflow": 3.0, "sqnr": 11.0}
-    rows[4] |= {"amax": "NaN", "nonfinite": 50.0, "sqnr": "NaN"}
-    del rows[5:8]
-    parsed = [report_data.stats_row(row) for row in rows]
-    layers, steps, values, bad = grid(parsed, "amax")
-    assert (layers, steps) == (["a", "b"], [3, 5])
-    assert bad.tolist() == [[False, True], [False, False]]
-    np.testing.assert_array_equal(values, [[8.0, 1.0], [math.nan, 1.0]])
-    assert grid(parsed, "underflow")[2].tolist()[0] == [3.0, 0.0]
-    assert grid(parsed, "sqnr")[2].tolist()[0] == [11.0, 30.0]
-    assert heat(parsed, "amax")[0]["z"] == [[3.0, 0.0], [None, 0.0]]
-
-
-def test_lines_keep_their_extremes() -> None:
-    values = np.sin(np.arange(10**5) / 50.0)
-    values[[777, 54321]] = [9.0, -9.0]
-    values[70000] = math.nan
-    kept = report_figures.representative(values)
-    assert len(kept) <= 3 * report_figures.MAX_PARTS
-    assert {0, 777, 54321, 70000, 10**5 - 1} <= set(kept)
-    assert kept == sorted(set(kept))
 
 
 def test_what_a_browser_draws(tmp_path: Path) -> None:
