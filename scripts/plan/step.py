@@ -58,9 +58,9 @@ class Plan:
 
     model: LlamaConfig
     axes: dict[str, int]  # sizes of the mesh's axes
-    variant: str  # "bf16", the name of a recipe, or `PEER`
     batch_size: int  # sequences per data-parallel rank
     seq_len: int
+    variant: str  # "bf16", the name of a recipe, or `PEER`
     gradients: Gradients | None = None  # None: in fp32, by FSDP2's own reduce-scatter
 
     @property
