@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist.debug import comm_audit
-from fp8_dist.debug.communication.collectives import read_collective
+from fp8_dist.debug.communication.table import CommRow
 from fp8_dist.fsdp import set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
 from scripts.common import candidates
@@ -29,7 +28,6 @@ from scripts.common.markdown import table
 from scripts.common.models import after_step, build
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check, finish, make_parser, start
-from scripts.common.saved_bytes import rewrites_ops
 
 LAYERS, SEQUENCE, BATCH = 4, 32, 2  # BATCH: sequences per data-parallel rank
 SIZES = LlamaConfig(64, LAYERS, 4, 4, 128, vocab_size=256, max_seq_len=SEQUENCE)
@@ -73,21 +71,6 @@ TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
 TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
 OF_TENSORWISE = (OURS, OURS_PRECOMPUTED, OURS_RANK, FLOAT8_GRADIENTS)
 VARIANTS = (PLAIN, *OF_TENSORWISE, FOLDED, FOLDED_RANK, DELAYED, BLOCKWISE, MXFP8, ROWWISE)
-# Under tensor parallelism, with scales of weights known: of 4 inputs (of attention, wo,
-# feed-forward, w2) and the output gradients of their 7 layers, together for each input; with
-# amax_scope="rank" of what is gathered, the inputs of the two blocks and the output gradients of wo
-# and w2; with rowwise_folded of the inputs of wo and w2 and the output gradients of the five
-# column-parallel layers, and so with blockwise, whose blocks of 128 are cut by ranks with 32 or 64
-# values of a row. Those of mxfp8 are not.
-AMAX_PER_LAYER = {
-    OURS_PRECOMPUTED: 8,
-    OURS_RANK: 4,
-    FOLDED: 7,
-    FOLDED_RANK: 0,
-    DELAYED: 0,
-    BLOCKWISE: 7,
-    MXFP8: 0,
-}
 
 
 class Row(NamedTuple):
@@ -100,30 +83,6 @@ class Row(NamedTuple):
     float8_gathered: int  # those of sizes["all_gather"] that are float8
     precompute: int  # collectives of precompute alone
     amax: int  # amax all-reduces
-
-
-class AmaxReductions(TorchDispatchMode):
-    """Counts amax all-reduces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if rewrites_ops(types):
-            return NotImplemented
-        call = read_collective(func, args, kwargs or {})
-        if call and call.op == "all_reduce" and _are_amaxes(call.tensors):
-            self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _are_amaxes(tensors: Sequence[torch.Tensor]) -> bool:
-    """The library reduces the bits of amaxes, or exponents; torchao one number."""
-    bits = all(t.dtype in (torch.int32, torch.uint8) for t in tensors)
-    return bits or sum(t.numel() for t in tensors) == 1
 
 
 def variants(mesh: str) -> list[Variant]:
@@ -158,12 +117,11 @@ def measure(name: str, variant: Variant, mesh: DeviceMesh) -> Row:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tokens = torch.randint(256, (BATCH, SEQUENCE))
     for _ in range(2):
-        step, after, amax = comm_audit(mesh), comm_audit(mesh), AmaxReductions()
+        step, after = comm_audit(mesh), comm_audit(mesh)
         with step:
-            with amax:
-                model(tokens).logsumexp(-1).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            model(tokens).logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
         with after:
             update(model)
     both = [*step.rows, *after.rows]
@@ -174,8 +132,14 @@ def measure(name: str, variant: Variant, mesh: DeviceMesh) -> Row:
         sizes={op: sum(row.bytes for row in both if row.op == op) for op in OPS},
         float8_gathered=sum(row.float8_bytes for row in step.rows if row.op == "all_gather"),
         precompute=after.count(),
-        amax=amax.count,
+        amax=sum(row.count for row in step.rows if _are_amaxes(row)),
     )
+
+
+def _are_amaxes(row: CommRow) -> bool:
+    """The library reduces the bits of amaxes, or exponents; torchao one number each time."""
+    bits = row.dtype in (torch.int32, torch.uint8)
+    return row.op == "all_reduce" and (bits or row.elements == row.count)
 
 
 def rows_table(rows: Sequence[Row]) -> str:
@@ -194,38 +158,23 @@ def rows_table(rows: Sequence[Row]) -> str:
 def checks(rows: Sequence[Row]) -> list[Check]:
     """The conditions of `--assert`, about the library's rows."""
     found = []
+    known = {(row.mesh, row.variant): row for row in rows}
 
     def add(row: Row, sentence: str, holds: bool) -> None:
         found.append(Check(f"{row.mesh}, {row.variant}: {sentence}", holds))
 
-    by_mesh = {mesh: {row.variant: row for row in rows if row.mesh == mesh} for mesh in MESHES}
-    for mesh, here in by_mesh.items():
-        plain = here.get(TORCHAO.name)
-        best = here.get(TORCHAO_PRECOMPUTED.name, plain)
-        for variant, peer in ((OURS, plain), (OURS_PRECOMPUTED, best), (OURS_RANK, best)):
-            ours = here.get(variant.name)
-            if ours is not None and peer is not None:
-                sentence = f"no more collectives or bytes of any kind than {peer.variant}"
-                add(ours, sentence, _at_most(ours, peer))
-        gathers = here[OURS.name].counts["all_gather"]
+    for (mesh, name), peer in known.items():
+        if name in (TORCHAO.name, TORCHAO_PRECOMPUTED.name):
+            ours = known[mesh, OURS.name if name == TORCHAO.name else OURS_PRECOMPUTED.name]
+            add(ours, f"no more collectives or bytes of any kind than {name}", _at_most(ours, peer))
+    for mesh in MESHES:
+        gathers = known[mesh, OURS.name].counts["all_gather"]
         for variant in (FOLDED, DELAYED, BLOCKWISE, MXFP8):
-            ours = here[variant.name]
+            ours = known[mesh, variant.name]
             same = ours.counts["all_gather"] == gathers
             add(ours, f"{gathers} all-gathers, as tensorwise", same)
-            if variant is not FOLDED:
-                add(ours, "at most one all-reduce per update of scales", ours.precompute <= 1)
-        for variant, most in {} if mesh == FSDP else AMAX_PER_LAYER.items():
-            ours = here[variant.name]
-            add(ours, f"at most {most} amax all-reduces per layer", ours.amax <= most * LAYERS)
-    of_tp = by_mesh[TP][OURS_PRECOMPUTED.name]
-    for mesh, most in ((FSDP, 1), (BOTH, 1 + of_tp.counts["all_reduce"] - of_tp.precompute)):
-        ours = by_mesh[mesh][OURS_PRECOMPUTED.name]
-        few = ours.precompute == 1 and ours.counts["all_reduce"] <= most
-        add(ours, f"at most {most} all-reduces, one of them precompute's", few)
-    for variant in (FOLDED, MXFP8):
-        ours = by_mesh[FSDP][variant.name]
-        add(ours, "no all-reduce", ours.counts["all_reduce"] == 0)
-    plain, ours = (by_mesh[FSDP][v.name] for v in (OURS_PRECOMPUTED, FLOAT8_GRADIENTS))
+    plain, ours = (known[FSDP, v.name] for v in (OURS_PRECOMPUTED, FLOAT8_GRADIENTS))
+    add(plain, "one all-reduce", plain.counts["all_reduce"] == 1)
     share = ours.sizes["all_to_all"] / plain.sizes["reduce_scatter"]
     sentence = f"gradients take {share:.3f} of bf16's bytes, at most {MOST_OF_GRADIENTS}"
     add(ours, sentence, share <= MOST_OF_GRADIENTS and not ours.counts["reduce_scatter"])

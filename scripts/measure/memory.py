@@ -1,4 +1,4 @@
-"""Measures what forward keeps for backward, beside bf16 and torchao, and what gradients take.
+"""Measures what forward keeps for backward, beside bf16 and torchao.
 
     python -m scripts.measure.memory --assert
 
@@ -6,7 +6,7 @@ Counts bytes of the storages that a forward saves for its backward, and of the f
 weights that layers keep, in the second forward, after the weights have changed. The counts depend
 on the sizes, not on the machine. `--assert` fails where a layer that saves its input in float8
 keeps more than 0.55 of what bf16 keeps, or where under FSDP2 a block keeps an unsharded weight, or
-more in a deeper model, or where the errors of gradients take more than 1.01 bytes per element.
+more in a deeper model.
 """
 
 import dataclasses
@@ -15,33 +15,23 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fp8_dist import float8_layers, invalidate_float8_scales, selective_checkpoint_policy
-from fp8_dist.fsdp import set_gradient_transport
-from fp8_dist.fsdp.gradient_transport import Transport, gradient_errors
-from fp8_dist.torch_internals import (
-    fsdp_groups_of_module,
-    fsdp_padded_sizes,
-    fsdp_parameters_of_group,
-    fsdp_reduce_scatter_group,
-    fsdp_reduction,
-)
 from scripts.common.candidates import BF16, OURS, TORCHAO, linear_of
 from scripts.common.llama import Block, LlamaConfig, rope_tables
 from scripts.common.markdown import table
 from scripts.common.models import build
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check, finish, make_parser, start
-from scripts.common.saved_bytes import OTHER, bytes_of, saved_bytes
+from scripts.common.saved_bytes import OTHER, saved_bytes
 
 NAMES = (BF16, *OURS, *TORCHAO)
 # With these sizes the number of elements tells activations, weights and their shards apart.
@@ -54,22 +44,6 @@ LIMIT = 0.55  # of the bf16 input: half of it, and room for scales
 HIGH_PRECISION_INPUT = "rowwise_with_gw_hp"  # its GEMM of grad_weight is in high precision
 WEIGHT, SHARD = "weight", "shard"
 Held = Mapping[str, int]  # bytes by kind: OTHER (activations), WEIGHT, SHARD
-# How gradients travel: a transport, and whether with error feedback.
-WAYS: dict[str, tuple[Transport | None, bool]] = {
-    "fp32": (None, False),
-    "bf16": ("bf16", False),
-    "float8": ("float8", False),
-    "float8, error feedback": ("float8", True),
-}
-MOST_KEPT = 1.01  # bytes of errors per element
-
-
-class Taken(NamedTuple):
-    """What the gradients of one block take on a rank, beside FSDP2's own buffers of fp32."""
-
-    elements: int  # unsharded, of the parameters with 2 dims or more
-    buffers: int  # bytes: the most that a reduction has allocated at one time
-    kept: int  # bytes from one step to the next
 
 
 def kept_by(
@@ -165,48 +139,6 @@ def of_depths(names: Sequence[str], depths: Sequence[int]) -> dict[str, dict[int
     return found
 
 
-def of_gradients(config: LlamaConfig) -> dict[str, Taken]:
-    """What each of `WAYS` takes; called on every rank."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
-    found = {}
-    for name, (transport, error_feedback) in WAYS.items():
-        block = build(BF16, config, mesh).layers[0]
-        set_gradient_transport(block, transport, error_feedback=error_feedback)
-        (group,) = fsdp_groups_of_module(block)
-        reduce = reduction_of(group)
-        reduce()
-        elements = sum(p.numel() for p in fsdp_parameters_of_group(group) if p.ndim > 1)
-        kept = bytes_of(gradient_errors(block).values())
-        found[name] = Taken(elements, peak_bytes(reduce), kept)
-    return found
-
-
-def reduction_of(group: Any) -> Callable[[], None]:
-    """The reduction of a parameter group's gradients, of random ones."""
-    ranks, comm = fsdp_reduce_scatter_group(group), fsdp_reduction(group)
-    sizes = fsdp_padded_sizes(group)
-    shard = torch.empty(sum(sizes))
-    gradients = torch.randn(ranks.size() * len(shard))
-
-    def reduce() -> None:
-        if comm is None:
-            dist.reduce_scatter_tensor(shard, gradients, group=ranks)
-        else:
-            comm.note(range(len(sizes)))
-            comm(shard, gradients, ranks, dist.ReduceOp.SUM)
-
-    return reduce
-
-
-def peak_bytes(function: Callable[[], object]) -> int:
-    """The most bytes of tensors on the CPU that a function has allocated at one time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    events = profiler.profiler.kineto_results.events()
-    memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
-    return max(itertools.accumulate((event.nbytes() for event in memory), initial=0))
-
-
 def layer_table(kept: Mapping[str, Held]) -> str:
     """A line per candidate."""
     lines = []
@@ -248,19 +180,6 @@ def depth_table(kept: Mapping[str, Mapping[int, Held]]) -> str:
     return table([*head, "float8 shards of each, B", "unsharded weights, B"], lines, "lr")
 
 
-def gradients_table(taken: Mapping[str, Taken]) -> str:
-    """A line per way."""
-    lines = [
-        [
-            name,
-            *(f for bytes_ in each[1:] for f in (f"{bytes_:,}", f"{bytes_ / each.elements:.3f}")),
-        ]
-        for name, each in taken.items()
-    ]
-    head = ["gradients", "buffers, B", "per element", "kept, B", "per element"]
-    return table(head, lines, "lr")
-
-
 def per_layer(by_depth: Mapping[int, Held], kind: str) -> list[float]:
     """Bytes of a kind that each layer adds from one depth to the next."""
     return [
@@ -269,12 +188,8 @@ def per_layer(by_depth: Mapping[int, Held], kind: str) -> list[float]:
     ]
 
 
-def checks(
-    layers: Mapping[str, Held],
-    depths: Mapping[str, Mapping[int, Held]],
-    gradients: Mapping[str, Taken],
-) -> list[Check]:
-    """What `--assert` asks of the library's recipes, and of what is kept of gradients."""
+def checks(layers: Mapping[str, Held], depths: Mapping[str, Mapping[int, Held]]) -> list[Check]:
+    """What `--assert` asks of the library's recipes."""
     found = []
     for name in OURS:
         share = layers[name][OTHER] / layers[BF16][OTHER]
@@ -288,10 +203,6 @@ def checks(
         weights = max(held[WEIGHT] for held in depths[name].values())
         sentence = f"{name}: {weights:,} B of unsharded weights outlive their layer, at most 0"
         found.append(Check(sentence, weights == 0))
-    for name, each in gradients.items():
-        share, most = each.kept / each.elements, MOST_KEPT if WAYS[name][1] else 0
-        sentence = f"{name}: {share:.3f} bytes per element of gradients are kept, at most {most}"
-        found.append(Check(sentence, share <= most))
     return found
 
 
@@ -302,14 +213,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = {name: of_layer(name) for name in NAMES}
     blocks = {name: {mode: of_block(name, mode) for mode in MODES} for name in NAMES}
     depths = run_on_ranks(RANKS, of_depths, NAMES, DEPTHS)[0]
-    gradients = run_on_ranks(RANKS, of_gradients, CONFIG)[0]
     tables = {
         "layer": layer_table(layers),
         "block": block_table(blocks),
         "depth": depth_table(depths),
-        "gradients": gradients_table(gradients),
     }
-    return finish(args, tables, checks(layers, depths, gradients))
+    return finish(args, tables, checks(layers, depths))
 
 
 if __name__ == "__main__":

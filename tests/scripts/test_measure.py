@@ -9,7 +9,6 @@ from ranks import RankPool, RankPools, device_mesh
 
 from fp8_dist import CastConfig, cast_to_float8
 from scripts.common.candidates import BF16, OURS, TORCHAO
-from scripts.common.gemms import GEMMS
 from scripts.common.models import build
 from scripts.common.saved_bytes import OTHER, saved_bytes
 from scripts.measure import communication, errors, gradient_sqnr, hf_plans, memory, soak
@@ -60,7 +59,7 @@ def test_accuracy_of_a_training_run() -> None:
     place = sqnr_script.Place(linears[0], 2)
     row = sqnr_script.measure(recorded[place])
     for name, by_gemm in row.items():
-        assert all(by_gemm[gemm] > 20 for gemm in GEMMS), name
+        assert all(by_gemm[gemm] > 20 for gemm in sqnr_script.GEMMS), name
     assert all(check.holds for check in sqnr_script.checks({place: row}))
     for behind in (0.11, float("nan")):
         worse = row["rowwise_folded"] | {"output": row["rowwise"]["output"] - behind}
@@ -158,21 +157,6 @@ def test_memory_of_checkpointed_blocks() -> None:
         assert plain > 1.5 * selective > 1.5 * full
 
 
-def test_sizes_tell_kinds_apart() -> None:
-    """No activation, nor embedding, has as many elements as a weight or a shard of one."""
-    config = memory.CONFIG
-    sizes = memory.weight_sizes(memory.Block(config))
-    sizes |= {size // memory.RANKS for size in sizes}
-    for batch in (memory.BATCH, memory.BATCH // memory.RANKS):
-        tokens = batch * memory.SEQUENCE
-        heads = batch * config.n_heads * memory.SEQUENCE
-        activations = {tokens, heads, heads * config.head_dim // 2}
-        activations |= {tokens * width for width in (config.dim, config.ffn_dim, config.vocab_size)}
-        assert not activations & sizes
-    embedding = config.vocab_size * config.dim
-    assert not {embedding, embedding // memory.RANKS} & sizes
-
-
 def test_memory_of_models(ranks: RankPools) -> None:
     found = ranks(2).run_same(memory.of_depths, (BF16, "tensorwise"), (1, 2, 3))
     weights = sum(p.numel() for p in memory.Block(memory.CONFIG).parameters() if p.ndim > 1)
@@ -196,27 +180,6 @@ def kept_unsharded() -> Held:
 def test_an_unsharded_weight_is_noticed(ranks: RankPools) -> None:
     weights = sum(p.numel() for p in memory.Block(memory.CONFIG).parameters() if p.ndim > 1)
     assert [held[WEIGHT] for held in ranks(2).run(kept_unsharded)] == [2 * weights] * 2
-
-
-def test_memory_of_gradients(ranks: RankPools) -> None:
-    found = ranks(2).run_same(memory.of_gradients, memory.CONFIG)
-    weights = sum(p.numel() for p in memory.Block(memory.CONFIG).parameters() if p.ndim > 1)
-    assert [each.kept / weights for each in found.values()] == [0, 0, 0, pytest.approx(1 + 1 / 128)]
-    # A message that is sent, and one that is received.
-    for way, each in found.items():
-        assert each.buffers > weights * {"fp32": 4, "bf16": 4}.get(way, 2), way
-
-
-def test_the_most_memory_at_one_time() -> None:
-    first = torch.zeros(1000)
-
-    def function() -> None:
-        torch.zeros(5000).sum()
-        torch.zeros(2000).sum()
-        first.add_(1)
-
-    # Results of one element are allocated in lines of 64 bytes.
-    assert memory.peak_bytes(function) == pytest.approx(4 * 5000, abs=128)
 
 
 # Soak
