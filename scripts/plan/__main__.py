@@ -25,10 +25,9 @@ from scripts.common.options import mesh_text, mesh_type, positive
 from scripts.common.report import finish, make_parser, start
 from scripts.plan.run import run_all
 from scripts.plan.step import PEER, Gradients, Plan, Step
-from scripts.plan.tables import collectives_table, growth_table, memory_table
+from scripts.plan.tables import collectives_table, memory_table, summary_table
 
 MOST_RANKS = 16_384
-WORLDS = (8, 64, 1024, 4096, 16_384)  # of --scale
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -41,7 +40,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--recipe", nargs="+", choices=RECIPES, default=["tensorwise"], metavar="NAME")
     add("--batch-size", type=positive, default=1, help="sequences per data-parallel rank")
     add("--seq-len", type=positive, help="tokens of each; default: the longest of the model")
-    add("--scale", action="store_true", help=f"plan the first recipe at {WORLDS} ranks too")
     ways, too = get_args(Transport), "plan each recipe also with"
     add("--gradient-transport", choices=ways, help=f"{too} FSDP2's gradients in this")
     needs = "with --gradient-transport:"
@@ -72,20 +70,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def plans_of(args: argparse.Namespace) -> list[Plan]:
-    """The recipes, bf16 and torchao on the chosen mesh; the first of them on --scale's."""
+    """The recipes, with --gradient-transport in its way too, bf16 and torchao."""
+    sizes = (args.sizes, args.mesh, args.batch_size, args.seq_len)
     others = [BF16, *([PEER] if PEER in TORCHAO else [])]
-    worlds = [(args.mesh, args.recipe)]
-    if args.scale:
-        tp = args.mesh["tp"]
-        grown = [{"dp": ranks // tp, "tp": tp} for ranks in WORLDS if ranks % tp == 0]
-        worlds += [(axes, args.recipe[:1]) for axes in grown]
-    plans = []
-    for axes, recipes in worlds:
-        sizes = (args.sizes, axes, args.batch_size, args.seq_len)
-        plans += [Plan(*sizes, variant) for variant in dict.fromkeys((*recipes, *others))]
-        if args.gradients is not None and axes is args.mesh:
-            plans += [Plan(*sizes, variant, args.gradients) for variant in recipes]
-    return [plan for i, plan in enumerate(plans) if plan not in plans[:i]]
+    plans = [Plan(*sizes, variant) for variant in dict.fromkeys((*args.recipe, *others))]
+    if args.gradients is not None:
+        plans += [Plan(*sizes, variant, args.gradients) for variant in args.recipe]
+    return plans
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,19 +88,16 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(reason, str):
             print(reason, file=sys.stderr)
     runs = [(plan, step) for plan, step in found if isinstance(step, Step)]
-    here = [(plan, step) for plan, step in runs if plan.axes == args.mesh]
-    first, step = here[0]
+    first, step = runs[0]
     mesh = " x ".join(f"{name} {size:,}" for name, size in args.mesh.items())
     blocks = {
         "model": f"{args.model}: {step.parameters:,} parameters, {step.weights} converted weights, "
         f"{first.model.n_layers} blocks; {first.ranks:,} ranks ({mesh}); {args.batch_size} x "
         f"{args.seq_len:,} tokens on each data-parallel rank.",
-        "collectives": collectives_table(here),
-        "memory": memory_table(here),
+        "summary": summary_table(runs),
+        "collectives": collectives_table(runs),
+        "memory": memory_table(runs),
     }
-    if args.scale:
-        runs.sort(key=lambda run: run[0].ranks)
-        blocks["growth"] = growth_table(runs)
     return finish(args, blocks)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from scripts.common.markdown import table
-from scripts.common.options import mesh_text
 from scripts.plan.step import PHASES, Collectives, Plan, Step
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -33,8 +32,8 @@ def memory_table(runs: Runs) -> str:
     return table(["bytes on rank 0", *_variants(runs)], lines, "lr")
 
 
-def growth_table(runs: Runs) -> str:
-    """Counts and bytes; a line per world and variant."""
+def summary_table(runs: Runs) -> str:
+    """Counts and bytes; a line per variant."""
     lines = []
     for plan, step in runs:
         rows = step.collectives
@@ -42,8 +41,6 @@ def growth_table(runs: Runs) -> str:
         first = [r for r in rows if r.phase == "precompute"]
         lines.append(
             [
-                f"{plan.ranks:,}",
-                mesh_text(plan.axes),
                 plan.name,
                 *(f"{sum(r.count for r in rows if r.op == op):,}" for op in OPS),
                 f"{sum(r.count for r in first):,}",
@@ -52,8 +49,8 @@ def growth_table(runs: Runs) -> str:
                 f"{sum(r.bytes for r in first):,}",
             ]
         )
-    head = ["ranks", "mesh", "variant", *OPS, "of them precompute", "float8 GB", "all GB"]
-    return table([*head, "precompute bytes"], lines, "lllr")
+    head = ["variant", *OPS, "of them precompute", "float8 GB", "all GB"]
+    return table([*head, "precompute bytes"], lines, "lr")
 
 
 def _variants(runs: Runs) -> list[str]:

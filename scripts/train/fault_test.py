@@ -6,16 +6,13 @@ Every run trains the debug Llama with `--checkpoint-every` and `--resume auto`, 
 of torchrun, and has one fault: a rank is killed in a gather, in the update of scales, in backward
 or while it writes a checkpoint; the disk is full; a checkpoint is damaged; SIGTERM or SIGUSR1
 arrives; a rank is late, or hangs. A run has survived if it ends well after restarts, with the
-losses and gradient norms of a run without faults, bit for bit. Steps are lost if they were made
-again. A complete checkpoint is lost if a restart did not take it. A run hangs if it takes longer
-than --limit.
+losses and gradient norms of a run without faults, bit for bit, within --limit, and if each restart
+has taken the newest complete checkpoint.
 
-The exit status is 1 if a run did not survive, lost a checkpoint, or hung. The folders of such runs
-stay in --out.
+The exit status is 1 if a run did not survive. The folders of such runs stay in --out.
 """
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -23,6 +20,7 @@ import random
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -84,16 +82,6 @@ def launch(
         sys.exit(1)
 
 
-@dataclasses.dataclass
-class Outcome:
-    """What became of a run. `problem` is "" if it survived."""
-
-    problem: str = ""
-    steps_lost: int = 0
-    checkpoints_lost: int = 0
-    hung: bool = False
-
-
 class Run:
     """One run in a folder of its own; several programs may work on it, one after the other."""
 
@@ -105,7 +93,6 @@ class Run:
         self.folder.mkdir(parents=True)
         self.record = self.folder / "fault"
         self.output = ""
-        self.hung = False
 
     def train(self, fault: Fault | None = None, *options: str, restarts: int = 2) -> str:
         """Runs the ranks, as torchrun does; returns what is wrong with the exit status, or ""."""
@@ -122,9 +109,9 @@ class Run:
         launcher.start()
         launcher.join(self.args.limit)
         if launcher.is_alive():
-            self.hung = True
             launcher.terminate()  # it ends its ranks
             launcher.join()
+            return f"hung for {self.args.limit:g} s"
         self.output = log.read_text()
         return f"exit status {launcher.exitcode}" if launcher.exitcode else ""
 
@@ -133,53 +120,45 @@ class Run:
         lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
         return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
-    def resumes(self) -> list[tuple[int, int]]:
-        """The step of each checkpoint that was continued from, and of the newest one before it."""
-        found, newest = [], 0
+    def lost(self) -> str:
+        """Names a complete checkpoint that a restart did not take, if there is one."""
+        newest = 0
         pattern = r"checkpoint: (?:\S*step-(\d+) complete|continues from .*, after step (\d+))"
         for complete, resumed in re.findall(pattern, self.output):
             if complete:
                 newest = int(complete)
-            else:
-                found.append((int(resumed), newest))
-        return found
+            elif int(resumed) < newest:
+                return f"the checkpoint of step {newest} was lost"
+        return ""
 
-    def outcome(self, expected: Metrics, fault: Fault, *problems: str) -> Outcome:
-        """Judges a run that has ended."""
+    def problem(self, expected: Metrics, *problems: str) -> str:
+        """Judges a run that has ended: "" if it survived, and then its folder goes."""
         found = [problem for problem in problems if problem]
         if not self.record.exists():
             found.append("the fault did not happen")
         if self.metrics() != expected:
             found.append("its metrics are not those of the run without faults")
-        resumes = self.resumes()
-        lost = sum(newest > step for step, newest in resumes)
-        steps_lost = 0
-        if resumes and self.record.exists() and fault.signal:
-            # The step in which a rank was killed was not made yet.
-            made = int(self.record.read_text()) - (fault.signal == "SIGKILL")
-            steps_lost = max(made - resumes[0][0], 0)
-        outcome = Outcome("; ".join(found), steps_lost, lost, self.hung)
-        if not (found or lost or self.hung):
+        if not found:
             shutil.rmtree(self.folder)
-        return outcome
+        return "; ".join(found)
 
 
-def survived(run: Run, expected: Metrics, fault: Fault, says: str) -> Outcome:
+def survived(run: Run, expected: Metrics, fault: Fault, says: str) -> str:
     """One program has to end well, after restarts, and to print a line about the fault.
 
     says: a regular expression.
     """
     problem = run.train(fault)
     said = re.search(says, run.output) is not None
-    return run.outcome(expected, fault, problem, "" if said else f"not said: {says}")
+    return run.problem(expected, problem, "" if said else f"not said: {says}", run.lost())
 
 
-def stopped(run: Run, expected: Metrics, fault: Fault) -> Outcome:
+def stopped(run: Run, expected: Metrics, fault: Fault) -> str:
     """One rank gets a signal; all end with status 0, and a second program continues."""
-    return run.outcome(expected, fault, run.train(fault, restarts=0), run.train())
+    return run.problem(expected, run.train(fault, restarts=0), run.train(), run.lost())
 
 
-def damaged(run: Run, expected: Metrics, fault: Fault, damage: str) -> Outcome:
+def damaged(run: Run, expected: Metrics, fault: Fault, damage: str) -> str:
     """The newest checkpoint is damaged while no run uses it: the one before it is taken."""
     problems = [run.train(fault, restarts=0)]
     (_, newest), (before, _), *_ = checkpoints_in(run.folder / CHECKPOINTS).items()
@@ -190,10 +169,9 @@ def damaged(run: Run, expected: Metrics, fault: Fault, damage: str) -> Outcome:
     problems.append(run.train())
     if f"passed over: {newest}" not in run.output:
         problems.append("no line names it")
-    if [step for step, _ in run.resumes()] != [before]:
-        problems.append(f"continued from {run.resumes()} instead of {before}")
-    # It was not lost by the run.
-    return dataclasses.replace(run.outcome(expected, fault, *problems), checkpoints_lost=0)
+    if not re.search(f"continues from .*, after step {before}$", run.output, re.MULTILINE):
+        problems.append(f"did not continue from step {before}")
+    return run.problem(expected, *problems)
 
 
 def do_damage(checkpoint: Path, damage: str) -> None:
@@ -211,7 +189,7 @@ def do_damage(checkpoint: Path, damage: str) -> None:
         (checkpoint / MANIFEST).unlink()
 
 
-Case = tuple[str, Callable[[Run, Metrics], Outcome]]
+Case = tuple[str, Callable[[Run, Metrics], str]]
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -219,7 +197,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
     choose = random.Random(args.seed)
     found: list[Case] = []
 
-    def add(name: str, judge: Callable[..., Outcome], *more: str, **values: object) -> None:
+    def add(name: str, judge: Callable[..., str], *more: str, **values: object) -> None:
         some = {"rank": choose.randrange(args.ranks), "step": choose.randrange(2, STEPS - 2)}
         fault = Fault(**{**some, **values})
         found.append((name, lambda run, expected: judge(run, expected, fault, *more)))
@@ -266,28 +244,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def outcomes_table(outcomes: dict[str, list[Outcome]]) -> str:
-    """A line per fault."""
-    rows = []
-    for name, found in outcomes.items():
-        lost = [outcome.steps_lost for outcome in found]
-        sums = [
-            len(found),
-            sum(not outcome.problem for outcome in found),
-            f"{sum(lost) / len(lost):.1f} (at most {max(lost)})",
-            sum(outcome.checkpoints_lost for outcome in found),
-            sum(outcome.hung for outcome in found),
-        ]
-        rows.append([name, *map(str, sums)])
-    head = ["fault", "runs", "survived", "steps lost", "checkpoints lost", "hangs"]
-    return table(head, rows, "lr")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
     expected: dict[str, Metrics] = {}
-    outcomes: dict[str, list[Outcome]] = {}
+    runs: Counter[str] = Counter()
+    survived: Counter[str] = Counter()
     for number, (name, judge) in enumerate(tqdm(cases(args), unit="run")):
         recipe = args.recipes[number % len(args.recipes)]
         if recipe not in expected:
@@ -296,20 +258,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.exit(f"the run without faults failed:\n{reference.output}")
             expected[recipe] = reference.metrics()
         run = Run(args, f"{number:02}", recipe)
-        outcome = judge(run, expected[recipe])
-        outcomes.setdefault(name, []).append(outcome)
-        if outcome.problem or outcome.checkpoints_lost or outcome.hung:
-            tqdm.write(f"{name}, {recipe}, {run.folder}: {outcome}")
-    everything = [outcome for found in outcomes.values() for outcome in found]
-    hangs = sum(outcome.hung for outcome in everything)
-    lost = sum(outcome.checkpoints_lost for outcome in everything)
-    good = sum(not outcome.problem for outcome in everything)
-    checks = [
-        Check(f"{good} of {len(everything)} runs survived", good == len(everything)),
-        Check(f"{hangs} runs hung", hangs == 0),
-        Check(f"{lost} complete checkpoints were lost", lost == 0),
-    ]
-    return finish(args, {"faults": outcomes_table(outcomes)}, checks)
+        problem = judge(run, expected[recipe])
+        runs[name] += 1
+        survived[name] += not problem
+        if problem:
+            tqdm.write(f"{name}, {recipe}, {run.folder}: {problem}")
+    lines = [[name, str(count), str(survived[name])] for name, count in runs.items()]
+    good, every = survived.total(), runs.total()
+    check = Check(f"{good} of {every} runs survived", good == every)
+    return finish(args, {"faults": table(["fault", "runs", "survived"], lines, "lr")}, [check])
 
 
 if __name__ == "__main__":

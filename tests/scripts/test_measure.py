@@ -11,7 +11,7 @@ from fp8_dist import CastConfig, cast_to_float8
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.models import build
 from scripts.common.saved_bytes import OTHER, saved_bytes
-from scripts.measure import communication, errors, gradient_sqnr, hf_plans, memory, soak
+from scripts.measure import communication, errors, hf_plans, memory, soak
 from scripts.measure import sqnr as sqnr_script
 from scripts.measure.communication import FOLDED, FSDP, MESHES, OURS_PRECOMPUTED, TP, Row
 from scripts.measure.memory import SHARD, WEIGHT, Held
@@ -75,17 +75,6 @@ def test_one_copy_loses_where_the_documents_say_so() -> None:
     assert all(row[recipe][rows] < 15 for recipe in sqnr_script.ONE_COPY)
     zeros = sqnr_script.measure(cases["10 % of weight rows zero"])
     assert all(zeros[recipe][rows] > 25 for recipe in sqnr_script.ONE_COPY)
-
-
-def test_gradients_on_the_wire(ranks: RankPools) -> None:
-    for world_size in (2, 4):
-        found = ranks(world_size).run_same(gradient_sqnr.on_ranks)
-        assert all(check.holds for check in gradient_sqnr.checks({world_size: found}))
-        assert found["float8, stochastic rounding"][1] < found["float8"][1] < found["bf16"][1]
-        assert found["float8, error feedback"][1] < found["float8"][1]
-        for low in (29.9, float("nan")):
-            checks = gradient_sqnr.checks({2: found | {"float8": (low, 40.0)}})
-            assert not all(check.holds for check in checks)
 
 
 # Memory
