@@ -68,7 +68,7 @@ class Work:
 
 
 class Result(NamedTuple):
-    """What was measured of a candidate: the median seconds, and the peak bytes of a GPU."""
+    """Measurement of a candidate: the median seconds, and the peak bytes of a GPU."""
 
     name: str
     compiled: bool
@@ -126,7 +126,7 @@ def step_work(sizes: LlamaConfig, tokens: int, device: str, variant: Variant) ->
 
 
 def linear_flops(model: nn.Module, tokens: int) -> float:
-    """Of forward and backward."""
+    """Operations of a model's linear layers, in forward and backward."""
     layers = (part for part in model.modules() if isinstance(part, nn.Linear))
     return sum(6.0 * tokens * layer.in_features * layer.out_features for layer in layers)
 

@@ -1,4 +1,4 @@
-"""What a GPU would launch and move: kernels and bytes of a layer's step, without a GPU.
+"""Kernels that a GPU would launch and bytes that it would move, without a GPU.
 
     python -m scripts.bench.gpu_counts
 

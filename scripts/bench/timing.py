@@ -26,7 +26,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 @dataclass(frozen=True)
 class Timed:
-    """What is timed, and what is done before each run outside of the clock."""
+    """A timed function, and what is done before each run outside of the clock."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None

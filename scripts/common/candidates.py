@@ -1,4 +1,4 @@
-"""What scripts compare: bf16, the library's recipes and torchao's, by name.
+"""Candidates that scripts compare: bf16, the library's recipes and torchao's, by name.
 
 A *candidate* is named "bf16" (nn.Linear), a recipe of the library, or "torchao RECIPE".
 """

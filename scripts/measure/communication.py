@@ -43,7 +43,7 @@ MESHES = {FSDP: (2, 1), TP: (1, 2), BOTH: (2, 2)}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
-    """What multiplies and communicates: a candidate (scripts/common/candidates.py) in some way."""
+    """A candidate (scripts/common/candidates.py), and how it communicates."""
 
     name: str
     candidate: str
@@ -74,7 +74,7 @@ VARIANTS = (PLAIN, *OF_TENSORWISE, FOLDED, FOLDED_RANK, DELAYED, BLOCKWISE, MXFP
 
 
 class Row(NamedTuple):
-    """What one rank counts in one step; all ranks count alike."""
+    """Counts of one rank in one step; all ranks count alike."""
 
     mesh: str
     variant: str

@@ -52,7 +52,7 @@ def kept_by(
     kinds: Mapping[int, str],
     checkpoints: Sequence[Any] = (),
 ) -> Held:
-    """What the second forward keeps for its backward, its input included where it is needed.
+    """Bytes that the second forward keeps for its backward, its input included where it is needed.
 
     Args:
         forward: makes an input, and returns an output.
@@ -126,7 +126,7 @@ def of_block(name: str, mode: str) -> Held:
 
 
 def of_depths(names: Sequence[str], depths: Sequence[int]) -> dict[str, dict[int, Held]]:
-    """What a rank keeps of each candidate's model at each depth; called on every rank."""
+    """Bytes that a rank keeps of each candidate's model at each depth; called on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
     ranks = mesh["dp"].size()
     tokens = torch.randint(CONFIG.vocab_size, (BATCH // ranks, SEQUENCE))
@@ -189,7 +189,7 @@ def per_layer(by_depth: Mapping[int, Held], kind: str) -> list[float]:
 
 
 def checks(layers: Mapping[str, Held], depths: Mapping[str, Mapping[int, Held]]) -> list[Check]:
-    """What `--assert` asks of the library's recipes."""
+    """The conditions of `--assert` on the library's recipes."""
     found = []
     for name in OURS:
         share = layers[name][OTHER] / layers[BF16][OTHER]

@@ -48,7 +48,7 @@ PARTS = {
 
 
 class Operands(NamedTuple):
-    """What the three GEMMs of a linear layer multiply, fp32: [M, K], [N, K] and [M, N]."""
+    """Operands of the three GEMMs of a linear layer, fp32: [M, K], [N, K] and [M, N]."""
 
     input: Tensor
     weight: Tensor
@@ -56,7 +56,7 @@ class Operands(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where operands were recorded: the linear layer's name, and the step, counted from 1."""
+    """Origin of recorded operands: the linear layer's name, and the step, counted from 1."""
 
     linear: str
     step: int

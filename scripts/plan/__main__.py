@@ -1,4 +1,4 @@
-"""What a training step communicates and holds in memory on thousands of ranks, before it is run.
+"""Communication and memory of a training step on thousands of ranks, before it is run.
 
     python -m scripts.plan --model 405b --mesh dp=2048,tp=8 --recipe tensorwise
 

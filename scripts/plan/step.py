@@ -37,7 +37,7 @@ NODE, LOCAL = "node", "local"  # axes of a hierarchy: nodes, and data-parallel r
 
 @dataclass(frozen=True)
 class Gradients:
-    """How the gradients of FSDP2 travel (`set_gradient_transport`), and the sums of TP."""
+    """Transport of FSDP2's gradients (`set_gradient_transport`), and of TP's sums."""
 
     transport: Transport
     nodes: int = 1  # over which the exchange is hierarchical; 1: it is not
@@ -91,7 +91,7 @@ class Collectives(NamedTuple):
 
 @dataclass
 class Step:
-    """What one rank sees of a step."""
+    """A step as one rank sees it."""
 
     collectives: list[Collectives] = field(default_factory=list)  # in the order of the phases
     memory: dict[str, int] = field(default_factory=dict)  # bytes by kind

@@ -41,7 +41,7 @@ Losses = Mapping[str, list[list[float]]]
 
 
 class Limit(NamedTuple):
-    """How far a variant's loss may be from another's: in %, or two standard errors if more."""
+    """Largest distance of a variant's loss to another's: in %, or two standard errors if more."""
 
     variant: str
     reference: str

@@ -58,7 +58,7 @@ Metrics = list[tuple[float, ...]]  # step, loss and gradient norm
 def launch(
     ranks: int, restarts: int, log: Path, options: list[str], fault: Fault, record: Path
 ) -> None:
-    """What torchrun does, in a process of its own whose output goes to a file."""
+    """Do as torchrun does, in a process of its own whose output goes to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -193,7 +193,7 @@ Case = tuple[str, Callable[[Run, Metrics], str]]
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """What is run, in order: the name of the fault, and the function that runs and judges it."""
+    """The runs in order: the name of the fault, and the function that runs and judges it."""
     choose = random.Random(args.seed)
     found: list[Case] = []
 

@@ -62,7 +62,7 @@ def render(run: Run) -> str:
 
 
 def sha256(script: str) -> str:
-    """What a Content-Security-Policy calls a script."""
+    """The name of a script in a Content-Security-Policy."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode('ascii')}"
 
@@ -74,7 +74,7 @@ def plain(value: Any) -> str:
 
 
 def tiles(run: Run) -> list[tuple[str, str]]:
-    """What is read first: (value, what it is)."""
+    """Figures that are read first: (value, what it is)."""
     rows, shown = run.metrics, []
     if rows:
         shown.append((f"{rows[-1]['step']:,}", f"of {plain(run.config.get('steps', '?'))} steps"))

@@ -25,7 +25,7 @@ class NoRun(Exception):
 
 @dataclasses.dataclass
 class Run:
-    """What a folder holds, as far as it could be read; rows are None where there is no file.
+    """Contents of a folder, as far as they could be read; rows are None where there is no file.
 
     Attributes:
         name: of the folder.
@@ -57,7 +57,7 @@ def read_run(folder: Path) -> Run:
     run = Run(folder.resolve().name)
 
     def rows(name: str, parse: Callable[[Row], Row]) -> list[Row] | None:
-        """Those of a file, which has one per line or is a list of them."""
+        """The rows of a file, which has one per line or is a list of them."""
         path = folder / name
         if not path.is_file():
             return None

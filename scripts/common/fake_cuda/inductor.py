@@ -1,4 +1,4 @@
-"""What Inductor's code would launch: its wrapper runs on the fake CUDA device, its kernels don't.
+"""Launches of Inductor's code: its wrapper runs on the fake CUDA device, its kernels don't.
 
 Inductor generates the code that it would generate for the device. Of that code the Python wrapper
 runs, which allocates buffers and calls kernels, GEMMs and custom operators in their order.
