@@ -2,12 +2,10 @@
 
     python -m scripts.train.report runs/tensorwise
 
-The page needs no network and no other file. It shows what the folder holds, also of a run that is
-still going on or that ended early, and says which option makes the rest.
+The page needs no network, no script and no other file. It shows what the folder holds, also of a
+run that is still going on or that ended early, and says which option makes the rest.
 """
 
-import base64
-import hashlib
 import math
 import os
 import sys
@@ -16,27 +14,19 @@ from statistics import fmean, median
 from typing import Any
 
 import jinja2
-from plotly.offline import get_plotlyjs
 
 from scripts.common.options import command_parser
 from scripts.train.report_data import NoRun, Row, Run, read_run
-from scripts.train.report_figures import HEATS, LINES, figures
+from scripts.train.report_figures import charts, heat_maps
 
 HERE = Path(__file__).parent
 MAX_ANOMALIES = 200  # rows of their table
 LAST_STEPS = 20
 HIDDEN = {"float8_layers"}  # of config.json: too long
-DRAW = """
-const figures = JSON.parse(document.getElementById("data").textContent);
-for (const [place, { data, layout }] of Object.entries(figures)) {
-  Plotly.newPlot(place, data, layout, { responsive: true, displaylogo: false });
-}
-"""
 
 
 def render(run: Run) -> str:
     """The page of a run."""
-    scripts = [get_plotlyjs(), DRAW]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -44,27 +34,16 @@ def render(run: Run) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    drawn = figures(run)
     return environment.get_template("report.html").render(
         run=run,
         config=[(key, plain(value)) for key, value in run.config.items() if key not in HIDDEN],
         tiles=tiles(run),
         alerts=alerts(run),
         anomalies=(run.anomalies or [])[:MAX_ANOMALIES],
-        lines=[place for place in LINES if place in drawn],
-        heats=[place for place in HEATS if place in drawn],
+        charts=charts(run),
+        heat_maps=heat_maps(run),
         collectives=collectives(run.comm or []),
-        data=drawn,
-        scripts=scripts,
-        # No other script can run, whatever the files of the run hold.
-        policy=" ".join(f"'{sha256(script)}'" for script in scripts),
     )
-
-
-def sha256(script: str) -> str:
-    """The name of a script in a Content-Security-Policy."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode('ascii')}"
 
 
 def plain(value: Any) -> str:

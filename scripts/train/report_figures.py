@@ -1,18 +1,24 @@
-"""The figures of a report, as Plotly takes them."""
+"""The pictures of a report: metrics over steps, and heat maps of layers x steps."""
 
+import base64
+import io
 import math
-import re
-from typing import Any
+from collections.abc import Sequence
 
+import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
 
-from scripts.train.report_data import MEASURES, Row, Run
+from scripts.train.report_data import Row, Run
 
-Array = npt.NDArray[Any]
-Figure = dict[str, Any]
+Array = npt.NDArray[np.float64]
 
 BAD, EMPTY = "#d1247f", "#e9ecf0"
+MAX_TICKS = 12
+# Names are text as they are, "$" included.
+PLAIN_TEXT = {"svg.fonttype": "none", "text.parse_math": False}
 # Of each metric: its title, what it is multiplied by, and the scale of its axis.
 LINES = {
     "loss": ("loss, nats per byte", 1.0, "linear"),
@@ -22,98 +28,71 @@ LINES = {
     "grad_norm": ("norm of the gradients, before clipping", 1.0, "log"),
 }
 HEATS = {
-    "amax": ("log2 of the amax: the largest absolute value", "amax 2^%{z:.1f}"),
-    "underflow": ("% of non-zero elements that became zero in float8", "%{z:.3~g} % underflow"),
-    "saturation": ("% of elements that were clamped to the largest", "%{z:.3~g} % saturated"),
-    "sqnr": ("SQNR in dB: signal to quantization noise", "SQNR %{z:.2f} dB"),
+    "amax": "log2 of the amax: the largest absolute value",
+    "underflow": "% of non-zero elements that became zero in float8",
+    "saturation": "% of elements that were clamped to the largest",
+    "sqnr": "SQNR in dB: signal to quantization noise",
 }
 
 
-def figures(run: Run) -> dict[str, Figure]:
-    """Every figure that the run has data for, by the id of its place."""
-    drawn = {metric: line_figure(run, metric) for metric in LINES}
-    drawn |= {measure: heat_figure(run.stats or [], measure) for measure in MEASURES}
-    return {place: figure for place, figure in drawn.items() if figure["data"]}
+def charts(run: Run) -> list[str]:
+    """A picture of each metric that the run has."""
+    metrics = [metric for metric in LINES if any(metric in row for row in run.metrics)]
+    with mpl.rc_context(PLAIN_TEXT):
+        return [line_chart(run, metric) for metric in metrics]
 
 
-def line_figure(run: Run, metric: str) -> Figure:
+def heat_maps(run: Run) -> dict[str, list[str]]:
+    """Pictures of each measure, by what was measured, such as an operand."""
+    by_label: dict[str, list[Row]] = {}
+    for row in run.stats or []:
+        by_label.setdefault(row["label"], []).append(row)
+    with mpl.rc_context(PLAIN_TEXT):
+        return {
+            label: [heat_map(rows, measure) for measure in HEATS if measure in rows[0]]
+            for label, rows in by_label.items()
+        }
+
+
+def line_chart(run: Run, metric: str) -> str:
     """A metric over steps, with a gap where it is not finite; anomalies are dotted lines."""
     title, factor, scale = LINES[metric]
     rows = [row for row in run.metrics if metric in row]
-    xs = [row["step"] for row in rows]
-    ys = [factor * row[metric] if math.isfinite(row[metric]) else None for row in rows]
-    steps = sorted({row["step"] for row in run.anomalies or []})[:20]
-    marks = {"type": "line", "yref": "paper", "y0": 0, "y1": 1}
-    dotted = {"color": BAD, "width": 1, "dash": "dot"}
-    axes = {"xaxis": {"title": "step"}, "yaxis": {"type": scale}}
-    shapes = [{**marks, "x0": step, "x1": step, "line": dotted} for step in steps]
-    mode = "lines" if len(xs) > 30 else "lines+markers"
-    data = [{"type": "scatter", "mode": mode, "x": xs, "y": ys}] if xs else []
-    return {"data": data, "layout": _layout(title, 260, shapes=shapes, **axes)}
+    values = [factor * row[metric] if math.isfinite(row[metric]) else math.nan for row in rows]
+    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([row["step"] for row in rows], values, marker="." if len(rows) <= 30 else "")
+    for step in sorted({row["step"] for row in run.anomalies or []})[:20]:
+        axes.axvline(step, color=BAD, linewidth=1, linestyle=":")
+    axes.set(title=title, xlabel="step", yscale=scale)
+    return picture(figure)
 
 
-def heat_figure(stats: list[Row], measure: str) -> Figure:
-    """Layers x steps of a measure; a menu chooses among what was measured, such as operands."""
-    by_label: dict[str, list[Row]] = {}
-    for row in stats:
-        if measure in row:
-            by_label.setdefault(row["label"], []).append(row)
-    traces = [(label, trace) for label, rows in by_label.items() for trace in heat(rows, measure)]
-    buttons = [
-        {
-            "label": escaped(label),
-            "method": "restyle",
-            "args": [{"visible": [label == of for of, _ in traces]}],
-        }
-        for label in by_label
-    ]
-    for label, trace in traces:
-        trace["visible"] = label == traces[0][0]
-    menu = {"buttons": buttons, "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"}
-    layers = max((len({row["fqn"] for row in rows}) for rows in by_label.values()), default=0)
-    title, _ = HEATS[measure]
-    layout = _layout(
-        title,
-        min(max(120 + 15 * layers, 220), 900),
-        updatemenus=[menu] if buttons else [],
-        plot_bgcolor=EMPTY,
-        xaxis={"title": "step", "showgrid": False},
-        yaxis={"type": "category", "autorange": "reversed", "showgrid": False, "automargin": True},
-    )
-    return {"data": [trace for _, trace in traces], "layout": layout}
-
-
-def heat(rows: list[Row], measure: str) -> list[Figure]:
-    """The map of one kind of rows, and the cells in it that are not finite."""
+def heat_map(rows: Sequence[Row], measure: str) -> str:
+    """Layers x steps of a measure of one kind of rows, and the cells that are not finite."""
     layers, steps, values, bad = grid(rows, measure)
     if measure == "amax":
         values = np.log2(np.where(values > 0, values, np.nan))
     finite = values[np.isfinite(values)]
     low, high = np.percentile(finite, [1, 99]) if finite.size else (0.0, 1.0)
-    shared = {"type": "heatmap", "x": steps, "y": [escaped(layer) for layer in layers]}
-    where = "<b>%{y}</b><br>step %{x}<br>"
-    shown = {
-        **shared,
-        "z": listed(np.clip(values, -1e30, 1e30)),  # an exact result has an infinite SQNR
-        "zmin": float(low),
-        "zmax": float(max(high, low + 1)),
-        "colorscale": "Cividis",
-        "reversescale": measure == "sqnr",
-        "hovertemplate": f"{where}{HEATS[measure][1]}<extra></extra>",
-    }
-    if not bad.any():
-        return [shown]
-    marks = {
-        **shared,
-        "z": listed(np.where(bad, 1.0, np.nan)),
-        "colorscale": [[0, BAD], [1, BAD]],
-        "showscale": False,
-        "hovertemplate": f"{where}has values that are not finite<extra></extra>",
-    }
-    return [shown, marks]
+    figure = Figure(figsize=(13, 1.4 + 0.16 * len(layers)), layout="constrained")
+    axes = figure.subplots()
+    axes.set_facecolor(EMPTY)
+    colors = "cividis_r" if measure == "sqnr" else "cividis"
+    limits = {"vmin": low, "vmax": max(high, low + 1)}
+    # (An exact result has an infinite SQNR.)
+    shown = np.ma.masked_invalid(np.where(np.isinf(values), np.sign(values) * 1e30, values))
+    options = {"aspect": "auto", "interpolation": "nearest"}
+    figure.colorbar(axes.imshow(shown, cmap=colors, **limits, **options))
+    axes.imshow(np.where(bad, 1.0, np.nan), cmap=ListedColormap([BAD]), **options)
+    ticks = range(0, len(steps), -(-len(steps) // MAX_TICKS))
+    axes.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
+    axes.set_yticks(range(len(layers)), layers, fontsize=7)
+    axes.set(title=HEATS[measure], xlabel="step")
+    return picture(figure)
 
 
-def grid(rows: list[Row], measure: str) -> tuple[list[str], list[int], Array, Array]:
+def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array, npt.NDArray]:
     """Layers, steps, and of each cell the value and whether it is bad; NaN without a row.
 
     Of several rows of a cell the worst value counts: the largest, or the smallest SQNR.
@@ -131,16 +110,8 @@ def grid(rows: list[Row], measure: str) -> tuple[list[str], list[int], Array, Ar
     return layers, steps, values, bad
 
 
-def listed(values: Array) -> list[list[float | None]]:
-    """As JSON can hold it, in few digits."""
-    return [[None if math.isnan(v) else float(f"{v:.4g}") for v in line] for line in values]
-
-
-def escaped(name: str) -> str:
-    """Plotly reads some HTML in its texts."""
-    return re.sub(r"[&<>\"']", lambda letter: f"&#{ord(letter[0])};", name)
-
-
-def _layout(title: str, height: int, **more: Any) -> Figure:
-    margin = {"l": 60, "r": 20, "t": 60, "b": 40}
-    return {"title": {"text": title, "x": 0}, "height": height, "margin": margin, **more}
+def picture(figure: Figure) -> str:
+    """An SVG as a data URI: a browser shows it, and runs nothing that its texts may hold."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg")
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue().encode()).decode()}"
