@@ -17,8 +17,6 @@ Array = npt.NDArray[np.float64]
 
 BAD, EMPTY = "#d1247f", "#e9ecf0"
 MAX_TICKS = 12
-# Names are text as they are, "$" included.
-PLAIN_TEXT = {"svg.fonttype": "none", "text.parse_math": False}
 # Of each metric: its title, what it is multiplied by, and the scale of its axis.
 LINES = {
     "loss": ("loss, nats per byte", 1.0, "linear"),
@@ -38,7 +36,7 @@ HEATS = {
 def charts(run: Run) -> list[str]:
     """A picture of each metric that the run has."""
     metrics = [metric for metric in LINES if any(metric in row for row in run.metrics)]
-    with mpl.rc_context(PLAIN_TEXT):
+    with mpl.rc_context({"svg.fonttype": "none"}):
         return [line_chart(run, metric) for metric in metrics]
 
 
@@ -47,7 +45,8 @@ def heat_maps(run: Run) -> dict[str, list[str]]:
     by_label: dict[str, list[Row]] = {}
     for row in run.stats or []:
         by_label.setdefault(row["label"], []).append(row)
-    with mpl.rc_context(PLAIN_TEXT):
+    # Names of layers are text as it is, "$" included.
+    with mpl.rc_context({"svg.fonttype": "none", "text.parse_math": False}):
         return {
             label: [heat_map(rows, measure) for measure in HEATS if measure in rows[0]]
             for label, rows in by_label.items()
