@@ -21,7 +21,7 @@ of their row or column), which the sum they go into can't notice.
 
 Why not fold s before the first cast, and take g2 from ``g1 / s``? One cast less; but where a row of
 the weight is small beside others, its column of g1 underflows though grad_weight needs it: rows of
-zeros would never get a gradient. (``scripts/measure/sqnr.py`` compares the two.)
+zeros would never get a gradient.
 
 r1 is taken from ``g * s`` in high precision, together with r0. Where N is sharded, one all-reduce
 serves both. Where rows travel, none is needed: r1 travels with them, 4 bytes a row.

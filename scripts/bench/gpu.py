@@ -1,4 +1,4 @@
-"""Times layers of Llama 8B and 70B, a block, and a training step on this machine's GPUs.
+"""Times layers of Llama 8B and 70B, and a training step on this machine's GPUs.
 
     python -m scripts.bench.gpu
 
@@ -7,8 +7,8 @@ and torchao's (if it is installed), eager and compiled.
 
 - Layers: forward and backward of each linear layer's shape with 8192 rows; the weight has changed.
   (Compiled: one shape of each model, as every shape is compiled anew.)
-- Block: forward and backward of one block of Llama 8B, one sequence of 8192 tokens.
-- Step: two such blocks with embedding and head, under FSDP2 on all GPUs; AdamW (fused).
+- Step: two blocks of Llama 8B with embedding and head, one sequence of 8192 tokens on each rank,
+  under FSDP2 on all GPUs; AdamW (fused).
 
 TFLOP/s count the operations of the linear layers alone, three GEMMs each. Peak memory is that of
 a candidate's turn, its parameters included. What does not fit into --budget-minutes is left
@@ -20,11 +20,10 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,9 +35,9 @@ from tqdm import tqdm
 from scripts.bench.layers import Shape, layer_of
 from scripts.bench.timing import shape_text
 from scripts.common.candidates import BF16, OURS, TORCHAO
-from scripts.common.llama import MODELS, Block, LlamaConfig, rope_tables
+from scripts.common.llama import MODELS, LlamaConfig
 from scripts.common.markdown import table
-from scripts.common.models import after_step, build, convert
+from scripts.common.models import after_step, build
 from scripts.common.options import positive
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import finish, make_parser, start
@@ -47,30 +46,8 @@ Variant = tuple[str, bool]  # a candidate, and whether it is compiled
 WARM_UP = 3
 SLEEP = 4_000_000  # cycles, some 2 ms
 COMPILED_LAYER = "w1, w3"
-# Tokens of a sequence, and the shares of the time that the three parts may take.
-TOKENS = 8192
-SHARES = {"layers": 0.45, "block": 0.25, "step": 0.3}
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was measured of a candidate.
-
-    Attributes:
-        name: of the candidate.
-        compiled: by torch.compile.
-        seconds: the median.
-        flops: of the linear layers in that time.
-        tokens: that were processed on all GPUs.
-        peak: bytes allocated at most on a GPU.
-    """
-
-    name: str
-    compiled: bool
-    seconds: float
-    flops: float
-    tokens: int
-    peak: int
+TOKENS = 8192  # of a sequence
+STEP_SHARE = 0.4  # of the time, for the training step
 
 
 @dataclass(frozen=True)
@@ -79,15 +56,26 @@ class Work:
 
     Attributes:
         run: what is timed.
+        flops: of its linear layers, on all GPUs.
+        tokens: that it processes, on all GPUs.
         before: what is done before each run, outside of the time.
-        flops: of its linear layers.
-        tokens: that it processes.
     """
 
     run: Callable[[], object]
     flops: float
     tokens: int
     before: Callable[[], object] = lambda: None
+
+
+class Result(NamedTuple):
+    """Measurement of a candidate: the median seconds, and the peak bytes of a GPU."""
+
+    name: str
+    compiled: bool
+    seconds: float
+    flops: float
+    tokens: int
+    peak: int
 
 
 def variants(kinds: Sequence[bool] = (False, True)) -> list[Variant]:
@@ -117,33 +105,6 @@ def layer_work(shape: Shape, variant: Variant) -> Work:
     return Work(layer.run, 6.0 * m * k * n, m, layer.change_weight)
 
 
-def block_work(sizes: LlamaConfig, tokens: int, device: str, variant: Variant) -> Work:
-    """Forward and backward of one transformer block."""
-    name, compiled = variant
-    holder = nn.ModuleList([Block(sizes)]).to(device, torch.bfloat16)
-    convert(name, holder)
-    block = holder[0]
-    if compiled:
-        block.compile(fullgraph=True, dynamic=False)
-    cos, sin = (t[:tokens].to(device) for t in rope_tables(sizes))
-    x = torch.randn(1, tokens, sizes.dim, device=device, dtype=torch.bfloat16)
-    x.requires_grad_()
-    grad = torch.randn_like(x)
-    update = after_step(name, sharded=False)
-
-    def before() -> None:
-        x.grad = None
-        with torch.no_grad():
-            for p in block.parameters():
-                p.grad = None
-                p.add_(0.0)  # a new version: it counts as changed
-        update(block)
-
-    return Work(
-        lambda: block(x, cos, sin).backward(grad), linear_flops(holder, tokens), tokens, before
-    )
-
-
 def step_work(sizes: LlamaConfig, tokens: int, device: str, variant: Variant) -> Work:
     """A training step of a model; FSDP2 shards it over all ranks."""
     name, compiled = variant
@@ -165,7 +126,7 @@ def step_work(sizes: LlamaConfig, tokens: int, device: str, variant: Variant) ->
 
 
 def linear_flops(model: nn.Module, tokens: int) -> float:
-    """Of forward and backward."""
+    """Operations of a model's linear layers, in forward and backward."""
     layers = (part for part in model.modules() if isinstance(part, nn.Linear))
     return sum(6.0 * tokens * layer.in_features * layer.out_features for layer in layers)
 
@@ -196,41 +157,36 @@ def measure(work: Work, repeat: int, seconds_of: Callable[[Work], float]) -> tup
     return max(seconds for seconds, _ in everyone), max(peak for _, peak in everyone)
 
 
-@contextmanager
-def fresh_device() -> Iterator[None]:
-    """Frees what the candidate before has left."""
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    yield
-
-
 def compare(
     make: Callable[[Variant], Work],
     candidates: Sequence[Variant],
-    deadline: float,
+    minutes: float,
     repeat: int,
     seconds_of: Callable[[Work], float] = event_seconds,
     description: str = "",
 ) -> list[Result]:
-    """Measures candidates one after the other until the deadline; the first one always.
+    """Measures candidates one after the other for so many minutes; the first one always.
 
-    deadline: by ``time.monotonic``. All ranks stop where rank 0 does.
+    All ranks stop where rank 0 does.
     """
     results: list[Result] = []
+    deadline = time.monotonic() + 60 * minutes
     silent = True if dist.is_initialized() and dist.get_rank() > 0 else None
     for variant in tqdm(
         candidates, desc=description, unit="candidate", disable=silent, leave=False
     ):
         if results and _is_late(deadline):
             break
-        with fresh_device():
-            work = make(variant)
-            seconds, peak = measure(work, repeat, seconds_of)
-            results.append(Result(*variant, seconds, work.flops, work.tokens, peak))
-            del work
+        # What the candidate before has left is freed.
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        work = make(variant)
+        seconds, peak = measure(work, repeat, seconds_of)
+        results.append(Result(*variant, seconds, work.flops, work.tokens, peak))
+        del work
     return results
 
 
@@ -241,89 +197,30 @@ def _is_late(deadline: float) -> bool:
     return late[0]
 
 
-def layers_table(by_shape: dict[str, list[Result]]) -> str:
-    """A line per candidate, two columns per shape: TFLOP/s, and the speed beside bf16's."""
-    header, columns = ["candidate"], []
-    for name, results in by_shape.items():
-        header += [name, "x bf16"]
-        columns.append({(r.name, r.compiled): r for r in results})
-    lines = []
-    for variant in variants():
-        cells = [text for found in columns for text in _speed(found, variant)]
-        if any(cells):
-            lines.append([shown(*variant), *cells])
-    return table(header, lines, "lr")
-
-
-def _speed(found: dict[Variant, Result], variant: Variant) -> tuple[str, str]:
-    if variant not in found:
-        return "", ""
-    result = found[variant]
-    return f"{result.flops / result.seconds / 1e12:,.0f}", beside_bf16(found, result)
-
-
-def beside_bf16(found: dict[Variant, Result], result: Result) -> str:
-    """The speed as a multiple of that of eager bf16, of the same run."""
-    return f"{found[BF16, False].seconds / result.seconds:.2f}"
-
-
-def results_table(results: Sequence[Result]) -> str:
-    """A line per candidate of a block or of a step."""
-    header = [
-        "candidate",
-        "ms",
-        "x bf16's speed",
-        "x bf16 compiled",
-        "tokens/s",
-        "TFLOP/s",
-        "peak GB",
+def results_table(results: Sequence[Result], wanted: Sequence[Variant]) -> str:
+    """A line per candidate, the first one bf16 in eager code; names those left out."""
+    compiled = next((r for r in results if r[:2] == (BF16, True)), None)
+    lines = [
+        [
+            shown(r.name, r.compiled),
+            f"{1e3 * r.seconds:.2f}",
+            f"{results[0].seconds / r.seconds:.2f}",
+            f"{compiled.seconds / r.seconds:.2f}" if compiled else "",
+            f"{r.tokens / r.seconds:,.0f}",
+            f"{r.flops / r.seconds / 1e12:,.0f}",
+            f"{r.peak / 1e9:.2f}",
+        ]
+        for r in results
     ]
-    found = {(r.name, r.compiled): r for r in results}
-    compiled = found.get((BF16, True))
-    lines = []
-    for r in results:
-        lines.append(
-            [
-                shown(r.name, r.compiled),
-                f"{1e3 * r.seconds:.2f}",
-                beside_bf16(found, r),
-                f"{compiled.seconds / r.seconds:.2f}" if compiled else "",
-                f"{r.tokens / r.seconds:,.0f}",
-                f"{r.flops / r.seconds / 1e12:,.0f}",
-                f"{r.peak / 1e9:.2f}",
-            ]
-        )
-    return table(header, lines, "lr")
+    header = ["candidate", "ms", "x bf16's speed", "x bf16 compiled", "tokens/s", "TFLOP/s"]
+    missing = "; ".join(shown(*variant) for variant in wanted[len(results) :])
+    note = f"Left out for lack of time: {missing}.\n\n" if missing else ""
+    return note + table([*header, "peak GB"], lines, "lr")
 
 
 def shown(name: str, compiled: bool) -> str:
     """A candidate's name in tables."""
     return f"{name}, compiled" if compiled else name
-
-
-def left_out(results: Sequence[Result]) -> str:
-    """A sentence about the candidates for which there was no time; empty if there are none."""
-    measured = {(r.name, r.compiled) for r in results}
-    missing = [shown(*variant) for variant in variants() if variant not in measured]
-    return f"Left out for lack of time: {'; '.join(missing)}." if missing else ""
-
-
-def tables(
-    by_shape: dict[str, list[Result]], block: list[Result], step: list[Result], gpus: int
-) -> dict[str, str]:
-    """The three tables by title, each with what was left out."""
-    where = f"{gpus} GPUs" if gpus > 1 else "1 GPU, where it gathers nothing"
-    shapes = "; ".join(f"{name}: {shape_text(layer_shapes()[name])}" for name in by_shape)
-    every_layer = [r for results in by_shape.values() for r in results]
-    parts = (
-        (f"Layers: TFLOP/s of forward and backward, {shapes}", layers_table(by_shape), every_layer),
-        (f"Block of Llama 8B, {TOKENS} tokens", results_table(block), block),
-        (f"Step: two blocks, embedding, head, FSDP2 on {where}", results_table(step), step),
-    )
-    return {
-        title: "\n\n".join(filter(None, (left_out(results), body)))
-        for title, body, results in parts
-    }
 
 
 def measured_step(sizes: LlamaConfig, tokens: int, minutes: float, repeat: int) -> list[Any]:
@@ -332,9 +229,7 @@ def measured_step(sizes: LlamaConfig, tokens: int, minutes: float, repeat: int) 
     (What ranks return must not have types of the main module, whose name differs for them.)
     """
     make = partial(step_work, sizes, tokens, "cuda")
-    deadline = time.monotonic() + 60 * minutes
-    results = compare(make, variants(), deadline, repeat, description="step")
-    return [astuple(result) for result in results]
+    return [*map(tuple, compare(make, variants(), minutes, repeat, description="step"))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -350,31 +245,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"(torch {torch.__version__}, torch.version.cuda {torch.version.cuda}); what can be "
             "derived without one is printed by python -m scripts.bench.gpu_counts"
         )
-    minutes = {part: share * args.budget_minutes for part, share in SHARES.items()}
-    by_shape = _layers(args, minutes["layers"])
-    make = partial(block_work, MODELS["8b"], TOKENS, "cuda")
-    deadline = time.monotonic() + 60 * minutes["block"]
-    block = compare(make, variants(), deadline, args.repeat, description="block")
+    for_step = STEP_SHARE * args.budget_minutes
+    tables = layer_tables(args, args.budget_minutes - for_step)
     torch.cuda.empty_cache()
     gpus = args.gpus or torch.cuda.device_count()
-    sizes = replace(MODELS["8b"], n_layers=2)
-    task = (measured_step, sizes, TOKENS, minutes["step"], args.repeat)
+    task = (measured_step, replace(MODELS["8b"], n_layers=2), TOKENS, for_step, args.repeat)
     step = [Result(*each) for each in run_on_ranks(gpus, *task, device="cuda")[0]]
-    return finish(args, tables(by_shape, block, step, gpus))
+    where = f"{gpus} GPUs" if gpus > 1 else "1 GPU, where it gathers nothing"
+    title = f"Step: two blocks of Llama 8B, embedding, head, FSDP2 on {where}"
+    return finish(args, tables | {title: results_table(step, variants())})
 
 
-def _layers(args: argparse.Namespace, minutes: float) -> dict[str, list[Result]]:
+def layer_tables(args: argparse.Namespace, minutes: float) -> dict[str, str]:
     """All layers; each shape may take its part of the time that is left."""
     end = time.monotonic() + 60 * minutes
     shapes = layer_shapes()
-    found: dict[str, list[Result]] = {}
+    tables = {}
     for i, (name, shape) in enumerate(shapes.items()):
-        now = time.monotonic()
-        deadline = now + max(0.0, end - now) / (len(shapes) - i)
-        make = partial(layer_work, shape)
+        left = max(0.0, end - time.monotonic()) / 60 / (len(shapes) - i)
         candidates = variants() if COMPILED_LAYER in name else variants([False])
-        found[name] = compare(make, candidates, deadline, args.repeat, description=name)
-    return found
+        results = compare(
+            partial(layer_work, shape), candidates, left, args.repeat, description=name
+        )
+        tables[f"Layer {name}, {shape_text(shape)}"] = results_table(results, candidates)
+    return tables
 
 
 if __name__ == "__main__":

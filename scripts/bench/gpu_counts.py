@@ -1,4 +1,4 @@
-"""What a GPU would launch and move: kernels and bytes of a layer's step, without a GPU.
+"""Kernels that a GPU would launch and bytes that it would move, without a GPU.
 
     python -m scripts.bench.gpu_counts
 
@@ -8,12 +8,10 @@ launch a kernel is counted, with the bytes that it reads and writes: forward and
 linear layer beside nn.Linear and torchao; two blocks of Llama 8B under FSDP2 over 8 ranks; and what
 updates the scales of all of its 224 weights after an optimizer step.
 
-Times on the device are a roofline: what those operations and bytes take at assumed rates, and a
-least time for each kernel. Nothing here is measured on a GPU. The CPU time to dispatch a layer's
-step is measured, on tensors without memory.
+Times on the device are a roofline: what those operations and bytes take at assumed rates
+(scripts/common/fake_cuda/roofline.py), and a least time for each kernel. Nothing here is measured.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,25 +20,14 @@ from scripts.bench.timing import shape_type
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.blocks import count_blocks, count_update
 from scripts.common.fake_cuda.counter import Counts
-from scripts.common.fake_cuda.dispatch import Dispatched, seconds_to_dispatch
 from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from scripts.common.fake_cuda.process import FakeCudaProcess
 from scripts.common.fake_cuda.roofline import Rates, milliseconds
 from scripts.common.markdown import table
-from scripts.common.options import positive
 from scripts.common.report import finish, make_parser, start
 
 BLOCKS, SEQUENCE, ALL_BLOCKS = 2, 8192, 32
 KINDS = ("gemm", "elementwise", "reduction", "transposing copy", "tiny")
-_HELP = {
-    "bf16": "TFLOP/s of bf16 GEMMs",
-    "float8": "TFLOP/s of float8 GEMMs without fast accumulation",
-    "float8_fast": "TFLOP/s of those with fast accumulation",
-    "elementwise": "TB/s of elementwise kernels",
-    "reduction": "TB/s of reductions",
-    "transpose": "TB/s of torch's copies that change the order of 1-byte elements",
-    "launch": "microseconds that a kernel takes at least",
-}
 
 
 @dataclasses.dataclass
@@ -117,28 +104,6 @@ def _gigabytes(counts: Counts) -> str:
     return f"{counts.bytes_besides_gemms / 1e9:.2f}"
 
 
-def dispatch_table(seconds: Mapping[str, Dispatched]) -> str:
-    """CPU time of a step of each layer, and how many times that is bf16's in eager code."""
-    bf16 = seconds[BF16].eager
-    lines = []
-    for name, found in seconds.items():
-        lines.append([name])
-        for each in found:
-            lines[-1] += ["", ""] if each is None else [f"{1e6 * each:.0f}", f"{each / bf16:.1f}"]
-    header = ["layer, us of CPU time", "eager", "x bf16", "compiled alone", "x eager bf16"]
-    return table(header, lines, "lr")
-
-
-def assumptions(rates: Rates) -> str:
-    """The rates, in a sentence."""
-    return (
-        f"Assumed: {rates.bf16:g} TFLOP/s in bf16, {rates.float8_fast:g} in float8 with fast "
-        f"accumulation and {rates.float8:g} without; {rates.elementwise:g} TB/s of elementwise "
-        f"kernels, {rates.reduction:g} of reductions, {rates.transpose:g} of copies that transpose "
-        f"1-byte elements; at least {rates.launch:g} us for each kernel."
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = make_parser("scripts.bench.gpu_counts", __doc__)
@@ -147,18 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shape", type=shape_type, metavar="MxKxN", default=tuple(default), help=shape
     )
-    for rate in dataclasses.fields(Rates):
-        option = f"--{rate.name.replace('_', '-')}"
-        text = f"{_HELP[rate.name]}; %(default)s"
-        parser.add_argument(option, type=float, default=rate.default, metavar="RATE", help=text)
-    turns = "turns of each layer whose CPU time is taken; %(default)s"
-    parser.add_argument("--turns", type=positive, default=40, help=turns)
     args = start(parser, argv)
-    rates = Rates(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Rates)})
-    return finish(args, _blocks(args, rates))
-
-
-def _blocks(args: argparse.Namespace, rates: Rates) -> dict[str, str]:
+    rates = Rates()
     with FakeCudaProcess() as process:
         rows = count(process, LayerShape(*args.shape))
         names = (BF16, *OURS, *TORCHAO[:1])
@@ -169,15 +124,12 @@ def _blocks(args: argparse.Namespace, rates: Rates) -> dict[str, str]:
             )
             for name in names
         }
-    with FakeCudaProcess() as process:
-        names = (BF16, *OURS, *TORCHAO)
-        seconds = process.run(seconds_to_dispatch, names, LayerShape(*args.shape), args.turns)
-    return {
+    tables = {
         "gpu layer": counts_table(rows),
-        "gpu roofline": f"{assumptions(rates)}\n\n{roofline_table(rows, rates)}",
+        f"gpu roofline, {rates}": roofline_table(rows, rates),
         "gpu blocks": blocks_table(counted),
-        "gpu dispatch": dispatch_table(seconds),
     }
+    return finish(args, tables)
 
 
 if __name__ == "__main__":

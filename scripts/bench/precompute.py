@@ -19,13 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from fp8_dist import Float8Linear, precompute_float8_dynamic_scale
 from scripts.bench import timing
 from scripts.common.candidates import TORCHAO
-from scripts.common.markdown import table
 from scripts.common.models import after_step, convert
 from scripts.common.options import positive
 from scripts.common.ranks import run_on_ranks
-from scripts.common.report import finish, make_parser, start
-
-OURS, PEER = "fp8_dist", "torchao"
+from scripts.common.report import start
 
 
 def precomputing(name: str, args: argparse.Namespace) -> Callable[[], None]:
@@ -49,34 +46,23 @@ def precomputing(name: str, args: argparse.Namespace) -> Callable[[], None]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Median seconds until the scales are known, by library; called on every rank."""
-    names = {OURS: "tensorwise"} | ({PEER: TORCHAO[0]} if TORCHAO else {})
-    timed = {library: timing.Timed(precomputing(name, args)) for library, name in names.items()}
+    """Median seconds until the scales are known, by candidate; called on every rank."""
+    names = ("tensorwise", *TORCHAO[:1])
+    timed = {name: timing.Timed(precomputing(name, args)) for name in names}
     return timing.medians(timed, args, description="precompute")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.precompute", __doc__, repeat=15)
+    parser = timing.make_parser("scripts.bench.precompute", __doc__, repeat=15)
     add = parser.add_argument
     add("--layers", type=positive, default=100, help="default: %(default)s")
     add("--size", type=positive, default=512, help="default: %(default)s")
     add("--ranks", type=positive, default=2, help="default: %(default)s")
-    asserts = "fail unless faster than torchao by this"
-    add("--assert", dest="asserted", type=float, metavar="RATIO", help=asserts)
     args = start(parser, argv)
     options = {"device": args.device, "threads": args.threads}
     seconds = run_on_ranks(args.ranks, measure, args, **options)[0]
-    lines = [
-        [name, timing.milliseconds(s), timing.ratio(s, seconds[OURS])]
-        for name, s in seconds.items()
-    ]
-    blocks = {"precompute": table(["library", "ms", "x fp8_dist"], lines, "lr")}
-    checks = []
-    if args.asserted:
-        times = seconds[OURS], seconds.get(PEER)
-        checks.append(timing.check_faster("precompute", *times, args.asserted))
-    return finish(args, blocks, checks)
+    return timing.finish(args, {"precompute": seconds})
 
 
 if __name__ == "__main__":

@@ -2,74 +2,46 @@
 
     python -m scripts.bench.step --mesh dp=2 tp=2 dp=2,tp=2 --model debug small --assert 2
     python -m scripts.bench.step --compile --assert 1
+    python -m scripts.bench.step --stats --model 1b --layers 1 --batch-size 8
 
 A step is what follows the optimizer's step before (precompute, or the sync of delayed scales),
 forward, backward and an AdamW step (fused). `--mesh` names FSDP2 ("dp") and tensor-parallel ("tp",
 with sequence parallelism) axes, whose ranks this script starts on this machine, bound to cores;
-"none" is one process. `--compile` compiles each transformer block. `--assert RATIO`: tensorwise has
-RATIO times torchao's speed. The first command above takes 20 minutes on two cores.
+"none" is one process. `--compile` compiles each transformer block. `--stats` times our recipes with
+the statistics of `float8_stats`, too: "entered" (but this step is not recorded), "recorded", and
+"with GEMMs" (recorded with the SQNR of each GEMM). The first command takes 20 minutes on two cores.
 
-The smaller the batch, the more of a step is Python and the latency of collectives.
+The smaller the batch, the more of a step is Python and the latency of collectives. Statistics cost
+a time per element of an operand: the wider the model, the less of a step they are.
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fp8_dist.debug import Float8Stats, float8_stats
 from scripts.bench import timing
-from scripts.common.candidates import BF16, OURS, TORCHAO, peer_of
+from scripts.bench.timing import Timed
+from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.llama import MODELS, Llama, LlamaConfig
-from scripts.common.markdown import table
 from scripts.common.models import after_step, build
 from scripts.common.options import mesh_text, mesh_type, positive
 from scripts.common.ranks import run_on_ranks
-from scripts.common.report import finish, make_parser, start
+from scripts.common.report import start
 
 Mesh = dict[str, int]  # sizes of dp and tp
 Batch = tuple[torch.Tensor, torch.Tensor]
-NAMES = (BF16, *OURS, *TORCHAO)
 # What attention multiplies in on each type of device, if not in bf16: on CPUs, at heads and
 # sequences this short, torch's backward of it in bf16 would be most of a step.
 ATTENTION = {"cpu": torch.float32}
-
-
-def step_parser(module: str, description: str | None, repeat: int) -> argparse.ArgumentParser:
-    """A parser with the options of training steps."""
-    parser = make_parser(module, description, repeat=repeat)
-    add = parser.add_argument
-    add("--model", choices=MODELS, nargs="+", default=["debug"], help="default: debug")
-    add("--layers", type=positive, help="so many of its layers, with 256 tokens to predict")
-    add("--mesh", type=mesh_type, nargs="+", default=[mesh_type("none")], help="default: none")
-    add("--batch-size", type=positive, default=64, help="rows per rank of dp; %(default)s")
-    add("--seq-len", type=positive, default=128, help="tokens per row; %(default)s")
-    add("--compile", action="store_true", help="torch.compile each block")
-    return parser
-
-
-def prepare(axes: Mesh, args: argparse.Namespace) -> tuple[DeviceMesh | None, Batch]:
-    """The mesh of the ranks, if there are any, and this rank's batch."""
-    mesh = None
-    if dist.is_initialized():
-        mesh = init_device_mesh(args.device, (*axes.values(),), mesh_dim_names=(*axes,))
-    generator = torch.Generator().manual_seed(0 if mesh is None else mesh.get_local_rank("dp"))
-    tokens = torch.randint(256, (2, args.batch_size, args.seq_len), generator=generator)
-    inputs, targets = tokens.to(args.device)
-    return mesh, (inputs, targets)
-
-
-def sizes_of(model: str, args: argparse.Namespace) -> LlamaConfig:
-    """The sizes of a model."""
-    sizes = MODELS[model]
-    return sizes if args.layers is None else replace(sizes, n_layers=args.layers, vocab_size=256)
 
 
 def step_of(
@@ -93,52 +65,59 @@ def step_of(
     return model, step
 
 
-def on_meshes(
-    args: argparse.Namespace, measure: Callable[[Mesh], dict[str, Any]]
-) -> Iterator[tuple[str, Any]]:
-    """(title, figures) of each mesh and model; `measure` has figures by model, on every rank."""
-    for mesh in args.mesh:
-        task = partial(measure, mesh)
-        ranks, options = math.prod(mesh.values()), {"device": args.device, "threads": args.threads}
-        by_model = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
-        layers = "" if args.layers is None else f" x {args.layers}"
-        for model, figures in by_model.items():
-            yield f"{model}{layers} {mesh_text(mesh)}{' compiled' * args.compile}", figures
+def with_statistics(model: Llama, step: Callable[[], None]) -> dict[str, Timed]:
+    """The step in each way to be inside of statistics."""
+    each, gemms = float8_stats(model, every=2), float8_stats(model, gemms=True)
+
+    def recorded(stats: Float8Stats, number: int) -> None:
+        with stats.at(number):
+            step()
+        stats.rows.clear()
+
+    return {
+        "entered": Timed(partial(recorded, each, 1)),
+        "recorded": Timed(partial(recorded, each, 0)),
+        "with GEMMs": Timed(partial(recorded, gemms, 0)),
+    }
 
 
 def measure(
     names: Sequence[str], args: argparse.Namespace, axes: Mesh
 ) -> dict[str, dict[str, float]]:
     """Median seconds of a step by model and candidate; called on every rank."""
-    mesh, batch = prepare(axes, args)
+    mesh = None
+    if dist.is_initialized():
+        mesh = init_device_mesh(args.device, (*axes.values(),), mesh_dim_names=(*axes,))
+    generator = torch.Generator().manual_seed(0 if mesh is None else mesh.get_local_rank("dp"))
+    tokens = torch.randint(256, (2, args.batch_size, args.seq_len), generator=generator)
+    inputs, targets = tokens.to(args.device)
     found = {}
     for model in args.model:
-        sizes = sizes_of(model, args)
-        timed = {name: timing.Timed(step_of(name, sizes, mesh, args, batch)[1]) for name in names}
+        sizes = MODELS[model]
+        if args.layers is not None:
+            sizes = replace(sizes, n_layers=args.layers, vocab_size=256)
+        timed = {}
+        for name in names:
+            made, step = step_of(name, sizes, mesh, args, (inputs, targets))
+            timed[name] = Timed(step)
+            if args.stats and name in OURS:
+                for kind, run in with_statistics(made, step).items():
+                    timed[f"{name}, {kind}"] = run
         found[model] = timing.medians(timed, args, warm_up=3, description=model)
     return found
 
 
-def step_table(seconds: dict[str, float]) -> str:
-    """A row per candidate, as a multiple of bf16 and of torchao's like recipe."""
-    header = ["candidate", "ms", "x bf16", "faster than torchao"]
-    lines = [
-        [
-            name,
-            timing.milliseconds(median),
-            timing.ratio(median, seconds[BF16]),
-            timing.ratio(seconds.get(peer_of(name) or ""), median),
-        ]
-        for name, median in seconds.items()
-    ]
-    return table(header, lines, "lr")
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = step_parser("scripts.bench.step", __doc__, repeat=7)
-    asserts = "fail unless tensorwise is faster than torchao's by this on each mesh"
-    parser.add_argument("--assert", dest="asserted", type=float, metavar="RATIO", help=asserts)
+    parser = timing.make_parser("scripts.bench.step", __doc__, repeat=7)
+    add = parser.add_argument
+    add("--model", choices=MODELS, nargs="+", default=["debug"], help="default: debug")
+    add("--layers", type=positive, help="so many of its layers, with 256 tokens to predict")
+    add("--mesh", type=mesh_type, nargs="+", default=[mesh_type("none")], help="default: none")
+    add("--batch-size", type=positive, default=64, help="rows per rank of dp; %(default)s")
+    add("--seq-len", type=positive, default=128, help="tokens per row; %(default)s")
+    add("--compile", action="store_true", help="torch.compile each block")
+    add("--stats", action="store_true", help="also with the statistics of float8_stats")
     args = start(parser, argv)
     if args.compile and any(math.prod(mesh.values()) > 1 for mesh in args.mesh):
         parser.error("--compile is for --mesh none: torchao's layers don't compile with TP")
@@ -148,15 +127,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
-    runs = dict(on_meshes(args, partial(measure, NAMES, args)))
-    checks = [
-        timing.check_faster(
-            name, seconds["tensorwise"], seconds.get("torchao tensorwise"), args.asserted
-        )
-        for name, seconds in runs.items()
-        if args.asserted
-    ]
-    return finish(args, {f"step {name}": step_table(runs[name]) for name in runs}, checks)
+    names, found = (BF16, *OURS, *TORCHAO), {}
+    for mesh in args.mesh:
+        ranks, task = math.prod(mesh.values()), partial(measure, names, args, mesh)
+        options = {"device": args.device, "threads": args.threads}
+        by_model = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
+        layers = "" if args.layers is None else f" x {args.layers}"
+        for model, seconds in by_model.items():
+            title = f"step {model}{layers} {mesh_text(mesh)}{' compiled' * args.compile}"
+            found[title] = seconds
+    return timing.finish(args, found)
 
 
 if __name__ == "__main__":

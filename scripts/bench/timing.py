@@ -1,4 +1,4 @@
-"""Readings of the clock: candidates take turns, and medians are compared.
+"""Benchmarks on this machine: candidates take turns on the clock, and medians are compared.
 
 What else the machine does then meets all candidates alike. Ratios carry over between machines of a
 kind, times don't.
@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from scripts.common.report import Check
+from scripts.common import report
+from scripts.common.candidates import BF16, peer_of
+from scripts.common.markdown import table
 
 # The second one counts what this process computed, and not what it waited for.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-# Orders of accumulation differ between GEMMs, which moves a result by less than this.
-TOLERANCE_DB = 0.02
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What is timed, and what is done before each run outside of the clock."""
+    """A timed function, and what is done before each run outside of the clock."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
@@ -101,10 +101,43 @@ def _slowest(mine: dict[str, list[float]]) -> dict[str, list[float]]:
     }
 
 
-def milliseconds(seconds: float | None) -> str:
-    """A cell: three significant digits, or all before the point; empty for None."""
-    if seconds is None:
-        return ""
+def make_parser(module: str, description: str | None, repeat: int) -> argparse.ArgumentParser:
+    """A parser with the options of all benchmarks on this machine; repeat: of `--repeat`."""
+    parser = report.make_parser(module, description, repeat=repeat)
+    asserts = "fail unless tensorwise is so many times as fast as torchao's"
+    parser.add_argument("--assert", dest="asserted", type=float, metavar="RATIO", help=asserts)
+    return parser
+
+
+def finish(args: argparse.Namespace, by_title: Mapping[str, Mapping[str, float]]) -> int:
+    """Print a table for each title, and the checks of `--assert`; return the exit status.
+
+    by_title: median seconds by candidate. A name may have an addition, such as "tensorwise, weight
+    cached".
+    """
+    checks = []
+    for title, seconds in by_title.items() if args.asserted else ():
+        faster = seconds.get("torchao tensorwise", math.nan) / seconds["tensorwise"]
+        sentence = f"{title}: {faster:.2f}x as fast as torchao, at least {args.asserted:g}"
+        checks.append(report.Check(sentence, faster >= args.asserted))
+    tables = {title: seconds_table(seconds) for title, seconds in by_title.items()}
+    return report.finish(args, tables, checks)
+
+
+def seconds_table(seconds: Mapping[str, float]) -> str:
+    """A line per candidate, beside bf16, torchao's like recipe, and itself without the addition."""
+    lines = []
+    for name, median in seconds.items():
+        plain = name.partition(", ")[0]
+        without = seconds.get(plain) if plain != name else None
+        cells = [ratio(median, seconds.get(BF16)), ratio(seconds.get(peer_of(name) or ""), median)]
+        lines.append([name, milliseconds(median), *cells, ratio(median, without)])
+    head = ["candidate", "ms", "x bf16", "faster than torchao", "x without the addition"]
+    return table(head, lines, "lr")
+
+
+def milliseconds(seconds: float) -> str:
+    """A cell: three significant digits, or all before the point."""
     value = 1e3 * seconds
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{value:,.{max(0, digits)}f}"
@@ -113,14 +146,6 @@ def milliseconds(seconds: float | None) -> str:
 def ratio(numerator: float | None, denominator: float | None) -> str:
     """A cell with a ratio; empty where there is nothing to compare."""
     return "" if numerator is None or denominator is None else f"{numerator / denominator:.2f}x"
-
-
-def check_faster(what: str, ours: float, theirs: float | None, least: float) -> Check:
-    """The condition that ours is faster than torchao's, whose seconds are None without torchao."""
-    if theirs is None:
-        return Check(f"{what}: torchao is installed", False)
-    faster = theirs / ours
-    return Check(f"{what}: {faster:.2f}x faster than torchao, at least {least:g}", faster >= least)
 
 
 def shape_type(text: str) -> tuple[int, int, int]:

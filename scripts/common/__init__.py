@@ -1,1 +1,1 @@
-"""What commands of several folders share; nothing here imports from another folder."""
+"""Code that commands of several folders share; nothing here imports from another folder."""

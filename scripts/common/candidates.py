@@ -1,6 +1,6 @@
-"""What scripts compare: bf16, the library's recipes and torchao's, by name.
+"""Candidates that scripts compare: bf16, the library's recipes and torchao's, by name.
 
-A *candidate* is named "fp32" or "bf16" (nn.Linear), a recipe of the library, or "torchao RECIPE".
+A *candidate* is named "bf16" (nn.Linear), a recipe of the library, or "torchao RECIPE".
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ try:
 except ImportError:
     torchao = None
 
-BF16, FP32 = "bf16", "fp32"
+BF16 = "bf16"
 OURS = tuple(recipe.value for recipe in Float8LinearRecipeName)
 RECIPES = (BF16, *OURS)
 # Scales of rows need a kernel that CPUs have since torch 2.12.

@@ -46,7 +46,7 @@ def _devices(interfaces: str, process: int) -> list[Any]:
 
 
 def set_default_timeout(seconds: float) -> None:
-    """How long a collective waits for other ranks, in groups that are made without a timeout.
+    """Set how long collectives wait for other ranks, in groups that are made without a timeout.
 
     Meshes and libraries make theirs so: they would not have that of the default group.
     """

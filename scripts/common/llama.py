@@ -70,7 +70,7 @@ MODELS: dict[str, LlamaConfig] = {
 
 
 def rope_tables(config: LlamaConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """What `apply_rope` multiplies by: two fp32 tensors of shape (max_seq_len, k).
+    """Factors of `apply_rope`: two fp32 tensors of shape (max_seq_len, k).
 
     cos and sin of position times frequency, each for both halves of the channels; sin with the sign
     that it has in a rotation.

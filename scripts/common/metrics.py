@@ -1,4 +1,4 @@
-"""How close a result is to the exact one."""
+"""Distance of a result to the exact one."""
 
 import math
 

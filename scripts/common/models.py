@@ -104,7 +104,7 @@ def convert(name: str, model: nn.Module, shard: bool = False, **changes: Any) ->
 
 
 def after_step(name: str, sharded: bool) -> Callable[[nn.Module], None]:
-    """What a training loop calls with the model, on all ranks, after the optimizer's step.
+    """The function to call with the model, on all ranks, after the optimizer's step.
 
     sharded: whether FSDP2 shards the model.
     """

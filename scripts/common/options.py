@@ -23,7 +23,7 @@ def mesh_type(text: str) -> dict[str, int]:
 
 
 def mesh_text(sizes: dict[str, int]) -> str:
-    """What `mesh_type` reads."""
+    """The text of a mesh, which `mesh_type` reads."""
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "none"
 
 

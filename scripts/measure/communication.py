@@ -6,8 +6,7 @@ Starts 2 and then 4 ranks on this machine (gloo, CPU), which train a tiny Llama.
 the second one: forward, backward, optimizer and precompute. Counts and sizes of buffers depend on
 the model, its batch and the mesh, not on the machine.
 
-An *amax all-reduce* is one of forward or backward: of one number, or of one per row. It is
-*blocking* if its result is waited for before any other op but a view is issued: nothing hides it.
+An *amax all-reduce* is one of forward or backward: of one number, or of one per row.
 """
 
 import dataclasses
@@ -16,12 +15,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist.debug import comm_audit
-from fp8_dist.debug.communication.collectives import IGNORED_OPS, read_collective
+from fp8_dist.debug.communication.table import CommRow
 from fp8_dist.fsdp import set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
 from scripts.common import candidates
@@ -31,7 +28,6 @@ from scripts.common.markdown import table
 from scripts.common.models import after_step, build
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check, finish, make_parser, start
-from scripts.common.saved_bytes import rewrites_ops
 
 LAYERS, SEQUENCE, BATCH = 4, 32, 2  # BATCH: sequences per data-parallel rank
 SIZES = LlamaConfig(64, LAYERS, 4, 4, 128, vocab_size=256, max_seq_len=SEQUENCE)
@@ -47,7 +43,7 @@ MESHES = {FSDP: (2, 1), TP: (1, 2), BOTH: (2, 2)}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
-    """What multiplies and communicates: a candidate (scripts/common/candidates.py) in some way."""
+    """A candidate (scripts/common/candidates.py), and how it communicates."""
 
     name: str
     candidate: str
@@ -61,37 +57,23 @@ PLAIN = Variant("bf16", BF16)
 OURS = Variant("fp8_dist", "tensorwise", update=False)
 OURS_PRECOMPUTED = Variant("fp8_dist + precompute", "tensorwise")
 OURS_RANK = Variant('fp8_dist + precompute, amax_scope="rank"', "tensorwise", float8=RANK)
-FOLDED = Variant("fp8_dist rowwise_folded + precompute", "rowwise_folded")
-FOLDED_RANK = Variant(
-    'fp8_dist rowwise_folded + precompute, amax_scope="rank"', "rowwise_folded", float8=RANK
-)
-DELAYED = Variant("fp8_dist delayed + sync", "delayed")
-BLOCKWISE = Variant("fp8_dist blockwise + precompute", "blockwise")
-MXFP8 = Variant("fp8_dist mxfp8 + precompute", "mxfp8")
-ROWWISE = Variant("fp8_dist rowwise", "rowwise", update=False)
-TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
-TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
 FLOAT8_GRADIENTS = Variant(
     "fp8_dist + precompute, float8 gradients", "tensorwise", gradients="float8"
 )
-ONE_SCALE = (OURS, OURS_PRECOMPUTED, OURS_RANK)
-VARIANTS = (
-    PLAIN,
-    *ONE_SCALE,
-    FLOAT8_GRADIENTS,
-    FOLDED,
-    FOLDED_RANK,
-    DELAYED,
-    BLOCKWISE,
-    MXFP8,
-    ROWWISE,
+FOLDED, BLOCKWISE, MXFP8 = (
+    Variant(f"fp8_dist {recipe} + precompute", recipe)
+    for recipe in ("rowwise_folded", "blockwise", "mxfp8")
 )
-# Under tensor parallelism, with scales of weights known: of 4 inputs (of attention, wo,
-# feed-forward, w2) and the output gradients of their 7 layers, together for each input; with
-# amax_scope="rank" of what is gathered, the inputs of the two blocks and the output gradients of wo
-# and w2; with rowwise_folded of the inputs of wo and w2 and the output gradients of the five
-# column-parallel layers, and so with blockwise, whose blocks of 128 are cut by ranks with 32 or 64
-# values of a row. Those of mxfp8 are not.
+FOLDED_RANK = dataclasses.replace(FOLDED, name=f'{FOLDED.name}, amax_scope="rank"', float8=RANK)
+DELAYED = Variant("fp8_dist delayed + sync", "delayed")
+ROWWISE = Variant("fp8_dist rowwise", "rowwise", update=False)
+TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
+TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
+OF_TENSORWISE = (OURS, OURS_PRECOMPUTED, OURS_RANK, FLOAT8_GRADIENTS)
+VARIANTS = (PLAIN, *OF_TENSORWISE, FOLDED, FOLDED_RANK, DELAYED, BLOCKWISE, MXFP8, ROWWISE)
+
+
+# At most, under tensor parallelism with scales of weights known. (Shards cut blocks of 128 here.)
 AMAX_PER_LAYER = {
     OURS_PRECOMPUTED: 8,
     OURS_RANK: 4,
@@ -104,7 +86,7 @@ AMAX_PER_LAYER = {
 
 
 class Row(NamedTuple):
-    """What one rank counts in one step; all ranks count alike."""
+    """Counts of one rank in one step; all ranks count alike."""
 
     mesh: str
     variant: str
@@ -113,45 +95,6 @@ class Row(NamedTuple):
     float8_gathered: int  # those of sizes["all_gather"] that are float8
     precompute: int  # collectives of precompute alone
     amax: int  # amax all-reduces
-    blocking: int  # the blocking ones among them
-
-
-class AmaxReductions(TorchDispatchMode):
-    """Counts amax all-reduces, and the blocking ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = self.blocking = 0
-        self._issued = 0
-        # By the address of the result's storage: the result, and the ops issued until then.
-        self._in_flight: dict[int, tuple[torch.Tensor, int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if rewrites_ops(types):
-            return NotImplemented
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            _, issued = self._in_flight.pop(args[0].untyped_storage()._cdata, (None, -1))
-            self.blocking += issued == self._issued
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        # Neither views, nor bookkeeping of collectives, nor what DTensor asks fake tensors.
-        idle = func.is_view or func._schema.name in IGNORED_OPS or isinstance(result, FakeTensor)
-        self._issued += not idle
-        call = read_collective(func, args, kwargs)
-        if call and call.op == "all_reduce" and _are_amaxes(call.tensors):
-            assert isinstance(result, torch.Tensor), f"{func} is not waited for by an op"
-            self.count += 1
-            self._in_flight[result.untyped_storage()._cdata] = (result, self._issued)
-        return result
-
-
-def _are_amaxes(tensors: Sequence[torch.Tensor]) -> bool:
-    """The library reduces the bits of amaxes, or exponents; torchao one number."""
-    bits = all(t.dtype in (torch.int32, torch.uint8) for t in tensors)
-    return bits or sum(t.numel() for t in tensors) == 1
 
 
 def variants(mesh: str) -> list[Variant]:
@@ -186,12 +129,11 @@ def measure(name: str, variant: Variant, mesh: DeviceMesh) -> Row:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tokens = torch.randint(256, (BATCH, SEQUENCE))
     for _ in range(2):
-        step, after, amax = comm_audit(mesh), comm_audit(mesh), AmaxReductions()
+        step, after = comm_audit(mesh), comm_audit(mesh)
         with step:
-            with amax:
-                model(tokens).logsumexp(-1).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            model(tokens).logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
         with after:
             update(model)
     both = [*step.rows, *after.rows]
@@ -202,9 +144,14 @@ def measure(name: str, variant: Variant, mesh: DeviceMesh) -> Row:
         sizes={op: sum(row.bytes for row in both if row.op == op) for op in OPS},
         float8_gathered=sum(row.float8_bytes for row in step.rows if row.op == "all_gather"),
         precompute=after.count(),
-        amax=amax.count,
-        blocking=amax.blocking,
+        amax=sum(row.count for row in step.rows if _are_amaxes(row)),
     )
+
+
+def _are_amaxes(row: CommRow) -> bool:
+    """The library reduces the bits of amaxes, or exponents; torchao one number each time."""
+    bits = row.dtype in (torch.int32, torch.uint8)
+    return row.op == "all_reduce" and (bits or row.elements == row.count)
 
 
 def rows_table(rows: Sequence[Row]) -> str:
@@ -214,52 +161,38 @@ def rows_table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         gathers, *others = (f"{row.counts[op]} ({row.sizes[op]:,} B)" for op in OPS)
-        counted = [str(row.precompute), f"{row.amax / LAYERS:g}", f"{row.blocking / LAYERS:g}"]
+        counted = [str(row.precompute), f"{row.amax / LAYERS:g}"]
         float8 = f"{row.float8_gathered:,} B"
         lines.append([row.mesh, row.variant, gathers, float8, *others, *counted])
-    return table([*head, "precompute", "amax / layer", "blocking / layer"], lines)
+    return table([*head, "precompute", "amax / layer"], lines)
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
     """The conditions of `--assert`, about the library's rows."""
     found = []
+    known = {(row.mesh, row.variant): row for row in rows}
 
     def add(row: Row, sentence: str, holds: bool) -> None:
         found.append(Check(f"{row.mesh}, {row.variant}: {sentence}", holds))
 
-    by_mesh = {mesh: {row.variant: row for row in rows if row.mesh == mesh} for mesh in MESHES}
-    for mesh, here in by_mesh.items():
-        plain = here.get(TORCHAO.name)
-        best = here.get(TORCHAO_PRECOMPUTED.name, plain)
-        for variant, peer in ((OURS, plain), (OURS_PRECOMPUTED, best), (OURS_RANK, best)):
-            ours = here.get(variant.name)
-            if ours is not None and peer is not None:
-                sentence = f"no more collectives or bytes of any kind than {peer.variant}"
-                add(ours, sentence, _at_most(ours, peer))
-        gathers = here[OURS.name].counts["all_gather"]
+    for (mesh, name), peer in known.items():
+        if name in (TORCHAO.name, TORCHAO_PRECOMPUTED.name):
+            ours = known[mesh, OURS.name if name == TORCHAO.name else OURS_PRECOMPUTED.name]
+            add(ours, f"no more collectives or bytes of any kind than {name}", _at_most(ours, peer))
+    for mesh in MESHES:
+        gathers = known[mesh, OURS.name].counts["all_gather"]
         for variant in (FOLDED, DELAYED, BLOCKWISE, MXFP8):
-            ours = here[variant.name]
+            ours = known[mesh, variant.name]
             same = ours.counts["all_gather"] == gathers
             add(ours, f"{gathers} all-gathers, as tensorwise", same)
-        for variant, update in (
-            (DELAYED, "sync"),
-            (BLOCKWISE, "precompute"),
-            (MXFP8, "precompute"),
-        ):
-            ours = here[variant.name]
-            add(ours, f"at most one all-reduce per {update}", ours.precompute <= 1)
         for variant, most in {} if mesh == FSDP else AMAX_PER_LAYER.items():
-            ours = here[variant.name]
+            ours = known[mesh, variant.name]
             add(ours, f"at most {most} amax all-reduces per layer", ours.amax <= most * LAYERS)
-    of_tp = by_mesh[TP][OURS_PRECOMPUTED.name]
-    for mesh, most in ((FSDP, 1), (BOTH, 1 + of_tp.counts["all_reduce"] - of_tp.precompute)):
-        ours = by_mesh[mesh][OURS_PRECOMPUTED.name]
-        few = ours.precompute == 1 and ours.counts["all_reduce"] <= most
-        add(ours, f"at most {most} all-reduces, one of them precompute's", few)
     for variant in (FOLDED, MXFP8):
-        ours = by_mesh[FSDP][variant.name]
+        ours = known[FSDP, variant.name]
         add(ours, "no all-reduce", ours.counts["all_reduce"] == 0)
-    plain, ours = (by_mesh[FSDP][v.name] for v in (OURS_PRECOMPUTED, FLOAT8_GRADIENTS))
+    plain, ours = (known[FSDP, v.name] for v in (OURS_PRECOMPUTED, FLOAT8_GRADIENTS))
+    add(plain, "one all-reduce", plain.counts["all_reduce"] == 1)
     share = ours.sizes["all_to_all"] / plain.sizes["reduce_scatter"]
     sentence = f"gradients take {share:.3f} of bf16's bytes, at most {MOST_OF_GRADIENTS}"
     add(ours, sentence, share <= MOST_OF_GRADIENTS and not ours.counts["reduce_scatter"])

@@ -45,7 +45,7 @@ class Error:
 
 
 def grams(text: str) -> set[str]:
-    """What GRAM characters follow each other in a text, without a hole."""
+    """Sequences of GRAM characters in a text, without a hole."""
     every = (text[i : i + GRAM] for i in range(len(text) - GRAM + 1))
     return {gram for gram in every if HOLE not in gram}
 

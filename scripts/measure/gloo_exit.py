@@ -1,4 +1,4 @@
-"""How programs on gloo end: plain DDP on one process, without float8, again and again.
+"""Ends of programs on gloo: plain DDP on one process, without float8, again and again.
 
 python -m scripts.measure.gloo_exit --runs 10
 
@@ -47,7 +47,7 @@ def program(ending: str) -> None:
 
 
 def end_of(ending: str) -> str:
-    """How a run has ended: well, aborted, or not at all."""
+    """The end of a run: well, aborted, or not at all."""
     command = [sys.executable, "-m", "scripts.measure.gloo_exit", "--program", ending]
     try:
         status = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S).returncode

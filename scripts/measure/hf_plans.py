@@ -84,7 +84,7 @@ OTHERS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What came of a model: `kind` is "right", "wrong", "refused" or "failed", with its figures."""
+    """Outcome of a model: `kind` is "right", "wrong", "refused" or "failed", with its figures."""
 
     kind: str
     text: str
@@ -120,7 +120,7 @@ def build(model: str, config: str, converted: bool = False) -> nn.Module:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Those of a loss on some tokens, whole; zeros for parameters without one."""
+    """Gradients of a loss on some tokens, whole; zeros for parameters without one."""
     ids = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
     model(input_ids=ids, labels=ids).loss.backward()
     found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
@@ -147,7 +147,7 @@ def parallel(names: tuple[str, str], mesh: DeviceMesh, sequence: bool, twins: An
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in short, for a table."""
+    """The text of an error, in short, for a table."""
     text = " ".join(str(error).split()).replace("|", "/")
     if "hf_tp_plan does not know all of" in text:  # then it lists what it does not know
         text = re.split(

@@ -1,4 +1,4 @@
-"""Measures what forward keeps for backward, beside bf16 and torchao, and what gradients take.
+"""Measures what forward keeps for backward, beside bf16 and torchao.
 
     python -m scripts.measure.memory --assert
 
@@ -6,7 +6,7 @@ Counts bytes of the storages that a forward saves for its backward, and of the f
 weights that layers keep, in the second forward, after the weights have changed. The counts depend
 on the sizes, not on the machine. `--assert` fails where a layer that saves its input in float8
 keeps more than 0.55 of what bf16 keeps, or where under FSDP2 a block keeps an unsharded weight, or
-more in a deeper model, or where the errors of gradients take more than 1.01 bytes per element.
+more in a deeper model.
 """
 
 import dataclasses
@@ -32,7 +32,6 @@ from scripts.common.models import build
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check, finish, make_parser, start
 from scripts.common.saved_bytes import OTHER, saved_bytes
-from scripts.measure.gradient_memory import checks_of_gradients, gradients_table, of_gradients
 
 NAMES = (BF16, *OURS, *TORCHAO)
 # With these sizes the number of elements tells activations, weights and their shards apart.
@@ -53,7 +52,7 @@ def kept_by(
     kinds: Mapping[int, str],
     checkpoints: Sequence[Any] = (),
 ) -> Held:
-    """What the second forward keeps for its backward, its input included where it is needed.
+    """Bytes that the second forward keeps for its backward, its input included where it is needed.
 
     Args:
         forward: makes an input, and returns an output.
@@ -127,7 +126,7 @@ def of_block(name: str, mode: str) -> Held:
 
 
 def of_depths(names: Sequence[str], depths: Sequence[int]) -> dict[str, dict[int, Held]]:
-    """What a rank keeps of each candidate's model at each depth; called on every rank."""
+    """Bytes that a rank keeps of each candidate's model at each depth; called on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
     ranks = mesh["dp"].size()
     tokens = torch.randint(CONFIG.vocab_size, (BATCH // ranks, SEQUENCE))
@@ -190,7 +189,7 @@ def per_layer(by_depth: Mapping[int, Held], kind: str) -> list[float]:
 
 
 def checks(layers: Mapping[str, Held], depths: Mapping[str, Mapping[int, Held]]) -> list[Check]:
-    """What `--assert` asks of the library's recipes."""
+    """The conditions of `--assert` on the library's recipes."""
     found = []
     for name in OURS:
         share = layers[name][OTHER] / layers[BF16][OTHER]
@@ -214,14 +213,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = {name: of_layer(name) for name in NAMES}
     blocks = {name: {mode: of_block(name, mode) for mode in MODES} for name in NAMES}
     depths = run_on_ranks(RANKS, of_depths, NAMES, DEPTHS)[0]
-    gradients = run_on_ranks(RANKS, of_gradients, CONFIG)[0]
     tables = {
         "layer": layer_table(layers),
         "block": block_table(blocks),
         "depth": depth_table(depths),
-        "gradients": gradients_table(gradients),
     }
-    return finish(args, tables, [*checks(layers, depths), *checks_of_gradients(gradients)])
+    return finish(args, tables, checks(layers, depths))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def simplest(case: Case, verdict: Verdict, pools: RankPools) -> tuple[Case, Verd
 
 
 def counts(found: Sequence[tuple[Case, Verdict]]) -> str:
-    """How many cases of each kind were right, a documented error, or failed."""
+    """Numbers of cases of each kind that were right, a documented error, or failed."""
     names = {cls: name for name, cls in KINDS.items()}
     by_kind = Counter((names[type(case)], verdict.kind) for case, verdict in found)
     kinds = ("right", "error", "FAILED")

@@ -46,7 +46,7 @@ ALLOWED_MB = 24
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds.
+    """Holdings of a process.
 
     Attributes:
         rss: resident memory in MB.
@@ -88,7 +88,7 @@ def _classes(name: str, module: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def usage() -> Usage:
-    """What this process holds now, without what is garbage."""
+    """Measure what this process holds now, without garbage."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     # (isinstance asks some objects for their class, which makes them import something or fail.)

@@ -4,90 +4,89 @@
 
 Trains the reference model in bf16, records what its linear layers multiply, multiplies it again in
 float8 and compares with the product in fp64. SQNR is 20 log10(|exact| / |exact - float8|), in dB.
+The same for operands that were made up, whose rows or channels differ by many orders of magnitude.
 """
 
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity
 from scripts.common.candidates import OURS
-from scripts.common.gemms import GEMMS
+from scripts.common.corpus import load_corpus
+from scripts.common.llama import MODELS, Llama
 from scripts.common.markdown import table
+from scripts.common.metrics import sqnr
 from scripts.common.options import positive
 from scripts.common.report import Check, finish, make_parser, start
-from scripts.measure import block_ways, folds
-from scripts.measure.block_ways import AS_IT_IS, LINES, ONE_COPY, SQUARE, TWO_CASTS
-from scripts.measure.operands import (
-    INPUT_CHANNELS,
-    OUTPUT_CHANNELS,
-    TOKENS,
-    WEIGHT_ROWS,
-    ZERO_ROWS,
-    ByWay,
-    Operands,
-    Place,
-    Products,
-    figures,
-    record,
-    stress_cases,
-)
+from scripts.train.train import MAX_GRAD_NORM, learning_rate_factor
 
+GEMMS = ("output", "grad_input", "grad_weight")
+MODEL, BATCH_SIZE, SEQ_LEN, LR, WARMUP = "debug", 8, 64, 1e-3, 40
 # A delayed scale is that of earlier steps, which a single record doesn't have.
 RECIPES = [name for name in OURS if name != "delayed"]
-# dB that rowwise_folded may be behind rowwise, and one copy in blocks behind two casts
-TOLERANCE = 0.1
-EXACT_SCALES = "rowwise, exact scales"
-E5M2_GRADIENTS = "rowwise, e5m2 gradients"
-ONE_SCALE = "tensorwise, e4m3 gradients"
-ONE_POWER_OF_2 = f"{ONE_SCALE}, power-of-two scale"
-FLOOR = "mxfp8, floor"
-VARIANTS = (
-    *("rowwise", EXACT_SCALES, E5M2_GRADIENTS),
-    *("tensorwise", ONE_SCALE, ONE_POWER_OF_2),
-    *("mxfp8", FLOOR),
-)
+# Those that use one float8 copy of an operand in both of its GEMMs, where rowwise makes two, and
+# how many dB they may be behind it.
+TWO_CASTS, ONE_COPY, TOLERANCE = "rowwise", ("rowwise_folded", "blockwise", "mxfp8"), 0.1
+# Parts of a result of which the worst 1 % counts: the GEMM, and the dim that a norm covers.
+PARTS = {
+    "tokens of output": ("output", 1),
+    "columns of output": ("output", 0),
+    "columns of grad_input": ("grad_input", 0),
+    "rows of grad_weight": ("grad_weight", 1),
+    "columns of grad_weight": ("grad_weight", 0),
+}
 
-# Made-up cases that differ from normal operands in the weight alone, and in other operands alone.
-WEIGHT_CASES = {ZERO_ROWS, WEIGHT_ROWS}
-TOKEN_CASES = {INPUT_CHANNELS, OUTPUT_CHANNELS, TOKENS}
 
-MEAN, WORST = "recorded: mean", "recorded: worst linear layer"
+class Operands(NamedTuple):
+    """Operands of the three GEMMs of a linear layer, fp32: [M, K], [N, K] and [M, N]."""
 
-ByPlace = dict[Place, ByWay]
-ByCase = dict[str, ByWay]
+    input: Tensor
+    weight: Tensor
+    grad_output: Tensor
+
+
+class Place(NamedTuple):
+    """Origin of recorded operands: the linear layer's name, and the step, counted from 1."""
+
+    linear: str
+    step: int
+
+
+Figures = dict[str, dict[str, float]]  # dB by config, and by GEMM or part
 
 
 def configs() -> dict[str, Float8LinearConfig]:
     """The recipes, and variants of them, by name."""
     known = {recipe: Float8LinearConfig.from_recipe_name(recipe) for recipe in RECIPES}
+    rowwise, tensorwise, mxfp8 = known["rowwise"], known["tensorwise"], known["mxfp8"]
     e5m2_rows = CastConfig(
         scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e5m2
     )
-    one_scale = dataclasses.replace(
-        known["tensorwise"], cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn)
-    )
-    rowwise, mxfp8 = known["rowwise"], known["mxfp8"]
+    e4m3 = CastConfig(target_dtype=torch.float8_e4m3fn)
+    one_scale = dataclasses.replace(tensorwise, cast_config_grad_output=e4m3)
     floor = {
         field: dataclasses.replace(getattr(mxfp8, field), scale_rule="floor")
         for field in ("cast_config_input", "cast_config_weight", "cast_config_grad_output")
     }
     return known | {
-        EXACT_SCALES: dataclasses.replace(rowwise, round_scales_to_power_of_2=False),
-        E5M2_GRADIENTS: dataclasses.replace(rowwise, cast_config_grad_output=e5m2_rows),
-        ONE_SCALE: one_scale,
-        ONE_POWER_OF_2: dataclasses.replace(one_scale, round_scales_to_power_of_2=True),
-        FLOOR: dataclasses.replace(mxfp8, **floor),
+        "rowwise, exact scales": dataclasses.replace(rowwise, round_scales_to_power_of_2=False),
+        "rowwise, e5m2 gradients": dataclasses.replace(rowwise, cast_config_grad_output=e5m2_rows),
+        "tensorwise, e4m3 gradients": one_scale,
+        "mxfp8, floor": dataclasses.replace(mxfp8, **floor),
     }
 
 
-def products(operands: Operands, config: Float8LinearConfig) -> Products:
+def products(operands: Operands, config: Float8LinearConfig) -> dict[str, Tensor]:
     """The output and the gradients of a Float8Linear, fp32."""
     n, k = operands.weight.shape
     linear = nn.Linear(k, n, bias=False)
@@ -101,32 +100,133 @@ def products(operands: Operands, config: Float8LinearConfig) -> Products:
     return dict(zip(GEMMS, (output.detach(), x.grad, layer.weight.grad), strict=True))
 
 
-def measure(operands: Operands) -> ByWay:
-    """The figures of the three GEMMs, by config."""
-    by_config = {name: products(operands, config) for name, config in configs().items()}
-    return figures(operands, by_config)
-
-
-def checks(recipes: ByPlace, in_blocks: dict[str, ByPlace]) -> list[Check]:
-    """The conditions of `--assert`; in_blocks: ways to cast in blocks."""
-    found = [never_behind("rowwise_folded", "rowwise", recipes)]
-    for blocks, by_place in in_blocks.items():
-        # By floor the largest values saturate, and other ones in a second cast: no comparison.
-        reference = AS_IT_IS if block_ways.BLOCKS[blocks][1] else TWO_CASTS
-        found.append(never_behind(ONE_COPY, reference, by_place, f"{blocks}: "))
+def measure(operands: Operands) -> Figures:
+    """The SQNR of the three GEMMs and of their `PARTS`, by config."""
+    x, w, g = (tensor.double() for tensor in operands)
+    exact = dict(zip(GEMMS, (x @ w.t(), g @ w, g.t() @ x), strict=True))
+    found = {}
+    for name, config in configs().items():
+        results = products(operands, config)
+        found[name] = {gemm: sqnr(exact[gemm], results[gemm]) for gemm in GEMMS}
+        for part, (gemm, dim) in PARTS.items():
+            found[name][part] = sqnr_of_worst(exact[gemm], results[gemm], dim)
     return found
 
 
-def never_behind(name: str, reference: str, by_place: ByPlace, prefix: str = "") -> Check:
-    """The condition on the linear layer that is closest to breaking it; a NaN does."""
-    behind = [
-        by_way[reference][gemm] - by_way[name][gemm]
-        for by_way in by_place.values()
-        for gemm in GEMMS
+def sqnr_of_worst(expected: Tensor, actual: Tensor, dim: int) -> float:
+    """The mean SQNR of the worst 1 % (one at least) of rows (dim 1) or columns (dim 0).
+
+    Those of zeros have no SQNR, and are left out.
+    """
+    signal, noise = expected.norm(dim=dim), (expected - actual).norm(dim=dim)
+    signal, noise = signal[signal > 0], noise[signal > 0]
+    values = 20 * torch.log10(signal / noise.clamp(min=1e-300))
+    return values.sort().values[: max(1, len(values) // 100)].mean().item()
+
+
+def recorded_linears() -> list[str]:
+    """The names of all linear layers in the first, the middle and the last block of the model."""
+    layers = MODELS[MODEL].n_layers
+    kinds = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")]
+    kinds += [f"feed_forward.{name}" for name in ("w1", "w2", "w3")]
+    return [f"layers.{i}.{kind}" for i in (0, layers // 2, layers - 1) for kind in kinds]
+
+
+def record(steps: list[int], seed: int) -> dict[Place, Operands]:
+    """Trains the reference model, and keeps what its linear layers multiply at some steps.
+
+    As in ``scripts.train.train``, parameters and AdamW are fp32, compute is bf16 (by autocast), and
+    gradients are clipped. Inputs and output gradients are the bf16 values, weights the fp32
+    parameters, which a float8 layer casts.
+
+    Args:
+        steps: which ones, counted from 1; the last one ends the training and its schedule.
+        seed: of the weights and the data.
+    """
+    corpus = load_corpus(None, seq_len=SEQ_LEN)
+    model = Llama(MODELS[MODEL], seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    last = max(steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, partial(learning_rate_factor, warmup=WARMUP, steps=last)
+    )
+    recorded: dict[Place, Operands] = {}
+    for step in tqdm(range(1, last + 1), desc="training", unit="step"):
+        tokens, targets = corpus.batch(seed=seed, step=step, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+        hooks = _listen(model, step, recorded) if step in steps else []
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        for hook in hooks:
+            hook.remove()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    # (The backward met them in the reverse order.)
+    places = (Place(name, step) for step in sorted(steps) for name in recorded_linears())
+    return {place: recorded[place] for place in places}
+
+
+def _listen(
+    model: Llama, step: int, recorded: dict[Place, Operands]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Hooks that fill ``recorded`` during the next forward and backward."""
+
+    def matrix(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(torch.bfloat16).flatten(0, -2).float()
+
+    def forward_hook(name: str, linear: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
+        x, w = matrix(args[0]), linear.weight.detach().clone()
+
+        def backward_hook(grad: Tensor) -> None:
+            recorded[Place(name, step)] = Operands(x, w, matrix(grad))
+
+        output.register_hook(backward_hook)
+
+    return [
+        model.get_submodule(name).register_forward_hook(partial(forward_hook, name))
+        for name in recorded_linears()
     ]
-    worst = max(behind, key=lambda each: (math.isnan(each), each))
-    sentence = f"{prefix}{name} behind {reference}: {worst:.4f} dB, at most {TOLERANCE:g}"
-    return Check(sentence, worst <= TOLERANCE)
+
+
+def stress_cases(seed: int, m: int = 1024, k: int = 512, n: int = 768) -> dict[str, Operands]:
+    """Normal operands, and what training may do to them, by name."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = partial(torch.randn, generator=generator)
+
+    def lognormal(*size: int) -> Tensor:
+        return torch.exp(2.5 * normal(*size))
+
+    def operands(
+        x: Tensor | float = 1.0, w: Tensor | float = 1.0, g: Tensor | float = 1.0
+    ) -> Operands:
+        return Operands(x * normal(m, k), 0.02 * w * normal(n, k), 1e-3 * g * normal(m, n))
+
+    channels, rows, tokens = torch.ones(k), torch.ones(n, 1), lognormal(m, 1)
+    channels[::37] = 30_000
+    rows[::10] = 0
+    return {
+        "normal": operands(),
+        "10 % of weight rows zero": operands(w=rows),
+        "weight rows of lognormal(2.5) size": operands(w=lognormal(n, 1)),
+        "3 % of input channels x 30,000": operands(x=channels),
+        "output channels of lognormal(2.5) size": operands(g=lognormal(n)),
+        "tokens of lognormal(2.5) size": operands(x=tokens, g=tokens),
+    }
+
+
+def checks(by_place: Mapping[Place, Figures]) -> list[Check]:
+    """The conditions of `--assert`, on the layer that is closest to breaking each; a NaN does."""
+    found = []
+    for recipe in ONE_COPY:
+        behind = [
+            row[TWO_CASTS][gemm] - row[recipe][gemm] for row in by_place.values() for gemm in GEMMS
+        ]
+        worst = max(behind, key=lambda each: (math.isnan(each), each))
+        sentence = f"{recipe} behind {TWO_CASTS}: {worst:.4f} dB, at most {TOLERANCE:g}"
+        found.append(Check(sentence, worst <= TOLERANCE))
+    return found
 
 
 def decibels(value: float) -> str:
@@ -134,102 +234,42 @@ def decibels(value: float) -> str:
     return f"{round(value, 1) + 0.0:.1f}" if value < 100 else "> 100"  # never -0.0
 
 
-def recipes_table(by_place: ByPlace) -> str:
-    """Mean and worst of each recipe, GEMM and step."""
+def recorded_table(by_place: Mapping[Place, Figures]) -> str:
+    """Mean and worst of each config and GEMM, over layers and steps."""
     lines = []
-    for recipe in RECIPES:
-        for step in sorted({place.step for place in by_place}):
-            some = {place: row for place, row in by_place.items() if place.step == step}
-            lines.append([f"`{recipe}`", str(step), *_cells(some, recipe)])
-    return table(["recipe", "step", *GEMMS], lines)
+    for config in configs():
+        values = ([row[config][gemm] for row in by_place.values()] for gemm in GEMMS)
+        cells = (f"{decibels(fmean(each))} ({decibels(min(each))})" for each in values)
+        lines.append([f"`{config}`", *cells])
+    return table(["config", *GEMMS], lines)
 
 
-def variants_table(by_place: ByPlace) -> str:
-    """Mean and worst of each of the `VARIANTS` and GEMM."""
-    return table(["config", *GEMMS], [[name, *_cells(by_place, name)] for name in VARIANTS])
-
-
-def _cells(by_place: ByPlace, config: str) -> list[str]:
-    values = ([row[config][gemm] for row in figures.values()] for gemm in GEMMS)
-    return [f"{decibels(fmean(each))} ({decibels(min(each))})" for each in values]
-
-
-def all_cases(recorded: Sequence[ByWay], stressed: ByCase) -> ByCase:
-    """Mean and worst of what was recorded, then the cases that were made up."""
-    cases = {
-        case: {
-            way: {figure: over([each[way][figure] for each in recorded]) for figure in first}
-            for way, first in recorded[0].items()
-        }
-        for case, over in ((MEAN, fmean), (WORST, min))
-    }
-    return cases | stressed
-
-
-def ways_table(cases: ByCase, ways: Sequence[str], columns: Sequence[str]) -> str:
-    """Cases by figures, the ways in a cell."""
+def stress_table(by_case: Mapping[str, Figures]) -> str:
+    """A line per case and recipe."""
+    columns = (*GEMMS, *PARTS)
     lines = [
-        [case, *(" / ".join(decibels(by_way[way][f]) for way in ways) for f in columns)]
-        for case, by_way in cases.items()
+        [case, f"`{recipe}`", *(decibels(row[recipe][column]) for column in columns)]
+        for case, row in by_case.items()
+        for recipe in (TWO_CASTS, *ONE_COPY)
     ]
-    return table(["operands", *columns], lines)
+    head = [*GEMMS, *(f"worst {part}" for part in PARTS)]
+    return table(["operands", "recipe", *head], lines)
 
 
-def block_tables(by_recipe: dict[str, ByCase]) -> dict[str, str]:
-    """The ways to cast in blocks: activations, a table for each recipe, and weights."""
-    tables, weights = {}, {}
-    for recipe, cases in by_recipe.items():
-        activations = {case: ways for case, ways in cases.items() if case not in WEIGHT_CASES}
-        tables[f"{recipe} ways"] = ways_table(
-            activations, (TWO_CASTS, ONE_COPY, SQUARE), block_ways.OF_ACTIVATIONS
-        )
-        weights |= {
-            f"{recipe}, {case}": ways for case, ways in cases.items() if case not in TOKEN_CASES
-        }
-    tables["weight blocks"] = ways_table(weights, (ONE_COPY, LINES), block_ways.OF_WEIGHTS)
-    return tables
-
-
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    asserts = f"a way to use one float8 copy is more than {TOLERANCE:g} dB behind two casts"
+    asserts = f"a recipe of one float8 copy is more than {TOLERANCE:g} dB behind two casts"
     parser = make_parser("scripts.measure.sqnr", __doc__, asserts=asserts)
     steps = "steps that are recorded; the last one ends the training (default: 5 300)"
     parser.add_argument(
         "--at", type=positive, nargs="+", default=[5, 300], metavar="STEP", help=steps
     )
     args = start(parser, argv)
-    operands, stressed = record(args.at, seed=0), stress_cases(seed=0)
-    progress = tqdm(operands.items(), desc="multiplying", unit="layer")
-    recipes = {place: measure(each) for place, each in progress}
-
-    def folded(each: Operands) -> ByWay:
-        return figures(each, folds.products(each))
-
-    def blocked(each: Operands, blocks: str) -> ByWay:
-        return figures(each, block_ways.products(each, *block_ways.BLOCKS[blocks]))
-
-    in_blocks = {
-        blocks: {place: blocked(each, blocks) for place, each in operands.items()}
-        for blocks in block_ways.BLOCKS
-    }
-    of_folds = all_cases(
-        [*map(folded, operands.values())], {case: folded(each) for case, each in stressed.items()}
-    )
-    of_blocks = {
-        recipe: all_cases(
-            [*in_blocks[recipe].values()],
-            {case: blocked(each, recipe) for case, each in stressed.items()},
-        )
-        for recipe in block_ways.RECIPES
-    }
-    tables = {
-        "recipes": recipes_table(recipes),
-        "variants": variants_table(recipes),
-        "folds": ways_table(of_folds, folds.WAYS, folds.FIGURES),
-        **block_tables(of_blocks),
-    }
-    return finish(args, tables, checks(recipes, in_blocks))
+    progress = tqdm(record(args.at, seed=0).items(), desc="multiplying", unit="layer")
+    by_place = {place: measure(each) for place, each in progress}
+    by_case = {case: measure(each) for case, each in stress_cases(seed=0).items()}
+    tables = {"recorded": recorded_table(by_place), "made up": stress_table(by_case)}
+    return finish(args, tables, checks(by_place))
 
 
 if __name__ == "__main__":

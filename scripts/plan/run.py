@@ -13,7 +13,7 @@ from scripts.plan.world import fake_world
 
 
 def run_all(plans: Sequence[Plan]) -> list[Step | str]:
-    """What rank 0 sees of each planned step; why, where torchao could not run it."""
+    """Run each planned step as rank 0 sees it; a text says why torchao could not."""
     # Importing torch takes seconds: one server does, and forks.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

@@ -37,7 +37,7 @@ NODE, LOCAL = "node", "local"  # axes of a hierarchy: nodes, and data-parallel r
 
 @dataclass(frozen=True)
 class Gradients:
-    """How the gradients of FSDP2 travel (`set_gradient_transport`), and the sums of TP."""
+    """Transport of FSDP2's gradients (`set_gradient_transport`), and of TP's sums."""
 
     transport: Transport
     nodes: int = 1  # over which the exchange is hierarchical; 1: it is not
@@ -58,9 +58,9 @@ class Plan:
 
     model: LlamaConfig
     axes: dict[str, int]  # sizes of the mesh's axes
-    variant: str  # "bf16", the name of a recipe, or `PEER`
     batch_size: int  # sequences per data-parallel rank
     seq_len: int
+    variant: str  # "bf16", the name of a recipe, or `PEER`
     gradients: Gradients | None = None  # None: in fp32, by FSDP2's own reduce-scatter
 
     @property
@@ -91,7 +91,7 @@ class Collectives(NamedTuple):
 
 @dataclass
 class Step:
-    """What one rank sees of a step."""
+    """A step as one rank sees it."""
 
     collectives: list[Collectives] = field(default_factory=list)  # in the order of the phases
     memory: dict[str, int] = field(default_factory=dict)  # bytes by kind

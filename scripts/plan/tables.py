@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from scripts.common.markdown import table
-from scripts.common.options import mesh_text
-from scripts.plan.step import ERRORS, LOCAL, NODE, PHASES, Collectives, Plan, Step
+from scripts.plan.step import PHASES, Collectives, Plan, Step
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 Runs = Sequence[tuple[Plan, Step]]
@@ -28,13 +27,13 @@ def collectives_table(runs: Runs) -> str:
 
 def memory_table(runs: Runs) -> str:
     """Bytes by kind; a column per variant."""
-    kinds = runs[0][1].memory
-    lines = [[kind, *(f"{step.memory[kind]:,}" for _, step in runs)] for kind in kinds]
+    kinds = dict.fromkeys(kind for _, step in runs for kind in step.memory)
+    lines = [[kind, *(f"{step.memory.get(kind, 0):,}" for _, step in runs)] for kind in kinds]
     return table(["bytes on rank 0", *_variants(runs)], lines, "lr")
 
 
-def growth_table(runs: Runs) -> str:
-    """Counts and bytes; a line per world and variant."""
+def summary_table(runs: Runs) -> str:
+    """Counts and bytes; a line per variant."""
     lines = []
     for plan, step in runs:
         rows = step.collectives
@@ -42,9 +41,7 @@ def growth_table(runs: Runs) -> str:
         first = [r for r in rows if r.phase == "precompute"]
         lines.append(
             [
-                f"{plan.ranks:,}",
-                mesh_text(plan.axes),
-                plan.variant,
+                plan.name,
                 *(f"{sum(r.count for r in rows if r.op == op):,}" for op in OPS),
                 f"{sum(r.count for r in first):,}",
                 f"{float8 / 1e9:.1f}",
@@ -52,50 +49,8 @@ def growth_table(runs: Runs) -> str:
                 f"{sum(r.bytes for r in first):,}",
             ]
         )
-    head = ["ranks", "mesh", "variant", *OPS, "of them precompute", "float8 GB", "all GB"]
-    return table([*head, "precompute bytes"], lines, "lllr")
-
-
-def differences_table(runs: Runs) -> str:
-    """What differs from the first plan, and what in the first is not in others; a line per plan."""
-    first = runs[0][1].collectives
-    others = [{*step.collectives} for _, step in runs[1:]]
-    total = sum(r.bytes for r in first)
-    lines = []
-    for plan, step in runs:
-        own = [r for r in step.collectives if r not in first]
-        if step is runs[0][1]:
-            own = [r for r in first if any(r not in other for other in others)]
-        # (A message may have numbers of several dtypes.)
-        kinds = dict.fromkeys((r.op, r.axis) for r in own)
-        alike = [[r for r in own if (r.op, r.axis) == kind] for kind in kinds]
-        nbytes = sum(r.bytes for r in step.collectives)
-        lines.append(
-            [
-                plan.name,
-                "; ".join(f"{_kind(rows)}: {_cell(rows)}" for rows in alike),
-                "; ".join(f"{_mean(rows, plan):,.0f}" for rows in alike),
-                f"{nbytes:,}",
-                f"{nbytes / total:.3f}",
-                f"{step.memory.get(ERRORS, 0):,}",
-            ]
-        )
-    head = ["variant", "its own collectives", "mean bytes for a rank", "bytes of all collectives"]
-    return table([*head, "of the first", "errors kept, B"], lines, "llr")
-
-
-def _kind(rows: Sequence[Collectives]) -> str:
-    """The op, the axis and the dtypes of collectives that agree in the first two."""
-    by_size = sorted(rows, key=lambda row: -row.bytes)
-    dtypes = " + ".join(dict.fromkeys(row.dtype for row in by_size))
-    return f"{rows[0].op} {rows[0].axis} {dtypes}"
-
-
-def _mean(rows: Sequence[Collectives], plan: Plan) -> float:
-    """Of a message over one axis: its bytes for one of the ranks there."""
-    nodes = plan.gradients.nodes if plan.gradients else 1
-    sizes = {**plan.axes, NODE: nodes, LOCAL: plan.axes["dp"] // nodes}
-    return sum(r.bytes for r in rows) / sum(r.count for r in rows) / sizes[rows[0].axis]
+    head = ["variant", *OPS, "of them precompute", "float8 GB", "all GB"]
+    return table([*head, "precompute bytes"], lines, "lr")
 
 
 def _variants(runs: Runs) -> list[str]:

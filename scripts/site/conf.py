@@ -1,4 +1,4 @@
-"""What Sphinx is told; `scripts.site` stages the sources."""
+"""Settings of Sphinx; `scripts.site` stages the sources."""
 
 from sphinx.application import Sphinx
 

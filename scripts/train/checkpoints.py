@@ -73,7 +73,7 @@ class Checkpoints:
         return pending.result() if pending is not None else True
 
     def _finish(self, upload: Future[Any], step: int, copied: float, since: float) -> bool:
-        """What follows the writing of a rank's files; the first rank makes them a checkpoint."""
+        """Wait until a rank's files are written; the first rank makes them a checkpoint."""
         try:
             upload.result()
             if self.is_first:
@@ -120,7 +120,7 @@ def _looks_complete(path: Path) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, DCP's errors of several ranks included."""
+    """The text of an error in one line, DCP's errors of several ranks included."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         rank, pair = next(iter(failures.items()))
@@ -132,7 +132,7 @@ def one_line(error: BaseException) -> str:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What DCP saves of a model and its optimizer, recipe state and generators included."""
+    """State of a model and its optimizer for DCP, recipe state and generators included."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {
         "model": model_state,
@@ -185,7 +185,7 @@ def load(
 
 
 def histories_kept(model: nn.Module) -> tuple[int, int]:
-    """How many amax histories hold values, and how many there are."""
+    """Number of amax histories that hold values, and number of all."""
     histories = [h for layer in float8_layers(model).values() for h in layer.histories.values()]
     return sum(h.history is not None for h in histories), len(histories)
 

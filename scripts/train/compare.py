@@ -26,7 +26,7 @@ SMOOTHING_STEPS = 5
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What scripts.train.train wrote into a folder: losses, speed, bytes of one step's collectives.
+    """Read a run of scripts.train.train: losses, speed, bytes of one step's collectives.
 
     Raises:
         SystemExit: a file is missing or cut off, or steps are missing.

@@ -6,98 +6,172 @@ Every run trains the debug Llama with `--checkpoint-every` and `--resume auto`, 
 of torchrun, and has one fault: a rank is killed in a gather, in the update of scales, in backward
 or while it writes a checkpoint; the disk is full; a checkpoint is damaged; SIGTERM or SIGUSR1
 arrives; a rank is late, or hangs. A run has survived if it ends well after restarts, with the
-losses and gradient norms of a run without faults, bit for bit. Steps are lost if they were made
-again. A complete checkpoint is lost if a restart did not take it. A run hangs if it takes longer
-than --limit.
+losses and gradient norms of a run without faults, bit for bit, within --limit, and if each restart
+has taken the newest complete checkpoint.
 
-The exit status is 1 if a run did not survive, lost a checkpoint, or hung. The folders of such runs
-stay in --out.
+The exit status is 1 if a run did not survive. The folders of such runs stay in --out.
 """
 
 import argparse
-import dataclasses
+import json
+import multiprocessing
 import os
 import random
 import re
+import shutil
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm import tqdm
 
 from scripts.common.candidates import RECIPES
 from scripts.common.markdown import table
 from scripts.common.options import positive
+from scripts.common.ranks import LOOPBACK
 from scripts.common.report import Check, finish, make_parser, start
-from scripts.train.fault_runs import EVERY, STEPS, Outcome, Run
-from scripts.train.faulty import Fault
-from scripts.train.manifest import MANIFEST
+from scripts.train.faulty import Fault, run_rank
+from scripts.train.manifest import MANIFEST, checkpoints_in
+from scripts.train.options import CHECKPOINTS
 
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, EVERY = 10, 2
 KILLS = {
     "killed in a gather": "gather",
     "killed in backward": "backward",
     "killed in the update of scales": "precompute",
     "killed while writing": "write",
 }
+OTHERS = ("a damaged checkpoint", "a full disk", "SIGTERM", "SIGUSR1", "a late rank")
+FAULTS = (*KILLS, *OTHERS, "a rank that hangs")
 DAMAGES = ("a file is cut off", "a byte has changed", "a file is missing", "no manifest")
+# Ranks are forked from a process that has imported all they need.
+CONTEXT = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
+CONTEXT.set_forkserver_preload(["scripts.train.faulty", "torch.distributed.launcher.api"])
+
+Metrics = list[tuple[float, ...]]  # step, loss and gradient norm
 
 
-def killed(run: Run, expected: list[tuple[float, ...]], fault: Fault) -> Outcome:
-    """A rank is killed; torchrun starts all of them again."""
-    line = r"rank \d+ of \d+ (died or hangs|failed)"
-    return survived(run, expected, fault, line if run.args.ranks > 1 else "")
-
-
-def late(run: Run, expected: list[tuple[float, ...]], fault: Fault) -> Outcome:
-    """A rank starts after the timeout; the others end, and torchrun starts all of them again."""
-    return survived(run, expected, fault, f"rank {fault.rank} of {run.args.ranks} did not start")
-
-
-def disk_is_full(run: Run, expected: list[tuple[float, ...]], fault: Fault) -> Outcome:
-    """A checkpoint can't be written: the run goes on."""
-    return survived(run, expected, fault, f"step {fault.step} NOT saved")
-
-
-def survived(run: Run, expected: list[tuple[float, ...]], fault: Fault, line: str) -> Outcome:
-    """What came of one program that has to end well, and to print a line about the fault."""
-    status = run.train(fault)
-    said = re.search(line, run.output) is not None
-    return run.outcome(
-        expected,
-        fault,
-        f"exit status {status}" if status else "",
-        "" if said else f"no line says: {line}",
+def launch(
+    ranks: int, restarts: int, log: Path, options: list[str], fault: Fault, record: Path
+) -> None:
+    """Do as torchrun does, in a process of its own whose output goes to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=log.parent.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        start_method="spawn" if sys.platform == "darwin" else "fork",
+        shutdown_timeout=5,
     )
+    try:
+        elastic_launch(config, run_rank)(options, fault, record)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
-def stopped(run: Run, expected: list[tuple[float, ...]], fault: Fault) -> Outcome:
+class Run:
+    """One run in a folder of its own; several programs may work on it, one after the other."""
+
+    def __init__(self, args: argparse.Namespace, name: str, recipe: str) -> None:
+        self.args = args
+        self.recipe = recipe
+        self.folder: Path = args.out / name
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.record = self.folder / "fault"
+        self.output = ""
+
+    def train(self, fault: Fault | None = None, *options: str, restarts: int = 2) -> str:
+        """Runs the ranks, as torchrun does; returns what is wrong with the exit status, or ""."""
+        words = [
+            *("--model", "debug", "--recipe", self.recipe, "--batch-size", "4", "--seq-len", "16"),
+            *("--steps", str(STEPS), "--warmup", "2", "--data", str(ROOT / "docs")),
+            *("--checkpoint-every", str(EVERY), "--timeout", str(self.args.timeout)),
+            *("--out", str(self.folder), *(options or ("--resume", "auto"))),
+        ]
+        log = self.folder / "output.txt"
+        log.touch()
+        task = (self.args.ranks, restarts, log, words, fault or Fault(), self.record)
+        launcher = CONTEXT.Process(target=launch, args=task)
+        launcher.start()
+        launcher.join(self.args.limit)
+        if launcher.is_alive():
+            launcher.terminate()  # it ends its ranks
+            launcher.join()
+            return f"hung for {self.args.limit:g} s"
+        self.output = log.read_text()
+        return f"exit status {launcher.exitcode}" if launcher.exitcode else ""
+
+    def metrics(self) -> Metrics:
+        path = self.folder / "metrics.jsonl"
+        lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+        return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+    def lost(self) -> str:
+        """Names a complete checkpoint that a restart did not take, if there is one."""
+        newest = 0
+        pattern = r"checkpoint: (?:\S*step-(\d+) complete|continues from .*, after step (\d+))"
+        for complete, resumed in re.findall(pattern, self.output):
+            if complete:
+                newest = int(complete)
+            elif int(resumed) < newest:
+                return f"the checkpoint of step {newest} was lost"
+        return ""
+
+    def problem(self, expected: Metrics, *problems: str) -> str:
+        """Judges a run that has ended: "" if it survived, and then its folder goes."""
+        found = [problem for problem in problems if problem]
+        if not self.record.exists():
+            found.append("the fault did not happen")
+        if self.metrics() != expected:
+            found.append("its metrics are not those of the run without faults")
+        if not found:
+            shutil.rmtree(self.folder)
+        return "; ".join(found)
+
+
+def survived(run: Run, expected: Metrics, fault: Fault, says: str) -> str:
+    """One program has to end well, after restarts, and to print a line about the fault.
+
+    says: a regular expression.
+    """
+    problem = run.train(fault)
+    said = re.search(says, run.output) is not None
+    return run.problem(expected, problem, "" if said else f"not said: {says}", run.lost())
+
+
+def stopped(run: Run, expected: Metrics, fault: Fault) -> str:
     """One rank gets a signal; all end with status 0, and a second program continues."""
-    status = run.train(fault, restarts=0)
-    problem = f"exit status {status} after {fault.signal}" if status else ""
-    status = run.train()
-    return run.outcome(expected, fault, problem, f"exit status {status}" if status else "")
+    return run.problem(expected, run.train(fault, restarts=0), run.train(), run.lost())
 
 
-def damaged(
-    run: Run, expected: list[tuple[float, ...]], fault: Fault, damage: str = DAMAGES[0]
-) -> Outcome:
+def damaged(run: Run, expected: Metrics, fault: Fault, damage: str) -> str:
     """The newest checkpoint is damaged while no run uses it: the one before it is taken."""
-    problems = [f"exit status {status}" for status in [run.train(fault, restarts=0)] if status]
-    newest, before, *_ = run.checkpoints().items()
-    do_damage(newest[1], damage)
-    status = run.train(None, "--resume", str(newest[1]), restarts=0)
-    if not status or f"{newest[1]}" not in run.output.rpartition("scripts.train.train: ")[2]:
+    problems = [run.train(fault, restarts=0)]
+    (_, newest), (before, _), *_ = checkpoints_in(run.folder / CHECKPOINTS).items()
+    do_damage(newest, damage)
+    refused = run.train(None, "--resume", str(newest), restarts=0)
+    if not refused or f"{newest}" not in run.output.rpartition("scripts.train.train: ")[2]:
         problems.append("--resume PATH did not refuse it by name")
-    status = run.train()
-    if status:
-        problems.append(f"exit status {status}")
-    if f"passed over: {newest[1]}" not in run.output:
+    problems.append(run.train())
+    if f"passed over: {newest}" not in run.output:
         problems.append("no line names it")
-    if [step for step, _ in run.resumes()] != [before[0]]:
-        problems.append(f"continued from {run.resumes()} instead of {before[0]}")
-    outcome = run.outcome(expected, fault, *problems)
-    # It was not lost by the run.
-    return dataclasses.replace(outcome, checkpoints_lost=0)
+    if not re.search(f"continues from .*, after step {before}$", run.output, re.MULTILINE):
+        problems.append(f"did not continue from step {before}")
+    return run.problem(expected, *problems)
 
 
 def do_damage(checkpoint: Path, damage: str) -> None:
@@ -115,29 +189,31 @@ def do_damage(checkpoint: Path, damage: str) -> None:
         (checkpoint / MANIFEST).unlink()
 
 
-Case = tuple[str, Callable[[Run, list[tuple[float, ...]]], Outcome]]
+Case = tuple[str, Callable[[Run, Metrics], str]]
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """What is run, in order: the name of the fault, and the function that runs and judges it."""
+    """The runs in order: the name of the fault, and the function that runs and judges it."""
     choose = random.Random(args.seed)
     found: list[Case] = []
 
-    def add(name: str, judge: Callable[..., Outcome], fault: Fault, **more: str) -> None:
-        found.append((name, lambda run, expected: judge(run, expected, fault, **more)))
-
-    def fault(**values: object) -> Fault:
+    def add(name: str, judge: Callable[..., str], *more: str, **values: object) -> None:
         some = {"rank": choose.randrange(args.ranks), "step": choose.randrange(2, STEPS - 2)}
-        return Fault(**{**some, **values})
+        fault = Fault(**{**some, **values})
+        found.append((name, lambda run, expected: judge(run, expected, fault, *more)))
 
+    last = args.ranks - 1
+    dead = r"rank \d+ of \d+ (died or hangs|failed)" if last else ""
     for damage in DAMAGES:
-        add("a damaged checkpoint", damaged, fault(signal="SIGTERM", step=6), damage=damage)
+        add("a damaged checkpoint", damaged, damage, signal="SIGTERM", step=6)
     for rank in range(min(args.ranks, 2)):
-        add("a full disk", disk_is_full, Fault(rank=rank, step=2 * EVERY, full_disk=True))
+        says, step = f"step {2 * EVERY} NOT saved", 2 * EVERY
+        add("a full disk", survived, says, rank=rank, step=step, full_disk=True)
     for name in ("SIGTERM", "SIGUSR1"):
-        add(name, stopped, fault(signal=name, nth=choose.randrange(9)))
-    add("a late rank", late, Fault(rank=args.ranks - 1, late_s=10 * args.timeout))
-    add("a rank that hangs", killed, fault(signal="SIGSTOP", rank=args.ranks - 1))
+        add(name, stopped, signal=name, nth=choose.randrange(9))
+    late = f"rank {last} of {args.ranks} did not start"
+    add("a late rank", survived, late, rank=last, late_s=10 * args.timeout)
+    add("a rank that hangs", survived, dead, signal="SIGSTOP", rank=last)
     for i in range(args.kills):
         name, point = list(KILLS.items())[i % len(KILLS)]
         # How often a step passes the point, about. (Writing: each rank syncs its own file; the
@@ -145,23 +221,17 @@ def cases(args: argparse.Namespace) -> list[Case]:
         rank = choose.randrange(args.ranks)
         often = {"gather": 9, "backward": 4, "precompute": 1, "write": 1 if rank else 10}[point]
         nth = choose.randrange(often)
-        add(name, killed, fault(signal="SIGKILL", point=point, rank=rank, nth=nth))
+        add(name, survived, dead, signal="SIGKILL", point=point, rank=rank, nth=nth)
     return [case for case in found if case[0] in args.faults]
 
 
-def names_of_faults() -> list[str]:
-    """All rows of the table."""
-    others = ["a damaged checkpoint", "a full disk", "SIGTERM", "SIGUSR1"]
-    return [*KILLS, *others, "a late rank", "a rank that hangs"]
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; errors end the process with status 2."""
     parser = make_parser("scripts.train.fault_test", __doc__)
     add = parser.add_argument
     add("--ranks", type=positive, default=2)
     add("--kills", type=positive, default=20, help="runs whose rank is killed; %(default)s")
-    add("--faults", nargs="+", choices=names_of_faults(), default=names_of_faults(), metavar="NAME")
+    add("--faults", nargs="+", choices=FAULTS, default=FAULTS, metavar="NAME")
     recipes = ["delayed", "tensorwise"]
     add("--recipes", nargs="+", choices=RECIPES, default=recipes, help="in turn; %(default)s")
     add("--timeout", type=float, default=20.0, help="of collectives, in seconds; %(default)s")
@@ -174,30 +244,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def report(outcomes: dict[str, list[Outcome]]) -> str:
-    """The table of all faults."""
-    rows = []
-    for name, found in outcomes.items():
-        lost = [outcome.steps_lost for outcome in found]
-        rows.append(
-            [
-                name,
-                str(len(found)),
-                str(sum(not outcome.problem for outcome in found)),
-                f"{sum(lost) / len(lost):.1f} (at most {max(lost)})",
-                str(sum(outcome.checkpoints_lost for outcome in found)),
-                str(sum(outcome.hung for outcome in found)),
-            ]
-        )
-    head = ["fault", "runs", "survived", "steps lost", "checkpoints lost", "hangs"]
-    return table(head, rows, "lr")
-
-
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
-    expected: dict[str, list[tuple[float, ...]]] = {}
-    outcomes: dict[str, list[Outcome]] = {}
+    expected: dict[str, Metrics] = {}
+    runs: Counter[str] = Counter()
+    survived: Counter[str] = Counter()
     for number, (name, judge) in enumerate(tqdm(cases(args), unit="run")):
         recipe = args.recipes[number % len(args.recipes)]
         if recipe not in expected:
@@ -206,20 +258,15 @@ def main(argv: list[str] | None = None) -> int:
                 sys.exit(f"the run without faults failed:\n{reference.output}")
             expected[recipe] = reference.metrics()
         run = Run(args, f"{number:02}", recipe)
-        outcome = judge(run, expected[recipe])
-        outcomes.setdefault(name, []).append(outcome)
-        if outcome.problem or outcome.checkpoints_lost or outcome.hung:
-            tqdm.write(f"{name}, {recipe}, {run.folder}: {outcome}")
-    everything = [outcome for found in outcomes.values() for outcome in found]
-    hangs = sum(outcome.hung for outcome in everything)
-    lost = sum(outcome.checkpoints_lost for outcome in everything)
-    survived = sum(not outcome.problem for outcome in everything)
-    checks = [
-        Check(f"{survived} of {len(everything)} runs survived", survived == len(everything)),
-        Check(f"{hangs} runs hung", hangs == 0),
-        Check(f"{lost} complete checkpoints were lost", lost == 0),
-    ]
-    return finish(args, {"faults": report(outcomes)}, checks)
+        problem = judge(run, expected[recipe])
+        runs[name] += 1
+        survived[name] += not problem
+        if problem:
+            tqdm.write(f"{name}, {recipe}, {run.folder}: {problem}")
+    lines = [[name, str(count), str(survived[name])] for name, count in runs.items()]
+    good, every = survived.total(), runs.total()
+    check = Check(f"{good} of {every} runs survived", good == every)
+    return finish(args, {"faults": table(["fault", "runs", "survived"], lines, "lr")}, [check])
 
 
 if __name__ == "__main__":

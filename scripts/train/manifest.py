@@ -1,4 +1,4 @@
-"""What makes a folder a checkpoint: a manifest that names every file, with its size and checksum.
+"""Manifest of a checkpoint, which names every file of a folder, with its size and checksum.
 
 A checkpoint is written into a hidden folder beside its final place. Its files are synced, its
 manifest is written and synced last, and the folder is renamed. So a folder with the final name was
@@ -28,12 +28,12 @@ class DamagedCheckpoint(RefusedCheckpoint):
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint after a step is."""
+    """Folder of the checkpoint after a step."""
     return root / f"step-{step:08d}"
 
 
 def unfinished_folder_of(root: Path, step: int) -> Path:
-    """Where it is while it is written."""
+    """Folder of a checkpoint while it is written."""
     return root / f".{folder_of(root, step).name}.unfinished"
 
 

@@ -1,4 +1,4 @@
-"""Who is missing: the ranks of a run sign a roll in the store through which they found each other.
+"""Roll call: the ranks of a run sign a roll in the store through which they found each other.
 
 When a rank dies or hangs, the others learn that a connection is closed, or that a collective took
 too long, and each prints a traceback that does not say which rank it was. The roll does.

@@ -1,4 +1,4 @@
-"""What a run of scripts.train.train leaves in its folder, and what it prints about itself."""
+"""Files that a run of scripts.train.train leaves in its folder, and lines that it prints."""
 
 import argparse
 import dataclasses
@@ -186,7 +186,7 @@ def audit_rows(audit: CommAudit) -> list[dict[str, Any]]:
 
 
 def high_precision_gather(model: nn.Module, dp: int) -> dict[str, int]:
-    """What an FSDP2 gather of each parameter outside of float8 layers moves, in elements.
+    """Elements that an FSDP2 gather of each parameter outside of float8 layers moves.
 
     Called on rank 0, whose shard is the largest: FSDP2 pads the others to its size.
     """

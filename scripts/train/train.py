@@ -263,7 +263,7 @@ def run_steps(
 
 
 def stats_of(trainer: Trainer, writer: RunWriter | None) -> Float8Stats | None:
-    """What records the casts of every so many steps, if it is asked for; for all ranks."""
+    """Statistics of every so many steps, if they are asked for; for all ranks."""
     args = trainer.args
     if args.stats_every is None:
         return None
@@ -290,7 +290,7 @@ def end_early(saver: Checkpoints, step: int, signal: str) -> bool:
 
 
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What a manifest says of a run."""
+    """Facts of a run, for the manifests of its checkpoints."""
     names = ("model", "recipe", "seed", "batch_size", "seq_len", "steps", "lr", "warmup")
     names += ("compute", "reduce_transport")
     facts = {name: getattr(args, name) for name in names}
@@ -305,7 +305,7 @@ def facts_of(args: argparse.Namespace) -> dict[str, Any]:
 def describe_resume(
     args: argparse.Namespace, model: torch.nn.Module, path: Path, found: dict[str, Any]
 ) -> str:
-    """What a run continues from, what differs, and what was kept of a recipe's histories."""
+    """Say what a run continues from, what differs, and which histories were kept."""
     now = facts_of(args)
     differs = [
         f"{name} {found.get(name)} -> {value}"

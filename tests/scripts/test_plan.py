@@ -28,22 +28,19 @@ WORLD = 4
 SMALL = LlamaConfig(64, 2, 8, 4, 96, vocab_size=128, max_seq_len=32)
 # Feed-forward weights of 90 rows: 4 FSDP2 shards of them are uneven.
 UNEVEN = replace(SMALL, ffn_dim=90)
-# No shard of 2 x 2 ranks cuts a block of 128.
-WHOLE_BLOCKS = LlamaConfig(512, 1, 4, 4, 512, vocab_size=128, max_seq_len=256)
 DP_TP, DP, TP = {"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}, {"dp": 1, "tp": 4}
 PEERS = [PEER] if PEER in TORCHAO else []
 PLANS = [
-    *(Plan(SMALL, DP_TP, variant, 2, 32) for variant in ("bf16", "rowwise_folded", *PEERS)),
-    *(Plan(SMALL, TP, variant, 2, 32) for variant in ("tensorwise", "delayed")),
-    *(Plan(SMALL, DP, variant, 2, 32) for variant in ("tensorwise", "rowwise_with_gw_hp")),
-    *(Plan(SMALL, DP_TP, variant, 2, 32) for variant in ("blockwise", "mxfp8")),
-    *(Plan(UNEVEN, DP, variant, 2, 32) for variant in ("rowwise_folded", "mxfp8")),
-    Plan(WHOLE_BLOCKS, DP_TP, "blockwise", 1, 256),
-    Plan(SMALL, DP_TP, "tensorwise", 2, 32, Gradients("bf16", reduce_transport="float8")),
-    Plan(UNEVEN, DP, "bf16", 2, 32, Gradients("bf16")),
-    Plan(UNEVEN, DP, "tensorwise", 2, 32, Gradients("float8", error_feedback=True)),
-    Plan(SMALL, DP, "tensorwise", 2, 32, Gradients("float8", nodes=2)),
-    Plan(SMALL, DP_TP, "tensorwise", 2, 32, Gradients("float8")),
+    *(Plan(SMALL, DP_TP, 2, 32, variant) for variant in ("bf16", "rowwise_folded", *PEERS)),
+    *(Plan(SMALL, TP, 2, 32, variant) for variant in ("tensorwise", "delayed")),
+    *(Plan(SMALL, DP, 2, 32, variant) for variant in ("tensorwise", "rowwise_with_gw_hp")),
+    *(Plan(SMALL, DP_TP, 2, 32, variant) for variant in ("blockwise", "mxfp8")),
+    *(Plan(UNEVEN, DP, 2, 32, variant) for variant in ("rowwise_folded", "mxfp8")),
+    Plan(SMALL, DP_TP, 2, 32, "tensorwise", Gradients("bf16", reduce_transport="float8")),
+    Plan(UNEVEN, DP, 2, 32, "bf16", Gradients("bf16")),
+    Plan(UNEVEN, DP, 2, 32, "tensorwise", Gradients("float8", error_feedback=True)),
+    Plan(SMALL, DP, 2, 32, "tensorwise", Gradients("float8", nodes=2)),
+    Plan(SMALL, DP_TP, 2, 32, "tensorwise", Gradients("float8")),
 ]
 
 
@@ -97,25 +94,6 @@ def test_a_plan_counts_what_real_ranks_count(
     assert fake.weights == real[0].weights == 7 * PLANS[position].model.n_layers
 
 
-def test_scales_of_blocks_that_no_shard_cuts_cost_no_reduction_in_the_step(
-    planned: list[Step],
-) -> None:
-    rows = planned[[plan.model for plan in PLANS].index(WHOLE_BLOCKS)].collectives
-    reduced = {
-        row.phase: row.bytes for row in rows if (row.op, row.dtype) == ("all_reduce", "uint8")
-    }
-    assert reduced == {}
-    gathered = {
-        (axis, dtype): sum(r.bytes for r in rows if (r.axis, r.dtype) == (axis, dtype))
-        for axis in ("dp", "tp")
-        for dtype in ("float8_e4m3fn", "uint8")
-    }
-    # In forward and in backward: 7 weights of 4 x 4 blocks, half of each, and their exponents.
-    assert gathered["dp", "float8_e4m3fn"] == 2 * 7 * 512 * 512 // 2
-    assert gathered["dp", "uint8"] == 2 * 7 * 16 // 2
-    assert gathered["tp", "float8_e4m3fn"] == 128 * gathered["tp", "uint8"] == 4 * 256 * 512
-
-
 def test_gradients_that_travel_in_fewer_bytes(planned: list[Step]) -> None:
     def of(plan: Plan) -> Step:
         return planned[PLANS.index(plan)]
@@ -160,23 +138,11 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("--mesh shard=2", "argument --mesh: shard=2: 'shard=2' is not dp=SIZE or tp=SIZE"),
         ("--seq-len 8193", "--seq-len 8193 is above the model's max_seq_len=8192"),
         ("--batch-size 0", "argument --batch-size: 0 is not positive"),
-        ("--nodes 2", "--nodes needs --gradient-transport"),
-        ("--error-feedback", "--error-feedback needs --gradient-transport"),
-        ("--reduce-transport bf16", "--reduce-transport needs --gradient-transport"),
+        ("--nodes 2", "--nodes, --error-feedback, --reduce-transport need --gradient-transport"),
         (
-            "--gradient-transport bf16 --reduce-transport bf16 --recipe bf16",
-            "--reduce-transport is for tensor parallelism of converted layers",
+            "--gradient-transport bf16 --nodes 3",
+            "--gradient-transport needs a dp that --nodes divides, and dp=2048",
         ),
-        (
-            "--gradient-transport bf16 --scale",
-            "--scale plans other worlds, --gradient-transport other gradients: not both",
-        ),
-        (
-            "--gradient-transport bf16 --mesh tp=8",
-            "--gradient-transport needs a --mesh with dp: nothing else reduces gradients",
-        ),
-        ("--gradient-transport bf16 --nodes 3", "--nodes 3 must be 2 or more, and divide dp=2048"),
-        ("--gradient-transport bf16 --nodes 1", "--nodes 1 must be 2 or more, and divide dp=2048"),
     ],
 )
 def test_options_that_are_refused(
@@ -197,45 +163,15 @@ def tables_of(printed: str) -> dict[str, list[list[str]]]:
 
 def test_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(MODELS, "debug", SMALL)
-    monkeypatch.setattr(plan, "WORLDS", (8,))
-    argv = ["--model", "debug", "--mesh", "dp=2,tp=2", "--seq-len", "16", "--scale"]
-    assert plan.main(argv) == 0
+    argv = ["--model", "debug", "--mesh", "dp=2,tp=2", "--seq-len", "16", "--layers=2"]
+    assert plan.main([*argv, "--gradient-transport", "float8", "--error-feedback"]) == 0
     found = tables_of(capsys.readouterr().out)
-    assert found.keys() == {"collectives", "memory", "growth"}
-    growth = found["growth"]
-    assert [tuple(line[:3]) for line in growth] == [
-        (ranks, mesh, variant)
-        for ranks, mesh in (("4", "dp=2,tp=2"), ("8", "dp=4,tp=2"))
-        for variant in ("tensorwise", "bf16", *PEERS)
-    ]
-    # One all-reduce of a number per weight, at both sizes.
-    assert [line[6] for line in growth if line[2] == "tensorwise"] == ["1", "1"]
-    assert [line[9] for line in growth if line[2] == "tensorwise"] == [str(4 * 14)] * 2
-
-
-def test_a_run_of_gradients(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(MODELS, "debug", SMALL)
-    argv = "--model debug --mesh dp=8,tp=2 --seq-len 16 --gradient-transport bf16 float8"
-    more = "--nodes 4 --error-feedback --reduce-transport float8"
-    assert plan.main([*argv.split(), *more.split()]) == 0
-    cells = tables_of(capsys.readouterr().out)["gradients"]
-    assert [line[0] for line in cells] == [
-        "tensorwise",
-        "tensorwise, bf16 gradients",
-        "tensorwise, float8 gradients",
-        "tensorwise, float8 gradients, 4 nodes",
-        "tensorwise, float8 gradients, error feedback",
-        "tensorwise, float8 gradients, float8 in TP",
-    ]
-    total = [int(line[3].replace(",", "")) for line in cells]
-    assert total[0] > total[1] > total[3] > total[2] == total[4] > total[5]
-
-
-def test_a_plan_of_fewer_blocks() -> None:
-    assert plan.parse(["--layers", "2"]).sizes == replace(MODELS["405b"], n_layers=2)
-    assert plan.parse([]).sizes == MODELS["405b"]
+    assert found.keys() == {"summary", "collectives", "memory"}
+    summary = {line[0]: line for line in found["summary"]}
+    encoded = "tensorwise, float8 gradients, error feedback"
+    assert [*summary] == ["tensorwise", "bf16", *PEERS, encoded]
+    # One all-reduce of a number per weight.
+    assert (summary["tensorwise"][4], summary["tensorwise"][7]) == ("1", str(4 * 14))
 
 
 def test_a_run_that_torchao_cannot_make(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +181,7 @@ def test_a_run_that_torchao_cannot_make(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(run, "run_step", broken)
     monkeypatch.setattr(run, "make_mesh", lambda plan: None)
     monkeypatch.setattr(run, "fake_world", lambda ranks: nullcontext())
-    peer = Plan(SMALL, DP, PEER, 2, 32)
+    peer = Plan(SMALL, DP, 2, 32, PEER)
     assert run.run_fake(peer) == f"{PEER} on 4 ranks stopped: RuntimeError: uneven shards"
     with pytest.raises(RuntimeError, match="uneven shards"):
         run.run_fake(replace(peer, variant="bf16"))

@@ -1,4 +1,4 @@
-"""Training steps of the script on four ranks: their norms, their messages, compiled ones."""
+"""Training steps of the script on four ranks: their norms, their messages."""
 
 import os
 from contextlib import nullcontext
@@ -6,14 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from ranks import RankPools, device_mesh
-from torch import nn
-from torch._dynamo.utils import counters
 
 from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.fsdp import clip_grad_norm_
-from scripts.common.llama import MODELS, Block, LlamaConfig
+from scripts.common.llama import MODELS, LlamaConfig
 from scripts.train import train
 
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
@@ -112,38 +109,3 @@ def test_sums_of_tensor_parallelism_travel_as_the_option_says(ranks: RankPools) 
         # Two bf16 summands have one rounded sum, in whichever dtype they are added.
         assert (numbers == expected) == (transport == "bf16")
         assert numbers == pytest.approx(expected, rel=1e-2)
-
-
-def compiled_and_eager() -> tuple[list[list[float]], list[str]]:
-    """Runs on every rank: `two_steps` of a model with compiled blocks, and of an eager one."""
-    torch._dynamo.reset()
-    counters.clear()
-
-    def compile_without_inductor(block: nn.Module, **options: bool) -> None:
-        nn.Module.compile(block, **options, backend="aot_eager")
-
-    numbers, tables = [], []
-    for options in (["--compile"], []):
-        with mock.patch.object(Block, "compile", compile_without_inductor):
-            found, audit = two_steps(trainer("--recipe", "tensorwise", *options))
-        numbers.append(found)
-        tables.append(audit.table())
-    assert counters["stats"]["unique_graphs"] > 0
-    return numbers, tables
-
-
-def test_compiled_training_equals_eager(ranks: RankPools):
-    results = ranks(4).run(compiled_and_eager, timeout=180)
-    for numbers, _ in results:
-        assert numbers[0] == pytest.approx(numbers[1], rel=1e-3)
-    compiled, eager = (table.splitlines() for table in results[0][1])
-    # Graphs reduce the amaxes of output gradients one by one.
-    differs = [line for line in compiled + eager if (line in compiled) != (line in eager)]
-    assert_expected_inline(
-        "\n".join(differs),
-        """\
-all_reduce      tp     int32             22        22       88
-total                                    59            486,712
-all_reduce      tp     int32             16        22       88
-total                                    53            486,712""",
-    )

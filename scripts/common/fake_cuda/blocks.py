@@ -64,7 +64,7 @@ def count_blocks(name: str, blocks: int, sequence: int) -> Counts:
 
 
 def count_update(name: str, blocks: int) -> Counts:
-    """What a training loop calls for the scales of some blocks after its second optimizer step.
+    """Count the update of the scales of some blocks after the second optimizer step.
 
     It includes the casts of all shards, which are left to the next step's first gather.
     """

@@ -63,7 +63,7 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Counts:
-    """What ran on the device.
+    """Work of the device.
 
     Attributes:
         kernels: in the order of their launch.
@@ -79,7 +79,7 @@ class Counts:
 
     @property
     def launches(self) -> int:
-        """How many kernels were launched, GEMMs included."""
+        """Number of launched kernels, GEMMs included."""
         return sum(kernel.launches for kernel in self.kernels)
 
     @property
@@ -177,7 +177,7 @@ def _is_cuda(leaf: Any) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of the elements that a tensor has in memory: expanded dims count once."""
+    """Bytes of a tensor's elements in memory: expanded dims count once."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(size for size, stride in pairs if stride or not size) * tensor.itemsize
 

@@ -1,4 +1,4 @@
-"""What torch.cuda says in a process with the guard, and tensors on its device."""
+"""Answers of torch.cuda in a process with the guard, and tensors on its device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

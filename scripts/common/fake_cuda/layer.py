@@ -16,7 +16,7 @@ from scripts.common.fake_cuda.inductor import compiled_code_is_counted
 
 
 class LayerShape(NamedTuple):
-    """Of a layer and its input; the default is the first layer of Llama 8B's feed-forward."""
+    """Shape of a layer and its input; the default is the first layer of Llama 8B's feed-forward."""
 
     rows: int = 8192
     in_features: int = 4096

@@ -1,4 +1,4 @@
-"""What cuBLASLt and CUTLASS ask of the operands of a float8 GEMM."""
+"""Requirements of cuBLASLt and CUTLASS on the operands of a float8 GEMM."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ ALIGNMENT = 16  # bytes, which are elements of float8 data
 
 
 def scaled_mm_problems(given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the arguments of ``aten::_scaled_mm``; an empty list: nothing.
+    """Problems of the arguments of ``aten::_scaled_mm``; empty if there are none.
 
     The data: ``a`` row-major, ``b`` column-major, dims, leading dims and addresses multiples of 16
     bytes. The scales: fp32, one for all, or one for each row of ``a`` and each column of ``b``,
@@ -33,7 +33,7 @@ def scaled_mm_problems(given: Mapping[str, Any]) -> list[str]:
 
 
 def block_mm_problems(given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the data of ``aten::_scaled_mm_v2``. (Torch itself checks the scales.)"""
+    """Problems of the data of ``aten::_scaled_mm_v2``. (Torch itself checks the scales.)"""
     return _matrix_problems("a", given["self"]) + _matrix_problems("b", given["mat2"].t())
 
 

@@ -1,4 +1,4 @@
-"""How long counted kernels would take on a GPU of which only a few rates are known."""
+"""Times of counted kernels on a GPU of which only a few rates are known."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from scripts.common.fake_cuda.counter import Counts, Kernel
 
 @dataclass(frozen=True)
 class Rates:
-    """What is assumed of a GPU; the defaults are for an H200.
+    """Assumed rates of a GPU; the defaults are for an H200.
 
     Attributes:
         bf16, float8, float8_fast: TFLOP/s of GEMMs (fast: with fast accumulation).

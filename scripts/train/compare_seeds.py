@@ -1,0 +1,228 @@
+"""Trains the debug Llama in variants that differ in one thing, from several seeds; compares losses.
+
+    python -m scripts.train.compare_seeds --assert
+    python -m scripts.train.compare_seeds --of gradients --steps 1000 --assert
+    python -m scripts.train.compare_seeds --of fp32-compute --steps 1000 --assert
+    python -m scripts.train.compare_seeds --of tensor-parallel --assert
+
+Variants are recipes beside bf16, one process each; transports of FSDP2's gradients on 4 ranks,
+after a backward in bf16 or, with fp32-compute, in fp32; or those of tensor parallelism's sums on 2
+ranks, in tensorwise. The runs of one seed have the same weights and data. Each is a run of
+scripts.train.train, one thread for each rank, --jobs of them at a time. They stay in --out.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from scripts.common.candidates import BF16, OURS
+from scripts.common.markdown import table
+from scripts.common.options import positive
+from scripts.common.ranks import LOOPBACK
+from scripts.common.report import Check, finish, make_parser, start
+
+LAST_STEPS = 50
+TRAIN = ("steps", "batch_size", "seq_len", "lr")  # options that every run gets
+FP32, REDUCE_SCATTER = "fp32", "reduce-scatter"  # torch's
+
+# The losses of all steps of each seed's run, by variant.
+Losses = Mapping[str, list[list[float]]]
+
+
+class Limit(NamedTuple):
+    """Largest distance of a variant's loss to another's: in %, or two standard errors if more."""
+
+    variant: str
+    reference: str
+    most: float
+
+
+class Comparison(NamedTuple):
+    """Runs that differ in one thing.
+
+    Attributes:
+        variants: options of scripts.train.train by name, where True is a flag. The first one is the
+            reference of the table.
+        limits: of `--assert`.
+        ranks: of each run, started by torchrun; 1: a process without it.
+    """
+
+    variants: Mapping[str, Mapping[str, Any]]
+    limits: Sequence[Limit]
+    ranks: int = 1
+
+
+IN_BF16: dict[str, Any] = {"recipe": BF16}
+IN_FP32 = IN_BF16 | {"compute": "fp32"}
+OVER_TP: dict[str, Any] = {"recipe": "tensorwise", "tp": 2}
+FLOAT8 = {"gradient_transport": "float8"}
+COMPARISONS = {
+    "recipes": Comparison(
+        {name: {"recipe": name} for name in (BF16, *OURS)},
+        [
+            *(Limit(name, BF16, 0.3 if name in ("blockwise", "mxfp8") else 1.0) for name in OURS),
+            Limit("rowwise_folded", "rowwise", 0.3),
+        ],
+    ),
+    "gradients": Comparison(
+        {
+            FP32: IN_BF16,
+            "bf16": IN_BF16 | {"gradient_transport": "bf16"},
+            "float8": IN_BF16 | FLOAT8,
+            "float8, error feedback": IN_BF16 | FLOAT8 | {"error_feedback": True},
+        },
+        [Limit("bf16", FP32, 0.3)],
+        ranks=4,
+    ),
+    # Gradients of a backward in bf16 are bf16 numbers: transport in bf16 rounds them here alone.
+    "fp32-compute": Comparison(
+        {FP32: IN_FP32, "bf16": IN_FP32 | {"gradient_transport": "bf16"}},
+        [Limit("bf16", FP32, 0.3)],
+        ranks=4,
+    ),
+    # (Without bf16: the sum of two bf16 numbers has the same bits in either way.)
+    "tensor-parallel": Comparison(
+        {REDUCE_SCATTER: OVER_TP, "float8": OVER_TP | {"reduce_transport": "float8"}},
+        [Limit("float8", REDUCE_SCATTER, 0.5)],
+        ranks=2,
+    ),
+}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; errors end the process with status 2, before any run starts."""
+    asserts = "the loss of a variant is too far from that of its reference"
+    parser = make_parser("scripts.train.compare_seeds", __doc__, asserts=asserts)
+    add = parser.add_argument
+    add("--of", choices=COMPARISONS, default="recipes", help="what differs; %(default)s")
+    add("--only", nargs="+", metavar="NAME", help="these variants, beside the first one")
+    add("--steps", type=positive, default=300, help="default: %(default)s")
+    add("--seeds", type=positive, default=5, help="runs of each variant, at least 2")
+    add("--batch-size", type=positive, default=8, help="rows of a batch")
+    add("--seq-len", type=positive, default=64, help="tokens (bytes) per row")
+    # With so few tokens per step scripts.train.train's 1e-3 is at the edge of stability, where runs
+    # that differ in a rounding drift apart, and twice as far as with this one.
+    add("--lr", type=float, default=5e-4, help="peak of the learning rate")
+    add("--jobs", type=positive, help="runs at a time; default: as many as there are cores for")
+    add("--out", type=Path, default=Path("runs/seeds"), help="folder of the runs; %(default)s")
+    args = start(parser, argv)
+    variants, ranks = COMPARISONS[args.of].variants, COMPARISONS[args.of].ranks
+    args.only = args.only or [*variants]
+    if unknown := [name for name in args.only if name not in variants]:
+        parser.error(f"--only: there is no {', '.join(unknown)} in {', '.join(variants)}")
+    if args.seeds < 2:
+        parser.error("--seeds must be at least 2: differences have a standard error")
+    if args.batch_size % ranks:
+        parser.error(f"--batch-size must be a multiple of the {ranks} ranks")
+    args.jobs = args.jobs or max((os.cpu_count() or 1) // ranks, 1)
+    return args
+
+
+def losses_of(args: argparse.Namespace) -> Losses:
+    """Trains every variant from every seed, `--jobs` runs at a time: one seed after the other."""
+    variants = COMPARISONS[args.of].variants
+    names = [name for i, name in enumerate(variants) if i == 0 or name in args.only]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = [
+            (name, pool.submit(train, args, name, seed))
+            for seed in range(args.seeds)
+            for name in names
+        ]
+        try:
+            for future in tqdm(as_completed(run for _, run in runs), total=len(runs), unit="run"):
+                future.result()  # an error ends it all
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {name: [run.result() for whose, run in runs if whose == name] for name in names}
+
+
+def train(args: argparse.Namespace, name: str, seed: int) -> list[float]:
+    """Trains a variant, and returns the loss of every step.
+
+    Raises:
+        SystemExit: the run did not end well.
+    """
+    compared = COMPARISONS[args.of]
+    out = args.out / args.of / f"{name.replace(', ', '_').replace(' ', '_')}-{seed}"
+    given = {option: getattr(args, option) for option in TRAIN} | {"seed": seed, "out": out}
+    command = [sys.executable, "-m"]
+    if compared.ranks > 1:
+        launcher = "torch.distributed.run"
+        command += [launcher, "--standalone", f"--nproc-per-node={compared.ranks}", "-m"]
+    command.append("scripts.train.train")
+    for option, value in {**given, **compared.variants[name]}.items():
+        text = f"--{option.replace('_', '-')}"
+        command.append(text if value is True else f"{text}={value}")
+    # Ranks of one machine need an address that they can reach.
+    address = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)}
+    environment = os.environ | address | {"OMP_NUM_THREADS": str(args.threads)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)} did not end well:\n{done.stderr[-2000:]}")
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").open()]
+
+
+def last_loss(losses: list[float]) -> float:
+    """The mean of the last steps, or of all if there are fewer."""
+    return statistics.fmean(losses[-LAST_STEPS:])
+
+
+def differences(losses: Losses, variant: str, reference: str) -> np.ndarray:
+    """Differences of the last losses of two variants, in %, by seed."""
+    values, references = (np.array([*map(last_loss, losses[v])]) for v in (variant, reference))
+    return 100 * (values / references - 1)
+
+
+def standard_error(percent: np.ndarray) -> float:
+    """The standard error of the mean of differences."""
+    return float(percent.std(ddof=1)) / len(percent) ** 0.5
+
+
+def results_table(losses: Losses) -> str:
+    """The mean loss of each variant and its difference to the first one."""
+    reference, lines = next(iter(losses)), []
+    for variant, runs in losses.items():
+        cells = ["", "", ""]
+        if variant != reference:
+            percent = differences(losses, variant, reference)
+            spread = f"{percent.min():+.3f} % to {percent.max():+.3f} %"
+            cells = [f"{percent.mean():+.3f} %", f"{standard_error(percent):.3f} %", spread]
+        lines.append([variant, f"{statistics.fmean(map(last_loss, runs)):.4f}", *cells])
+    head = ["variant", f"loss, last {LAST_STEPS} steps", f"difference to {reference}"]
+    return table([*head, "its standard error", "of single seeds"], lines, "lr")
+
+
+def checks(losses: Losses, limits: Sequence[Limit]) -> list[Check]:
+    """The conditions of `--assert`. (Written so that a NaN breaks them.)"""
+    found = []
+    for variant, reference, most in limits:
+        if variant in losses and reference in losses:
+            percent = differences(losses, variant, reference)
+            most, mean = max(most, 2 * standard_error(percent)), percent.mean()
+            sentence = f"{variant} to {reference}: {mean:+.3f} %, at most {most:.3g} %"
+            found.append(Check(sentence, bool(abs(mean) <= most)))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    args = parse(argv)
+    losses = losses_of(args)
+    found = checks(losses, COMPARISONS[args.of].limits)
+    return finish(args, {f"losses by {args.of}": results_table(losses)}, found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
