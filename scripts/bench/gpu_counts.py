@@ -9,7 +9,8 @@ linear layer beside nn.Linear and torchao; two blocks of Llama 8B under FSDP2 ov
 updates the scales of all of its 224 weights after an optimizer step.
 
 Times on the device are a roofline: what those operations and bytes take at assumed rates
-(scripts/common/fake_cuda/roofline.py), and a least time for each kernel. Nothing here is measured.
+(scripts/common/fake_cuda/roofline.py), and a least time for each kernel. The CPU time to dispatch a
+layer's step is measured, on tensors without memory.
 """
 
 import dataclasses
@@ -20,10 +21,12 @@ from scripts.bench.timing import shape_type
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.blocks import count_blocks, count_update
 from scripts.common.fake_cuda.counter import Counts
+from scripts.common.fake_cuda.dispatch import Dispatched, seconds_to_dispatch
 from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from scripts.common.fake_cuda.process import FakeCudaProcess
 from scripts.common.fake_cuda.roofline import Rates, milliseconds
 from scripts.common.markdown import table
+from scripts.common.options import positive
 from scripts.common.report import finish, make_parser, start
 
 BLOCKS, SEQUENCE, ALL_BLOCKS = 2, 8192, 32
@@ -104,6 +107,18 @@ def _gigabytes(counts: Counts) -> str:
     return f"{counts.bytes_besides_gemms / 1e9:.2f}"
 
 
+def dispatch_table(seconds: Mapping[str, Dispatched]) -> str:
+    """CPU time of a step of each layer, and how many times that is bf16's in eager code."""
+    bf16 = seconds[BF16].eager
+    lines = []
+    for name, found in seconds.items():
+        lines.append([name])
+        for each in found:
+            lines[-1] += ["", ""] if each is None else [f"{1e6 * each:.0f}", f"{each / bf16:.1f}"]
+    header = ["layer, us of CPU time", "eager", "x bf16", "compiled alone", "x eager bf16"]
+    return table(header, lines, "lr")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = make_parser("scripts.bench.gpu_counts", __doc__)
@@ -112,6 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shape", type=shape_type, metavar="MxKxN", default=tuple(default), help=shape
     )
+    turns = "turns of each layer whose CPU time is taken; %(default)s"
+    parser.add_argument("--turns", type=positive, default=40, help=turns)
     args = start(parser, argv)
     rates = Rates()
     with FakeCudaProcess() as process:
@@ -124,10 +141,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             for name in names
         }
+    with FakeCudaProcess() as process:
+        layers = (BF16, *OURS, *TORCHAO)
+        seconds = process.run(seconds_to_dispatch, layers, LayerShape(*args.shape), args.turns)
     tables = {
         "gpu layer": counts_table(rows),
         f"gpu roofline, {rates}": roofline_table(rows, rates),
         "gpu blocks": blocks_table(counted),
+        "gpu dispatch": dispatch_table(seconds),
     }
     return finish(args, tables)
 

@@ -20,6 +20,7 @@ from scripts.bench.timing import Timed
 from scripts.common import report
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.counter import Counts, Kernel
+from scripts.common.fake_cuda.dispatch import Dispatched
 from scripts.common.fake_cuda.process import FakeCudaProcess
 from scripts.common.fake_cuda.roofline import Rates, milliseconds
 from scripts.common.llama import MODELS
@@ -208,8 +209,13 @@ def test_counts_of_kernels(
 ) -> None:
     """The tables. (What is counted is tested in tests/fake_cuda.)"""
 
-    monkeypatch.setattr(FakeCudaProcess, "run", lambda *args: COUNTS)
-    assert gpu_counts.main([]) == 0
+    def answer(self: FakeCudaProcess, function: Any, *args: Any) -> Any:
+        if function is gpu_counts.seconds_to_dispatch:
+            return dict.fromkeys(args[0], Dispatched(40e-6, None))
+        return COUNTS
+
+    monkeypatch.setattr(FakeCudaProcess, "run", answer)
+    assert gpu_counts.main(["--turns", "3"]) == 0
     for table in capsys.readouterr().out.split("gpu ")[1:]:
         assert f"| {BF16} " in table
         assert "| tensorwise " in table

@@ -32,15 +32,51 @@ def compiled_code_is_counted(mode: FakeCudaMode, counter: KernelCounter) -> Iter
     What runs between graphs is not counted.
     """
 
-    def compile_to_module(self: GraphLowering) -> Any:
-        code, _ = self.codegen()
-        call = _wrapper_on_fake_tensors(code.value)
+    def counted(code: str) -> Call:
+        call = _wrapper_on_fake_tensors(code)
 
         def run(args: list[Any]) -> Any:
             with fake_tensors(mode), counter:
                 return call(args)
 
-        return SimpleNamespace(call=run, __file__="", key="", runner=None)
+        return run
+
+    with _inductor_for_the_device(counted, _kernel):
+        yield
+
+
+@contextmanager
+def compiled_code_launches_nothing() -> Iterator[None]:
+    """Makes Inductor's graphs, compiled in here, run on tensors without memory.
+
+    (Those of ``kernels.cpp``.)
+    """
+
+    def wrapper(code: str) -> Call:
+        names = _executed(code)
+        names["empty_strided_cuda"] = _empty_strided
+        call: Call = names["call"]
+        return call
+
+    kernel = SimpleNamespace(run=lambda *args, **kwargs: None)
+    with _inductor_for_the_device(wrapper, lambda *args, **kwargs: kernel):
+        yield
+
+
+@contextmanager
+def _inductor_for_the_device(
+    wrapper: Callable[[str], Call], kernel: Callable[..., Any]
+) -> Iterator[None]:
+    """Makes Inductor compile for the fake device.
+
+    Args:
+        wrapper: the function that runs a graph, from the code that was generated for it.
+        kernel: stands for ``AsyncCompile.triton``.
+    """
+
+    def compile_to_module(self: GraphLowering) -> Any:
+        code, _ = self.codegen()
+        return SimpleNamespace(call=wrapper(code.value), __file__="", key="", runner=None)
 
     options = {"fx_graph_cache": False, "compile_threads": 1}
     # These would run on the device.
@@ -55,7 +91,7 @@ def compiled_code_is_counted(mode: FakeCudaMode, counter: KernelCounter) -> Iter
         enter(patch.object(post_grad, "lazy_init", lambda *args: None))
         raw_stream = "_cuda_getCurrentRawStream"
         enter(patch.object(torch._C, raw_stream, lambda device: 0, create=True))
-        enter(patch.object(AsyncCompile, "triton", _kernel))
+        enter(patch.object(AsyncCompile, "triton", kernel))
         enter(patch.object(AsyncCompile, "wait", lambda self, names: None))
         yield
 
@@ -89,10 +125,15 @@ class _ExternKernels:
         return lambda *args, out=None, **kwargs: kernel(*args, **kwargs)
 
 
-def _wrapper_on_fake_tensors(code: str) -> Call:
-    """The function that runs a graph, from the code that was generated for it."""
+def _executed(code: str) -> dict[str, Any]:
+    """What generated code defines."""
     names: dict[str, Any] = {"__name__": "generated"}
     exec(compile(code, "<Inductor>", "exec"), names)
+    return names
+
+
+def _wrapper_on_fake_tensors(code: str) -> Call:
+    names = _executed(code)
     names["extern_kernels"] = _ExternKernels()
     names["empty_strided_cuda"] = _empty_strided
     names["reinterpret_tensor"] = _reinterpreted

@@ -1,0 +1,109 @@
+"""CPU time that a layer's step takes until its kernels would be launched; called in a process.
+
+Tensors are real ones here, without memory (``kernels.cpp``), as fake tensors take longer than what
+is measured. Call it in a process of its own, whose fake CUDA device then stays so.
+"""
+
+import argparse
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fp8_dist import Float8Linear
+from fp8_dist.kernels import cuda
+from scripts.bench.layers import Layer
+from scripts.bench.timing import Timed, medians
+from scripts.common.candidates import linear_of
+from scripts.common.fake_cuda.inductor import compiled_code_launches_nothing
+from scripts.common.fake_cuda.layer import LayerShape
+from scripts.common.fake_cuda.process import built
+from scripts.common.fake_cuda.triton_kernels import launch_nothing
+
+KERNELS_ALONE = "tensorwise's kernels alone"
+_COMPILED = ", compiled"
+
+
+class Dispatched(NamedTuple):
+    """CPU seconds of a layer's forward and backward; ``compiled``: by torch.compile, alone."""
+
+    eager: float
+    compiled: float | None
+
+
+def seconds_to_dispatch(
+    names: Sequence[str], shape: LayerShape, turns: int
+) -> dict[str, Dispatched]:
+    """Median CPU seconds of each candidate's forward and backward, with a weight that has changed.
+
+    Host code of Triton's and the driver's launches is left out. Beside the candidates there is
+    ``KERNELS_ALONE``, in eager code: an autograd function that launches what "tensorwise" does, and
+    does nothing else.
+    """
+    ctypes.CDLL(str(built("kernels.cpp")))
+    launch_nothing()
+    layers = {name: _layer(name, shape) for name in (*names, KERNELS_ALONE)}
+    timed = {name: Timed(layer.run, layer.change_weight) for name, layer in layers.items()}
+    for name in names:
+        run = _compiled(layers[name]).run
+        timed[name + _COMPILED] = Timed(run, layers[name].change_weight)
+    options = argparse.Namespace(repeat=turns, clock="cpu", device="cpu")
+    with compiled_code_launches_nothing():
+        found = medians(timed, options, warm_up=2, calls=20, description="dispatch")
+    return {name: Dispatched(found[name], found.get(name + _COMPILED)) for name in layers}
+
+
+def _compiled(layer: Layer) -> Layer:
+    module: Any = torch.compile(layer.module, fullgraph=True)
+    return Layer(module, layer.x, layer.grad)
+
+
+class _KernelsAlone(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = _Kernels.apply(input, self.weight)
+        return output
+
+
+class _Kernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        xq, xq_t, x_scale = _cast(x, torch.float8_e4m3fn)
+        wq, wq_t, w_scale = _cast(w, torch.float8_e4m3fn)
+        ctx.save_for_backward(xq_t, x_scale, wq_t, w_scale)
+        return _multiplied(xq, wq.t(), x_scale, w_scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        xq_t, x_scale, wq_t, w_scale = ctx.saved_tensors
+        q, q_t, scale = _cast(grad, torch.float8_e5m2)
+        grad_input = _multiplied(q, wq_t.t(), scale, w_scale)
+        return grad_input, _multiplied(q_t, xq_t.t(), scale, x_scale)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
+    qdata, qdata_t, _, scale = cuda.cast(x, cuda.amax(x), dtype, False, column_major=True)
+    return qdata, qdata_t, scale
+
+
+def _multiplied(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
+) -> torch.Tensor:
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16)
+
+
+def _layer(name: str, shape: LayerShape) -> Layer:
+    rows, k, n = shape
+    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+    linear = nn.Linear(k, n, bias=False, **bf16)
+    module = linear
+    if name == KERNELS_ALONE:
+        module.__class__ = _KernelsAlone
+    else:
+        module = linear_of(name, linear)
+    if isinstance(module, Float8Linear):
+        for history in module.histories.values():
+            history.load(torch.ones(1, device="cuda"))
+    x = torch.empty(rows, k, requires_grad=True, **bf16)  # type: ignore[call-overload]
+    return Layer(module, x, torch.empty(rows, n, **bf16))  # type: ignore[call-overload]
