@@ -1,14 +1,13 @@
-"""Local computation on float8 data: amax, scale, cast, scaled GEMM.
+"""Local computation on float8 data: amax, scale, cast and scaled GEMM.
 
-Plain tensors in, plain tensors out. A kernel knows no mesh, no config and no layer. Each is an
-operator with a portable implementation and others for some devices: fused kernels for GPUs in
-:mod:`fp8_dist.kernels.cuda`, emulation on CPUs in :mod:`fp8_dist.kernels.cpu`; both are known
-nowhere else. Other rooms import from here.
+Kernels take and return plain tensors. They do not depend on a mesh, a config or a layer. Each is an
+operator with a portable implementation. Some devices have their own implementations: fused kernels
+for GPUs in :mod:`fp8_dist.kernels.cuda`, and emulation on CPUs in :mod:`fp8_dist.kernels.cpu`.
 """
 
 import torch
 
-# The import of cpu registers its implementations.
+# Importing cpu registers its implementations.
 from fp8_dist.kernels import cpu
 from fp8_dist.kernels.block_casts import (
     block_exponents_of_each,

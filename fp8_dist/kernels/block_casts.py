@@ -1,6 +1,6 @@
-"""Casts in blocks from one pass over a tensor, in several memory layouts, or of many tensors.
+"""Casts with block scales: several memory layouts from one pass, or many tensors at once.
 
-Exponents and blocks are those of :mod:`fp8_dist.kernels.blocks`, *transposed* copies those of
+Exponents and blocks are defined in :mod:`fp8_dist.kernels.blocks`, *transposed* copies in
 :mod:`fp8_dist.kernels.copies`.
 """
 
@@ -26,14 +26,14 @@ def cast_blocks(
     rule: str | None,
     transposed: Sequence[bool],
 ) -> Tensors:
-    """The exponents of the blocks of a local tensor, and its copies by them.
+    """Compute the block exponents of a local tensor, and cast its copies with them.
 
     Args:
-        x, dtype, blocks, rule: as :func:`fp8_dist.kernels.block_exponents` takes them.
-        transposed: for each copy its layout.
+        x, dtype, blocks, rule: as in :func:`fp8_dist.kernels.block_exponents`.
+        transposed: layout of each copy.
 
     Returns:
-        The exponents, and then the copies.
+        The exponents, followed by the copies.
     """
     exponents = block_exponents(x, dtype, blocks, rule)
     return [exponents, *quantize_block_copies(x, exponents, dtype, blocks, transposed)]
@@ -50,7 +50,7 @@ def quantize_block_copies(
     blocks: Sequence[int],
     transposed: Sequence[bool],
 ) -> Tensors:
-    """:func:`fp8_dist.kernels.quantize_blocks` for several copies, each of another layout."""
+    """:func:`fp8_dist.kernels.quantize_blocks` for several copies, each in its own layout."""
     qdata = quantize_blocks(x, exponents, dtype, blocks)
     matrix = qdata if x.ndim == 2 else qdata.view(math.prod(x.shape[:-1]), x.shape[-1])
     return [transposed_copy(matrix) if turned else qdata for turned in transposed]
@@ -67,13 +67,13 @@ def block_exponents_of_each(
     blocks: Sequence[int],
     rule: str | None,
 ) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.block_exponents` of each of many local matrices of one device.
+    """:func:`fp8_dist.kernels.block_exponents` of each of many local matrices on one device.
 
     Args:
         blocks: four numbers for each matrix.
 
     Returns:
-        uint8, flat: those of one matrix follow those of the matrix before.
+        The exponents of all matrices, uint8, flat, one matrix after the other.
     """
     each = zip((first, *others), of_each(blocks), strict=True)
     return torch.cat([block_exponents(x, dtype, of, rule).view(-1) for x, of in each])
@@ -90,13 +90,14 @@ def quantize_blocks_of_each(
     dtype: torch.dtype,
     blocks: Sequence[int],
 ) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.quantize_blocks` of each of many local matrices of one device.
+    """:func:`fp8_dist.kernels.quantize_blocks` of each of many local matrices on one device.
 
     Args:
-        exponents, blocks: as :func:`block_exponents_of_each` returns and takes them.
+        exponents: the result of :func:`block_exponents_of_each`.
+        blocks: as in :func:`block_exponents_of_each`.
 
     Returns:
-        the data of all, flat, one after the other.
+        The data of all matrices, flat, one after the other.
     """
     tensors, each = (first, *others), of_each(blocks)
     shapes = [exponents_shape(x.shape, of) for x, of in zip(tensors, each, strict=True)]
@@ -109,7 +110,7 @@ def quantize_blocks_of_each(
 
 
 def of_each(blocks: Sequence[int]) -> list[Sequence[int]]:
-    """Flat numbers as the blocks of each matrix."""
+    """Split flat numbers into the blocks of each matrix."""
     return [blocks[n : n + 4] for n in range(0, len(blocks), 4)]
 
 

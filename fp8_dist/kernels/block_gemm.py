@@ -1,4 +1,4 @@
-"""The GEMM of operands with scales of blocks (:mod:`fp8_dist.kernels.blocks`)."""
+"""The GEMM of operands with block scales (:mod:`fp8_dist.kernels.blocks`)."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,9 +16,9 @@ def dequantized(
     dtype: torch.dtype,
     upcast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
 ) -> Tensor:
-    """float8 data times the scales of its blocks, in a wider dtype, which holds it exactly.
+    """Float8 data times its block scales, in a wider dtype.
 
-    (But for the ends of the range of bf16: subnormal numbers.)
+    The result is exact, except for subnormal numbers of bf16.
     """
     if x.ndim == 2 and not x.is_contiguous() and x.t().is_contiguous():
         rows, columns, first_row, first_column = blocks
@@ -41,18 +41,19 @@ def block_scaled_mm(
     out_dtype: torch.dtype,
     emulate: bool,
 ) -> Tensor:
-    """The product of local float8 matrices with scales of blocks.
+    """Product of local float8 matrices with block scales.
 
-    Where the device has no GEMM for them it is computed in a wider type, in which each product of
-    two values is exact: bf16 for a bf16 result, which accumulates in fp32, and fp32 for others.
+    If the device has no GEMM for them, the product is computed in a wider type, in which each
+    product of two values is exact: bf16 for a bf16 result, which accumulates in fp32, and fp32 for
+    other results.
 
     Args:
         a: float8, ``[M, K]``, any strides.
         b: float8, ``[K, N]``, any strides.
-        exponents_a, exponents_b: of their blocks.
-        blocks_a, blocks_b: what these are.
-        out_dtype: of the result.
-        emulate: compute in a wider type in any case.
+        exponents_a, exponents_b: exponents of their blocks.
+        blocks_a, blocks_b: their blocks, see :mod:`fp8_dist.kernels.blocks`.
+        out_dtype: dtype of the result.
+        emulate: compute in a wider type even on devices with such a GEMM.
 
     Returns:
         ``[M, N]``, contiguous.

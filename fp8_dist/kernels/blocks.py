@@ -1,21 +1,22 @@
-"""Scales of blocks: the exponents of powers of two, one byte each.
+"""Block scales: powers of two, stored as exponents of one byte each.
 
-The last two dims of a tensor are a matrix, cut into blocks of ``rows x columns`` values. A part of
-a larger matrix may begin inside of its first blocks, and ends inside of its last ones. So blocks
-are four numbers: ``(rows, columns, first_row, first_column)``, where the last two say where in its
-first block the part begins. Blocks of one row are blocks of tensors with any number of dims.
+The last two dims of a tensor form a matrix, which is cut into blocks of ``rows x columns`` values.
+A part of a larger matrix may begin inside its first blocks and end inside its last ones. So blocks
+are described by four numbers, ``(rows, columns, first_row, first_column)``. The last two are the
+position within its first block at which the part begins. Blocks of one row apply to tensors with
+any number of dims.
 
-An exponent is a byte as e8m0 has it (OCP Microscaling Formats v1.0): ``scale = 2 ** (byte - 127)``,
-255 is NaN. (It is uint8 here, because compilers know no e8m0.) A rule gives that of a block, in
-:func:`exponents_of` alone:
+An exponent is an e8m0 byte (OCP Microscaling Formats v1.0): ``scale = 2 ** (byte - 127)``, and 255
+is NaN. It is stored as uint8, because compilers do not support e8m0. :func:`exponents_of` computes
+the exponent of a block by one of these rules:
 
-* ``"ceil"``: ``ceil(log2(amax / fp8_max))``, by which no value saturates.
+* ``"ceil"``: ``ceil(log2(amax / fp8_max))``. No value saturates.
 * ``"floor"``: ``floor(log2(amax)) - floor(log2(fp8_max))``, the rule of that standard (section
   6.3). If the amax is above ``fp8_max`` times that power of two, the largest values saturate.
-* ``None``: the power of two of :mod:`fp8_dist.kernels.scale`. This is *ceil* with its epsilon: an
+* ``None``: the power of two of :mod:`fp8_dist.kernels.scale`. This is *ceil* with an epsilon: an
   amax below 1e-12 counts as 1e-12.
 
-A block with a value that is not finite has the exponent NaN. The values of a block with the least
+A block with a non-finite value has the exponent NaN. The values of a block with the smallest
 exponent, the byte 0, become zeros.
 """
 
@@ -34,7 +35,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 def blocks_along(size: int, block: int, first: int) -> int:
-    """The number of blocks along a dim of ``size`` values that begins at ``first`` of a block."""
+    """Number of blocks along a dim of ``size`` values that begins at ``first`` within a block."""
     return -(-(first + size) // block) if size else 0
 
 
@@ -48,9 +49,9 @@ def exponents_shape(shape: Sequence[int], blocks: Sequence[int]) -> list[int]:
 
 
 def in_blocks(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-    """``[..., R, rows, C, columns]``: a tensor by its blocks, padded with zeros to whole ones.
+    """Reshape a tensor by blocks, padded with zeros: ``[..., R, rows, C, columns]``.
 
-    A view, if the tensor is contiguous and blocks need no padding.
+    The result is a view if the tensor is contiguous and its blocks need no padding.
     """
     rows, columns, first_row, first_column = blocks
     *others, last = x.shape
@@ -68,7 +69,7 @@ def in_blocks(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
 
 
 def expanded(values: torch.Tensor, shape: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
-    """One value for each block as one for each element: ``shape``. A copy."""
+    """Expand one value per block to one per element of a tensor of ``shape``, as a copy."""
     rows, columns, first_row, first_column = blocks
     wide = values.repeat_interleave(columns, dim=-1)
     wide = wide.narrow(-1, first_column if shape[-1] else 0, shape[-1])
@@ -95,14 +96,14 @@ def block_exponents(
         blocks, rule: see :mod:`fp8_dist.kernels.blocks`.
 
     Returns:
-        uint8, :func:`exponents_shape`.
+        The exponents, uint8, of shape :func:`exponents_shape`.
     """
     if not x.numel():
         return x.new_zeros(exponents_shape(x.shape, blocks), dtype=torch.uint8)
     integer = _INTEGERS[x.itemsize]
     # Without their sign, the bits of floats are ordered like their values, NaN above all.
     bits = in_blocks(x, blocks).view(integer).bitwise_and(torch.iinfo(integer).max)
-    # (A dim of one value costs as much as one of many.)
+    # Reducing a dim of size 1 costs as much as reducing a long one.
     dims = [dim for dim in (-1, -3) if bits.shape[dim] > 1]
     largest = bits.amax(dims) if dims else bits
     largest = largest.view(exponents_shape(x.shape, blocks)).view(x.dtype)
@@ -110,16 +111,17 @@ def block_exponents(
 
 
 def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> torch.Tensor:
-    """The exponent for each amax (fp32, any shape): uint8."""
+    """Exponents, uint8, of amaxes (fp32, any shape)."""
     if rule is None:
         _, scale = scaling_from_amax(amax, dtype, True)
-        # (Of inf and NaN these bits are ones: the byte of NaN.)
+        # For inf and NaN these bits are all ones, which is the byte of NaN.
         return (scale.view(torch.int32) >> 23).to(torch.uint8)
     largest = torch.finfo(dtype).max
     if rule == "ceil":
-        # In fp32, as torchao: if an amax is above fp8_max times a power of two by a few steps of
-        # fp32 (22 at most), the logarithm rounds to that power. (The quotient of fp64 rounds to
-        # that of fp32; a GPU divides fp32 by a number through its reciprocal.)
+        # The logarithm is fp32, as in torchao: if an amax exceeds fp8_max times a power of two by a
+        # few steps of fp32 (22 at most), it rounds to that power. The quotient is computed in fp64,
+        # because a GPU divides fp32 by a number through its reciprocal. Rounded to fp32, it equals
+        # the fp32 quotient.
         quotient = (amax.to(torch.float64) / largest).to(torch.float32)
         exponents = torch.log2(quotient).ceil_().add_(_BIAS)
     else:
@@ -138,17 +140,17 @@ def quantize_blocks(
     blocks: Sequence[int],
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``saturate(float32(x) / scale)`` as ``dtype``, with the scales of blocks; 0 for the byte 0.
+    """Cast ``saturate(float32(x) / scale)`` to ``dtype`` with block scales; 0 for the byte 0.
 
     Args:
         x: ``[..., M, K]``, floating point.
-        exponents: of its blocks.
-        after: a graph does not compute this before that.
+        exponents: exponents of the blocks of ``x``.
+        after: a tensor that a graph computes before this cast.
 
     Returns:
-        contiguous tensor of x's shape.
+        A contiguous tensor of the shape of ``x``.
     """
-    # A reciprocal of a power of two is exact.
+    # The reciprocal of a power of two is exact.
     multiplier = powers_of_2(exponents).reciprocal_().masked_fill_(exponents == 0, 0)
     limit = torch.finfo(dtype).max
     product = scaled_by(x.to(torch.float32), multiplier, blocks)
@@ -156,7 +158,7 @@ def quantize_blocks(
 
 
 def scaled_by(x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-    """``x * scales``, with a scale for each block: a new tensor of x's shape and dtype."""
+    """``x * scales``, with one scale per block: a new tensor of the shape and dtype of ``x``."""
     rows, columns, first_row, first_column = blocks
     in_parts = first_row or first_column or x.shape[-1] % columns
     in_parts = in_parts or (rows > 1 and x.shape[-2] % rows)
@@ -181,20 +183,21 @@ def reblock(
     rule: str | None,
     transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float8 data with scales of other blocks: ``rows`` values of a column, for its second GEMM.
+    """Cast float8 data to other blocks, ``rows`` values of a column, for its second GEMM.
 
-    Powers of two change exponents alone. So this rounds nothing but the values that fall below the
-    normal range of the new scale: 2 ** -14 of the largest value of their block.
+    Scaling by powers of two changes only exponents. So the only values that are rounded are those
+    below the normal range of the new scale, 2 ** -14 of the largest value of their block.
 
     Args:
         qdata: float8, ``[M, K]``.
-        exponents: of its blocks.
-        rows: of the new blocks, whose first one begins with the first row.
-        rule: of their exponents. (*floor* would saturate values that are in float8 already.)
-        transposed: return the data as ``[K, M]``, for a GEMM that reads it so.
+        exponents: exponents of its blocks.
+        rows: number of rows of the new blocks, the first of which begins with the first row.
+        rule: rule of the new exponents. *floor* would saturate values that are float8 already.
+        transposed: return the data as ``[K, M]``, for a GEMM that reads it transposed.
 
     Returns:
-        ``[M, K]`` of qdata's dtype, and the exponents of blocks ``(rows, 1, 0, 0)``.
+        The data, ``[M, K]`` of the dtype of ``qdata``, and the exponents of the new blocks
+        ``(rows, 1, 0, 0)``.
     """
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
     result, found = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
@@ -204,7 +207,7 @@ def reblock(
 def cast_columns_of_blocks(
     values: torch.Tensor, dtype: torch.dtype, rows: int, rule: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dequantized values ``[M, K]`` as :func:`reblock` returns them."""
+    """Cast dequantized values ``[M, K]`` to the data and exponents of :func:`reblock`."""
     columns = (rows, 1, 0, 0)
     found = block_exponents.portable(values, dtype, columns, rule)
     return quantize_blocks.portable(values, found, dtype, columns), found
@@ -222,22 +225,22 @@ def exponents_of_groups(
     groups: int,
     rule: str | None,
 ) -> torch.Tensor:
-    """The first half of :func:`reblock`, where a block may have rows on several ranks.
+    """New exponents of :func:`reblock` where a block may have rows on several ranks.
 
     Args:
-        qdata, exponents, blocks, rule: as :func:`reblock` takes them.
-        group: int64, ``[M]``: the new block of each row.
-        groups: the number of new blocks.
+        qdata, exponents, blocks, rule: as in :func:`reblock`.
+        group: int64, ``[M]``, the new block of each row.
+        groups: number of new blocks.
 
     Returns:
-        uint8, ``[groups, K]``; 0 where the group has no row here.
+        The exponents, uint8 ``[groups, K]``, which are 0 where a group has no local row.
     """
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
     bits = values.view(torch.int32).bitwise_and_(torch.iinfo(torch.int32).max)
     largest = bits.new_zeros(groups, qdata.shape[1])
     largest.scatter_reduce_(0, group.unsqueeze(1).expand_as(bits), bits, "amax")
     found = exponents_of(largest.view(torch.float32), qdata.dtype, rule)
-    # (torch.isin would make the host wait for the device.)
+    # torch.isin would make the host wait for the device.
     is_elsewhere = torch.ones(groups, 1, dtype=torch.bool, device=group.device)
     return found.masked_fill_(is_elsewhere.index_fill_(0, group, False), 0)
 
@@ -253,10 +256,11 @@ def reblock_groups(
     group: torch.Tensor,
     of_groups: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`reblock` by the exponents of the groups that rows are in.
+    """:func:`reblock` with the exponents of the groups that rows belong to.
 
     Returns:
-        ``[M, K]`` of qdata's dtype, and the exponent of each value: blocks ``(1, 1, 0, 0)``.
+        The data, ``[M, K]`` of the dtype of ``qdata``, and the exponent of each value, which is one
+        of blocks ``(1, 1, 0, 0)``.
     """
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
     each = of_groups.index_select(0, group)

@@ -1,12 +1,11 @@
 """Several float8 copies of one local tensor, from one pass over it.
 
-The GEMMs that take a tensor may need copies whose scales cover other things (a row, a column), or
-of another memory layout: a GEMM that contracts the rows of a matrix reads it transposed. A
-*transposed* copy of ``[..., K]`` is the contiguous matrix ``[K, M]``, with M the product of the
-other sizes.
+The GEMMs that read a tensor may need copies with different scales (per row, per column) or memory
+layouts: a GEMM that contracts the rows of a matrix reads it transposed. A *transposed* copy of
+``[..., K]`` is the contiguous matrix ``[K, M]``, with M the product of the other sizes.
 
-Two lists say which copies are made: ``of[i]`` is the index of the multiplier (or amax) of copy i,
-``transposed[i]`` its layout.
+Two lists specify the copies: ``of[i]`` is the index of the multiplier (or amax) of copy i, and
+``transposed[i]`` is its layout.
 """
 
 import math
@@ -23,7 +22,7 @@ Tensors = list[torch.Tensor]
 
 
 def covered_dims(covers: str, ndim: int) -> tuple[int, ...] | None:
-    """The dims that a scale of a "tensor", a "row" or a "column" covers; ``None``: all."""
+    """Dims that a scale of a "tensor", a "row" or a "column" covers; ``None`` for all dims."""
     if covers == "tensor":
         return None
     return (ndim - 1,) if covers == "row" else tuple(range(ndim - 1))
@@ -31,7 +30,7 @@ def covered_dims(covers: str, ndim: int) -> tuple[int, ...] | None:
 
 @custom_op("amaxes(Tensor x, str[] covers) -> Tensor[]")
 def amaxes(x: torch.Tensor, covers: Sequence[str]) -> Tensors:
-    """The :func:`fp8_dist.kernels.amax` over each of the :func:`covered_dims`."""
+    """:func:`fp8_dist.kernels.amax` over the :func:`covered_dims` of each name in ``covers``."""
     return [amax(x, covered_dims(name, x.ndim)) for name in covers]
 
 
@@ -69,9 +68,9 @@ def cast_copies(
     of: Sequence[int],
     transposed: Sequence[bool],
 ) -> Tensors:
-    """The multiplier and the scale of each amax, flat, and then the copies.
+    """Return the multiplier and the scale of each amax, flat, followed by the copies.
 
-    No value of ``x`` may exceed the amax of what covers it.
+    No value of ``x`` may exceed the amax that covers it.
     """
     scalings = [scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
     multipliers = [multiplier for multiplier, _ in scalings]
@@ -89,7 +88,7 @@ def cast_rows(
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
 ) -> Tensors:
-    """:func:`cast_copies` of a tensor with a scale per row, and the amaxes of its own rows."""
+    """:func:`cast_copies` with a scale per row, from the amaxes of the local rows."""
     rows = amax(x, (x.ndim - 1,))
     of = [0] * len(transposed)
     return cast_copies(x, [rows], dtype, round_scales_to_power_of_2, of, transposed)
@@ -107,15 +106,15 @@ def cast_and_record(
     transposed: Sequence[bool],
     recorded: torch.Tensor | None,
 ) -> Tensors:
-    """Copies by a scale that was known before, and the amax of ``x``, which a later one needs.
+    """Cast copies with a given scale, and return the amax of ``x`` for a later scale.
 
     Args:
-        recorded: the largest amax up to now, fp32, 0-dim; ``None``: none.
+        recorded: the largest amax so far, fp32, 0-dim; ``None`` if there is none.
 
     Returns:
         The amax; the scale, which is NaN if the amax is not finite; the larger of ``recorded`` and
-        the amax; and the copies. (With a scale of NaN all values dequantize to NaN, whatever their
-        bytes are.)
+        the amax; and the copies. With a NaN scale all values dequantize to NaN, whatever their
+        bytes are.
     """
     value = amax(x)
     poison = value * 0  # 0, or NaN

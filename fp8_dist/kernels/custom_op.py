@@ -20,10 +20,11 @@ _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
 
 
 class CustomOp(Generic[P, R]):
-    """An operator with an implementation for all devices, and others for some of them.
+    """An operator with a portable implementation, and others for some device types.
 
-    A call runs the implementation for the device of the first argument, a tensor that is passed by
-    position: directly where :func:`can_skip_dispatch` allows that. It has no gradient.
+    The first argument is a tensor, passed by position. Its device selects the implementation. A
+    call skips the dispatcher where :func:`can_skip_dispatch` allows it. The operator has no
+    gradient.
 
     Attributes:
         portable: the implementation for all devices.
@@ -53,22 +54,22 @@ class CustomOp(Generic[P, R]):
     def register(
         self, device_type: str, run: Callable[P, R], *, direct: Callable[P, R] | None = None
     ) -> None:
-        """Use another implementation on one type of device ("cpu", "cuda").
+        """Register an implementation for one device type ("cpu", "cuda").
 
         Args:
-            direct: the one for calls that skip the dispatcher, if it differs. It may keep state
-                between calls. The one that graphs call may not: a graph reuses the memory of its
-                tensors without a new version or a new object.
+            direct: the implementation for calls that skip the dispatcher, if it differs. It may
+                keep state between calls. ``run``, which graphs call, may not: a graph reuses the
+                memory of its tensors without a new version or a new object.
         """
         _LIB.impl(self._name, run, device_type.upper())
         self._direct[device_type] = direct or run
 
     def register_fake(self, fake: Callable[P, R]) -> Callable[P, R]:
-        """A decorator: shapes and dtypes of the result, for tensors without data."""
+        """Decorator that registers the result's shapes and dtypes, for tensors without data."""
         self._direct["meta"] = fake
         return torch.library.register_fake(f"fp8_dist::{self._name}", fake, lib=_LIB)
 
 
 def custom_op(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
-    """A decorator: defines the operator ``"NAME(Tensor x, ...) -> Tensor"`` for all devices."""
+    """Decorator that defines the operator ``"NAME(Tensor x, ...) -> Tensor"`` for all devices."""
     return lambda portable: CustomOp(schema, portable)

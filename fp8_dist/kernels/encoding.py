@@ -1,17 +1,17 @@
-"""Tensors as they travel where ranks sum them: float8 with exponents of blocks, or bf16.
+"""Encodings of tensors that ranks send to sum them: float8 with block exponents, or bf16.
 
-Blocks are 128 values along the last dim; the last block of a row may be shorter. A block's exponent
-is a byte, ``scale = 2 ** (byte - 127)``: the smallest power of two by which none of its finite
-values exceeds 448, the largest of e4m3fn, but 2 ** -126 at least. So no finite value saturates.
-(From 248 * 2 ** 120 = 3.2965e38 on, values round to 2 ** 128, which is infinite in fp32. Rounding
-to bf16 has the same limit at 3.396e38.)
+A block is 128 values along the last dim; the last block of a row may be shorter. Its exponent is a
+byte, ``scale = 2 ** (byte - 127)``. The scale is the smallest power of two by which none of the
+block's finite values exceeds 448, the largest value of e4m3fn, but at least 2 ** -126. So no finite
+value saturates. Values from 248 * 2 ** 120 = 3.2965e38 on round to 2 ** 128, which is infinite in
+fp32. Rounding to bf16 has the same limit at 3.396e38.
 
 e4m3fn has no infinities. In these *codes* its two NaNs, 0x7F and 0xFF, are inf and -inf, and its
-negative zero, 0x80, is NaN. A value that is not finite changes no other value of its block.
+negative zero, 0x80, is NaN. A non-finite value does not change other values of its block.
 
-Rounding is to nearest even; or stochastic, by a hash of the value's bits, its place and a seed,
-which is not negative. So there is no generator whose state has to be kept: the same values round
-alike when a step is repeated.
+Rounding is to nearest even, or stochastic. Stochastic rounding uses a hash of the value's bits, its
+position and a non-negative seed. No generator state has to be kept, and the same values round alike
+when a step is repeated.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ import torch
 from fp8_dist.kernels.custom_op import custom_op
 
 BLOCK = 128
-NEAREST = -1  # in the place of a seed
-_DECODED_AT_ONCE = 16  # summands: fewer kernels than one at a time, less memory than all
+NEAREST = -1  # in place of a seed
+_DECODED_AT_ONCE = 16  # summands; fewer kernels than one at a time, less memory than all at once
 
 _FLOAT8 = torch.float8_e4m3fn
 _INF_BITS = 0x7F800000
@@ -36,14 +36,14 @@ def blocks_of(size: int) -> int:
 
 @custom_op("encode_float8(Tensor x, int seed) -> (Tensor, Tensor)")
 def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and exponents of blocks.
+    """Encode a tensor as codes and block exponents.
 
     Args:
         x: ``[..., n]``, floating point.
-        seed: of stochastic rounding, or ``NEAREST``.
+        seed: seed of stochastic rounding, or ``NEAREST``.
 
     Returns:
-        uint8, ``[..., n]`` and ``[..., ceil(n / 128)]``.
+        The codes ``[..., n]`` and the exponents ``[..., ceil(n / 128)]``, both uint8.
     """
     size, count = x.shape[-1], blocks_of(x.shape[-1])
     values = x.to(torch.float32)
@@ -69,7 +69,7 @@ def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tenso
 
 @custom_op("decode_float8(Tensor codes, Tensor exponents) -> Tensor")
 def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """The values of codes: fp32, ``[..., n]``. Exact."""
+    """Decode codes exactly to fp32, ``[..., n]``."""
     values = codes.view(_FLOAT8).to(torch.float32)
     inf = float("inf")
     values = values.masked_fill_(codes == _INF, inf).masked_fill_(codes == _MINUS_INF, -inf)
@@ -86,14 +86,14 @@ def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 def sum_of_float8(
     codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """The sum over the first dim, in its order.
+    """Decode codes and sum them over the first dim, in its order.
 
     Args:
         codes, exponents: ``[W, ..., n]`` and ``[W, ..., ceil(n / 128)]``.
-        own: ``[..., n]``: what is added in the place of ``codes[rank]``.
+        own: ``[..., n]``, which is added in place of ``codes[rank]``.
 
     Returns:
-        fp32, ``[..., n]``.
+        The sum, fp32 ``[..., n]``.
     """
     total = codes.new_zeros(codes.shape[1:], dtype=torch.float32)
     for first in range(0, len(codes), _DECODED_AT_ONCE):
@@ -106,7 +106,7 @@ def sum_of_float8(
 
 @custom_op("sum_of_rows(Tensor rows, Tensor own, int rank) -> Tensor")
 def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
-    """:func:`sum_of_float8` of numbers that are not encoded: ``rows`` is ``[W, ..., n]``."""
+    """:func:`sum_of_float8` for ``rows`` of unencoded numbers, ``[W, ..., n]``."""
     total = rows.new_zeros(rows.shape[1:], dtype=torch.float32)
     for i, row in enumerate(rows):
         total.add_(own if i == rank else row)
@@ -115,13 +115,13 @@ def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tenso
 
 @custom_op("join_bytes(Tensor first, Tensor[] others) -> Tensor")
 def join_bytes(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """uint8 tensors side by side, along the last dim. (``comm_audit`` sees it in graphs too.)"""
+    """Concatenate uint8 tensors along the last dim, visibly to ``comm_audit`` in graphs too."""
     return torch.cat([first, *others], -1)
 
 
 @custom_op("stochastic_bfloat16(Tensor x, int seed) -> Tensor")
 def stochastic_bfloat16(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """``x`` in bf16, rounded stochastically: shape of x."""
+    """Round ``x`` stochastically to bf16; the shape stays the same."""
     values = x.to(torch.float32)
     bits = values.contiguous().view(torch.int32)
     rounded = ((bits + (_hash(bits, seed) & 0xFFFF)) & ~0xFFFF).view(torch.float32)
@@ -129,8 +129,8 @@ def stochastic_bfloat16(x: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _stochastic_float8(values: torch.Tensor, scaled: torch.Tensor, seed: int) -> torch.Tensor:
-    """``scaled`` to one of the two values of e4m3fn beside it, fp32."""
-    # 20 bits: added to what is below 16, they are exact, so that a code's own value is not changed.
+    """Round ``scaled`` to one of its two neighbors in e4m3fn, as fp32."""
+    # 20 bits are exact when added to a number below 16, so a value of e4m3fn is not changed.
     bits = _hash(values.contiguous().view(torch.int32), seed) & 0xFFFFF
     uniform = bits.to(torch.float32).mul_(2.0**-20)
     # Neighbors are 2 ** (exponent - 3) apart, 2 ** -9 among subnormals.
@@ -140,10 +140,10 @@ def _stochastic_float8(values: torch.Tensor, scaled: torch.Tensor, seed: int) ->
 
 
 def _hash(bits: torch.Tensor, seed: int) -> torch.Tensor:
-    """int32 numbers that look random (the finalizer of MurmurHash3), by bits, place and seed."""
+    """Pseudorandom int32 numbers from bits, position and seed (the finalizer of MurmurHash3)."""
     place = torch.arange(bits.numel(), dtype=torch.int32, device=bits.device).view(bits.shape)
-    # (Products wrap around. Its shifts are logical: the bits that an arithmetic one puts on top are
-    # masked.)
+    # Products wrap around. The hash needs logical shifts, so the bits that an arithmetic shift adds
+    # on top are masked.
     h = bits ^ place.mul_(-1640531535).add_(seed)
     h = (h ^ (h >> 16 & 0xFFFF)).mul_(-2048144789)
     h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-1028477387)

@@ -1,6 +1,6 @@
 """A gradient with the scales of the other operands folded in, cast for two GEMMs.
 
-The derivation is in :mod:`fp8_dist.linear.rowwise_folded`, whose words these are.
+:mod:`fp8_dist.linear.rowwise_folded` has the derivation and defines the names.
 """
 
 import torch
@@ -10,8 +10,9 @@ from fp8_dist.kernels.quantization import quantize
 from fp8_dist.kernels.scale import amax, scaling_from_amax
 from fp8_dist.kernels.transposing import transposed_copy
 
-# Folded in is ``scale * UNIT``, about the largest value of a row and not 1/448 of it, which keeps
-# products of small gradients away from the epsilon of fp8_dist.kernels.scale.
+# The factor that is folded in is ``scale * UNIT``. It is about the largest value of a row instead
+# of 1/448 of it, which keeps products of small gradients away from the epsilon of
+# fp8_dist.kernels.scale.
 UNIT = 512.0
 
 
@@ -26,7 +27,7 @@ def fold_gradient(
     input_scale: torch.Tensor | None,
     transposed: bool,
 ) -> list[torch.Tensor]:
-    """The folds of a local gradient whose amaxes are its own.
+    """Fold and cast a local gradient, whose amaxes need no reduction over ranks.
 
     Args:
         grad: grad_output ``[M, N]``, high precision.
@@ -36,7 +37,7 @@ def fold_gradient(
         transposed: write g2 as ``[N, M]``.
 
     Returns:
-        g1 ``[M, N]`` with its scale ``[M, 1]``, and g2 with its scale ``[1, N]``: those asked for.
+        g1 ``[M, N]`` with its scale ``[M, 1]``, and g2 with its scale ``[1, N]``, if needed.
     """
     weight_fold = None if weight_scale is None else weight_scale * UNIT
     multipliers, scales = scaling_from_amax(row_amaxes(grad, weight_fold), dtype, True)
@@ -54,9 +55,9 @@ def fold_gradient(
 
 @custom_op("unit_scales(Tensor operand) -> Tensor")
 def unit_scales(operand: torch.Tensor) -> torch.Tensor:
-    """Ones ``[1, K]`` in the place of scales that were folded in, for an operand ``[..., K]``.
+    """Ones ``[1, K]`` in place of scales that were folded in, for an operand ``[..., K]``.
 
-    (An operator, because Inductor would fill ``torch.ones`` once for each GEMM that reads them.)
+    This is an operator because Inductor would fill ``torch.ones`` once for each GEMM that reads it.
     """
     return torch.ones(1, operand.shape[-1], dtype=torch.float32, device=operand.device)
 
@@ -67,7 +68,7 @@ unit_scales.register_fake(
 
 
 def row_amaxes(grad: torch.Tensor, weight_fold: torch.Tensor | None) -> torch.Tensor:
-    """The amaxes of the rows of g, and of ``g * s``: ``[..., 1]`` or ``[..., 2]``."""
+    """Amaxes of the rows of g, and of ``g * s`` if given s: ``[..., 1]`` or ``[..., 2]``."""
     rows = [amax(grad, (grad.ndim - 1,))]
     if weight_fold is not None:
         rows.append(amax(grad.to(torch.float32) * weight_fold, (grad.ndim - 1,)))
@@ -77,7 +78,7 @@ def row_amaxes(grad: torch.Tensor, weight_fold: torch.Tensor | None) -> torch.Te
 def first_fold(
     g0: torch.Tensor, weight_fold: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """g1, and the scale of its rows."""
+    """Return g1 and the scale of its rows."""
     return [quantize(g0 * weight_fold, multiplier, dtype), 1 / (multiplier * UNIT)]
 
 

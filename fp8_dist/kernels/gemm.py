@@ -1,7 +1,8 @@
 """The scaled GEMM: ``out = (a * scale_a) @ (b * scale_b)`` on float8 ``a`` and ``b``.
 
 Devices with float8 matrix cores run ``torch._scaled_mm``. Elsewhere, and with ``emulate=True``,
-the product is computed in a wider type: here in fp32, on CPUs by :mod:`fp8_dist.kernels.cpu.gemm`.
+the product is computed in a wider type: in fp32 here, and on CPUs by
+:mod:`fp8_dist.kernels.cpu.gemm`.
 """
 
 from collections.abc import Callable
@@ -23,15 +24,15 @@ ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 
 
 def needs_alignment(device: torch.device, emulate: bool) -> bool:
-    """True where the float8 GEMM takes only dims that are multiples of ``ALIGNMENT``."""
+    """Whether the float8 GEMM requires dims that are multiples of ``ALIGNMENT``."""
     return not emulate and (device_has_float8_gemm(device) or strict_alignment())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def takes_transposed(device: torch.device) -> bool:
-    """True where the float8 GEMM reads a row-major by a column-major matrix, and no others.
+    """Whether the float8 GEMM requires a row-major left and a column-major right operand.
 
-    A GEMM that contracts the rows of an operand needs it transposed in memory then.
+    A GEMM that contracts the rows of an operand then needs it transposed in memory.
     """
     return device_has_float8_gemm(device)
 
@@ -63,10 +64,10 @@ def scaled_mm_with(
     emulate: bool,
     transpose: Callable[[Tensor], Tensor] = transposed_copy,
 ) -> Tensor:
-    """:func:`scaled_mm`.
+    """:func:`scaled_mm` with the given emulation and transposition.
 
     Args:
-        emulated: computes it from the first five arguments in a wider type.
+        emulated: computes the product in a wider type from the arguments ``a`` to ``out_dtype``.
         transpose: makes the transposed copies that the device's GEMM needs.
     """
     per_element = _check_scales(a, b, scale_a, scale_b)
@@ -85,7 +86,7 @@ def scaled_mm_with(
     if not emulate and device_has_float8_gemm(a.device):
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum, transpose)
     else:
-        # Autocast would narrow the wider type. (Turning it off costs time where it is off.)
+        # Autocast would narrow the wider type. Where it is off, disabling it again costs time.
         autocast = torch.is_autocast_enabled(a.device.type)
         with torch.autocast(a.device.type, enabled=False) if autocast else nullcontext():
             out = emulated(a, b, scale_a, scale_b, out_dtype)
@@ -108,17 +109,17 @@ def scaled_mm(
 ) -> Tensor:
     """``(a * scale_a) @ (b * scale_b)`` of local float8 data.
 
-    An implementation may keep what it derives from ``a`` for the next GEMM that multiplies it. So
-    ``a`` must not be refilled in ways that autograd does not notice, such as ``out=`` of a
-    collective. (:func:`fp8_dist.tensor.scaled_mm` keeps nothing.)
+    An implementation may cache data derived from ``a`` for the next GEMM that reads it. So ``a``
+    must not be overwritten in ways that autograd does not notice, such as ``out=`` of a collective.
+    :func:`fp8_dist.tensor.scaled_mm` does not cache.
 
     Args:
         a: ``[M, K]``, any strides, a float8 dtype.
         b: ``[K, N]``, any strides, a float8 dtype.
-        scale_a: fp32, 0-dim or ``[M, 1]``; or ``[M, K]``, which no float8 GEMM takes: the product
-            is computed in fp32 then.
-        scale_b: fp32, 0-dim or ``[1, N]``; or ``[K, N]``, likewise.
-        out_dtype: of the result.
+        scale_a: fp32, 0-dim, ``[M, 1]`` or ``[M, K]``. No float8 GEMM takes ``[M, K]``, so the
+            product is then computed in fp32.
+        scale_b: fp32, 0-dim, ``[1, N]`` or ``[K, N]``, likewise.
+        out_dtype: dtype of the result.
         use_fast_accum: see ``torch._scaled_mm``.
         pad_inner_dim: pad K and N with zeros where :func:`needs_alignment` says so.
         emulate: compute in a wider type even on devices with a float8 GEMM.
@@ -127,7 +128,8 @@ def scaled_mm(
         ``[M, N]``, contiguous.
 
     Raises:
-        ValueError: a scale runs along K; the device takes neither these dims nor these dtypes.
+        ValueError: a scale runs along K but is not per element; the device does not support the
+            dims or the dtypes.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
     return scaled_mm_with(emulated_mm, a, b, scale_a, scale_b, *options)
@@ -199,21 +201,21 @@ def _native(
         rows = scale_a.expand(a.shape[0], 1).contiguous()
         columns = scale_b.expand(1, b.shape[1]).contiguous()
         return run(rows, columns, out_dtype=out_dtype)
-    # The rowwise kernel writes bf16 alone, and on some devices takes no other right operand. The
-    # tensorwise one writes fp32, which is scaled after.
+    # The rowwise kernel writes only bf16, and on some devices takes only e4m3 as the right operand.
+    # The tensorwise kernel writes fp32, which is scaled afterwards.
     one = torch.ones((), dtype=torch.float32, device=a.device)
     return apply_scales(run(one, one, out_dtype=torch.float32), scale_a, scale_b).to(out_dtype)
 
 
 def row_major(x: Tensor, transpose: Callable[[Tensor], Tensor]) -> Tensor:
-    """A matrix whose rows are contiguous; ``transpose`` copies one whose columns are."""
+    """Return ``x`` with contiguous rows; ``transpose`` copies it if its columns are contiguous."""
     if x.is_contiguous():
         return x
     return transpose(x.t()) if x.t().is_contiguous() else x.contiguous()
 
 
 def _has_slow_rowwise_gemm() -> bool:
-    """Whether torch has CUTLASS's kernel alone. (cuBLASLt has its own from CUDA 12.9 on.)"""
+    """Whether torch has only CUTLASS's rowwise kernel; cuBLASLt has one from CUDA 12.9 on."""
     cuda = torch.version.cuda
     return cuda is not None and tuple(map(int, cuda.split(".")[:2])) < (12, 9)
 
@@ -227,7 +229,7 @@ def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]
             "device; set Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted"
         )
     more_inner, more_columns = -inner % ALIGNMENT, -columns % ALIGNMENT
-    # As bytes: there is no padding of float8 data.
+    # Pad bytes, because torch does not pad float8 data.
     a_bytes = pad(a.view(torch.uint8), (0, more_inner))
     b_bytes = pad(b.view(torch.uint8), (0, more_columns, 0, more_inner))
     return a_bytes.view(a.dtype), b_bytes.view(b.dtype)

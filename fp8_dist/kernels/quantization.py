@@ -13,18 +13,18 @@ from fp8_dist.kernels.custom_op import custom_op
 def quantize(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, fits: bool = False
 ) -> torch.Tensor:
-    """``saturate(float32(x) * m)`` as ``dtype``.
+    """Cast ``saturate(float32(x) * m)`` to ``dtype``.
 
     Args:
         x: any shape, floating point, local.
         multiplier: fp32, 0-dim or of size 1 along the dims that it covers.
         dtype: a float8 dtype.
-        fits: the multiplier is that of an amax which no value of ``x`` exceeds. There is nothing to
-            saturate then (a rounded product ends less than half a step above the largest number):
-            the same bits with one pass less.
+        fits: whether the multiplier comes from an amax that no value of ``x`` exceeds. Nothing
+            saturates then, because a rounded product is less than half a step above the largest
+            number. This saves one pass and gives the same bits.
 
     Returns:
-        contiguous tensor of x's shape.
+        A contiguous tensor of the shape of ``x``.
     """
     return multiplied(x.contiguous(), multiplier, dtype, fits).to(dtype)
 
@@ -36,7 +36,7 @@ def multiplied(
     product = x * multiplier if x.dtype is torch.float32 else x.to(torch.float32).mul_(multiplier)
     if fits:
         return product
-    # Needed: casts to e5m2 on CPU do not always saturate.
+    # Casts to e5m2 on CPU do not always saturate.
     limit = torch.finfo(dtype).max
     return product.clamp_(-limit, limit)
 
@@ -45,7 +45,7 @@ def multiplied(
 def quantize_after(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
 ) -> torch.Tensor:
-    """:func:`quantize` that a graph neither merges with another cast nor puts before ``after``."""
+    """:func:`quantize` that a graph neither merges with another cast nor moves before ``after``."""
     return quantize(x, multiplier, dtype)
 
 
@@ -60,14 +60,14 @@ def quantize_each(
     dtype: torch.dtype,
     of_rows: bool,
 ) -> torch.Tensor:
-    """:func:`quantize` of each of many local tensors of one device.
+    """:func:`quantize` of each of many local tensors on one device.
 
     Args:
-        multipliers: fp32, flat: one for each tensor.
-        of_rows: one for each row (along the last dim) of each instead.
+        multipliers: fp32, flat, one for each tensor.
+        of_rows: whether there is one for each row (along the last dim) of each tensor instead.
 
     Returns:
-        the data of all, flat, one after the other.
+        The data of all tensors, flat, one after the other.
     """
     tensors = (first, *others)
     sizes = [math.prod(x.shape[:-1]) if of_rows else 1 for x in tensors]

@@ -1,4 +1,4 @@
-"""amax, and the one formula from amax to scale.
+"""The amax, and the formula that computes a scale from it.
 
 With ``fp8_max`` the largest finite value of the target dtype::
 
@@ -7,8 +7,8 @@ With ``fp8_max`` the largest finite value of the target dtype::
     qdata = saturate(float32(x) * m)
     scale = 1 / m                                 # fp32, dequantization: x ~= qdata * scale
 
-A non-finite amax gives ``m`` of 0 or NaN and a scale of inf or NaN: every value that the scale
-covers dequantizes to NaN (``0 * inf``), which is how one NaN on one rank becomes visible on all.
+A non-finite amax gives ``m`` of 0 or NaN and a scale of inf or NaN. Every value that the scale
+covers then dequantizes to NaN (``0 * inf``), so a NaN on one rank becomes visible on all ranks.
 
 The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit.
 """
@@ -22,17 +22,17 @@ from fp8_dist.kernels.custom_op import custom_op
 
 EPS = 1e-12
 
-# The quantization multiplier and the scale, fp32, of one shape.
+# The quantization multiplier and the scale, fp32, of the same shape.
 Scaling = tuple[torch.Tensor, torch.Tensor]
 
 
 @custom_op("amax(Tensor x, int[]? dims=None) -> Tensor")
 def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """Maximum of absolute values of a local tensor, fp32; NaN where it holds one.
+    """Maximum of the absolute values of a local tensor, fp32; NaN if it contains a NaN.
 
     Args:
-        x: any shape, floating point; where there are no elements amax is 0.
-        dims: the dims to reduce, which keep size 1; ``None``: all, to a 0-dim tensor.
+        x: any shape, floating point. The amax of no elements is 0.
+        dims: dims to reduce, which keep size 1. ``None`` reduces all dims to a 0-dim tensor.
     """
     if x.numel() == 0:
         return torch.zeros(_amax_shape(x, dims), dtype=torch.float32, device=x.device)
@@ -60,11 +60,11 @@ def _amax_shape(x: torch.Tensor, dims: Sequence[int] | None) -> list[int]:
 def amax_of_each(
     first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
 ) -> torch.Tensor:
-    """The :func:`amax` of each of many local tensors of one device: fp32, ``[1 + len(others)]``.
+    """:func:`amax` of each of many local tensors on one device: fp32, ``[1 + len(others)]``.
 
     Args:
-        of_rows: of each row (along the last dim) of each instead: the rows of one tensor follow
-            those of the tensor before.
+        of_rows: compute the amax of each row (along the last dim) instead. The rows of each tensor
+            follow those of the previous one.
     """
     tensors = (first, *others)
     if not of_rows:
@@ -87,9 +87,10 @@ def _amax_of_each_fake(
 def scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
 ) -> Scaling:
-    """The quantization multiplier ``m`` and the dequantization scale of the formula above.
+    """Quantization multiplier ``m`` and dequantization scale, by the formula of this module.
 
-    ``amax`` is fp32, of any shape (one element per scale), as both results are.
+    ``amax`` is fp32, of any shape, with one element per scale. Both results have its shape and
+    dtype.
     """
     m = (torch.finfo(dtype).max / amax.to(torch.float64).clamp(min=EPS)).to(torch.float32)
     if round_scales_to_power_of_2:

@@ -1,8 +1,8 @@
-"""Transposed copies of matrices, also of many at once.
+"""Transposed copies of matrices, one or many at once.
 
-A GPU's float8 GEMM reads a gathered weight transposed in the backward. A launch for each weight
-costs more than most of the copies. FSDP2 gathers the weights of a block together, so that the first
-of them that a backward asks for can bring those of the others.
+In the backward pass a GPU's float8 GEMM reads a gathered weight transposed. One launch per weight
+costs more than most of the copies themselves. FSDP2 gathers the weights of a block together, so the
+first one that a backward pass requests is transposed together with the others.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,7 +17,7 @@ from fp8_dist.torch_internals import backward_id, is_captured, when_backward_end
 
 @custom_op("transposed_copy(Tensor x) -> Tensor")
 def transposed_copy(x: torch.Tensor) -> torch.Tensor:
-    """The transpose ``[K, M]`` of a contiguous matrix ``[M, K]``, contiguous too."""
+    """Contiguous transpose ``[K, M]`` of a contiguous matrix ``[M, K]``."""
     return x.t().contiguous()
 
 
@@ -26,7 +26,7 @@ transposed_copy.register_fake(lambda x: x.new_empty(x.shape[::-1]))
 
 @custom_op("transposed_copies(Tensor first, Tensor[] others) -> Tensor[]")
 def transposed_copies(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`transposed_copy` of each of some matrices of one device."""
+    """:func:`transposed_copy` of each of several matrices on one device."""
     return [transposed_copy(x) for x in (first, *others)]
 
 
@@ -35,8 +35,8 @@ transposed_copies.register_fake(
 )
 
 
-# Matrices of one launch, whose arguments they are. It also bounds how many copies are kept at once,
-# where FSDP2 gathers a whole model together.
+# Matrices per launch, which takes them as arguments. This also bounds the number of copies that are
+# kept at once where FSDP2 gathers a whole model together.
 MOST = 16
 
 
@@ -45,10 +45,11 @@ class _Member:
     """A matrix of a :class:`TransposedTogether`.
 
     Attributes:
-        copy: its transposed copy, until it is asked for.
-        stream: that the copy was made on; ``None`` on CPUs.
-        copied_in: the backward in which the last copy was made; ``None``: of its values, none.
-        is_asked_for: whether the last copy was.
+        copy: the transposed copy, until it is taken.
+        stream: the stream on which the copy was made; ``None`` on CPUs.
+        copied_in: the backward pass that made the last copy; ``None`` if the matrix has not been
+            copied since it was refilled.
+        is_asked_for: whether the last copy was taken.
     """
 
     matrix: torch.Tensor
@@ -59,27 +60,30 @@ class _Member:
     is_asked_for: bool = False
 
 
-# By the storage of the matrix.
+# Keyed by the storage of the matrix.
 _members: WeakValueDictionary[int, _Member] = WeakValueDictionary()
 
 
 class TransposedTogether:
-    """Matrices that are refilled together, and transposed together in a backward.
+    """Matrices that are refilled together, and transposed together in a backward pass.
 
-    The first one that a backward asks for brings all that the backward before asked for. A copy
-    waits until it is asked for, at most until the backward ends or the matrix is refilled.
+    The first request of a backward pass also transposes the matrices that the previous one
+    requested. A copy is kept until it is taken, at most until the backward pass ends or the matrix
+    is refilled.
     """
 
     def __init__(self) -> None:
         self._members: dict[Hashable, _Member] = {}
-        self._backward: int | None = None  # the last one that asked
+        self._backward: int | None = None  # the last one that took a copy
 
     def refilled(self, key: Hashable, matrix: torch.Tensor) -> None:
-        """A matrix has new values: call this after each change, on the stream that made it.
+        """Record new values of a matrix.
+
+        Call this after each change of the values, on the stream that made it.
 
         Args:
-            key: the same for the same matrix.
-            matrix: contiguous ``[M, K]`` with elements of one byte. It is kept.
+            key: identifies the matrix across calls.
+            matrix: contiguous ``[M, K]`` with elements of one byte. A reference to it is kept.
         """
         storage = matrix.untyped_storage()._cdata
         member = self._members.get(key)
@@ -89,10 +93,10 @@ class TransposedTogether:
         _members[storage] = member
 
     def take(self, member: _Member) -> torch.Tensor:
-        """The transposed copy of a matrix, which the caller owns. Call it in a backward."""
+        """Return the transposed copy of a matrix, which the caller owns, in a backward pass."""
         backward, stream = backward_id(), _stream_of(member.matrix)
         if backward != self._backward:
-            self._drop()  # what a backward left that raised
+            self._drop()  # a backward pass that raised may have left copies
             self._backward = backward
         if member.copy is None or stream != member.stream:
             others = [
@@ -119,9 +123,9 @@ class TransposedTogether:
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
-    """:func:`transposed_copy`, of a :class:`TransposedTogether` where ``x`` is one of those.
+    """Transposed copy of ``x``, from its :class:`TransposedTogether` if it belongs to one.
 
-    For eager code: it keeps tensors between calls.
+    For eager code only, because it keeps tensors between calls.
     """
     member = _members.get(x.untyped_storage()._cdata)
     together = None if member is None else member.together()

@@ -1,7 +1,7 @@
-"""The kernels on CPUs, which have no float8 arithmetic: emulation, exact and fast.
+"""Kernels for CPUs, which have no float8 arithmetic: exact and fast emulation.
 
-Importing this package registers implementations of the operators of :mod:`fp8_dist.kernels`. Those
-of amax, scale and cast have the bits of the portable ones; the GEMM is more exact than that.
+Importing this package registers implementations of the operators of :mod:`fp8_dist.kernels`. The
+amax, scale and cast have the bits of the portable implementations. The GEMM is more exact.
 """
 
 from fp8_dist.kernels.cpu import blocks, gemm, quantization, scale

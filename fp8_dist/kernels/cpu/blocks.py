@@ -1,6 +1,6 @@
-"""Scales of blocks on CPUs: the bits of the portable implementations, in less time.
+"""Block scales on CPUs: the bits of the portable implementations, in less time.
 
-The GEMM is more exact than the portable one where its result is not bf16: it is one in fp64.
+If the result is not bf16, the GEMM runs in fp64 and is more exact than the portable one.
 """
 
 import math
@@ -14,7 +14,7 @@ from fp8_dist.kernels.block_gemm import block_scaled_mm, dequantized
 from fp8_dist.kernels.blocks import NAN_EXPONENT, cast_columns_of_blocks, quantize_blocks, reblock
 from fp8_dist.kernels.cpu.upcast import upcast
 
-_PART = 65536  # elements, which fit into the CPU's cache in fp32
+_PART = 65536  # elements, whose fp32 values fit into the CPU's cache
 
 
 def _quantize_blocks(
@@ -47,7 +47,7 @@ def _reblock(
     if qdata.numel() <= _PART or blocks[0] > 1 or transposed:
         return reblock.portable(qdata, exponents, blocks, rows, rule, transposed)
     result, found = torch.empty_like(qdata), []
-    for part, _ in _parts(qdata, rows):  # (a row of exponents for each row of data)
+    for part, _ in _parts(qdata, rows):  # blocks of one row: each row has a row of exponents
         values = dequantized(qdata[part], exponents[part], blocks, torch.float32, upcast)
         result[part], numbers = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
         found.append(numbers)
@@ -55,7 +55,7 @@ def _reblock(
 
 
 def _parts(matrix: Tensor, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Rows that hold whole blocks, and the rows of their exponents."""
+    """Slices of rows that hold whole blocks, and the slices of their exponents."""
     count = max(1, _PART // (rows * matrix.shape[1]))  # blocks
     for first in range(0, -(-len(matrix) // rows), count):
         yield slice(first * rows, (first + count) * rows), slice(first, first + count)
@@ -76,7 +76,8 @@ def _block_scaled_mm(
     nan_columns = _lines_of_nan(exponents_b, blocks_b, b.shape, 1)
     left = dequantized(a, exponents_a, blocks_a, wide, upcast)
     right = dequantized(b, exponents_b, blocks_b, wide, upcast)
-    # torch's bf16 GEMM lets NaN reach the row before, unless rows have a multiple of 32 values.
+    # In torch's bf16 GEMM a NaN also reaches the previous row, unless rows have a multiple of 32
+    # values.
     if nan_rows is not None:
         left = left.masked_fill(nan_rows.unsqueeze(1), 0)
     if nan_columns is not None:
@@ -94,7 +95,7 @@ def _block_scaled_mm(
 def _lines_of_nan(
     exponents: Tensor, blocks: Sequence[int], shape: Sequence[int], dim: int
 ) -> Tensor | None:
-    """For each row (dim 0) or column whether one of its blocks is NaN; None: no block is."""
+    """Mask of the rows (dim 0) or columns with a NaN block; None if there is no such block."""
     is_nan = exponents == NAN_EXPONENT
     if not is_nan.any():
         return None

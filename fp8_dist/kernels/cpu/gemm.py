@@ -3,7 +3,7 @@
 * bf16 output, one scale for each operand: a bf16 GEMM of the upcast data, which accumulates in
   fp32, with the scales as its alpha. It rounds once, at the end.
 * bf16 output, scales of rows and columns that are powers of two: a bf16 GEMM, whose result is
-  scaled. That is as exact, because such scales round nothing.
+  scaled. This is as exact, because scaling by a power of two does not round.
 * fp32 and fp16 output, and other scales: an fp64 GEMM. Sums of e4m3 products are exact there, so
   that the result depends neither on the order of accumulation nor on how a weight is sharded.
 """
@@ -37,9 +37,9 @@ def _emulated(
         wide = torch.bfloat16
         if scale_a.ndim == scale_b.ndim == 0:
             alpha = scale_a.item() * scale_b.item()
-            # The scale of an enormous product may exceed fp32, in which addmm keeps its alpha.
+            # The product of large scales may exceed fp32, the type in which addmm keeps alpha.
             if not _LARGEST < alpha < math.inf:
-                # At beta=0 the first argument is ignored. Alpha scales the fp32 accumulator.
+                # With beta=0 the first argument is ignored. Alpha scales the fp32 accumulator.
                 left, right = upcast_left(a, wide), upcast(b, wide)
                 return torch.addmm(_UNUSED, left, right, beta=0, alpha=alpha)
         elif _are_powers_of_2(scale_a) and _are_powers_of_2(scale_b):
@@ -52,22 +52,23 @@ def _emulated(
 
 
 def _without_nan(x: Tensor, scale: Tensor) -> Tensor:
-    """Zeros where a scale that is not finite makes NaN of the product anyway.
+    """Replace values by zeros where a non-finite scale makes the product NaN anyway.
 
-    torch's bf16 GEMM lets NaN reach the row before, unless rows have a multiple of 32 values.
+    In torch's bf16 GEMM a NaN also reaches the previous row, unless rows have a multiple of 32
+    values.
     """
     finite = scale.isfinite()
     return x if finite.all() else x.masked_fill(~finite, 0)
 
 
 def _are_powers_of_2(scale: Tensor) -> bool:
-    """True if all finite values of a scale are powers of two."""
+    """Whether all finite values of a scale are normal powers of two."""
     bits = torch.nan_to_num(scale, 1.0, 1.0).view(torch.int32)
-    return not bits.bitwise_and(0x7FFFFF).any()  # of the mantissa (subnormal ones count as others)
+    return not bits.bitwise_and(0x7FFFFF).any()  # mantissa bits
 
 
-# Of left operands alone. The right operand of output and grad_input is the weight, whose storage
-# FSDP2 refills without a new version: a copy that is kept of it would be wrong.
+# Only left operands are cached. The right operand of output and grad_input is the weight, whose
+# storage FSDP2 refills without a new version, so a cached copy would be stale.
 left_upcasts = UpcastCache()
 
 scaled_mm.register(

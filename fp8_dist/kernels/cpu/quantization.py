@@ -15,7 +15,7 @@ def _quantize(
 ) -> torch.Tensor:
     if x.numel() <= _BLOCK:
         return quantize.portable(x, multiplier, dtype, fits=fits)
-    # Block by block: the fp32 values stay in the CPU's cache, and are not allocated anew each time.
+    # Block by block, the fp32 values stay in the CPU's cache and are not allocated anew each time.
     x = x.contiguous()
     qdata = torch.empty_like(x, dtype=dtype)
     for block, m, result in _blocks(x, multiplier, qdata):
@@ -26,7 +26,7 @@ def _quantize(
 def _blocks(
     x: torch.Tensor, multiplier: torch.Tensor, qdata: torch.Tensor
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Parts of a contiguous tensor with what they are multiplied by, and where they are written."""
+    """Parts of a contiguous tensor, each with its multiplier and its part of the result."""
     if multiplier.numel() == 1:
         blocks, results = (t.view(-1).split(_BLOCK) for t in (x, qdata))
         return zip(blocks, repeat(multiplier.view(())), results, strict=False)

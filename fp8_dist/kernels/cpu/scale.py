@@ -1,7 +1,7 @@
 """amax and scale on CPUs: the bits of the portable implementations, in less time.
 
-One amax and one scale are computed as Python numbers, which are fp64 like the formula: an operator
-on a tensor of one element costs more than that, and is most of the time of a small layer.
+A single amax and a single scale are computed as Python numbers, which are fp64 like the formula. An
+operator on a one-element tensor costs more, and would take most of the time of a small layer.
 """
 
 import math
@@ -37,8 +37,9 @@ def _scaling_from_amax(
 ) -> Scaling:
     if amax.ndim or round_scales_to_power_of_2:
         return scaling_from_amax.portable(amax, dtype, round_scales_to_power_of_2)
-    # torch divides a number by a tensor as here: by way of the reciprocal. max keeps a NaN that
-    # comes first. The scale is rounded to fp32 from fp64: as if once, as that has twice the bits.
+    # torch also divides a number by a tensor through the reciprocal. max keeps a NaN that comes
+    # first. Rounding the scale from fp64 to fp32 is like rounding once, because fp64 has twice the
+    # bits.
     (m,) = _FP32.unpack(_FP32.pack(1 / max(amax.item(), EPS) * torch.finfo(dtype).max))
     return _scalar(m), _scalar(1 / m if m else math.inf)
 

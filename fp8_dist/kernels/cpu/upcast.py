@@ -1,22 +1,23 @@
-"""float8 data in a wider type, exactly and fast on CPUs.
+"""Exact and fast conversion of float8 data to a wider type on CPUs.
 
-torch converts float8 to bf16 one element at a time. But a float8 number is a bf16 number with its
-sign and its 7 other bits moved into place: the same mantissa, and an exponent that is off by a
-constant, which one multiplication repairs (subnormal numbers included). NaN and inf, and subnormal
-bf16 numbers on a CPU that flushes them (``torch.set_flush_denormal``), are left to torch.
+torch converts float8 to bf16 one element at a time. A faster way moves the sign and the 7 other
+bits of a float8 number into their places in a bf16 number. The mantissa is then right, and the
+exponent is off by a constant, which one multiplication corrects, also for subnormal numbers. NaN
+and inf, and subnormal bf16 numbers on a CPU that flushes them (``torch.set_flush_denormal``), are
+left to torch.
 """
 
 from typing import NamedTuple
 
 import torch
 
-# Below, torch's own conversion is faster than that many passes.
+# Below this size torch's own conversion is faster than several passes.
 FEW = 4096  # elements
 
 
 class _Format(NamedTuple):
-    shift: int  # of the 7 bits of a float8 number to their place in a bf16 one
-    exponent: int  # log2 of what is then missing: 127 less the exponent bias of the format
+    shift: int  # moves the 7 bits of a float8 number to their place in a bf16 number
+    exponent: int  # log2 of the factor that is then missing: 127 minus the format's exponent bias
     last_finite: int  # the 7 bits of the largest finite number
 
 
@@ -27,13 +28,13 @@ _FORMATS = {
 
 
 class _HalfFormat(NamedTuple):
-    shift: torch.Tensor  # what moves the 7 bits to their place in a fp16 number, as a product
+    shift: torch.Tensor  # factor that moves the 7 bits to their place in an fp16 number
     mask: torch.Tensor | None  # clears a copy of the sign among them
-    factor: float  # what is then missing
+    factor: float  # the factor that is then missing
 
 
 def _int16(number: int) -> torch.Tensor:
-    # (A Python number would be made a tensor in each call.)
+    # A Python number would be converted to a tensor in each call.
     return torch.tensor(number, dtype=torch.int16, device="cpu")
 
 
@@ -44,9 +45,9 @@ _HALF_FORMATS = {
 
 
 def upcast(qdata: torch.Tensor, dtype: torch.dtype, is_finite: bool = False) -> torch.Tensor:
-    """The values of ``qdata.to(dtype)``: float8 data, any shape, as bf16, fp32 or fp64.
+    """Return the values of ``qdata.to(dtype)``: float8 data of any shape as bf16, fp32 or fp64.
 
-    ``is_finite``: they are known to be finite.
+    ``is_finite`` says that all values are known to be finite.
     """
     if qdata.dtype is dtype:
         return qdata
@@ -55,20 +56,17 @@ def upcast(qdata: torch.Tensor, dtype: torch.dtype, is_finite: bool = False) -> 
         return qdata.bfloat16() if dtype is torch.bfloat16 else qdata.to(dtype)
     known = _FORMATS.get(qdata.dtype)
     if known is None or _flushes() or not (is_finite or _is_finite(qdata, known.last_finite)):
-        # By way of bf16 here too, so that both ways give a NaN the same bits.
+        # Through bf16 here too, so that both paths give a NaN the same bits.
         return qdata.bfloat16().to(dtype)
-    # int8 to int16 repeats the sign in all upper bits: it stands in bit 15 already. (A product is
-    # a shift, but faster.)
+    # int8 to int16 repeats the sign in all upper bits, so it is in bit 15 already. A product is
+    # faster than a shift.
     bits = qdata.view(torch.int8).to(torch.int16).mul_(1 << known.shift)
     bits.bitwise_and_((0x7F << known.shift) - 0x8000)
     return bits.view(torch.bfloat16).mul_(2.0**known.exponent).to(dtype)
 
 
 def as_half(qdata: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Finite e4m3fn or e5m2 data as fp16 numbers and a factor that they lack, exactly.
-
-    fp16 has their subnormal numbers as normal ones, so this is fast for all values.
-    """
+    """Convert finite e4m3fn or e5m2 data exactly to fp16 numbers, to be multiplied by a factor."""
     shift, mask, factor = _HALF_FORMATS[qdata.dtype]
     bits = qdata.view(torch.int8).to(torch.int16).mul_(shift)
     if mask is not None:
@@ -77,14 +75,14 @@ def as_half(qdata: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 def _is_finite(qdata: torch.Tensor, last: int) -> bool:
-    """True if no code lies beyond the last finite one, of either sign."""
+    """Whether no code of either sign lies beyond the last finite one."""
     if qdata.ndim == 2 and not qdata.is_contiguous():
         qdata = qdata.t()  # max would make a copy
-    # As signed numbers the codes of positive values are the largest, as unsigned ones the others.
+    # The codes of positive values are the largest as signed numbers, the others as unsigned ones.
     largest = qdata.view(torch.int8).max().item(), qdata.view(torch.uint8).max().item()
     return largest[0] <= last and largest[1] <= 0x80 + last
 
 
 def _flushes(tiny: float = 5e-324) -> bool:
-    """True if this thread takes subnormal numbers for zero, in Python as in torch."""
+    """Whether this thread treats subnormal numbers as zero, in Python as in torch."""
     return tiny * 1.0 == 0.0

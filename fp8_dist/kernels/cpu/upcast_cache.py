@@ -1,7 +1,7 @@
-"""The bf16 copy of the last left operand, for GEMMs in a row that have the same one.
+"""Cache of the bf16 copy of the last left operand, for consecutive GEMMs that share it.
 
-Layers that share an input multiply it in turn, and each output gradient is multiplied twice: as it
-is for grad_input, transposed for grad_weight. Its float8 data is then upcast once.
+Layers that share an input multiply it in turn. Each output gradient is multiplied twice, as it is
+for grad_input and transposed for grad_weight. The float8 data is then upcast once.
 """
 
 from typing import NamedTuple
@@ -14,9 +14,9 @@ from fp8_dist.kernels.cpu.upcast import FEW, upcast
 
 
 class _Entry(NamedTuple):
-    """A matrix, known by the tensor that it is a view of, with its bf16 copy."""
+    """A matrix, identified by the tensor that it is a view of, with its bf16 copy."""
 
-    root: ReferenceType[torch.Tensor]  # compared, never used: autograd may be the only owner
+    root: ReferenceType[torch.Tensor]  # only compared: autograd may be the only owner
     version: int
     address: int
     shape: torch.Size
@@ -24,7 +24,7 @@ class _Entry(NamedTuple):
 
 
 class UpcastCache:
-    """One slot. It is emptied when the matrix dies, and before another takes its place."""
+    """A cache of one entry, dropped when its matrix is freed or before another takes its place."""
 
     def __init__(self) -> None:
         self._entry: _Entry | None = None
@@ -45,10 +45,10 @@ class UpcastCache:
     def _copy(self, stored: torch.Tensor) -> torch.Tensor:
         root = stored if stored._base is None else stored._base
         key = (stored._version, stored.data_ptr(), stored.shape)
-        entry = self._entry  # another thread may put its own there
+        entry = self._entry  # read once, because another thread may replace it
         if entry is not None and entry.root() is root and entry[1:4] == key:
             return entry.copy
-        entry = self._entry = None  # before there is another copy
+        entry = self._entry = None  # free the old copy before making another
         copy = upcast(stored, torch.bfloat16)
         self._entry = _Entry(ref(root, self._forget), *key, copy)
         return copy
