@@ -1,8 +1,8 @@
-"""The kernels on GPUs: fused ones in Triton, or torch's operators where there is no Triton.
+"""Kernels for GPUs: fused kernels in Triton, or torch's operators if Triton is not installed.
 
 Both routes have the same functions, on matrices ``[M, K]``, with the bits of the portable
-implementations. A cast writes the layouts that are asked for, so that a GEMM needs no transposing
-copy. PyTorch brings Triton on Linux with CUDA.
+implementations. A cast writes the requested layouts, so a GEMM needs no transposing copy. PyTorch
+installs Triton on Linux with CUDA.
 """
 
 from importlib.util import find_spec

@@ -1,9 +1,9 @@
-"""The GEMM with scales of blocks on devices that have one.
+"""The GEMM with block scales, on devices that have one.
 
 * Hopper multiplies blocks of 1 x 128 by blocks of 128 x 128 or of 1 x 128, with fp32 scales.
 * Blackwell multiplies blocks of 1 x 32 (MX), with e8m0 scales in tiles of 128 x 4.
 
-The layouts are those that torch documents in its checks of ``scaled_mm``.
+The layouts follow the checks of torch's ``scaled_mm``.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors
 
 @cache
 def device_kind(device: torch.device) -> str | None:
-    """Which of the GEMMs of this module a device has."""
+    """The GEMM that a device has: "hopper", "blackwell" or None."""
     if block_gemm_of_torch is None or torch.version.cuda is None:
         return None
     release = tuple(map(int, torch.version.cuda.split(".")[:2]))
@@ -44,9 +44,9 @@ def block_mm(
     out_dtype: torch.dtype,
     transpose: Callable[[Tensor], Tensor] = transposed_copy,
 ) -> Tensor | None:
-    """:func:`fp8_dist.kernels.block_scaled_mm`; None: the device has no GEMM for such operands.
+    """:func:`fp8_dist.kernels.block_scaled_mm`, or None if the device has no GEMM for the operands.
 
-    ``transpose``: makes the transposed copies that the GEMM needs.
+    ``transpose`` makes the transposed copies that the GEMM needs.
     """
     kind = device_kind(a.device)
     if kind is None or not _fits(_BLOCK[kind], a, b, blocks_a, blocks_b, out_dtype):
@@ -69,7 +69,7 @@ def _fits(
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
 ) -> bool:
-    """Whether blocks are along the contraction, and begin alike in both operands."""
+    """Whether the GEMM supports the operands; their blocks must begin alike in the contraction."""
     rows, columns, _, first = blocks_a
     others_rows, others_columns, others_first, _ = blocks_b
     return (
@@ -84,7 +84,7 @@ def _fits(
 
 
 def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
-    """A matrix with zeros around it, so that it consists of whole blocks."""
+    """Pad a matrix with zeros to whole blocks."""
     rows, columns, first_row, first_column = blocks
     missing = (
         first_column,
@@ -94,11 +94,11 @@ def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
     )
     if not any(missing):
         return x
-    return pad(x.view(torch.uint8), missing).view(x.dtype)  # there is no padding of float8 data
+    return pad(x.view(torch.uint8), missing).view(x.dtype)  # torch does not pad float8 data
 
 
 class _Run:
-    """A call of torch's GEMM, but for its operands and the dtype of its result."""
+    """torch's GEMM with its scales bound, to be called with the operands and the result's dtype."""
 
     def __init__(self, scale_a: Tensor, kind_a: str, scale_b: Tensor, kind_b: str, swizzle: bool):
         assert block_gemm_of_torch is not None
@@ -121,9 +121,10 @@ class _Run:
 def _hopper_scales(
     a: Tensor, b: Tensor, exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
 ) -> _Run:
-    """Scales of rows ``[M, K / 128]``, and of columns likewise; those of squares ``[L, N / 128]``.
+    """Bind scales of rows, ``[M, K / 128]``, and of columns, ``[N, K / 128]``, or squares.
 
-    In memory the first dim is the inner one, and L is ``K / 128`` rounded up to a multiple of 4.
+    Scales of squares are ``[L, N / 128]``, with L ``K / 128`` rounded up to a multiple of 4. The
+    first dim of all is contiguous in memory.
     """
     if blocks_b[1] == 1:
         of_a, of_b = cuda.gemm_scales(exponents_a, exponents_b.t())
@@ -135,7 +136,7 @@ def _hopper_scales(
 def _blackwell_scales(
     a: Tensor, b: Tensor, exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
 ) -> _Run:
-    """Exponents of rows and of columns, in tiles. Those of squares are repeated for each column."""
+    """Bind tiled exponents of rows and columns. Those of squares are repeated for each column."""
     tiles = cuda.tiled_exponents(exponents_a, exponents_b.t(), blocks_b[1])
     of_a, of_b = (each.view(torch.float8_e8m0fnu) for each in tiles)
     return _Run(of_a, "BlockWise1x32", of_b, "BlockWise1x32", True)

@@ -1,4 +1,4 @@
-"""Blocks without Triton: the portable implementations, called as the kernels are."""
+"""Block scales without Triton: the portable implementations, with the kernels' signatures."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def cast_blocks(
     row_major: bool = True,
     column_major: bool = False,
 ) -> BlockCast:
-    """A matrix in float8 with scales of blocks: their exponents and the cast."""
+    """Compute the block exponents of a matrix and cast it to float8."""
     exponents = block_exponents(x, dtype, blocks, rule)
     layouts = {"row_major": row_major, "column_major": column_major}
     return BlockCast(*quantize_blocks(x, exponents, dtype, blocks, **layouts), exponents)
@@ -56,7 +56,7 @@ def exponents_of_many(
     blocks: Sequence[Sequence[int]],
     rule: str | None,
 ) -> torch.Tensor:
-    """The exponents of the blocks of many matrices: flat, one after the other."""
+    """Block exponents of many matrices, flat, one matrix after the other."""
     each = zip(matrices, blocks, strict=True)
     return torch.cat([block_exponents(x, dtype, of, rule).view(-1) for x, of in each])
 
@@ -67,7 +67,7 @@ def quantize_many_blocks(
     dtype: torch.dtype,
     blocks: Sequence[Sequence[int]],
 ) -> torch.Tensor:
-    """Many matrices in float8 with scales of blocks: flat, one after the other."""
+    """Cast many matrices to float8 with block scales, flat, one matrix after the other."""
     note_no_triton(matrices[0])
     flat = [number for of in blocks for number in of]
     return quantize_blocks_of_each.portable(matrices[0], matrices[1:], exponents, dtype, flat)
@@ -89,16 +89,16 @@ def reblock(
 def dequantize(
     qdata: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Float8 data in blocks as bf16 or fp32."""
+    """Dequantize float8 data with block scales to bf16 or fp32."""
     return dequantized(qdata, exponents, blocks, dtype)
 
 
 def gemm_scales(
     a: torch.Tensor, b: torch.Tensor, multiple: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of the exponents of two operands, fp32, one column after the other in memory.
+    """Scales of the exponents of two operands, fp32, column-major.
 
-    The number of b's rows is rounded up to a multiple, by zeros.
+    The rows of ``b`` are padded with zeros to a multiple of ``multiple``.
     """
     of_a, of_b = portable_blocks.powers_of_2(a), portable_blocks.powers_of_2(b)
     of_b = pad(of_b, (0, 0, 0, -len(b) % multiple))
@@ -108,7 +108,7 @@ def gemm_scales(
 def tiled_exponents(
     a: torch.Tensor, b: torch.Tensor, repeats: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exponents of two operands as Blackwell reads them; each row of b is repeated."""
+    """Exponents of two operands in the layout of Blackwell; each row of ``b`` is repeated."""
     return _in_tiles(a), _in_tiles(b.repeat_interleave(repeats, dim=0))
 
 

@@ -1,7 +1,8 @@
-"""The implementations on CUDA devices of the operators of blocks, by the kernels of this folder.
+"""Implementations of the block operators on CUDA devices, by the kernels of this package.
 
-What the kernels do not take goes the portable way: other dtypes than bf16, fp16 and fp32, blocks
-of several rows in more than two dims, sizes of blocks that are large or no powers of two.
+Inputs that the kernels do not support use the portable implementations: dtypes other than bf16,
+fp16 and fp32, blocks of several rows in more than two dims, and block sizes that are large or not
+powers of two.
 """
 
 from collections.abc import Callable, Sequence
@@ -130,7 +131,7 @@ def _quantize_blocks_of_each(
 
 
 def _are_alike(tensors: Sequence[torch.Tensor], blocks: Sequence[Sequence[int]]) -> bool:
-    """Whether one launch takes them."""
+    """Whether one launch can process all of the tensors."""
     dtype, size = tensors[0].dtype, blocks[0][:2]
     return all(
         x.ndim == 2 and x.dtype is dtype and x.is_contiguous() and _takes(x, of) and of[:2] == size
@@ -180,7 +181,7 @@ def _block_scaled_mm(
 
 
 def register_block_kernels() -> None:
-    """Register them."""
+    """Register the block kernels."""
     block_exponents.register("cuda", _block_exponents)
     quantize_blocks.register("cuda", _quantize_blocks)
     cast_blocks.register("cuda", _cast_blocks)

@@ -1,4 +1,4 @@
-"""The route without Triton: torch's operators, few of them and with few passes, the same bits.
+"""The route without Triton: torch's operators, in few passes and with the same bits.
 
 Launches and bytes are torch's. A transpose is an ordinary copy, which reads or writes single bytes.
 """
@@ -30,7 +30,7 @@ def note_no_triton(x: torch.Tensor) -> None:
 
 
 def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.amax`; a norm takes absolute values, also of NaN."""
+    """:func:`fp8_dist.kernels.amax` as a norm, which also clears the sign of a NaN."""
     note_no_triton(x)
     if x.numel() == 0 or dims == []:
         return portable_amax.portable(x, dims)
@@ -39,27 +39,27 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
 
 
 def amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The amaxes of the rows, ``[M, 1]``, and of the columns, ``[1, K]``, of a matrix."""
+    """Amaxes of the rows, ``[M, 1]``, and of the columns, ``[1, K]``, of a matrix."""
     return amax(x, [1]), amax(x, [0])
 
 
 def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The amax of each of many tensors of one device: fp32, ``[len(tensors)]``."""
+    """Amax of each of many tensors on one device: fp32, ``[len(tensors)]``."""
     note_no_triton(tensors[0])
-    # A norm of no elements is an error, and is 0 with one zero in their place.
+    # The norm of no elements is an error, so one zero replaces them.
     filled = [t if t.numel() else t.new_zeros(1) for t in tensors]
     return torch.stack(foreach_norm(filled, INF, dtype=torch.float32))
 
 
 def row_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The amaxes of the rows of many tensors of one device: fp32, flat."""
+    """Amaxes of the rows of many tensors on one device: fp32, flat."""
     return torch.cat([amax(t, [t.ndim - 1]).view(-1) for t in tensors])
 
 
 def quantize_many(
     tensors: Sequence[torch.Tensor], multipliers: torch.Tensor, dtype: torch.dtype, of_rows: bool
 ) -> torch.Tensor:
-    """Many tensors in float8: flat, one after the other."""
+    """Cast many tensors to float8, flat, one after the other."""
     note_no_triton(tensors[0])
     return quantize_each.portable(tensors[0], tensors[1:], multipliers, dtype, of_rows)
 
@@ -73,7 +73,7 @@ def cast(
     row_major: bool = True,
     column_major: bool = False,
 ) -> Cast:
-    """A matrix in float8, by amaxes that none of its values exceeds."""
+    """Cast a matrix to float8 by amaxes that none of its values exceeds."""
     multiplier, scale = scaling_from_amax.portable(amax, dtype, power_of_2)
     layouts = quantize(
         x, multiplier, dtype, fits=True, row_major=row_major, column_major=column_major
@@ -121,7 +121,7 @@ def cast_and_record(
     row_major: bool = True,
     column_major: bool = False,
 ) -> RecordedCast:
-    """A matrix in float8 by a known multiplier, with its amax."""
+    """Cast a matrix to float8 with a given multiplier, and return its amax too."""
     value = amax(x)
     layouts = quantize(x, multiplier, dtype, row_major=row_major, column_major=column_major)
     largest = torch.maximum(value if recorded is None else recorded, value)
@@ -136,7 +136,7 @@ def cast_rows(
     row_major: bool = True,
     column_major: bool = False,
 ) -> Cast:
-    """A matrix in float8 with a scale for each row: its amaxes and the cast."""
+    """Compute the amaxes of the rows of a matrix and cast it to float8 with a scale per row."""
     layouts = {"row_major": row_major, "column_major": column_major}
     return cast(x, amax(x, [1]), dtype, power_of_2, **layouts)
 
@@ -148,7 +148,7 @@ def cast_rows_and_columns(
     dtype: torch.dtype,
     power_of_2: bool,
 ) -> tuple[Cast, Cast]:
-    """A matrix in float8 twice: by rows, row-major, and by columns, column-major."""
+    """Cast a matrix to float8 twice: by rows, row-major, and by columns, column-major."""
     by_rows = cast(x, row_amax, dtype, power_of_2)
     return by_rows, cast(x, column_amax, dtype, power_of_2, row_major=False, column_major=True)
 
@@ -159,7 +159,7 @@ def fold_rows(
     input_scale: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> FoldedRows:
-    """g1, and what the second fold needs."""
+    """Return g1 and the inputs of the second fold."""
     largest = amax(grad, [1])
     if weight_scale is not None:
         largest = torch.cat([largest, amax(grad * (weight_scale * UNIT), [1])], dim=1)
@@ -182,7 +182,7 @@ def fold_columns(
     column_amax: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """g2, transposed, and its scale c."""
+    """Return g2, transposed, and its scale c."""
     folded = _g0(grad, multiplier, dtype).mul_((input_scale * UNIT).view(-1, 1))
     g2 = cast(folded, column_amax, dtype, True, row_major=False, column_major=True)
     assert g2.qdata_t is not None
@@ -201,7 +201,7 @@ def transpose(x: torch.Tensor) -> torch.Tensor:
 
 
 def transpose_many(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`transpose` of some matrices."""
+    """:func:`transpose` of each of several matrices."""
     return [transpose(x) for x in matrices]
 
 

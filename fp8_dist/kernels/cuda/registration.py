@@ -1,7 +1,7 @@
-"""The operators' implementations on CUDA devices, by the kernels of this folder.
+"""Implementations of the operators on CUDA devices, by the kernels of this package.
 
-What the kernels do not take goes the portable way: other dtypes than bf16, fp16 and fp32, amaxes
-over other dims than those of rows and columns.
+Inputs that the kernels do not support use the portable implementations: dtypes other than bf16,
+fp16 and fp32, and amaxes over dims other than those of rows and columns.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def _quantize_each(
 
 
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one launch takes them."""
+    """Whether one launch can process all of the tensors."""
     dtype = tensors[0].dtype
     return dtype in cuda.DTYPES and all(x.dtype is dtype and x.is_contiguous() for x in tensors)
 
@@ -252,7 +252,7 @@ def _sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tens
 
 
 def _takes(x: torch.Tensor, scales: Sequence[torch.Tensor]) -> bool:
-    """Whether it is a matrix, perhaps of several leading dims, with scales of rows or columns."""
+    """Whether the kernels support ``x``, flattened to a matrix, with these scales."""
     if x.dtype not in cuda.DTYPES or x.ndim < 2:
         return False
     for scale in scales:
@@ -282,7 +282,7 @@ def _shaped(data: torch.Tensor | None, like: torch.Tensor, transposed: bool) -> 
 
 @cache
 def register_kernels() -> None:
-    """Register them, once."""
+    """Register the kernels, once."""
     amax.register("cuda", _amax, direct=pooled(_amax))
     amaxes.register("cuda", _amaxes, direct=pooled(_amaxes))
     amax_of_each.register("cuda", _amax_of_each)

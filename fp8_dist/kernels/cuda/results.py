@@ -1,19 +1,19 @@
-"""What the functions of both routes take and return."""
+"""Input dtypes and result types of the GPU kernels, with Triton or without."""
 
 from typing import NamedTuple
 
 import torch
 
-# What they take as input. Other dtypes are left to the portable implementations.
+# Input dtypes of the kernels. Other dtypes are left to the portable implementations.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Layouts(NamedTuple):
-    """Float8 data of a matrix ``[M, K]``, in the layouts that were asked for.
+    """Float8 data of a matrix ``[M, K]``, in the requested layouts.
 
     Attributes:
         qdata: ``[M, K]``, contiguous.
-        qdata_t: ``[K, M]``, contiguous: the transpose, the same bytes.
+        qdata_t: the transpose of the same bytes, ``[K, M]``, contiguous.
     """
 
     qdata: torch.Tensor | None
@@ -38,7 +38,7 @@ class BlockCast(NamedTuple):
 
 
 class RecordedCast(NamedTuple):
-    """:class:`Layouts`, with the amax of the matrix, and what follows from it (fp32, 0-dim).
+    """:class:`Layouts`, with the amax of the matrix and values derived from it (fp32, 0-dim).
 
     Attributes:
         scale: NaN if the amax is not finite.
@@ -56,10 +56,11 @@ class FoldedRows(NamedTuple):
     """The first fold of a gradient ``[M, N]`` (:mod:`fp8_dist.linear.rowwise_folded`).
 
     Attributes:
-        multiplier: of g0, ``[M, 1]``; the scale is its reciprocal.
+        multiplier: multiplier of g0, ``[M, 1]``; the scale is its reciprocal.
         qdata: g1 ``[M, N]``, contiguous; ``None`` without the weight's scales.
-        scale: r1 ``[M, 1]``, of g1.
-        column_amax: of ``g0 * t``, ``[1, N]``; ``None`` without the input's scales.
+        scale: r1 ``[M, 1]``, the scale of g1; ``None`` without the weight's scales.
+        column_amax: amax of the columns of ``g0 * t``, ``[1, N]``; ``None`` without the input's
+            scales.
     """
 
     multiplier: torch.Tensor

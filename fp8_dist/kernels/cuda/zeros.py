@@ -1,4 +1,4 @@
-"""Zeros for kernels to reduce into: one fill serves many."""
+"""Zeros for kernels to reduce into, many of them filled at once."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 class _Zeros(threading.local):
-    """Zeros that a thread hands out one by one, by device and stream."""
+    """Zeros that a thread has left, by device and stream."""
 
     def __init__(self) -> None:
         self.left: dict[Hashable, list[torch.Tensor]] = {}
@@ -23,11 +23,11 @@ _zeros = _Zeros()
 
 
 def zero(device: torch.device) -> torch.Tensor:
-    """A 0-dim fp32 zero of its own, aligned to 16 bytes, for a kernel on the current stream.
+    """Return a new 0-dim fp32 zero, aligned to 16 bytes, for a kernel on the current stream.
 
-    One launch fills 256 of them, in functions that are :func:`pooled` and on the default stream.
-    (Inductor warms up and captures its CUDA graphs on another stream, in memory that must hold
-    nothing else.)
+    In functions that are :func:`pooled` and on the default stream, one launch fills 256 zeros. On
+    other streams each zero is allocated alone, because Inductor warms up and captures its CUDA
+    graphs on another stream, in memory that must hold nothing else.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros((), dtype=torch.float32, device=device)
@@ -37,13 +37,13 @@ def zero(device: torch.device) -> torch.Tensor:
     left = _zeros.left.setdefault((device, stream.stream_id), [])
     if not left:
         with torch.inference_mode(False):
-            # Graphs assume that what they are given is aligned.
+            # Graphs assume that their inputs are aligned.
             left += torch.zeros(256, 4, dtype=torch.float32, device=device)[:, 0].unbind()
     return left.pop()
 
 
 def pooled(run: Callable[P, R]) -> Callable[P, R]:
-    """The function for eager code, which CUDA graphs don't hold, on whatever stream."""
+    """Wrap a function for eager code, outside of CUDA graphs, to use the pool on every stream."""
 
     @wraps(run)
     def with_pool(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,7 +1,7 @@
-"""Fused kernels in Triton: each reads its input once, and writes the layouts that GEMMs take.
+"""Fused kernels in Triton, which write the layouts that GEMMs read.
 
-In Triton's interpreter they run on CPU tensors, with the same bits. Import this package only where
-there is Triton: :mod:`fp8_dist.kernels.cuda` decides.
+In Triton's interpreter they run on CPU tensors, with the same bits. Import this package only if
+Triton is installed, as :mod:`fp8_dist.kernels.cuda` does.
 """
 
 from fp8_dist.kernels.cuda.triton.blocks import (

@@ -1,7 +1,7 @@
-"""What the kernels of blocks compute with: exponents, scales, and a tile of a cast.
+"""Functions of the block kernels: exponents, scales, and the cast of a tile.
 
-The sizes of blocks are powers of two. A tile consists of whole blocks, so that program instances
-share nothing. Powers of two are made of exponent bits.
+Block sizes are powers of two. A tile consists of whole blocks, so program instances share nothing.
+Powers of two are built from exponent bits.
 """
 
 import triton
@@ -20,9 +20,9 @@ from fp8_dist.kernels.cuda.triton.rounding import (
 
 @triton.jit
 def exponents_of(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """The exponents by the bits of amaxes: int32, 255 for NaN."""
+    """Exponents from the bits of amaxes: int32, 255 for NaN."""
     if RULE == "floor":
-        # Of the largest number of the format.
+        # The exponent of the largest number of the format.
         LARGEST: tl.constexpr = 8 if BIAS == 7 else (7 if BIAS == 8 else 15)
         exponents = tl.maximum((largest >> 23) - LARGEST, 0)
     elif RULE == "ceil":
@@ -35,7 +35,7 @@ def exponents_of(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> 
 
 @triton.jit
 def multipliers_by(exponents: tl.tensor) -> tl.tensor:
-    """The reciprocals of the scales of exponents: fp32, that of 254 is subnormal; 0 for 0."""
+    """Reciprocals of the scales of exponents: fp32, subnormal for 254, 0 for 0."""
     bits = tl.where(exponents == 254, 0x400000, (254 - exponents) << 23)
     bits = tl.where(exponents == 0, 0, bits)
     return tl.where(exponents == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -43,14 +43,14 @@ def multipliers_by(exponents: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def scales_by(exponents: tl.tensor) -> tl.tensor:
-    """The scales of exponents: fp32, that of 0 is subnormal."""
+    """Scales of exponents: fp32, subnormal for 0."""
     bits = tl.where(exponents == 0, 0x400000, exponents << 23)
     return tl.where(exponents == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def largest_of_each(bits: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
-    """The largest of each block of a tile."""
+    """Maximum of each block of a tile."""
     R: tl.constexpr = bits.shape[0] // ROWS
     C: tl.constexpr = bits.shape[1] // COLUMNS
     found = tl.max(tl.reshape(bits, [R * ROWS, C, COLUMNS]), 2)
@@ -59,7 +59,7 @@ def largest_of_each(bits: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) 
 
 @triton.jit
 def spread(values: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
-    """A value for each block as one for each element of a tile."""
+    """Expand one value per block to one per element of a tile."""
     R: tl.constexpr = values.shape[0]
     C: tl.constexpr = values.shape[1]
     wide = tl.broadcast_to(values[:, None, :, None], [R, ROWS, C, COLUMNS])
@@ -91,11 +91,11 @@ def cast_tile(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    """The tile in this row and column of tiles, each of [BM, BN], of a part of a matrix.
+    """Cast the tile at this row and column of [BM, BN] tiles of a part of a matrix.
 
     Args:
-        exponents: contiguous; GIVEN, or to be written.
-        RULE: the rule of exponents that are not given.
+        exponents: contiguous; read if GIVEN, otherwise written.
+        RULE: rule of exponents that are not given.
     """
     i = indices(row, BM) - first_row
     j = indices(column, BN) - first_column

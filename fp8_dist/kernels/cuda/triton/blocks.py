@@ -1,4 +1,4 @@
-"""Casts with scales of blocks, one launch each: by their own exponents, or by given ones."""
+"""Casts with block scales, one launch each, by computed or given exponents."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -53,7 +53,7 @@ def _cast_blocks(
     BN: tl.constexpr,
 ) -> None:
     # One instance: a tile of [BM, BN], or of a block where that is larger. Moves the bytes of x
-    # once, and 1 byte per element a layout.
+    # once, and 1 byte per element and layout.
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
     cast_tile(
@@ -106,7 +106,7 @@ def _block_exponents(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: as of _cast_blocks. Moves the bytes of x once.
+    # One instance: as in _cast_blocks. Moves the bytes of x once.
     cast_tile(
         x,
         exponents,
@@ -142,7 +142,7 @@ def cast_blocks(
     row_major: bool = True,
     column_major: bool = False,
 ) -> BlockCast:
-    """A matrix in float8 with scales of blocks: their exponents and the cast.
+    """Compute the block exponents of a matrix and cast it to float8.
 
     Args:
         x: ``[M, K]``, bf16, fp16 or fp32, any strides.
@@ -165,7 +165,7 @@ def block_exponents(
 ) -> torch.Tensor:
     """:func:`fp8_dist.kernels.block_exponents` of a matrix. One launch; 2 bytes per bf16 element.
 
-    Arguments as in :func:`cast_blocks`.
+    Arguments are as in :func:`cast_blocks`.
     """
     (M, K), (rows, columns, first_row, first_column) = x.shape, blocks
     exponents = _empty_exponents(x, blocks)
@@ -194,7 +194,8 @@ def quantize_blocks(
 ) -> Layouts:
     """:func:`fp8_dist.kernels.quantize_blocks` of a matrix, in one layout or both.
 
-    Arguments as in :func:`cast_blocks`. One launch; 3 bytes per bf16 element, 4 for both layouts.
+    Arguments are as in :func:`cast_blocks`. One launch; 3 bytes per bf16 element, 4 for both
+    layouts.
     """
     exponents = exponents.contiguous()
     return Layouts(*_launch(x, exponents, dtype, blocks, True, None, row_major, column_major))
@@ -236,7 +237,7 @@ def _empty_exponents(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
 
 
 def _grid(shape: Sequence[int], blocks: Sequence[int], chosen: Sizes) -> tuple[int, int]:
-    """One instance for each tile of whole blocks."""
+    """Grid with one instance for each tile of whole blocks."""
     (M, K), (rows, columns, first_row, first_column) = shape, blocks
     down = programs(first_row + M, max(rows, chosen["BM"]))
     return down, programs(first_column + K, max(columns, chosen["BN"]))

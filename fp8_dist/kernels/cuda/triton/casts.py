@@ -1,7 +1,7 @@
-"""Casts to float8, in one layout or both: by a known amax or multiplier, or by rows in one launch.
+"""Casts to float8, in one layout or both, by a given amax or multiplier, or by rows in one launch.
 
-Both layouts in one pass move 4 bytes per bf16 element; a GEMM then finds each operand as it takes
-it, and no transposing copy is needed.
+Writing both layouts in one pass moves 4 bytes per bf16 element. GEMMs then need no transposing
+copy.
 """
 
 import torch
@@ -29,7 +29,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     to_float8,
 )
 
-# What one scale covers.
+# Granularity of the scales.
 TENSOR = tl.constexpr(0)
 ROW = tl.constexpr(1)
 COLUMN = tl.constexpr(2)
@@ -45,7 +45,7 @@ def _load_scales(
     K: tl.tensor,
     OF: tl.constexpr,
 ) -> tl.tensor:
-    # An amax or a multiplier for each row or column of a tile, or one.
+    # An amax or a multiplier for each row or column of a tile, or one for all.
     if OF == ROW:
         scales = tl.load(given + i * stride, mask=i < M, other=1.0)
     elif OF == COLUMN:
@@ -66,7 +66,7 @@ def _store_scaling(
     K: tl.tensor,
     OF: tl.constexpr,
 ) -> None:
-    # Each once: by the tiles of the first column, by those of the first row, or by the first tile.
+    # Each is stored once, by the tiles of the first column or the first row, or by the first tile.
     if OF == ROW:
         if tl.program_id(1) == 0:
             tl.store(multiplier + i, m, mask=i < M)
@@ -123,7 +123,8 @@ def _cast(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN]. Moves the bytes of x once, and 1 byte per element a layout.
+    # One instance: a tile of [BM, BN]. Moves the bytes of x once, and 1 byte per element and
+    # layout.
     i = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
     m = _load_scales(given, stride_given, i, j, M, K, OF)
@@ -169,7 +170,7 @@ def _cast_rows(
     BN: tl.constexpr,
 ) -> None:
     # One instance: BM rows, read for their amaxes, and again, mostly from the L2 cache, for the
-    # cast. Moves the bytes of x once to twice, and 1 byte per element a layout.
+    # cast. Moves the bytes of x once to twice, and 1 byte per element and layout.
     i = indices(tl.program_id(0), BM)
     largest = tl.zeros([BM, BN], tl.int32)
     for block in range(tl.cdiv(K, BN)):
@@ -189,7 +190,7 @@ def _cast_rows(
 
 
 def _covered(scales: torch.Tensor, M: int, K: int) -> tuple[int, int]:
-    """What one of these scales covers, and the stride from one to the next."""
+    """Granularity of scales, and the stride from one scale to the next."""
     if scales.numel() == 1:
         return TENSOR.value, 0
     if scales.shape == (M, 1):
@@ -207,7 +208,7 @@ def cast(
     row_major: bool = True,
     column_major: bool = False,
 ) -> Cast:
-    """A matrix in float8, by amaxes that none of its values exceeds.
+    """Cast a matrix to float8 by amaxes that none of its values exceeds.
 
     Args:
         x: ``[M, K]``, bf16, fp16 or fp32, any strides.
@@ -238,9 +239,10 @@ def quantize(
     """:func:`fp8_dist.kernels.quantize` of a matrix, in one layout or both.
 
     Args:
-        multiplier: fp32, 0-dim, ``[M, 1]`` or ``[1, K]``; the rest as in :func:`cast`.
+        multiplier: fp32, 0-dim, ``[M, 1]`` or ``[1, K]``.
 
-    One launch; 3 bytes per bf16 element, 4 for both layouts.
+    Other arguments are as in :func:`cast`. One launch; 3 bytes per bf16 element, 4 for both
+    layouts.
     """
     return Layouts(
         *_cast_by(x, multiplier, dtype, None, None, False, not fits, None, row_major, column_major)
@@ -256,7 +258,7 @@ def quantize_and_reduce(
     row_major: bool,
     column_major: bool,
 ) -> Layouts:
-    """:func:`quantize`; ``amax``, a fp32 0, 0-dim, becomes the amax of ``x``. One launch."""
+    """:func:`quantize` that also reduces ``x`` into ``amax``, a 0-dim fp32 zero. One launch."""
     return Layouts(
         *_cast_by(x, multiplier, dtype, None, None, False, True, amax, row_major, column_major)
     )
@@ -304,10 +306,10 @@ def cast_rows(
     row_major: bool = True,
     column_major: bool = False,
 ) -> Cast:
-    """A matrix in float8 with a scale for each row: its amaxes and the cast.
+    """Compute the amaxes of the rows of a matrix and cast it to float8 with a scale per row.
 
-    Arguments as in :func:`cast`; multiplier and scale are ``[M, 1]``. One launch; 3 to 5 bytes per
-    bf16 element, 1 more for both layouts.
+    Arguments are as in :func:`cast`; multiplier and scale are ``[M, 1]``. One launch; 3 to 5 bytes
+    per bf16 element, 1 more for both layouts.
     """
     M, K = x.shape
     multiplier, scale = (torch.empty(M, 1, dtype=torch.float32, device=x.device) for _ in range(2))

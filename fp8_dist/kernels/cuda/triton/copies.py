@@ -1,4 +1,4 @@
-"""Transposing copies of float8 data, such as gathered weights: tile by tile."""
+"""Transposed copies of float8 data, such as gathered weights, tile by tile."""
 
 from collections.abc import Sequence
 
@@ -46,8 +46,8 @@ def _transpose_many(
     tile = tl.program_id(0)
     x, out = xs[0].to(tl.int64), outs[0].to(tl.int64)
     M, K = tl.cast(rows[0], tl.int64), tl.cast(columns[0], tl.int64)
-    first = tile * 0  # of this matrix
-    start = first  # of the n-th
+    first = tile * 0  # first tile of this matrix
+    start = first  # first tile of the n-th matrix
     for n in tl.static_range(1, len(xs)):
         start += tl.cdiv(rows[n - 1], BM) * tl.cdiv(columns[n - 1], BN)
         is_past = tile >= start
@@ -85,10 +85,10 @@ def transpose(x: torch.Tensor) -> torch.Tensor:
 
 
 def transpose_many(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`transpose` of some contiguous matrices of one device and dtype.
+    """:func:`transpose` of each of several contiguous matrices of one device and dtype.
 
-    One launch for 16 of them; 2 bytes per element. Their addresses are arguments, because gathered
-    weights are elsewhere in each step.
+    One launch per 16 matrices; 2 bytes per element. Their addresses are arguments, because gathered
+    weights have other addresses in each step.
     """
     device = matrices[0].device
     outs = [torch.empty(x.shape[::-1], dtype=x.dtype, device=device) for x in matrices]

@@ -1,4 +1,4 @@
-"""Float8 data in blocks as bf16 or fp32, for devices that multiply no such blocks."""
+"""Float8 data with block scales as bf16 or fp32, for devices without a GEMM for such blocks."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from fp8_dist.kernels.cuda.triton.rounding import from_float8, indices
 
 @triton.jit
 def _bf16_bits(v: tl.tensor) -> tl.tensor:
-    # Rounded to nearest even, by integers: the interpreter's conversion changes subnormals.
+    # Round to nearest even with integers, because the interpreter's conversion changes subnormals.
     bits = v.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
@@ -45,7 +45,7 @@ def _dequantize(
     BN: tl.constexpr,
 ) -> None:
     # One instance: a tile of [BM, BN], or of a block where that is wider. Moves 3 bytes per
-    # element, 5 of fp32.
+    # element, 5 for fp32.
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
     i = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), TILE_N) - first_column

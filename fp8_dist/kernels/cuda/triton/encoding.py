@@ -1,4 +1,4 @@
-"""Numbers as they travel, one launch each: to codes and exponents of blocks, and their sum."""
+"""Encoding of tensors as codes and block exponents, and their sums, one launch each."""
 
 import torch
 import triton
@@ -40,15 +40,15 @@ def _hash(bits: tl.tensor, place: tl.tensor, seed: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _stochastic(v: tl.tensor, scaled: tl.tensor, place: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """``scaled`` to one of the two values of e4m3fn beside it."""
+    """Round ``scaled`` to one of its two neighbors in e4m3fn."""
     h = _hash(v.to(tl.int32, bitcast=True), place, seed)
     uniform = (h & 0xFFFFF).to(tl.float32) * (2.0**-20)
     exponent = ((scaled.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 3
-    exponent = tl.minimum(tl.maximum(exponent, 118), 135)  # 135: not finite, which is seen to later
+    exponent = tl.minimum(tl.maximum(exponent, 118), 135)  # 135: not finite, replaced in _encode
     step = (exponent << 23).to(tl.float32, bitcast=True)
     steps = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / step
     number = scaled * steps + uniform
-    down = number.to(tl.int32)  # toward 0; (tl.floor would take subnormals for 0)
+    down = number.to(tl.int32)  # toward 0; tl.floor would treat subnormals as 0
     down = tl.where(down.to(tl.float32) > number, down - 1, down)
     return down.to(tl.float32) * step
 
@@ -190,7 +190,7 @@ def sum_of_float8(
 def _sum_of(
     codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """The sum, with ``own`` as ``[rows, n]``; it is not read with a negative rank."""
+    """The sum with ``own`` as ``[rows, n]``, which is not read if ``rank`` is negative."""
     shape, size, count = codes.shape[1:], codes.shape[-1], exponents.shape[-1]
     total = torch.empty(shape, dtype=torch.float32, device=codes.device)
     if total.numel():
@@ -241,7 +241,7 @@ def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """``[..., n]`` as ``[rows, n]`` with elements of a row beside each other."""
+    """``[..., n]`` as ``[rows, n]`` with contiguous rows."""
     rows = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 

@@ -1,6 +1,7 @@
-"""The folded casts of grad_output, with the names of :mod:`fp8_dist.linear.rowwise_folded`.
+"""Folded casts of grad_output, with the names of :mod:`fp8_dist.linear.rowwise_folded`.
 
-The fp32 intermediates stay in registers; the operations and their order are the same.
+The fp32 intermediates stay in registers. The operations and their order are the same as in
+:mod:`fp8_dist.kernels.folding`.
 """
 
 import torch
@@ -168,7 +169,7 @@ def fold_rows(
     input_scale: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> FoldedRows:
-    """g1, and what the second fold needs.
+    """Return g1 and the inputs of the second fold.
 
     Args:
         grad: ``[M, N]``, bf16, fp16 or fp32, any strides.
@@ -176,7 +177,7 @@ def fold_rows(
         input_scale: t, ``[M]``, fp32, contiguous; ``None`` where g2 is not needed.
         dtype: a float8 dtype.
 
-    Two launches, one without an input; 3 to 5 bytes per bf16 element.
+    Two launches, one without ``input_scale``; 3 to 5 bytes per bf16 element.
     """
     M, N = grad.shape
     device = grad.device
@@ -211,13 +212,13 @@ def fold_columns(
     column_amax: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """g2, transposed, and its scale c.
+    """Return g2, transposed, and its scale c.
 
     Args:
-        grad: ``[M, N]``, as :func:`fold_rows` took it.
-        multiplier: ``[M, 1]``, from there.
+        grad: ``[M, N]``, the same as for :func:`fold_rows`.
+        multiplier: ``[M, 1]``, from :func:`fold_rows`.
         input_scale: t, ``[M]``, fp32, contiguous.
-        column_amax: ``[1, N]``, from there, reduced over the ranks that have other rows.
+        column_amax: ``[1, N]``, from :func:`fold_rows`, reduced over ranks that have other rows.
         dtype: a float8 dtype.
 
     Returns:

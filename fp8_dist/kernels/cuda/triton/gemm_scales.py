@@ -1,4 +1,4 @@
-"""The scales of blocks as the GEMMs of devices read them: one launch for both operands."""
+"""Block scales in the layouts that GEMMs read: one launch for both operands."""
 
 import torch
 import triton
@@ -21,7 +21,7 @@ def _scales_of(
     block: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    # BLOCK scales, of one column after the other.
+    # BLOCK scales, one column after the other.
     n = indices(block, BLOCK)
     r, c = n % padded, n // padded
     is_block = (n < size) & (r < rows)
@@ -109,14 +109,14 @@ def _tiled_exponents(
 def gemm_scales(
     a: torch.Tensor, b: torch.Tensor, multiple: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of the exponents ``[R, C]`` of two operands, one column after the other in memory.
+    """Scales of the exponents ``[R, C]`` of two operands, column-major.
 
     Args:
-        a, b: any strides.
-        multiple: of this the number of b's rows becomes a multiple, by zeros.
+        a, b: exponents, any strides.
+        multiple: the rows of ``b`` are padded with zeros to a multiple of this.
 
     Returns:
-        fp32, ``[R, C]`` with strides ``(1, R)``.
+        The scales of both, fp32 ``[R, C]`` with strides ``(1, R)``.
 
     One launch; 5 bytes per block.
     """
@@ -136,14 +136,14 @@ def gemm_scales(
 def tiled_exponents(
     a: torch.Tensor, b: torch.Tensor, repeats: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exponents ``[R, C]`` of two operands as Blackwell reads them.
+    """Exponents ``[R, C]`` of two operands in the layout of Blackwell.
 
-    They are flat, in tiles of 128 x 4, padded with zeros. A tile has 32 rows of 16 bytes: those of
-    rows i, i + 32, i + 64 and i + 96, 4 bytes of each.
+    The results are flat, in tiles of 128 x 4, padded with zeros. A tile has 32 rows of 16 bytes.
+    Row i has 4 bytes of each of the rows i, i + 32, i + 64 and i + 96 of exponents.
 
     Args:
-        a, b: any strides.
-        repeats: how often each row of b is repeated.
+        a, b: exponents, any strides.
+        repeats: number of times that each row of ``b`` is repeated.
 
     One launch; 2 bytes per exponent in the tiles.
     """

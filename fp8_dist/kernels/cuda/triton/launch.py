@@ -1,4 +1,4 @@
-"""How the host calls a Triton kernel: block sizes, float8 formats, empty outputs."""
+"""Launch of Triton kernels: block sizes, float8 formats, empty outputs."""
 
 from collections.abc import Callable, Hashable
 from functools import cache
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import triton
 
-# Triton runs kernels on CPU tensors, in Python, where TRITON_INTERPRET=1 was set before its import.
+# Triton runs kernels on CPU tensors, in Python, if TRITON_INTERPRET=1 was set before its import.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
-# A kernel knows a float8 format by the bias of its exponent.
+# Kernels identify a float8 format by the bias of its exponent.
 BIAS = {
     torch.float8_e4m3fn: 7,
     torch.float8_e4m3fnuz: 8,
@@ -18,21 +18,21 @@ BIAS = {
     torch.float8_e5m2fnuz: 16,
 }
 
-# Every operation rounds, as torch's do.
+# Without fused multiply-add every operation rounds, as in torch.
 _OPTIONS = {"enable_fp_fusion": False}
 
 Blocks = dict[str, int]
 
 
 def blocks(warps: int, **sizes: int) -> triton.Config:
-    """One choice of block sizes, each a ``tl.constexpr`` argument of the kernel."""
+    """A choice of block sizes, each a ``tl.constexpr`` argument of the kernel."""
     return triton.Config(sizes, num_warps=warps)
 
 
 class Tuned:
-    """A kernel with choices of block sizes: the fastest is found at the first call of each key.
+    """A kernel with several choices of block sizes; the first call with a key finds the fastest.
 
-    No choice changes the result. The first one serves where nothing can be measured: in the
+    No choice changes the result. The first choice is used where nothing can be measured: in the
     interpreter, and while a CUDA graph is captured.
     """
 
@@ -53,7 +53,7 @@ class Tuned:
 
         Args:
             grid: the number of program instances for the chosen block sizes.
-            key: what the fastest choice depends on; few values, since each is measured.
+            key: value that the fastest choice depends on. Use few values, since each is measured.
         """
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -70,7 +70,7 @@ class Tuned:
 
 
 def tuned(*configs: triton.Config) -> Callable[[Any], Tuned]:
-    """A decorator of a ``triton.jit`` function."""
+    """Decorate a ``triton.jit`` function as a :class:`Tuned` kernel."""
     return lambda kernel: Tuned(kernel, configs)
 
 
@@ -80,20 +80,20 @@ def measure(call: Callable[[], None], quantiles: list[float]) -> Any:
 
 
 def size_class(*sizes: int) -> tuple[int, ...]:
-    """Part of a key: sizes up to a factor of two."""
+    """Sizes up to a factor of two, as part of a key."""
     return tuple(map(int.bit_length, sizes))
 
 
 @cache
 def float8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The constants of a kernel that rounds to ``dtype``."""
+    """Constants of a kernel that rounds to ``dtype``."""
     return {"BIAS": BIAS[dtype], "SOFT": not converts(dtype, device)}
 
 
 def converts(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device has an instruction from fp32 to ``dtype``, known to round as torch does.
 
-    (AMD's are not used: which formats and which rounding they have differs between generations.)
+    AMD's instructions are not used, because their formats and rounding differ between generations.
     """
     if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -102,12 +102,12 @@ def converts(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def programs(size: int, block: int) -> int:
-    """Program instances along a dim; one for an empty dim, which may have scales to write."""
+    """Number of instances along a dim; 1 for an empty dim, which may have scales to write."""
     return max(1, triton.cdiv(size, block))
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """``[..., K]`` as ``[M, K]``, a view where strides allow that; fewer dims as one row."""
+    """``[..., K]`` as ``[M, K]``, a view if strides allow it; fewer dims become one row."""
     if x.ndim == 2:
         return x
     return x.flatten(0, -2) if x.ndim > 2 else x.reshape(1, -1)
@@ -119,5 +119,5 @@ def empty_bytes(wanted: bool, x: torch.Tensor, *shape: int) -> torch.Tensor | No
 
 
 def as_float8(data: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Bytes as a float8 dtype."""
+    """View bytes as a float8 dtype."""
     return None if data is None else data.view(dtype)

@@ -1,7 +1,7 @@
-"""Many tensors in one launch: their amaxes, the amaxes of their rows, casts of all of them.
+"""Amaxes, row amaxes or casts of many tensors, each in one launch.
 
-A kernel finds the tensors by a table on the device, with a row of int64 for each. It is copied
-there once for the same tensors: the shards of weights stay where they are.
+A kernel finds the tensors in a table on the device, with a row of int64 for each. The table is
+copied there once for the same tensors, because the shards of weights keep their addresses.
 """
 
 from collections.abc import Sequence
@@ -137,11 +137,11 @@ def _cast_many(
 
 
 def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The amax of each of many contiguous tensors of one dtype and device: fp32 ``[len(tensors)]``.
+    """Amax of each of many contiguous tensors of one dtype and device: fp32 ``[len(tensors)]``.
 
-    Two launches, and a copy of the tensors' addresses to the device, which the host waits for,
-    where they are not the same as in the last calls; 2 bytes per bf16 element. One by one while a
-    CUDA graph is captured, which would outlive the addresses.
+    Two launches; 2 bytes per bf16 element. The tensors' addresses are copied to the device, and the
+    host waits for the copy, unless they are the same as in recent calls. While a CUDA graph is
+    captured, the tensors are processed one by one, because the graph would outlive the addresses.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     if is_capturing(device):
@@ -162,10 +162,10 @@ def amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def row_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The amaxes of the rows of many contiguous tensors of one dtype and device: fp32, flat.
+    """Amaxes of the rows of many contiguous tensors of one dtype and device: fp32, flat.
 
-    The rows of one tensor follow those of the tensor before. One launch, and a copy of addresses,
-    as :func:`amaxes`; 2 bytes per bf16 element.
+    The rows of each tensor follow those of the previous one. One launch, and a copy of addresses as
+    in :func:`amaxes`; 2 bytes per bf16 element.
     """
     matrices = [as_matrix(t) for t in tensors]
     device, dtype = tensors[0].device, tensors[0].dtype
@@ -190,16 +190,16 @@ def row_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def quantize_many(
     tensors: Sequence[torch.Tensor], multipliers: torch.Tensor, dtype: torch.dtype, of_rows: bool
 ) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.quantize` of many contiguous tensors of one dtype and device: flat.
+    """:func:`fp8_dist.kernels.quantize` of many contiguous tensors of one dtype and device, flat.
 
     Args:
         tensors: bf16, fp16 or fp32.
         multipliers: fp32, contiguous, flat: one for each tensor, or for each row of each.
         dtype: a float8 dtype.
-        of_rows: whether multipliers are those of rows.
+        of_rows: whether there is a multiplier for each row.
 
-    One launch, and a copy of addresses, as :func:`amaxes`; 3 bytes per bf16 element. One by one
-    while a CUDA graph is captured.
+    One launch, and a copy of addresses as in :func:`amaxes`; 3 bytes per bf16 element. The tensors
+    are cast one by one while a CUDA graph is captured.
     """
     matrices, device = [as_matrix(t) for t in tensors], tensors[0].device
     addresses, rows, columns = addresses_of(matrices), *_sizes(matrices)
@@ -230,7 +230,7 @@ def quantize_many(
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Those of contiguous tensors of one dtype and device."""
+    """Addresses of contiguous tensors of one dtype and device."""
     first = tensors[0]
     for t in tensors:
         assert t.is_contiguous()
@@ -239,12 +239,12 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured, which would outlive the addresses in a table."""
+    """Whether a CUDA graph is being captured, which would outlive the addresses in a table."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def are_aligned(*numbers: list[int]) -> bool:
-    """Whether all are multiples of 16."""
+    """Whether all numbers are multiples of 16."""
     return all(n % 16 == 0 for each in numbers for n in each)
 
 
@@ -253,12 +253,12 @@ def _sizes(matrices: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
 
 
 def starts_of(sizes: list[int]) -> list[int]:
-    """Where each begins that follows those before it."""
+    """Start of each of several consecutive pieces of the given sizes."""
     return list(accumulate(sizes, initial=0))[:-1]
 
 
 def table_on(device: torch.device, *columns: list[int]) -> torch.Tensor:
-    """A table of int64 on the device, by its columns."""
+    """Table of int64 on the device, given by its columns."""
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     return _table_of(tuple(zip(*columns, strict=True)), device, stream)
 
@@ -267,5 +267,5 @@ def table_on(device: torch.device, *columns: list[int]) -> torch.Tensor:
 def _table_of(
     rows: tuple[tuple[int, ...], ...], device: torch.device, stream: torch.cuda.Stream | None
 ) -> torch.Tensor:
-    # For each stream its own: memory that is freed may be taken by others on that stream alone.
+    # One table per stream: the memory of a dropped table is reused on that stream only.
     return torch.tensor(rows, dtype=torch.int64).to(device)

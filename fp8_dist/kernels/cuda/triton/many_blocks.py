@@ -1,6 +1,6 @@
-"""Many matrices in blocks, in one launch: their exponents, and casts of all of them.
+"""Block exponents of many matrices in one launch, and their casts in another.
 
-The kernels find the matrices by a table, as those of :mod:`fp8_dist.kernels.cuda.triton.many` do.
+The kernels find the matrices in a table, as in :mod:`fp8_dist.kernels.cuda.triton.many`.
 """
 
 import math
@@ -46,8 +46,8 @@ def _exponents_of_many(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: every SPLITS-th tile of one matrix. The table has its address, its sizes, where
-    # in its first block it begins, and the index of its first exponent. Moves the bytes of all
+    # One instance: every SPLITS-th tile of one matrix. The table has its address, its sizes, its
+    # position within its first block, and the index of its first exponent. Moves the bytes of all
     # matrices once.
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
@@ -108,7 +108,7 @@ def _cast_many_blocks(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: as of _exponents_of_many; the table also has the index of the first byte in out.
+    # One instance: as in _exponents_of_many; the table also has the index of the first byte in out.
     # Moves the bytes of all matrices once, and 1 byte per element.
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
@@ -161,15 +161,15 @@ def exponents_of_many(
     Args:
         matrices: ``[M, K]``, bf16, fp16 or fp32.
         dtype: a float8 dtype.
-        blocks: of each; their sizes are the same powers of two.
+        blocks: blocks of each matrix, whose sizes are the same powers of two.
         rule: see :mod:`fp8_dist.kernels.blocks`.
 
     Returns:
-        uint8, flat: those of one matrix follow those of the matrix before.
+        The exponents of all matrices, uint8, flat, one matrix after the other.
 
-    One launch, and a copy of the matrices' addresses to the device, which the host waits for,
-    where they are not the same as in the last calls; 2 bytes per bf16 element. One by one while a
-    CUDA graph is captured, which would outlive the addresses.
+    One launch; 2 bytes per bf16 element. The matrices' addresses are copied to the device, and the
+    host waits for the copy, unless they are the same as in recent calls. While a CUDA graph is
+    captured, the matrices are processed one by one, because the graph would outlive the addresses.
     """
     device = matrices[0].device
     if is_capturing(device):
@@ -188,13 +188,13 @@ def quantize_many_blocks(
     dtype: torch.dtype,
     blocks: Sequence[Sequence[int]],
 ) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.quantize_blocks` of many matrices: flat, one after the other.
+    """:func:`fp8_dist.kernels.quantize_blocks` of many matrices, flat, one after the other.
 
     Args:
-        exponents: uint8, contiguous, flat; the rest as in :func:`exponents_of_many`.
+        exponents: uint8, contiguous, flat.
 
-    One launch, and a copy of addresses, as there; 3 bytes per bf16 element. One by one while a CUDA
-    graph is captured.
+    Other arguments are as in :func:`exponents_of_many`, and so are the copy of the addresses and
+    the capture of CUDA graphs. One launch; 3 bytes per bf16 element.
     """
     device, counts = matrices[0].device, _counts(matrices, blocks)
     starts = starts_of([x.numel() for x in matrices])
@@ -218,7 +218,7 @@ def _counts(matrices: Sequence[torch.Tensor], blocks: Sequence[Sequence[int]]) -
 
 
 def _columns(matrices: Sequence[torch.Tensor], blocks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Of a table: addresses, sizes, and where in its first block a matrix begins."""
+    """Columns of a table: addresses, sizes, and positions of matrices within their first blocks."""
     rows = [
         (*x.shape, *of[2:]) if x.numel() else (0, 0, 0, 0)
         for x, of in zip(matrices, blocks, strict=True)

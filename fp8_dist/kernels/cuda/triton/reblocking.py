@@ -1,4 +1,4 @@
-"""Float8 data cast again in blocks of a column, for the GEMM that contracts the rows."""
+"""Cast of float8 data to blocks of a column, for the GEMM that contracts the rows."""
 
 from collections.abc import Sequence
 
@@ -96,10 +96,10 @@ def reblock(
 
     Args:
         qdata: float8, ``[M, K]``, any strides.
-        exponents: of its blocks.
+        exponents: exponents of its blocks.
         blocks: see :mod:`fp8_dist.kernels.blocks`; the sizes of a block are powers of two.
-        rows: of the new blocks, a power of two.
-        rule: of their exponents.
+        rows: number of rows of the new blocks, a power of two.
+        rule: rule of the new exponents.
         transposed: write ``[K, M]``.
 
     One launch; 2 bytes per element.

@@ -1,4 +1,4 @@
-"""Casts by a scale that was known before, with the amax that a later scale is taken from."""
+"""Casts with a given scale, and the amax for a later scale."""
 
 import torch
 import triton
@@ -40,13 +40,13 @@ def cast_and_record(
     row_major: bool = True,
     column_major: bool = False,
 ) -> RecordedCast:
-    """A matrix in float8 by a known multiplier, with its amax.
+    """Cast a matrix to float8 with a given multiplier, and return its amax too.
 
     Args:
         x: ``[M, K]``, bf16, fp16 or fp32, any strides.
         multiplier, scale: fp32, 0-dim.
         dtype: a float8 dtype.
-        recorded: the largest amax up to now, fp32, 0-dim; ``None``: none.
+        recorded: the largest amax so far, fp32, 0-dim; ``None`` if there is none.
         row_major: whether to write ``qdata``.
         column_major: whether to write ``qdata_t``.
 

@@ -1,7 +1,7 @@
 """Maximum of absolute values of a tensor, of its rows or of its columns.
 
-All of them are the maximum of the bits of ``|x|`` as integers, which keeps a NaN. A result that
-several program instances share is filled with zeros first: a launch more.
+Each is the maximum of the bits of ``|x|`` as integers, which keeps a NaN. A result that several
+program instances share is filled with zeros first, which is another launch.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from fp8_dist.kernels.cuda.triton.launch import (
 from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
 from fp8_dist.kernels.cuda.zeros import zero
 
-_STEPS = 8  # blocks that one instance reads, of an amax of a tensor
+_STEPS = 8  # blocks that one instance reads for an amax of a tensor or of columns
 
 
 @tuned(blocks(4, BLOCK=2048), blocks(8, BLOCK=4096), blocks(8, BLOCK=8192))
@@ -98,14 +98,14 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
 
     Args:
         x: bf16, fp16 or fp32, any strides. Any shape for ``None``, otherwise ``[M, K]``.
-        dims: ``None``: all, to a 0-dim tensor; ``[1]``: to ``[M, 1]``; ``[0]``: to ``[1, K]``.
+        dims: ``None`` reduces to a 0-dim tensor, ``[1]`` to ``[M, 1]``, ``[0]`` to ``[1, K]``.
 
-    One launch, of columns two; 2 bytes per bf16 element.
+    One launch, two for columns; 2 bytes per bf16 element.
     """
     if dims is None:
         return _amax_of_tensor(x)
     (dim,) = dims
-    # Where a column is contiguous, the rows of the transpose are what to read.
+    # If columns are contiguous, read the rows of the transpose.
     if x.stride(0) == 1 and x.stride(1) != 1:
         return _amax_along(x.t(), 1 - dim).t()
     return _amax_along(x, dim)

@@ -1,6 +1,6 @@
-"""What all kernels compute with: amax as bits, the formula of scales, fp32 to float8 and back.
+"""Functions of all kernels: amax as bits, the formula of scales, fp32 to float8 and back.
 
-A format is known by the bias of its exponent: 7 is e4m3fn, 8 e4m3fnuz, 15 e5m2, 16 e5m2fnuz.
+A format is identified by the bias of its exponent: 7 is e4m3fn, 8 e4m3fnuz, 15 e5m2, 16 e5m2fnuz.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def as_fp32(x: tl.tensor) -> tl.tensor:
-    """``x`` as fp32: bf16 by its bits, as the interpreter's conversion changes subnormals."""
+    """Convert ``x`` to fp32; bf16 by its bits, as the interpreter's cast changes subnormals."""
     if x.dtype == tl.bfloat16:
         wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -25,13 +25,14 @@ def magnitude(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def multiplier_of(amax: tl.tensor, POWER_OF_2: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """The multiplier by the formula of fp8_dist.kernels.scale, fp32.
+    """Multiplier by the formula of fp8_dist.kernels.scale, fp32.
 
-    Its fp64 quotient, rounded to fp32, is the fp32 quotient: that of two numbers of 24 bits is
-    farther from the middle of two of them (2^-49 of it) than the fp64 one from the true one.
+    The fp64 quotient of that formula, rounded to fp32, equals the fp32 quotient. The true quotient
+    of two numbers of 24 bits is farther from the midpoint of two such numbers (2^-49 of it) than
+    the fp64 quotient is from the true one.
     """
     FP8_MAX: tl.constexpr = 448.0 if BIAS == 7 else (240.0 if BIAS == 8 else 57344.0)
-    # In fp32 1e-12 is below 1e-12, so that it is clamped too.
+    # The fp32 number 1e-12 is below 1e-12, so it is clamped too.
     m = tl.where(amax <= 1e-12, FP8_MAX * 1e12, tl.math.div_rn(FP8_MAX, amax))
     if POWER_OF_2:
         m = _power_of_2(m)
@@ -40,26 +41,26 @@ def multiplier_of(amax: tl.tensor, POWER_OF_2: tl.constexpr, BIAS: tl.constexpr)
 
 @triton.jit
 def reciprocal(m: tl.tensor) -> tl.tensor:
-    """``1 / m``, rounded to nearest. (The operator ``/`` on a GPU is not.)"""
+    """``1 / m``, rounded to nearest, unlike the operator ``/`` on a GPU."""
     return tl.math.div_rn(1.0, m)
 
 
 @triton.jit
 def exponents_above(amax: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
-    """``ceil(log2(amax / fp8_max)) + 127`` in fp32, 0 at least, by integers: int32."""
+    """``ceil(log2(amax / fp8_max)) + 127`` as in fp32, at least 0, by integers: int32."""
     FP8_MAX: tl.constexpr = 448.0 if BIAS == 7 else (240.0 if BIAS == 8 else 57344.0)
     bits = tl.math.div_rn(amax, FP8_MAX).to(tl.int32, bitcast=True)
-    # Above 2^k steps are twice as long as below. Of subnormal numbers 2^-127 is a power of two.
+    # Steps above 2^k are twice as long as those below. 2^-127 is subnormal, and a power of two.
     normal = (bits & 0x7FFFFF) > (_steps_to_power_of_2(bits) >> 1)
     return (bits >> 23) + tl.where(bits < 0x800000, bits > 0x400000 + 11, normal).to(tl.int32)
 
 
 @triton.jit
 def _steps_to_power_of_2(bits: tl.tensor) -> tl.tensor:
-    """By how many of its steps a number, given by its bits, is so close below 2^k that log2 is k.
+    """Number of steps below 2^k within which the fp32 log2 of a number, given by its bits, is k.
 
-    log2 of a number just below 2^k rounds to k, the farther below the larger |k| is: at most 44
-    steps of the number for an integral part of log2 in [64, 128), half for each binade below.
+    log2 of a number just below 2^k rounds to k. The distance grows with |k|: at most 44 steps of
+    the number for an integral part of log2 in [64, 128), and half as many for each binade below.
     """
     exponent = (bits >> 23) - 127
     integral = exponent ^ (exponent >> 31)  # of |log2|
@@ -89,13 +90,13 @@ def saturated(v: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def to_float8(v: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr) -> tl.tensor:
-    """fp32 rounded to nearest, ties to even, as the bytes of the format.
+    """Round fp32 to nearest, ties to even, and return the bytes of the format.
 
-    What is too large becomes NaN or inf, by an instruction the largest finite value: saturate it
-    first where that may be.
+    Values that are too large become NaN or inf by integers, and the largest finite value by an
+    instruction. Saturate first where such values may occur.
 
     Args:
-        SOFT: by integers, with torch's bits. An instruction may clear the sign of a NaN.
+        SOFT: round by integers, with torch's bits. An instruction may clear the sign of a NaN.
     """
     if SOFT:
         code = _to_float8_soft(v, BIAS)
@@ -132,7 +133,7 @@ def _to_float8_soft(v: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def from_float8(code: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr) -> tl.tensor:
-    """The bytes of the format as fp32."""
+    """Convert bytes of the format to fp32."""
     if SOFT:
         v = _from_float8_soft(code, BIAS)
     elif BIAS == 7:

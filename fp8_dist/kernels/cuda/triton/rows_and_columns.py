@@ -1,4 +1,4 @@
-"""An operand cast twice, with a scale for each row and with one for each column: two passes."""
+"""Two casts of an operand, with a scale per row and with a scale per column, in two passes."""
 
 import torch
 import triton
@@ -90,7 +90,7 @@ def _casts(
 
 
 def amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The amaxes of the rows, ``[M, 1]``, and of the columns, ``[1, K]``, of a matrix ``[M, K]``.
+    """Amaxes of the rows, ``[M, 1]``, and of the columns, ``[1, K]``, of a matrix ``[M, K]``.
 
     Two launches; 2 bytes per bf16 element.
     """
@@ -115,7 +115,7 @@ def cast_rows_and_columns(
     dtype: torch.dtype,
     power_of_2: bool,
 ) -> tuple[Cast, Cast]:
-    """A matrix in float8 twice: with a scale for each row, and with one for each column.
+    """Cast a matrix to float8 twice, with a scale per row and with a scale per column.
 
     Args:
         x: ``[M, K]``, bf16, fp16 or fp32, any strides.
@@ -125,8 +125,8 @@ def cast_rows_and_columns(
         power_of_2: round multipliers down to powers of two.
 
     Returns:
-        By rows, ``qdata`` alone; by columns, ``qdata_t`` alone: the layouts in which the GEMMs of a
-        linear layer that apply such scales take the operand.
+        The cast by rows, which has only ``qdata``, and the cast by columns, which has only
+        ``qdata_t``. The GEMMs of a linear layer that apply such scales read these layouts.
 
     One launch; 4 bytes per bf16 element.
     """

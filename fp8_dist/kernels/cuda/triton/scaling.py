@@ -1,4 +1,4 @@
-"""Multipliers and scales from known amaxes: of histories, or reduced over ranks."""
+"""Multipliers and scales from given amaxes, of histories or reduced over ranks."""
 
 import torch
 import triton
@@ -30,7 +30,7 @@ def _scaling(
 def scaling(
     amax: torch.Tensor, dtype: torch.dtype, power_of_2: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fp8_dist.kernels.scaling_from_amax`, of any shape. One launch."""
+    """:func:`fp8_dist.kernels.scaling_from_amax`, for amaxes of any shape. One launch."""
     amax = amax.contiguous()
     multiplier, scale = torch.empty_like(amax), torch.empty_like(amax)
     size = amax.numel()
