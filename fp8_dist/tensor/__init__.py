@@ -1,9 +1,6 @@
-"""``Float8Tensor``: float8 bytes with their scale as a tensor, and the operators that it has.
+"""``Float8Tensor``: float8 bytes with their scale as a tensor, and the operators on it."""
 
-Below this room: the kernels.
-"""
-
-# The import of ops registers the operators.
+# Importing ops registers the operators.
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.ops import scaled_mm
 from fp8_dist.tensor.quantized import Quantized

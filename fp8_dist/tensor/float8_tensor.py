@@ -1,8 +1,8 @@
 """``Float8Tensor``: float8 bytes, their scale, and the dtype they stand for.
 
 DTensor is outermost: a distributed float8 tensor is ``DTensor(Float8Tensor(qdata, scale))``. A
-scale is that of the *global* tensor, or of a whole row or column of it. One scale for all is the
-same on every rank, and a float8 gather moves the bytes only; those of rows travel with their rows.
+scale covers the *global* tensor, or a whole row or column of it. A tensorwise scale is the same on
+every rank, so a float8 gather moves only the bytes. Rowwise scales travel with their rows.
 """
 
 from collections.abc import Callable
@@ -30,22 +30,22 @@ class Float8Tensor(torch.Tensor):
 
     Attributes:
         qdata: the float8 bytes, of this tensor's shape and strides.
-        scale: fp32 dequantization scale: 0-dim for the whole (global) tensor, or with as many dims
-            as ``qdata`` and of size 1 along those that one scale covers, such as ``[..., 1]``; or
-            several for each row, ``[..., C]``, as :meth:`Granularity.to_rows` gives them. Those of
-            blocks are powers of two: uint8, ``[..., C]`` or ``[R, C]``, the bytes of e8m0 exponents
-            (``scale.view(torch.float8_e8m0fnu)``).
+        scale: fp32 dequantization scale. It is 0-dim for the whole (global) tensor, or has as many
+            dims as ``qdata`` and size 1 along those that one scale covers, such as ``[..., 1]``.
+            Several scales per row are ``[..., C]``, as :meth:`Granularity.to_rows` returns them.
+            Block scales are powers of two: uint8, ``[..., C]`` or ``[R, C]``, the bytes of e8m0
+            exponents (``scale.view(torch.float8_e8m0fnu)``).
         orig_dtype: the high-precision dtype it was cast from, which is also its ``dtype``.
-        granularity: the name of what one scale covers; :func:`granularity_of` gives the object. (A
-            tensor in a graph has attributes of plain data alone.)
-        cast_number: a 0-dim int64 CPU tensor that tells this cast from others of this rank, for
-            recorders such as ``fp8_dist.debug.float8_stats``. It stays with whatever is made of
-            the tensor. None: nobody records.
+        granularity: name of the granularity; :func:`granularity_of` returns the object. It is a
+            name because a tensor in a graph may only have attributes of plain data.
+        cast_number: a 0-dim int64 CPU tensor that distinguishes this cast from others on this rank,
+            for recorders such as ``fp8_dist.debug.float8_stats``. Tensors made from this one keep
+            it. None if nothing records.
 
-    The constructor takes these; it raises TypeError for other dtypes, ValueError for a scale that
-    does not fit. ``granularity=None``: a scale per row if the shape allows it, else one for the
-    dims of size 1 in ``scale``. Operators that move or multiply float8 data work on it
-    (``fp8_dist.tensor.ops``); any other raises NotImplementedError.
+    The constructor takes these attributes. It raises TypeError for other dtypes, and ValueError for
+    a scale that does not fit. ``granularity=None`` means a scale per row if the shape allows it,
+    otherwise a scale that covers the dims of size 1 in ``scale``. Operators that move or multiply
+    float8 data support it (``fp8_dist.tensor.ops``); any other raises NotImplementedError.
     """
 
     qdata: torch.Tensor
@@ -102,16 +102,16 @@ class Float8Tensor(torch.Tensor):
         return self
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
-        """A new Float8Tensor with this one's fields, but for those given."""
+        """Return a new Float8Tensor with the fields of this one, except for those given."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return Float8Tensor(**(fields | changes))
 
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]
         """``qdata * scale`` in ``orig_dtype`` (computed in fp32, rounded once).
 
-        Differentiable: the gradient passes unchanged, as it does through the cast. (On a
-        DTensor(Float8Tensor) the method is torch's, which has no gradient:
-        ``to_local().dequantize()`` has.)
+        This is differentiable: the gradient passes unchanged, as it does through the cast. On a
+        DTensor(Float8Tensor) the method is torch's, which has no gradient. Use
+        ``to_local().dequantize()`` there.
         """
         return _Dequantize.apply(self)
 
@@ -148,13 +148,13 @@ class Float8Tensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Any other type (DTensor, a collective's result in flight) gets its own turn first.
+        # Other types (DTensor, a collective's result in flight) handle the operator first.
         own = (torch.Tensor, torch.nn.Parameter, Float8Tensor)
         if not all(t in own or issubclass(t, STAND_INS) for t in types):
             return NotImplemented
         handler = FLOAT8_OPS.get(func)
         if handler is None:
-            # Under inference_mode composite ops arrive whole.
+            # Under inference_mode composite operators are not decomposed before.
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
@@ -166,12 +166,12 @@ class Float8Tensor(torch.Tensor):
 
 
 def granularity_of(x: Float8Tensor) -> Granularity:
-    """What one scale of a tensor covers."""
+    """Return the granularity of the scales of a tensor."""
     return granularity_named(x.granularity)
 
 
 def _granularity_from(qdata: torch.Tensor, scale: torch.Tensor) -> Granularity:
-    """What a scale covers, from its shape."""
+    """Granularity of a scale, from its shape."""
     if scale.ndim == 0:
         return TENSOR
     if scale.shape == (*qdata.shape[:-1], 1):

@@ -1,8 +1,8 @@
-"""What operators do to a local ``Float8Tensor``: the table behind its ``__torch_dispatch__``.
+"""Operators on a local ``Float8Tensor``: the table behind its ``__torch_dispatch__``.
 
-An operator that only moves elements runs on the bytes, and on the scale as if it had been expanded
-to their shape: a tensorwise one stays as it is, those of rows move with their rows. Collectives,
-``cat`` and padding, which lack float8 on some backends, move bytes as ``uint8``.
+An operator that only moves elements runs on the bytes, and on the scale as if it were expanded to
+their shape. A tensorwise scale stays as it is, and rowwise scales move with their rows.
+Collectives, ``cat`` and padding move bytes as ``uint8``, because some backends lack float8.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ _PARTS = (
 def _move_blocks(
     func: Any, x: Float8Tensor, moved: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What :func:`_move` returns for scales of blocks; ``moved``: the data."""
+    """Result of :func:`_move` for block scales; ``moved`` is the data."""
     granularity = granularity_of(x)
     assert isinstance(granularity, Blocks)
     if func in (aten.alias.default, aten.detach.default):
@@ -108,7 +108,7 @@ def _move_blocks(
 def _parts_of_blocks(
     func: Any, x: Float8Tensor, moved: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Parts along a dim, each with the scales of its blocks, of which it may have a part."""
+    """Parts along a dim, each with the scales of its blocks, which it may cut."""
     granularity = granularity_of(x)
     assert isinstance(granularity, Blocks)
     at = 0 if func is aten.slice.Tensor else 1
@@ -139,15 +139,15 @@ def _expanded(x: Float8Tensor) -> torch.Tensor:
 def _with_expanded_scale(
     func: Any, x: Float8Tensor, qdata: torch.Tensor, expanded: torch.Tensor | None
 ) -> Float8Tensor:
-    """``x`` with data moved by ``func``, and a scale that was expanded and moved likewise."""
+    """Rewrap ``x`` with data moved by ``func`` and a scale that was expanded and moved alike."""
     if expanded is None:  # one scale for all
         return x.rewrap(qdata=qdata)
     granularity = granularity_of(x)
     covered = tuple(dim for dim, stride in enumerate(expanded.stride()) if stride == 0)
     size = [1 if dim in covered else n for dim, n in enumerate(expanded.shape)]
-    # (A stride of 0 would be as good, but graphs are compiled for strides.)
+    # A stride of 0 would also be correct, but graphs are compiled for given strides.
     strides = [max(stride, 1) for stride in expanded.stride()]
-    if granularity.is_grouped:  # several numbers for each row, which must stay whole
+    if granularity.is_grouped:  # several scales for each row, which must stay whole
         if covered != (qdata.ndim - 1,) or qdata.shape[-1] != x.shape[-1]:
             raise _no_scale_for(func, x)
         size[-1], strides[-1] = x.scale.shape[-1], x.scale.stride(-1)
@@ -161,7 +161,7 @@ def _with_expanded_scale(
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x, size = args
     if x.scale.ndim and (not size or size[-1] not in (-1, x.shape[-1])):
-        # (DTensor puts the parts of a tensor of a single row together in this way.)
+        # DTensor joins the parts of a tensor of a single row in this way.
         raise NotImplementedError(
             f"{func} of a Float8Tensor of shape {tuple(x.shape)} with a scale of shape "
             f"{tuple(x.scale.shape)} to {tuple(size)}: its rows would be others; if one row "
@@ -184,7 +184,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
 def _restride(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x = args[0]
     qdata = func(x.qdata, *args[1:], **kwargs)
-    # (FSDP2 restrides what it gathered to what it has already.)
+    # FSDP2 restrides gathered tensors to the strides that they already have.
     same = qdata.shape == x.qdata.shape and qdata.stride() == x.qdata.stride()
     if x.scale.ndim and not (same and qdata.storage_offset() == x.qdata.storage_offset()):
         raise _no_scale_for(func, x)
@@ -232,7 +232,7 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
 
 
 def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int) -> None:
-    """Refuse to put tensors together that begin or end inside of blocks."""
+    """Raise NotImplementedError if tensors to be concatenated begin or end inside blocks."""
     for i, x in enumerate(tensors):
         granularity = granularity_of(x)
         assert isinstance(granularity, Blocks)
@@ -258,8 +258,8 @@ def _check_same_kind(name: str, x: Float8Tensor, y: Float8Tensor) -> None:
 
 def _common_scale(scales: list[torch.Tensor]) -> torch.Tensor:
     first = scales[0]
-    # Chunks of one tensor share its 0-dim scale: no comparison of values, hence no sync. (Of bits:
-    # a NaN is not equal to itself.)
+    # Chunks of one tensor share its 0-dim scale, so no values are compared and there is no sync.
+    # Bits are compared, because a NaN is not equal to itself.
     bits = first.view(torch.int32)
     if not all(s is first or torch.equal(s.view(torch.int32), bits) for s in scales):
         raise ValueError(
@@ -278,17 +278,17 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
             f"padding a Float8Tensor with {value}: only 0 has the same float8 code under every "
             "scale; call .dequantize() first"
         )
-    _check_not_cut(func, x)  # (DTensor pads the parts of some ranks before it gathers them.)
+    _check_not_cut(func, x)  # DTensor pads the parts of some ranks before it gathers them
     scale = x.scale
     if scale.ndim:
-        # From the last dim on, a pair for each: nothing is added along a dim that a scale covers.
+        # pad has a pair for each dim, the last dim first. Dims that a scale covers are not padded.
         fixed = granularity_of(x).fixed_dims(x.ndim)
         added = [0 if x.ndim - 1 - i // 2 in fixed else n for i, n in enumerate(pad)]
         scale = func(scale, added, 0)
     qdata = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype)
     granularity = granularity_of(x)
     if isinstance(granularity, Blocks):
-        # Their last blocks may have room for what is added behind.
+        # The last blocks may have room for padding at the end.
         fixed = granularity.fixed_dims(x.ndim)
         in_front = any(n for i, n in enumerate(pad[::2]) if x.ndim - 1 - i in fixed)
         if in_front or [*scale.shape] != granularity.scale_shape(qdata.shape):
@@ -326,7 +326,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
 
 @implements(aten.zeros_like.default, aten.empty_like.default)
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    # High precision: what is made like a float8 tensor holds its gradients.
+    # High precision, because tensors made like a float8 tensor hold its gradients.
     x = args[0]
     given = {name: value for name, value in kwargs.items() if value is not None}
     return func(x.qdata, *args[1:], **({"dtype": x.orig_dtype} | given))
@@ -334,7 +334,7 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
 
 @implements(aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default)
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    # float8, unless another dtype is asked for: a shard that DTensor adds, empty or to be filled.
+    # float8 unless another dtype is requested: DTensor adds such shards, empty or to be filled.
     x = args[0]
     if kwargs.get("dtype") is not None:
         return func(x.qdata, *args[1:], **kwargs)
@@ -372,7 +372,7 @@ def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x, rest = args[0], args[1:]
     if x.scale.ndim == 0 or x.ndim == 1:
-        # Every rank cast with the scale of the global tensor: the bytes are all there is to send.
+        # Every rank cast with the scale of the global tensor, so only bytes are sent.
         out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
     dims = [d % x.ndim for d in rest[:2]] if func is shard_dim_alltoall else [0]
@@ -385,10 +385,10 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
         )
     packed = func(as_bytes(pack_rows(x.qdata, x.scale)), *rest, **kwargs)
     traced = _is_traced(x)
-    if traced:  # in a graph one wait would not do for two views
+    if traced:  # in a graph one wait would not cover the two views
         packed = funcol.wait_tensor(packed)
     qdata, scale = unpack_rows(packed, x.qdata.dtype, x.shape[-1], x.scale.dtype)
-    # Inductor (2.13) reads a view of bytes as fp32 wrongly where it is strided anew.
+    # Inductor (2.13) misreads a view of bytes as fp32 that is restrided.
     return x.rewrap(qdata=qdata, scale=scale.clone() if traced else scale)
 
 
@@ -396,14 +396,14 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
 def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x = args[0]
     if x.scale.ndim and x.ndim > 1 and _is_traced(x):
-        return x  # packed, and waited for before it was unpacked
+        return x  # waited for before it was unpacked
     out = func(as_bytes(x.qdata), **kwargs)
     # A scale that travelled came in the same message.
     return x.rewrap(qdata=out.view(x.qdata.dtype))
 
 
 def _check_not_cut(func: Any, x: Float8Tensor) -> None:
-    """Refuse, on all ranks, to move parts of a tensor whose blocks they cut."""
+    """Raise NotImplementedError, on all ranks, if the parts of a tensor cut its blocks."""
     granularity = granularity_of(x)
     if isinstance(granularity, Blocks) and granularity.is_cut:
         raise NotImplementedError(
@@ -414,20 +414,20 @@ def _check_not_cut(func: Any, x: Float8Tensor) -> None:
 
 
 def _is_traced(x: Float8Tensor) -> bool:
-    """True below torch.compile, where this code runs once, on what stands for tensors."""
+    """Whether ``x`` is traced by torch.compile, where this code runs once, without data."""
     return isinstance(x.qdata, STAND_INS)
 
 
 @kernels.custom_op("pack_rows(Tensor qdata, Tensor numbers) -> Tensor")
 def pack_rows(qdata: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Rows of float8 data ``[..., K]`` and of numbers ``[..., C]``, as one message.
+    """Pack rows of float8 data ``[..., K]`` and of numbers ``[..., C]`` into one message.
 
-    ``[..., K']`` of the dtype of the data: the data, zeros up to a multiple of the size of a number
-    (fp32, or uint8: exponents), the bytes of each number. An operator, so that comm_audit knows the
-    parts of a message of a compiled graph.
+    The message is ``[..., K']`` of the dtype of the data. A row has the data, zeros up to a
+    multiple of the size of a number (fp32, or uint8 for exponents), and the bytes of each number.
+    This is an operator so that ``comm_audit`` knows the parts of a message in a compiled graph.
     """
     data, missing = as_bytes(qdata), -qdata.shape[-1] % numbers.itemsize
-    if missing:  # (to pad by nothing is a copy)
+    if missing:  # padding by nothing would copy
         data = torch.nn.functional.pad(data, (0, missing))
     # Flat first: a column is contiguous with any stride in its last dim, which view() refuses.
     flat = numbers.reshape(-1).contiguous().view(torch.uint8)
@@ -445,7 +445,10 @@ def _pack_rows_fake(qdata: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 def unpack_rows(
     packed: torch.Tensor, dtype: torch.dtype, columns: int, numbers: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`pack_rows` was given, as views of its result (uint8, may still be in flight)."""
+    """Unpack a message of :func:`pack_rows` into views of the data and the numbers.
+
+    ``packed`` is uint8 and may still be in flight.
+    """
     start = columns + -columns % numbers.itemsize
     return packed[..., :columns].view(dtype), packed[..., start:].view(numbers)
 
@@ -469,8 +472,9 @@ def scaled_mm(
 ) -> torch.Tensor:
     """Matrix product ``[M, N]`` of two local float8 matrices, with no collectives.
 
-    The scale of ``a`` is 0-dim or ``[M, 1]``, that of ``b`` 0-dim or ``[1, N]``. Options and errors
-    are those of :func:`fp8_dist.kernels.scaled_mm`.
+    The scale of ``a`` is 0-dim or ``[M, 1]``, and the scale of ``b`` is 0-dim or ``[1, N]``, or
+    both have block scales. Options and errors are those of :func:`fp8_dist.kernels.scaled_mm`. If
+    only one of them has block scales, this is a ValueError.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
     blocks = [granularity_of(x).blocks for x in (a, b)]
@@ -483,8 +487,8 @@ def scaled_mm(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: only one of them has scales of "
             "blocks; cast both of them so, or neither"
         )
-    # Not the direct call: it may keep what it derives from an operand, whose data the owner of a
-    # Float8Tensor may receive into, unnoticed by autograd.
+    # Not the direct call, which may cache data derived from an operand: a collective may write into
+    # the data of a Float8Tensor unnoticed by autograd.
     run = kernels.scaled_mm.overload
     return run(a.qdata, b.qdata, a.scale, b.scale, *options)
 

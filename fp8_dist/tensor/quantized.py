@@ -1,4 +1,4 @@
-"""Local float8 data with its scales: what the GEMMs of a layer multiply."""
+"""Local float8 data with its scales: the operands of a layer's GEMMs."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from fp8_dist.tensor.float8_tensor import Float8Tensor, granularity_of
 
 
 class Quantized(NamedTuple):
-    """A local tensor in float8. (Where no tensor is needed it costs less than a Float8Tensor.)
+    """A local tensor in float8, which costs less than a Float8Tensor.
 
     Attributes:
         qdata: the float8 bytes, any shape.
@@ -22,12 +22,12 @@ class Quantized(NamedTuple):
     granularity: Granularity = TENSOR
 
     def as_tensor(self, orig_dtype: torch.dtype) -> Float8Tensor:
-        """The tensor of ``orig_dtype`` that this is a cast of."""
+        """Return this cast of a tensor of ``orig_dtype`` as a Float8Tensor."""
         rows = self.granularity.to_rows(self.scale)
         return Float8Tensor(self.qdata, rows, orig_dtype, self.granularity.name)
 
     @staticmethod
     def of(tensor: Float8Tensor) -> "Quantized":
-        """The data and scales of a Float8Tensor."""
+        """Return the data and scales of a Float8Tensor."""
         granularity = granularity_of(tensor)
         return Quantized(tensor.qdata, granularity.from_rows(tensor.scale), granularity)

@@ -1,4 +1,4 @@
-"""Rows of numbers as rows of bytes: parts in float8 or bf16, others as they are."""
+"""Encoding of rows of numbers as rows of bytes: float8, bf16 or the numbers' own dtype."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -17,14 +17,14 @@ from fp8_dist.kernels.encoding import (
     sum_of_rows,
 )
 
-# How numbers travel: encoded, or in their own dtype (None).
+# Encoding of numbers that travel; None for their own dtype.
 Encoding = Literal["float8", "bf16"] | None
 
 _LARGEST_SEED = 0x7FFFFFFF
 
 
 class Part(NamedTuple):
-    """A parameter's piece in a row."""
+    """Piece of a parameter in a row."""
 
     number: int  # of the parameter
     size: int
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Numbers that lie beside each other in a row and travel alike."""
+    """Adjacent numbers in a row with the same encoding."""
 
     number: int  # of the first parameter
     start: int
@@ -40,19 +40,19 @@ class Run(NamedTuple):
     encoding: Encoding
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """What it takes on the wire, if the row is of ``dtype``."""
+        """Number of bytes on the wire, for a row of ``dtype``."""
         if self.encoding == "float8":
             return self.size + blocks_of(self.size)
         return self.size * (2 if self.encoding == "bf16" else dtype.itemsize)
 
 
 def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Run, ...]:
-    """The runs of a row of parts: as few as keep blocks inside of parts.
+    """Runs of a row of parts, as few as keep each block inside one part.
 
     Args:
-        seed: of :func:`encode`. For stochastic rounding each encoded part is a run, so that what is
-            rounded in which way depends on no other part: tensor-parallel ranks have other sizes of
-            a parameter that they shard unevenly, and round one that they replicate alike.
+        seed: seed of :func:`encode`. With stochastic rounding each encoded part is a run of its
+            own, so its rounding does not depend on other parts. Tensor-parallel ranks may have
+            different sizes of a sharded parameter, but round a replicated one alike.
     """
     runs: list[Run] = []
     start = 0
@@ -72,7 +72,7 @@ def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Run, ...]:
 
 
 def seed_of(seed: int, *numbers: int) -> int:
-    """Another seed for other numbers; ``NEAREST`` stays."""
+    """Derive a seed for the given numbers; ``NEAREST`` stays."""
     if seed < 0:
         return seed
     for number in numbers:
@@ -83,11 +83,11 @@ def seed_of(seed: int, *numbers: int) -> int:
 def encode(
     x: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype, seed: int = NEAREST
 ) -> torch.Tensor:
-    """Rows ``[..., S]`` of any floating dtype as bytes ``[..., B]``: float8 with its exponents.
+    """Encode rows ``[..., S]`` of any floating dtype as bytes ``[..., B]``, exponents included.
 
     Args:
-        dtype: of what is not encoded.
-        seed: of stochastic rounding (see :mod:`fp8_dist.kernels.encoding`).
+        dtype: dtype on the wire of numbers that are not encoded.
+        seed: seed of stochastic rounding (see :mod:`fp8_dist.kernels.encoding`).
     """
     pieces: list[torch.Tensor] = []
     for number, start, size, encoding in runs:
@@ -105,7 +105,7 @@ def encode(
 
 
 def decode(wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of :func:`encode`, fp32."""
+    """Decode the bytes of :func:`encode` to fp32."""
     found = [
         decode_float8(numbers, exponents) if encoding == "float8" else numbers.to(torch.float32)
         for encoding, numbers, exponents in _parts(wire, runs, dtype)
@@ -116,12 +116,12 @@ def decode(wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype) -> torch
 def sum_of(
     wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """The sum over the first dim of rows of bytes ``[W, ..., B]``, in fp32 and in its order.
+    """Sum rows of bytes ``[W, ..., B]`` over the first dim, in fp32 and in its order.
 
     Args:
-        dtype: of :func:`encode`.
-        own: ``[..., S]``: what this rank contributes, which is summed in place of its bytes.
-        rank: whose they are.
+        dtype: as in :func:`encode`.
+        own: ``[..., S]``, the summand of this rank, which is added in place of its bytes.
+        rank: index of this rank along the first dim.
     """
     sums = []
     for run, part in zip(runs, _parts(wire, runs, dtype), strict=True):
@@ -137,7 +137,7 @@ def sum_of(
 def _parts(
     wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype
 ) -> Iterable[tuple[Encoding, torch.Tensor, torch.Tensor]]:
-    """What each run put into bytes: codes and exponents, or numbers and nothing."""
+    """Encoded data of each run: codes and exponents, or numbers and an empty tensor."""
     start = 0
     for run in runs:
         length = run.bytes(dtype)
@@ -147,6 +147,6 @@ def _parts(
             yield run.encoding, part[..., : run.size], part[..., run.size :]
         else:
             number = torch.bfloat16 if run.encoding == "bf16" else dtype
-            if len(runs) > 1:  # a view would begin where the dtype may not
+            if len(runs) > 1:  # a view might not be aligned for the dtype
                 part = part.clone(memory_format=torch.contiguous_format)
             yield run.encoding, part.view(number), part[..., :0]

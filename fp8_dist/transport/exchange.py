@@ -13,7 +13,7 @@ from fp8_dist.transport.encoding import Part, Run, decode, encode, runs_of, seed
 
 
 class Stage(NamedTuple):
-    """An exchange inside of groups of ranks."""
+    """An exchange within groups of ranks."""
 
     group: str  # its name
     rank: int  # of this rank in its group
@@ -21,31 +21,31 @@ class Stage(NamedTuple):
 
 
 class Errors(Protocol):
-    """What encoding left out in a stage: added to what the same stage encodes next."""
+    """Error feedback: the encoding errors of a stage are added to what it encodes next."""
 
     def added(self, stage: int, rows: torch.Tensor) -> torch.Tensor:
-        """``rows``, fp32 ``[L, A, S]``, with the errors of before."""
+        """Return ``rows`` ``[L, A, S]`` plus the kept errors, in fp32."""
 
     def keep(self, stage: int, errors: torch.Tensor) -> None:
-        """Errors of rows ``[L, A, S]``: fp32, finite, 0 in the rows that this rank keeps."""
+        """Keep the errors of rows ``[L, A, S]``: fp32, finite, 0 in the rows of this rank."""
 
 
 def stages_over(*groups: dist.ProcessGroup) -> tuple[Stage, ...]:
-    """One stage for each group, the first one first."""
+    """One stage for each group, in the given order."""
     return tuple(Stage(str(g.group_name), g.rank(), g.size()) for g in groups)
 
 
 def start_all_to_all(rows: torch.Tensor, group: str) -> torch.Tensor:
-    """``rows[i]`` goes to rank i of a group; row i of the result comes from it.
+    """Send ``rows[i]`` to rank i of a group; row i of the result comes from that rank.
 
-    The result is in flight: ``funcol.wait_tensor`` waits for it.
+    The result is in flight until ``funcol.wait_tensor``.
     """
     sizes = [1] * len(rows)
     return funcol.all_to_all_single(rows.contiguous(), sizes, sizes, group)
 
 
 def all_to_all(rows: torch.Tensor, group: str) -> torch.Tensor:
-    """:func:`start_all_to_all`, waited for."""
+    """:func:`start_all_to_all`, and wait for the result."""
     return funcol.wait_tensor(start_all_to_all(rows, group))
 
 
@@ -57,23 +57,23 @@ def reduce_scatter(
     seed: int = NEAREST,
     errors: Errors | None = None,
 ) -> torch.Tensor:
-    """The sum over ranks of what they have for this one.
+    """Sum the rows that all ranks have for this rank.
 
-    With several stages, ranks first sum among those of the first stage's group, and exchange sums
-    then. Rank i of all of them is rank ``i % size`` in its group of the first stage, and rank
-    ``i // size`` in that of the second.
+    With several stages, ranks first sum within the group of the first stage, and then exchange
+    sums. Rank i of all ranks is rank ``i % size`` in its group of the first stage, and rank
+    ``i // size`` in its group of the second.
 
     Args:
-        x: ``[W, ..., S]``, floating point: row i is for rank i.
-        runs: of each row.
-        seed: of stochastic rounding, another one on each of these ranks. (Each stage changes it.)
+        x: ``[W, ..., S]``, floating point; row i is for rank i.
+        runs: runs of each row.
+        seed: seed of stochastic rounding, different on each of these ranks. Each stage changes it.
         errors: error feedback.
 
     Returns:
-        fp32, ``[..., S]``. A rank's own summand is not rounded.
+        The sum, fp32 ``[..., S]``. A rank's own summand is not rounded.
 
-    Collectives: an all-to-all of W rows of bytes, for each stage; after the first one, of W /
-    (product of the sizes of stages before). None in a stage of one rank.
+    Collectives: an all-to-all for each stage of more than one rank. The first is of W rows of
+    bytes, later ones of W / (product of the sizes of the stages before).
     """
     if all(stage.size == 1 for stage in stages):
         return x[0].to(torch.float32, copy=True)
@@ -94,14 +94,14 @@ def all_reduce(
     seed: int = NEAREST,
     errors: Errors | None = None,
 ) -> torch.Tensor:
-    """The sum over a group, divided: fp32, ``[S]``, the same bits on all ranks.
+    """Sum over a group and divide by ``divisor``: fp32 ``[S]``, the same bits on all ranks.
 
-    Each rank sums a part of it. Sums travel in the dtype of x; those of float8 summands, which have
-    a larger error than bf16, in bf16.
+    Each rank sums a part of ``x``. Sums travel in the dtype of ``x``, but sums of float8 summands,
+    whose error is larger than that of bf16, travel in bf16.
 
     Args:
         x: ``[S]``, floating point.
-        parts: of it.
+        parts: parts of ``x``.
 
     Collectives: an all-to-all of x as bytes, and an all-gather of the sums.
     """
@@ -123,7 +123,7 @@ def all_reduce(
 
 
 def split(parts: Sequence[Part], ranks: int) -> list[Part]:
-    """What one of the ranks that :func:`all_reduce` runs on sums of each part, with padding."""
+    """Piece of each part that one of the ranks of :func:`all_reduce` sums, with padding."""
     return [part._replace(size=-(-part.size // ranks)) for part in parts]
 
 
@@ -135,14 +135,14 @@ def _exchange(
     seed: int,
     errors: Errors | None,
 ) -> torch.Tensor:
-    """Rows ``[L, A, ..., S]`` for L ranks; the sum of those for this one, ``[A, ..., S]``."""
+    """Exchange rows ``[L, A, ..., S]`` for L ranks, and sum those for this one, ``[A, ..., S]``."""
     dtype = rows.dtype
     if errors is not None:
         rows = errors.added(number, rows)
     wire = encode(rows, runs, dtype, seed)
     if errors is not None:
         left = rows - decode(wire, runs, dtype)
-        # (Infinity and NaN arrive, and leave no error.)
+        # Infinity and NaN are encoded exactly, and leave no error.
         left.masked_fill_(left.isfinite().logical_not_(), 0.0)
         left[stage.rank] = 0.0
         errors.keep(number, left)

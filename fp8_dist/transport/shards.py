@@ -1,4 +1,4 @@
-"""Reduce-scatter of DTensors: from Partial to Shard, with summands that travel encoded."""
+"""Reduce-scatter of DTensors, from Partial to Shard, with encoded summands."""
 
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ from fp8_dist.transport.exchange import start_all_to_all
 
 
 class Scattering(NamedTuple):
-    """A reduce-scatter that was started: see :func:`finish_reduction`."""
+    """A reduce-scatter in flight, which :func:`finish_reduction` completes."""
 
-    received: torch.Tensor  # [W, ..., bytes], in flight: what each rank has for this one
-    own: torch.Tensor  # what this rank has for itself, padded to the size of the first shard
+    received: torch.Tensor  # [W, ..., bytes], in flight: the pieces of all ranks for this one
+    own: torch.Tensor  # the piece of this rank for itself, padded to the size of the first shard
     runs: tuple[Run, ...]
     rank: int
     layout: Layout  # of the result
@@ -25,19 +25,19 @@ class Scattering(NamedTuple):
 def start_reduction(
     tensor: DTensor, placements: Placements, transport: Encoding
 ) -> DTensor | Scattering:
-    """Start to bring a DTensor to other placements.
+    """Start to redistribute a DTensor to other placements.
 
     A reduce-scatter, from Partial to Shard, becomes an all-to-all of encoded pieces, one for each
     rank, with blocks along the last dim. The rank that gets a shard sums in fp32, in the order of
-    ranks, and rounds once to the dtype of the tensor; its own piece is not rounded before. All
-    other moves are torch's.
+    ranks, and rounds once to the dtype of the tensor. Its own piece is not rounded before. All
+    other redistributions are torch's.
 
     Args:
         tensor: on a 1-D mesh if ``transport`` is not None.
-        transport: how the pieces travel; None: torch's reduce-scatter.
+        transport: encoding of the pieces; None for torch's reduce-scatter.
 
-    Collectives: the all-to-all, of W pieces of the size of the first shard. (As torch's
-    reduce-scatter, it pads smaller shards.)
+    Collectives: the all-to-all, of W pieces of the size of the first shard. Like torch's
+    reduce-scatter, it pads smaller shards.
     """
     dim = _scattered_dim(tensor, placements, transport)
     if dim is None:
@@ -61,7 +61,7 @@ def start_reduction(
 
 
 def finish_reduction(started: DTensor | Scattering) -> DTensor:
-    """The DTensor that :func:`start_reduction` promised; a move of torch's may be in flight."""
+    """Return the result of :func:`start_reduction`; one of torch's may still be in flight."""
     if isinstance(started, DTensor):
         return started
     received, own, runs, rank, layout = started
@@ -79,7 +79,7 @@ def reduced_to(tensor: DTensor, placements: Placements, transport: Encoding) -> 
 
 
 def _scattered_dim(tensor: DTensor, placements: Placements, transport: Encoding) -> int | None:
-    """The dim along which a tensor is to be reduce-scattered with a transport, if it is."""
+    """Dim of the reduce-scatter with encoded pieces, or None if the move is torch's."""
     if transport is None or tensor.device_mesh.size() == 1 or tensor.numel() == 0:
         return None
     assert tensor.device_mesh.ndim == 1, tensor.device_mesh
