@@ -473,8 +473,8 @@ def scaled_mm(
     """Matrix product ``[M, N]`` of two local float8 matrices, with no collectives.
 
     The scale of ``a`` is 0-dim or ``[M, 1]``, and the scale of ``b`` is 0-dim or ``[1, N]``, or
-    both have block scales. Options and errors are those of :func:`fp8_dist.kernels.scaled_mm`. If
-    only one of them has block scales, this is a ValueError.
+    both have block scales. Options and errors are those of :func:`fp8_dist.kernels.scaled_mm`. It
+    also raises a ValueError if only one of them has block scales.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
     blocks = [granularity_of(x).blocks for x in (a, b)]

@@ -45,7 +45,7 @@ def start_all_to_all(rows: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def all_to_all(rows: torch.Tensor, group: str) -> torch.Tensor:
-    """:func:`start_all_to_all`, and wait for the result."""
+    """Run :func:`start_all_to_all` and wait for its result."""
     return funcol.wait_tensor(start_all_to_all(rows, group))
 
 

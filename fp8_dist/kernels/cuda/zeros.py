@@ -25,9 +25,9 @@ _zeros = _Zeros()
 def zero(device: torch.device) -> torch.Tensor:
     """Return a new 0-dim fp32 zero, aligned to 16 bytes, for a kernel on the current stream.
 
-    In functions that are :func:`pooled` and on the default stream, one launch fills 256 zeros. On
-    other streams each zero is allocated alone, because Inductor warms up and captures its CUDA
-    graphs on another stream, in memory that must hold nothing else.
+    One launch fills 256 zeros on the default stream, and on any stream in :func:`pooled` functions.
+    Elsewhere, and while a CUDA graph is captured, each zero is allocated separately. Inductor warms
+    up and captures its CUDA graphs on another stream, in memory that must hold nothing else.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros((), dtype=torch.float32, device=device)
