@@ -158,7 +158,7 @@ class AmaxHistory:
     def _record_last(self) -> None:
         value, self._last = self._last, None
         if value is not None and not value.is_meta:
-            # The first time too: selective activation checkpointing counts the operators.
+            # The same op for the first amax: selective activation checkpointing counts operators.
             current = value if self.current is None else self.current.to(value.device)
             self.current = torch.maximum(current, value)
 

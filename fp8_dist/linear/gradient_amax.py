@@ -113,7 +113,7 @@ class GradientAmax:
         self._started: tuple[_JointReduction, int, int] | None = None
 
     def find(self, grad: torch.Tensor, axes: tuple[int, ...] | None) -> None:
-        """Compute the local amax of a gradient, a DTensor, if ``axes`` need a reduction."""
+        """Compute the local amax of a gradient (a DTensor), if it must be reduced over ``axes``."""
         if groups := amax_groups(grad, TENSOR, axes):
             self._siblings.found(self, local_amax(local_tensor(grad), TENSOR), groups)
 
