@@ -81,7 +81,7 @@ def make_group(meshes: Iterable[DeviceMesh]) -> GroupNames:
     Collectives: if a group is made, all ranks of the world make it, and the parallel groups.
 
     Raises:
-        NotImplementedError: several meshes are not slices of one root mesh.
+        NotImplementedError: the meshes are not slices of one root mesh.
     """
     meshes = list(meshes)
     first, *others = meshes
