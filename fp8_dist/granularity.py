@@ -64,7 +64,7 @@ class Granularity:
         return self._per_dim(offset, covered=0)
 
     def amax_axes(self, placements: Sequence[Placement], ndim: int) -> tuple[int, ...]:
-        """The mesh axes over which local amaxes are reduced, as they shard a covered dim."""
+        """The mesh axes over which local amaxes are reduced: those that shard a covered dim."""
         self._check_not_grouped()
         covered = self.covered_dims(ndim)
         covered = tuple(range(ndim)) if covered is None else covered

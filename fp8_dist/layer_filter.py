@@ -70,7 +70,7 @@ class LayerFilter:
 
 
 def skip_head(model: nn.Module | None = None) -> LayerFilter:
-    """Make a filter for ``convert_to_float8_training`` that skips heads, adapters, odd sizes.
+    """Make a filter for ``convert_to_float8_training`` that skips heads and small layers.
 
     The filter leaves out the same layers as ``Float8Callback`` and ``Fp8DistConfig``:
 

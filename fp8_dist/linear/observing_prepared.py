@@ -45,7 +45,7 @@ def observe_prepared_cast(owner: Owner, input: torch.Tensor, low: Quantized) -> 
 def observe_prepared_use(owner: Owner, prepared: Float8Tensor) -> Float8Tensor:
     """Tell observers that a layer takes a prepared input, and return the input to use."""
     number = prepared.cast_number
-    if number is None:  # nobody observed its cast
+    if number is None:  # its cast was not observed
         return prepared
     if torch.compiler.is_compiling():
         scale = observe_use.overload(prepared.scale, owner.handle, number)
