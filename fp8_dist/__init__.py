@@ -1,4 +1,4 @@
-"""Float8 training whose communication is float8 too, on any mesh.
+"""Float8 training with float8 communication, on any mesh.
 
 Convert a model, shard it, train::
 
@@ -8,8 +8,8 @@ Convert a model, shard it, train::
     optimizer = torch.optim.AdamW(model.parameters())
     attach_update(optimizer, model)
 
-``fp8_dist.debug``, ``fp8_dist.tensor_parallel`` and ``fp8_dist.integrations`` are imported when
-they are first used.
+``fp8_dist.debug``, ``fp8_dist.doctor``, ``fp8_dist.tensor_parallel`` and ``fp8_dist.integrations``
+are imported when they are first used.
 """
 
 from importlib import import_module
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from fp8_dist import integrations as integrations
     from fp8_dist import tensor_parallel as tensor_parallel
 
-# The layers wrap weights in a type whose hooks are FSDP2's business, above their room.
+# Layers wrap weights in a type of fp8_dist.fsdp, which fp8_dist.linear must not import.
 Float8Weight.gather_type = Float8AllGatherWeight
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_float8_dynamic_scale

@@ -1,8 +1,8 @@
-"""A filter that leaves linear layers in high precision that are too small to gain from float8.
+"""A filter that skips linear layers that are too small to gain from float8.
 
 The operands of a float8 GEMM must be cast first. The larger the layer, the more multiplications
 share one cast; below some size the casts cost more than the GEMM saves. Shapes in this module are
-``(out_features, in_features)``, and a layer is judged by its part on one tensor-parallel rank.
+``(out_features, in_features)``. A layer is judged by its part on one tensor-parallel rank.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,10 +19,11 @@ from fp8_dist.layer_filter import LayerFilter, skip_head, why_misaligned
 Shape = tuple[int, int]
 Limits = tuple[int | None, int | None]  # the largest (out, in) that is too small; None: any
 
-# The figures of torchao 0.18's auto filter, which were measured on H100.
+# The limits of torchao 0.18's auto filter, which were measured on H100.
 _TENSORWISE: tuple[Limits, ...] = ((1024, 4096),)
 _ROWWISE: tuple[Limits, ...] = ((2048, None), (None, 1024), (4096, 2048))
-# Assumed, not measured: the other recipes gain where one with the same or similar GEMMs does.
+# The limits of the other recipes are assumed, not measured: those of a recipe with the same or
+# similar GEMMs.
 TOO_SMALL: dict[str, tuple[Limits, ...]] = {
     "tensorwise": _TENSORWISE,
     "rowwise": _ROWWISE,
@@ -36,7 +37,7 @@ TOO_SMALL: dict[str, tuple[Limits, ...]] = {
 
 @dataclass(frozen=True)
 class FilterDecision:
-    """What was decided about one linear layer, and why."""
+    """The decision about one linear layer, and its reason."""
 
     fqn: str  # "" for a model that is itself a linear layer
     shape: Shape  # global (out_features, in_features)
@@ -47,14 +48,14 @@ class FilterDecision:
 
 @dataclass(frozen=True)
 class AutoFilterReport:
-    """What an :class:`AutoFilter` decided so far; ``str()`` of it is a table."""
+    """The decisions of an :class:`AutoFilter` so far; ``str()`` prints a table."""
 
     recipe: str
     tp_size: int
     planned: bool  # whether a plan says how layers are divided
-    rows: tuple[FilterDecision, ...]  # one for each layer, in the order of the first questions
+    rows: tuple[FilterDecision, ...]  # one for each layer, in the order of the first calls
     unmatched_fqns: tuple[str, ...]  # entries of filter_fqns that no layer's name contains
-    unmatched_exclude: tuple[str, ...] = ()  # entries of exclude that no layer is called
+    unmatched_exclude: tuple[str, ...] = ()  # entries of exclude that are not a layer's name
 
     def __str__(self) -> str:
         converted = sum(row.convert for row in self.rows)
@@ -97,7 +98,7 @@ class AutoFilter:
     _rows: dict[str, FilterDecision] = field(default_factory=dict)
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
-        """Whether a layer is to be converted; False for anything but an nn.Linear."""
+        """Whether to convert a layer; False for any module that is not an nn.Linear."""
         if not isinstance(module, nn.Linear):
             return False
         named = [entry for entry in self._filter_fqns if entry in fqn]
@@ -118,12 +119,12 @@ class AutoFilter:
         return not reason
 
     def reason(self, fqn: str) -> str:
-        """Why a layer is left out, for messages."""
+        """The reason why a layer is skipped, for messages."""
         return f"auto_filter: {self._rows[fqn].reason}"
 
     @property
     def report(self) -> AutoFilterReport:
-        """The decisions up to now. A layer that is asked for again keeps one row."""
+        """The decisions so far, with one row per layer."""
         unmatched = [e for e in self._filter_fqns if not any(e in fqn for fqn in self._rows)]
         unknown = tuple(entry for entry in self._exclude if entry not in self._rows)
         planned, rows = self._plan is not None, tuple(self._rows.values())
@@ -132,7 +133,7 @@ class AutoFilter:
         )
 
     def _judge(self, fqn: str, shape: Shape) -> tuple[Shape, str]:
-        """The local shape, and why the layer is skipped (an empty string: it is converted)."""
+        """The local shape, and the reason why the layer is skipped (empty if it is converted)."""
         judged = []
         for dim in self._possible_divisions(fqn):
             largest, smallest = _shards(shape, dim, self._tp_size)
@@ -141,7 +142,7 @@ class AutoFilter:
         return min(judged, key=lambda each: (not each[1], min(each[0])))
 
     def _possible_divisions(self, fqn: str) -> tuple[int | None, ...]:
-        """The dims of the shape that may be divided over the ranks; None: no dim is."""
+        """The dims of the shape that may be divided over the ranks; None means no division."""
         if self._tp_size == 1:
             return (None,)
         if self._plan is None:
@@ -167,7 +168,7 @@ def auto_filter(
     exclude: Iterable[str] = (),
     model: nn.Module | None = None,
 ) -> AutoFilter:
-    """A filter for :func:`fp8_dist.convert_to_float8_training` that skips layers too small to gain.
+    """Make a filter for :func:`fp8_dist.convert_to_float8_training` that skips small layers.
 
     ::
 
@@ -179,7 +180,7 @@ def auto_filter(
     :func:`fp8_dist.skip_head` leaves it out (heads, low-rank adapters); if a local dim is not a
     multiple of 16 (a GPU's float8 GEMM needs that); if a rank holds nothing of it; or if its
     smallest local part is within one of its recipe's limits in ``TOO_SMALL``. The number of tokens
-    and what communication saves are not considered. ``docs/support.md`` has the limits and
+    and savings in communication are not considered. ``docs/support.md`` has the limits and
     says how to measure a device.
 
     Args:
@@ -188,21 +189,21 @@ def auto_filter(
         tp_size: number of tensor-parallel ranks. A layer is judged by its smallest local part,
             with uneven parts as torch makes them. Without a plan a layer may be divided by rows or
             by columns, and the division that gains less decides.
-        plan: a tensor-parallel plan (module names, ``*`` for any one part, to styles). A
+        plan: a tensor-parallel plan that maps module names (``*`` for any one part) to styles. A
             ColwiseParallel divides out_features by ``tp_size``, a RowwiseParallel in_features;
-            layers without either are not divided. The styles may be torch's:
-            ``llama_tp_plan`` of a model that is not converted yet will do.
+            layers without either are not divided. The styles may be torch's, as in
+            ``llama_tp_plan`` of a model that is not converted yet.
         exclude: layers with exactly these names are skipped, such as those that lose too much in
             float8: ``compare_recipes(...).layers_below(20, recipe)`` of ``fp8_dist.debug``.
-        model: the model that will be converted, as for ``skip_head``. Without it, heads are known
-            by their names alone.
+        model: the model that will be converted, as for ``skip_head``. Without it, heads are
+            recognized by their names alone.
 
     Returns:
         The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport` of
-        what it admitted. The conversion warns of layers that it then can't convert.
+        its decisions. The conversion warns about admitted layers that it can't convert.
 
     Raises:
-        ValueError: ``recipe`` is no recipe, ``tp_size`` is below 1, or an entry of
+        ValueError: ``recipe`` is not a recipe, ``tp_size`` is below 1, or an entry of
             ``filter_fqns`` is empty. The filter itself raises it for a lazy layer, and for one
             that the plan divides both ways.
         TypeError: an argument has another type.
@@ -240,7 +241,7 @@ def _checked(argument: str, given: Iterable[str]) -> tuple[str, ...]:
 
 
 def _matches(pattern: str, fqn: str) -> bool:
-    """As ``parallelize_module`` matches: part by part, and an empty pattern is the root."""
+    """Match a name as ``parallelize_module`` does: part by part; an empty pattern is the root."""
     if not pattern or not fqn:
         return pattern == fqn
     patterns, parts = pattern.split("."), fqn.split(".")
@@ -258,7 +259,7 @@ def _shards(shape: Shape, dim: int | None, ranks: int) -> tuple[Shape, Shape]:
 
 
 def _why_skip(largest: Shape, smallest: Shape, too_small: tuple[Limits, ...]) -> str:
-    """Why a layer with these local parts is skipped, or an empty string."""
+    """The reason why a layer with these local parts is skipped, or an empty string."""
     if 0 in smallest:
         return "a rank holds nothing of it"
     if misaligned := why_misaligned(*smallest) or why_misaligned(*largest):

@@ -61,7 +61,7 @@ def cast_to_float8(
     dim: int | None = None,
     round_scales_to_power_of_2: bool = False,
 ) -> torch.Tensor:
-    """Cast a tensor to float8 with the scale of the whole, global tensor.
+    """Cast a tensor to float8 with the scale of the global tensor.
 
     Args:
         tensor: floating point, any shape. A DTensor may have any placements: amax is reduced over
@@ -69,26 +69,27 @@ def cast_to_float8(
         cast_config: ``target_dtype=None`` means e4m3. ``DISABLED`` returns ``tensor`` itself.
         dim: the reduced dim of an axiswise cast (one scale for each index of the other dims);
             ``None`` for a tensorwise or blockwise one.
-        round_scales_to_power_of_2: round the quantization multiplier down to a power of two. (Those
-            of blocks are powers of two in any case.)
+        round_scales_to_power_of_2: round the quantization multiplier down to a power of two. The
+            scales of blocks are powers of two in any case.
 
     Returns:
         Float8Tensor of the input's shape, or DTensor(Float8Tensor) with the placements of the input
-        (Partial became Replicate). Its scale is fp32, 0-dim or of size 1 along ``dim``, by the
-        formula of :mod:`fp8_dist.kernels.scale`, or the exponents of blocks. Its ``redistribute``
-        moves 1 byte per element, and scales of the last dim with their rows; tensors with scales
-        along other dims, in square blocks or in blocks that shards cut can't be redistributed. The
-        gradient passes unchanged. On a rank outside of a DTensor's mesh the local tensor is empty.
+        (Replicate instead of Partial). Its scale is fp32, 0-dim or of size 1 along ``dim``, by the
+        formula of :mod:`fp8_dist.kernels.scale`; blocks have exponents instead. Its
+        ``redistribute`` moves 1 byte per element, and scales along the last dim with their rows.
+        Tensors with scales along other dims, in square blocks or in blocks that shards cut can't be
+        redistributed. The gradient passes unchanged. On a rank outside of a DTensor's mesh the
+        local tensor is empty.
 
-    Collectives: an all-reduce of 4 bytes per scale (1 for blocks that shards cut, none for others)
-    over the axes that shard what a scale covers
-    (one per axis where they have no group in common, see :mod:`fp8_dist.mesh.groups`), none where
-    no axis does; and those of Partial axes, in high precision.
+    Collectives: an all-reduce of 4 bytes per scale (1 for blocks that shards cut, none for other
+    blocks) over the axes that shard the values that a scale covers, if there are any. It is one
+    all-reduce per axis where these have no group in common, see :mod:`fp8_dist.mesh.groups`.
+    Partial axes are all-reduced in high precision.
 
     Raises:
-        TypeError: ``tensor`` is no tensor, not floating point, or float8 already.
+        TypeError: ``tensor`` is not a tensor, not floating point, or float8 already.
         ValueError: ``dim`` does not fit the granularity or the tensor, or the scale is DELAYED,
-            whose history a Float8Linear has.
+            which needs the history of a Float8Linear.
         NotImplementedError: a transform of ``torch.func`` is active, or the tensor has a tangent
             of forward-mode differentiation; or ranks have several pieces of a DTensor
             (``_StridedShard``), some of which begin inside of a block.
@@ -170,8 +171,8 @@ def scaling_over(
 
     Args:
         tensor: a tensor or DTensor without Partial placements.
-        axes: mesh axes to reduce amax over, if it needs that; ``None`` means all.
-        local: its local tensor, where that is stored in another form.
+        axes: the mesh axes over which the amax may be reduced; ``None`` means all.
+        local: its local tensor, if ``tensor`` stores it in another form.
 
     Collectives: at most one all-reduce of 4 bytes per scale (1 for blocks that shards cut) for each
     of :func:`amax_groups`.
@@ -188,7 +189,7 @@ def scaling_over(
 def _exponents_over(
     tensor: torch.Tensor, cast: CastSpec, axes: tuple[int, ...] | None, x: torch.Tensor
 ) -> torch.Tensor:
-    """The exponents of the blocks of a tensor of which the rank has a part, ``x``."""
+    """The exponents of the blocks of ``x``, this rank's part of a tensor."""
     granularity, layout = cast.granularity, Layout.of(tensor)
     assert isinstance(granularity, Blocks)
     if granularity.rows > 1:
@@ -205,10 +206,10 @@ def exponents_of_matrix(
     local: torch.Tensor,
     axes: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The exponents of the blocks of a matrix, of which the rank has a part, ``local``.
+    """The exponents of the blocks of ``local``, this rank's part of a matrix.
 
     Returns:
-        Those of the part; those of the whole matrix, if shards cut blocks.
+        The exponents of the part, and those of the whole matrix if shards cut blocks, else None.
 
     Collectives: if shards cut blocks, an all-reduce of 1 byte per block for each of the groups of
     the axes that shard the matrix.
@@ -223,7 +224,7 @@ def exponents_of_matrix(
 
 
 def local_exponents(x: torch.Tensor, cast: CastSpec, layout: Layout | None) -> torch.Tensor:
-    """The exponents of what a local tensor has of each block."""
+    """The exponents of a local tensor's part of each block."""
     granularity = granularity_at(cast.granularity, layout)
     assert isinstance(granularity, Blocks)
     return block_exponents(x, cast.dtype, granularity.blocks, granularity.rule)
@@ -232,9 +233,9 @@ def local_exponents(x: torch.Tensor, cast: CastSpec, layout: Layout | None) -> t
 def exponents_of_each(
     tensors: Sequence[torch.Tensor], cast: CastSpec, parts: Sequence[Granularity]
 ) -> torch.Tensor:
-    """:func:`local_exponents` of each of many matrices of one device: flat, one after the other.
+    """:func:`local_exponents` of many matrices on one device, flat, one after the other.
 
-    ``parts``: the granularity of each, of blocks.
+    ``parts``: the block granularity of each matrix.
     """
     assert isinstance(cast.granularity, Blocks)
     blocks = flat_blocks(parts)
@@ -243,12 +244,12 @@ def exponents_of_each(
 
 
 def flat_blocks(parts: Sequence[Granularity]) -> list[int]:
-    """Of each of these granularities, all of blocks, the four numbers that describe them."""
+    """The four numbers of each of these block granularities, flat."""
     return [number for part in parts for number in part.blocks or ()]
 
 
 def local_amax(x: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-    """The amax of what each scale covers of a local tensor: fp32, of the shape of the scales."""
+    """The local amax of the values that each scale covers: fp32, in the shape of the scales."""
     x = granularity.grouped(x)
     return amax(x, granularity.covered_dims(x.ndim))
 
@@ -259,10 +260,11 @@ def global_amax(
     granularity: Granularity,
     axes: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """The :func:`local_amax` of a tensor, reduced over the axes that shard what a scale covers.
+    """Reduce the :func:`local_amax` of a tensor over the axes that shard what a scale covers.
 
-    An all-reduce of 4 bytes per element of ``value`` for each of :func:`amax_groups`; ``axes`` as
-    in :func:`scaling_over`.
+    ``axes`` as in :func:`scaling_over`.
+
+    Collectives: an all-reduce of 4 bytes per element of ``value`` for each of :func:`amax_groups`.
     """
     return all_reduce_max(value, amax_groups(tensor, granularity, axes))
 
@@ -273,7 +275,7 @@ def amax_groups(
     """The groups over which amaxes of a tensor are reduced; arguments as in :func:`global_amax`."""
     if not isinstance(tensor, DTensor):
         return ()
-    # Dynamo warns of functions with a cache.
+    # Dynamo warns about functions with a cache.
     find = _amax_axes.__wrapped__ if torch.compiler.is_compiling() else _amax_axes
     over, same = find(tuple(tensor.placements), tensor.ndim, granularity, axes)
     return groups_over(tensor.device_mesh, over, same)
@@ -283,7 +285,7 @@ def amax_groups(
 def _amax_axes(
     placements: Placements, ndim: int, granularity: Granularity, axes: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes to reduce over, and those along which the tensor is the same."""
+    """The axes to reduce over, and those along which the tensor is replicated."""
     over = granularity.amax_axes(placements, ndim)
     if axes is not None:
         over = tuple(axis for axis in over if axis in axes)
@@ -298,9 +300,9 @@ def quantize_local(
     fits: bool = False,
     layout: Layout | None = None,
 ) -> Quantized:
-    """:func:`fp8_dist.kernels.quantize` of a local tensor, by the scaling of what scales cover.
+    """:func:`fp8_dist.kernels.quantize` a local tensor with the scaling of a cast.
 
-    ``layout``: of the tensor that it is part of.
+    ``layout``: the layout of the tensor that it is part of.
     """
     multiplier, scale = scaling
     part = granularity_at(cast.granularity, layout)
@@ -317,7 +319,7 @@ def quantize_over(
     round_scales_to_power_of_2: bool,
     axes: tuple[int, ...] | None = None,
 ) -> Quantized:
-    """The local part of a tensor in float8, by :func:`scaling_over`; outside of autograd."""
+    """Cast the local part of a tensor to float8 by :func:`scaling_over`, outside of autograd."""
     copy = CopySpec(cast)
     return copies_over(tensor, (copy,), round_scales_to_power_of_2, axes)[1][copy]
 
@@ -333,8 +335,8 @@ def copies_over(
 ) -> tuple[Scalings, Copies]:
     """Float8 copies of the local part of a tensor, and the scaling for each cast among them.
 
-    Arguments and collectives as those of :func:`scaling_over`, for each cast. ``known_amax``:
-    the :func:`global_amax` for the one cast (one scale per tensor) of all copies, if it is known.
+    Arguments and collectives are those of :func:`scaling_over`, for each cast. ``known_amax`` is
+    the :func:`global_amax` if it is known and all copies have one cast, with one scale per tensor.
     """
     x = local_tensor(tensor) if local is None else local
     casts, in_one_pass, of, transposed = plan = _planned(copies)
@@ -342,7 +344,7 @@ def copies_over(
         amax_groups(tensor, cast.granularity, axes) for cast in casts
     )
     if len(casts) > 1 and (reduces or not in_one_pass):
-        # (A graph that needs one copy alone must not repeat the reduction for the other.)
+        # One cast at a time: a graph that needs one copy must not repeat the reduction for another.
         scalings: Scalings = {}
         made: Copies = {}
         for cast in casts:
@@ -378,7 +380,7 @@ def copies_over(
 
 
 def _is_cut(layout: Layout | None, cast: CastSpec) -> bool:
-    """Whether ranks have parts of one block, so that its exponent is to be reduced."""
+    """Whether shards cut blocks, so that exponents must be reduced."""
     return layout is not None and are_cut(layout, cast.granularity)
 
 
@@ -393,8 +395,8 @@ def copies_by(
     """Float8 copies of a local tensor with known scalings.
 
     Args:
-        fits: they are those of its own amaxes.
-        layout: of the tensor that it is part of.
+        fits: the scalings follow from the tensor's own amaxes.
+        layout: the layout of the tensor that it is part of.
     """
     casts, in_one_pass, of, transposed = plan = _planned(copies)
     dtype, several = casts[0].dtype, len(copies) > 1 or transposed[0]
@@ -416,13 +418,13 @@ def copies_by(
 
 
 class _Plan(NamedTuple):
-    """How some copies are made.
+    """Plan of how copies are made.
 
     Attributes:
-        casts: each once.
-        in_one_pass: whether one kernel makes copies in all of these casts.
-        of: for each copy the index of its cast.
-        transposed: for each copy its layout.
+        casts: the different casts of the copies.
+        in_one_pass: whether one kernel can make copies in all of these casts.
+        of: the index of each copy's cast.
+        transposed: whether each copy is transposed in memory.
     """
 
     casts: list[CastSpec]
@@ -441,7 +443,7 @@ def _plan_copies(copies: tuple[CopySpec, ...]) -> _Plan:
 
 
 def _planned(copies: Sequence[CopySpec]) -> _Plan:
-    # Dynamo warns of functions with a cache.
+    # Dynamo warns about functions with a cache.
     plan = _plan_copies.__wrapped__ if torch.compiler.is_compiling() else _plan_copies
     return plan(tuple(copies))
 
@@ -453,9 +455,9 @@ def as_copies(
     scales: Sequence[torch.Tensor],
     layout: Layout | None = None,
 ) -> Copies:
-    """The copies of a local tensor whose data a kernel wrote, with a scale for each cast.
+    """Assemble the copies of a local tensor from data that a kernel wrote and a scale per cast.
 
-    ``layout``: of the tensor that it is part of.
+    ``layout``: the layout of the tensor that it is part of.
     """
     return _as_copies(x, copies, _planned(copies), data, scales, layout)
 
@@ -478,7 +480,7 @@ def _as_copies(
 
 
 def flat_copies(copies: Copies) -> list[torch.Tensor]:
-    """The scale of each cast, and then the data as kernels write them: see :func:`as_copies`."""
+    """The scale of each cast, and then the data as kernels write it; see :func:`as_copies`."""
     scales = {copy.cast: quantized.scale for copy, quantized in copies.items()}
     data = []
     for copy, (qdata, *_) in copies.items():
@@ -489,7 +491,7 @@ def flat_copies(copies: Copies) -> list[torch.Tensor]:
 
 
 def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:
-    """The cast of a tensor's local part as a Float8Tensor; a DTensor of one where ``tensor`` is."""
+    """Wrap the cast of a tensor's local part as a Float8Tensor, or a DTensor of one."""
     return with_local(tensor, quantized.as_tensor(tensor.dtype))
 
 
@@ -500,7 +502,7 @@ class _CastToFloat8(torch.autograd.Function):
     ) -> torch.Tensor:
         layout = Layout.of(tensor)
         if layout is not None and layout.mesh.get_coordinate() is None:
-            # As after DTensor's operators: a rank outside of the mesh has an empty local tensor.
+            # As with DTensor's operators, a rank outside of the mesh has an empty local tensor.
             local = local_tensor(tensor)
             scale = local.new_ones((), dtype=torch.float32)
             return as_float8_of(tensor, Quantized(local.to(cast.dtype), scale, TENSOR))

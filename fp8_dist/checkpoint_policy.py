@@ -1,14 +1,14 @@
-"""What selective activation checkpointing saves of float8 layers: GEMMs, collectives and amaxes.
+"""Policy of selective activation checkpointing that saves GEMMs, collectives and amaxes.
 
 ::
 
     context_fn = partial(create_selective_checkpoint_contexts, selective_checkpoint_policy)
     checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
 
-(both from ``torch.utils.checkpoint``). What is recomputed then is elementwise: norms, activations,
-and the casts, with the scales of the forward. (On a GPU a cast by rows or blocks finds its amaxes
-again, in the same pass. In compiled code so does a cast with a history; a weight's scales are known
-by then.)
+Both functions are from ``torch.utils.checkpoint``. Only elementwise operations are recomputed then:
+norms, activations, and the casts, with the scales of the forward. On a GPU a cast by rows or blocks
+computes its amaxes again, in the same pass. In compiled code so does a cast with a history; a
+weight's scales are known by then.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten
 
-# (Not the absolute values of a weight, nor float8 copies: an amax is four bytes per scale, an
-# exponent one byte per block.)
+# Neither the absolute values of a weight nor float8 copies are saved. An amax has four bytes per
+# scale, an exponent one byte per block.
 _SAVED: set[Any] = {
     amax.overload,
     amaxes.overload,
@@ -51,8 +51,7 @@ _SAVED: set[Any] = {
 def selective_checkpoint_policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """A policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
-    It saves the results of GEMMs, attention, collectives and amaxes, and lets all else be computed
-    again: the recomputation then repeats no collective, no GEMM and no pass over a tensor for its
-    amax.
+    It saves the results of GEMMs, attention, collectives and amaxes, and recomputes all else. The
+    recomputation then repeats no collective, no GEMM and no pass over a tensor for its amax.
     """
     return CheckpointPolicy.MUST_SAVE if func in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE

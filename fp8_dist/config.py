@@ -1,8 +1,8 @@
-"""What to cast, how, and to which dtype: frozen configs, recipes, and every error of theirs.
+"""Frozen configs of casts and GEMMs, their checks, and recipes.
 
 The field names are those of ``torchao.float8`` 0.18, so that a config carries over. ``None`` stays
-``None`` in the fields; :meth:`Float8LinearConfig.cast_config` and :meth:`CastConfig.dtype_for` say
-what it means.
+``None`` in the fields; :meth:`Float8LinearConfig.cast_config` and :meth:`CastConfig.dtype_for`
+resolve it.
 """
 
 import enum
@@ -20,7 +20,7 @@ from fp8_dist.kernels import takes_transposed
 Operand = Literal["input", "weight", "grad_output"]
 Gemm = Literal["output", "grad_input", "grad_weight"]
 
-# The left and the right operand of each GEMM, and the operand whose second use it is.
+# The left and the right operand of each GEMM. Each operand feeds two GEMMs.
 GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight"),
@@ -29,7 +29,7 @@ GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
 
 
 class CastSpec(NamedTuple):
-    """A cast of an operand as its GEMM takes it: ``delayed``, if by a scale from its history."""
+    """A cast of an operand for a GEMM; ``delayed`` if the scale follows from its history."""
 
     dtype: torch.dtype
     granularity: Granularity = TENSOR
@@ -37,17 +37,17 @@ class CastSpec(NamedTuple):
 
 
 class CopySpec(NamedTuple):
-    """A float8 copy of an operand; ``transposed``: in memory it is ``[K, M]``."""
+    """A float8 copy of an operand; ``transposed`` if it is ``[K, M]`` in memory."""
 
     cast: CastSpec
     transposed: bool = False
 
 
 class ScalingType(enum.Enum):
-    """Where the scale of a cast comes from.
+    """Source of the scale of a cast.
 
     Attributes:
-        DYNAMIC: the amax of the tensor itself, now.
+        DYNAMIC: the current amax of the tensor itself.
         DELAYED: the tensor's amax history.
         DISABLED: no cast. The operand stays in high precision.
     """
@@ -87,20 +87,20 @@ def _check_type(owner: object, field: str, *expected: type) -> None:
 
 @dataclass(frozen=True)
 class CastConfig:
-    """How one operand is cast to float8.
+    """Configuration of an operand's cast to float8.
 
     Attributes:
-        scaling_type: where the scale comes from.
-        scaling_granularity: what one scale covers. (A :class:`fp8_dist.granularity.Granularity` is
-            taken too.)
+        scaling_type: the source of the scale.
+        scaling_granularity: the values that one scale covers. A
+            :class:`fp8_dist.granularity.Granularity` is accepted too.
         target_dtype: a float8 dtype; ``None`` means the operand's default (e4m3 for input and
             weight, e5m2 for grad_output).
         block_size: (rows, columns) of a block, for BLOCKWISE alone: one row for input and
             grad_output, a square for the weight.
-        scale_rule: how the scales of blocks become the exponents of MX. ``"ceil"`` rounds them up,
+        scale_rule: the rounding of the scales of blocks to MX exponents. ``"ceil"`` rounds them up,
             so that no value saturates. ``"floor"`` is the rule of OCP Microscaling Formats v1.0, by
-            which the largest values of a block may saturate. ``None``: rounded up as well, and by
-            the formula of other scales, with its epsilon (:mod:`fp8_dist.kernels.scale`).
+            which the largest values of a block may saturate. ``None`` rounds them up as well, and
+            uses the formula of other scales, with its epsilon (:mod:`fp8_dist.kernels.scale`).
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -147,7 +147,7 @@ class CastConfig:
 
     @property
     def granularity(self) -> Granularity:
-        """What one scale covers in the operand's first GEMM."""
+        """The granularity of the scales in the operand's first GEMM."""
         if isinstance(self.scaling_granularity, Granularity):
             return self.scaling_granularity
         if self.block_size is not None:
@@ -156,17 +156,17 @@ class CastConfig:
 
     @property
     def enabled(self) -> bool:
-        """False where the operand stays in high precision."""
+        """Whether the operand is cast; if not, it stays in high precision."""
         return self.scaling_type is not ScalingType.DISABLED
 
     def dtype_for(self, operand: Operand) -> torch.dtype:
-        """The float8 dtype of this cast when it is applied to ``operand``."""
+        """The float8 dtype of this cast for ``operand``."""
         if self.target_dtype is not None:
             return self.target_dtype
         return e5m2() if operand == "grad_output" else e4m3()
 
     def short_str(self, operand: Operand) -> str:
-        """For example ``dyn_ten_e4m3fn``, ``dyn_blk_floor_e4m3fn``, or ``dis``: nothing is cast."""
+        """Short text such as ``dyn_ten_e4m3fn``, ``dyn_blk_floor_e4m3fn``, or ``dis`` (no cast)."""
         if not self.enabled:
             return self.scaling_type.short_str()
         dtype = short_name(self.dtype_for(operand))
@@ -178,7 +178,7 @@ class CastConfig:
 
 @dataclass(frozen=True)
 class Float8GemmConfig:
-    """How one float8 GEMM accumulates.
+    """Configuration of one float8 GEMM.
 
     Attributes:
         use_fast_accum: allow accumulation in the reduced precision of the tensor cores (Hopper).
@@ -192,7 +192,7 @@ class Float8GemmConfig:
 
 
 class Float8LinearRecipeName(enum.Enum):
-    """Names of the ready-made configs that :meth:`Float8LinearConfig.from_recipe_name` knows."""
+    """Names of the ready-made configs of :meth:`Float8LinearConfig.from_recipe_name`."""
 
     TENSORWISE = "tensorwise"
     """One dynamic scale per tensor; float8 weight, input and output-gradient gathers."""
@@ -220,7 +220,7 @@ class Float8LinearRecipeName(enum.Enum):
 
 
 def _is_second(operand: Operand, gemm: Gemm) -> bool:
-    """Whether it is the GEMM that contracts the rows of the operand."""
+    """Whether ``gemm`` contracts the rows of the operand."""
     return gemm == "grad_weight" or (operand, gemm) == ("weight", "grad_input")
 
 
@@ -233,19 +233,19 @@ class Float8LinearConfig:
         cast_config_weight: the cast of the weight.
         cast_config_grad_output: the cast of the gradient of the output.
         cast_config_input_for_grad_weight: the cast of the input in its second GEMM. ``None``, here
-            and in the next two, means the same as in the first.
+            and for the two other second casts, means the same as in the first.
         cast_config_weight_for_grad_input: the cast of the weight in its second GEMM.
         cast_config_grad_output_for_grad_weight: the cast of the gradient in its second GEMM.
         gemm_config_output: the GEMM of the output.
         gemm_config_grad_input: the GEMM of the gradient of the input.
         gemm_config_grad_weight: the GEMM of the gradient of the weight.
-        enable_fsdp_float8_all_gather: FSDP2 gathers the weight as float8. ``"auto"``: where one
-            float8 copy of the weight serves both of its GEMMs, in high precision otherwise (see
-            :attr:`fsdp_float8_all_gather`).
+        enable_fsdp_float8_all_gather: FSDP2 gathers the weight as float8. ``"auto"``: it does if
+            one float8 copy of the weight serves both of its GEMMs, and gathers high precision
+            otherwise (see :attr:`fsdp_float8_all_gather`).
         pad_inner_dim: pad operands to the multiples of 16 that a GPU's float8 GEMM needs;
             otherwise misaligned local shapes are an error on such a device.
-        emulate: multiply in a wider type also where the device has a float8 GEMM.
-        force_recompute_fp8_weight_in_bwd: torchao's deprecated switch. Only ``False`` is taken.
+        emulate: multiply in a wider type even if the device has a float8 GEMM.
+        force_recompute_fp8_weight_in_bwd: torchao's deprecated switch. Only ``False`` is accepted.
         round_scales_to_power_of_2: round the quantization multiplier down to a power of two.
         amax_scope: ``"global"``: every scale is that of the global tensor. ``"rank"``: operands
             that never leave their rank are scaled by their local amax, which saves their
@@ -305,10 +305,10 @@ class Float8LinearConfig:
         return self.enable_fsdp_float8_all_gather
 
     def gemm_enabled(self, gemm: Gemm) -> bool:
-        """True where ``gemm`` multiplies float8 operands (both of them: checked)."""
+        """Whether ``gemm`` multiplies float8 operands. Both are cast, or neither."""
         return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
 
-    # Caches of what each forward asks for. They are filled before any graph could ask.
+    # Caches of values that each forward needs. They are filled before any graph is traced.
 
     @cached_property
     def _uses(self) -> dict[Operand, dict[Gemm, CastSpec | None]]:
@@ -325,11 +325,11 @@ class Float8LinearConfig:
 
     @cached_property
     def _copies(self) -> tuple[dict[Operand, dict[Gemm, CopySpec]], ...]:
-        """Without transposed copies, and with them."""
+        """The copies without transposition, and with it; see :meth:`copies`."""
         return tuple(
             {
                 operand: {
-                    # (Input and grad_output in blocks are transposed when they are blocked again.)
+                    # Input and grad_output in blocks are transposed when they are blocked again.
                     gemm: CopySpec(
                         cast,
                         transposes
@@ -353,7 +353,7 @@ class Float8LinearConfig:
         return options
 
     def cast(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
-        """How ``operand``, as it is stored, is cast for ``gemm``; ``None``: in high precision."""
+        """The cast of ``operand``, as it is stored, for ``gemm``; ``None``: high precision."""
         return self._uses[operand][gemm]
 
     def uses(self, operand: Operand) -> dict[Gemm, CastSpec | None]:
@@ -365,20 +365,20 @@ class Float8LinearConfig:
         return self._casts[operand]
 
     def gather_cast(self, operand: Operand) -> CastSpec | None:
-        """The one cast of ``operand`` in both of its GEMMs; ``None``: gather high precision."""
+        """The cast of ``operand`` that serves both of its GEMMs; ``None``: gather it uncast."""
         first, second = self._uses[operand].values()
         return first if first == second and first and first.granularity.can_gather else None
 
     def copies(self, operand: Operand, device: torch.device) -> dict[Gemm, CopySpec]:
         """The float8 copy of ``operand`` that each GEMM takes; others take it in high precision."""
-        # (int: Dynamo of torch 2.11 takes no bool for an index.)
+        # An int, because dynamo of torch 2.11 does not support a bool as an index.
         return self._copies[int(not self.emulate and takes_transposed(device))][operand]
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
-        """How one of the three GEMMs is run: (use_fast_accum, pad_inner_dim, emulate).
+        """Options of one of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate).
 
-        The inner dim of grad_weight is padded in any case: it is the number of rows of the input,
-        and an error on the one rank where that is misaligned would hang the others.
+        The inner dim of grad_weight is always padded: it is the number of rows of the input, and an
+        error on the one rank where that is misaligned would hang the others.
         """
         return self._gemm_options[gemm]
 
@@ -397,7 +397,7 @@ class Float8LinearConfig:
         """The config of a ready-made recipe: a :class:`Float8LinearRecipeName` or its value.
 
         Raises:
-            ValueError: for a name that is no recipe.
+            ValueError: the name is not a recipe.
         """
         names = [recipe.value for recipe in Float8LinearRecipeName]
         if recipe_name not in (*Float8LinearRecipeName, *names):
@@ -542,7 +542,7 @@ class Float8LinearConfig:
 
 
 def _alike(cast: CastConfig, **others: Any) -> Float8LinearConfig:
-    """A config that casts all operands alike, but for what other fields say."""
+    """A config with the same cast for all operands, overridden by ``others``."""
     casts: dict[str, Any] = {f"cast_config_{operand}": cast for operand in get_args(Operand)}
     return Float8LinearConfig(**casts | others)
 

@@ -22,7 +22,7 @@ from fp8_dist.products import Product, products_of, share_of, size_of
 
 FilterFn = Callable[[nn.Module, str], bool]
 
-# Why the layers of models that were converted were left out.
+# The reasons why conversions left layers out.
 _reasons: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 
 
@@ -32,16 +32,16 @@ def convert_to_float8_training(
     module_filter_fn: FilterFn | None = None,
     config: Float8LinearConfig | None = None,
 ) -> nn.Module:
-    """Replace the linear layers of a model by float8 ones, in place.
+    """Replace the linear layers of a model with float8 ones, in place.
 
     Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied.
     Parameters, hooks and attributes of the layers carry over.
 
-    One warning names what is left in high precision though no filter asked for it: subclasses of
-    nn.Linear that override ``forward``, layers whose weight is computed (``weight_norm``), layers
-    whose weight nn.MultiheadAttention reads, transformers' Conv1D layers, and experts, whose
-    weights are 3-D parameters. It also names converted layers that a GPU would refuse, because
-    in_features or out_features is not a multiple of 16.
+    One warning lists the layers that stay in high precision although no filter excluded them:
+    subclasses of nn.Linear that override ``forward``, layers whose weight is computed
+    (``weight_norm``), layers whose weight nn.MultiheadAttention reads, transformers' Conv1D layers,
+    and experts, whose weights are 3-D parameters. It also lists converted layers that a GPU would
+    refuse, because in_features or out_features is not a multiple of 16.
 
     Args:
         module: the model.
@@ -56,8 +56,8 @@ def convert_to_float8_training(
 
     Raises:
         ValueError: no layer was converted (the message has the reason for each), a layer was
-            converted before with another config, a weight is distributed already, or a module that
-            is not converted shares a weight that is to be gathered in float8.
+            converted before with another config, a weight is distributed already, or an unconverted
+            module shares a weight that is to be gathered in float8.
         TypeError: ``config`` is not a Float8LinearConfig.
     """
     if config is not None and not isinstance(config, Float8LinearConfig):
@@ -89,7 +89,7 @@ def convert_to_float8_training(
 def _choose(
     module: nn.Module, module_filter_fn: FilterFn | None, config: Float8LinearConfig | None
 ) -> dict[str, nn.Linear]:
-    """The layers to convert, by name; warns of those that can't be converted."""
+    """The layers to convert, by name; warns about those that can't be converted."""
     chosen: dict[str, nn.Linear] = {}
     reasons: dict[str, str] = {}
     left: list[str] = []
@@ -142,7 +142,7 @@ def _refused_by_gpus(chosen: dict[str, nn.Linear], config: Float8LinearConfig) -
 
 
 def _not_linear(module: nn.Module) -> list[str]:
-    """Say which weights no conversion reaches, because no nn.Linear owns them."""
+    """Messages about weights that no conversion reaches, because no nn.Linear owns them."""
     products, said = products_of(module), []
     conv1d = [product for product in products if product.kind == "Conv1D"]
     if conv1d:
@@ -163,7 +163,7 @@ def _not_linear(module: nn.Module) -> list[str]:
 
 
 def _shares(part: list[Product], products: list[Product], module: nn.Module) -> str:
-    """The share of parameters, and of FLOPs if they are known, in words."""
+    """Text of the share of parameters, and of FLOPs if they are known."""
     parameters = share_of(sum(p.parameters for p in part), size_of(module))
     said = f"{parameters:.1%} of the model's parameters"
     experts = [p for p in products if p.kind == "experts"]
@@ -179,26 +179,26 @@ def _shares(part: list[Product], products: list[Product], module: nn.Module) -> 
 
 
 def _listed(layers: Iterable[tuple[str, tuple[int, ...]]], limit: int = 4) -> str:
-    """Names with sizes; of a long list its beginning, and the number of the others."""
+    """Text of names with sizes; a long list is cut and ends with the number of the others."""
     named = [f"{name or 'the module'} ({' x '.join(map(str, shape))})" for name, shape in layers]
     more = [f"and {len(named) - limit} more"] if len(named) > limit + 1 else []
     return ", ".join([*(named[:limit] if more else named), *more])
 
 
 def skip_reason(layer: nn.Linear) -> str:
-    """Why a layer is not in float8."""
+    """The reason why a layer is not in float8."""
     never = "convert_to_float8_training has not seen it"
     return _reasons.get(layer) or _unconvertible(layer) or never
 
 
 def _why_filtered(module_filter_fn: FilterFn, fqn: str) -> str:
-    """In the words of the filter, if it has any (a method ``reason``)."""
+    """The reason that the filter gives, if it has a method ``reason``; else a general one."""
     reason = getattr(module_filter_fn, "reason", None)
     return reason(fqn) if callable(reason) else "module_filter_fn returned False"
 
 
 def _unconvertible(layer: nn.Linear) -> str:
-    """Why a layer can't be converted, or an empty string."""
+    """The reason why a layer can't be converted, or an empty string."""
     if is_parametrized(layer) or "weight" not in layer._parameters:
         return "its weight is computed from other parameters (a parametrization, weight_norm)"
     if isinstance(layer, LazyModuleMixin):
@@ -226,7 +226,7 @@ def _nothing_converted(module: nn.Module, skipped: dict[str, str], not_linear: l
 
 
 def _check_not_distributed(chosen: dict[str, nn.Linear]) -> None:
-    """Refuse layers to which tensor parallelism or FSDP2 was applied."""
+    """Raise ValueError for layers to which tensor parallelism or FSDP2 was applied."""
     late = [fqn or "the module" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)]
     if late:
         raise ValueError(
@@ -239,7 +239,7 @@ def _check_not_distributed(chosen: dict[str, nn.Linear]) -> None:
 def _check_shared_weights(
     module: nn.Module, chosen: dict[str, nn.Linear], config: Float8LinearConfig
 ) -> None:
-    """Refuse a float8 gather of a weight that is shared with an unconverted module."""
+    """Raise ValueError for a float8 gather of a weight that an unconverted module shares."""
     if not config.fsdp_float8_all_gather:
         return
     shared = other_users(module, chosen)

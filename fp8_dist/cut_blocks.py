@@ -1,7 +1,7 @@
-"""Blocks that shards cut: their exponents are the largest that any of the ranks has found.
+"""Exponents of blocks that shards cut.
 
-A rank finds the exponents of what it has of each block. Exponents grow with the amax, so the
-largest is that of the whole block.
+Each rank computes the exponent of its part of a block. Exponents grow with the amax, so the largest
+over the ranks is the exponent of the whole block.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from fp8_dist.torch_internals import cached_but_in_graphs
 
 
 def granularity_at(granularity: Granularity, layout: Layout | None) -> Granularity:
-    """That of a rank's part of a tensor, which may begin inside of blocks.
+    """Granularity of this rank's part of a tensor, which may begin inside of blocks.
 
     Raises:
-        NotImplementedError: a part has several pieces, which cut blocks; on all ranks alike.
+        NotImplementedError: a part has several pieces, which cut blocks; on all ranks.
     """
     if not isinstance(granularity, Blocks) or layout is None:
         return granularity
@@ -50,7 +50,7 @@ def _check_pieces(layout: Layout, granularity: Blocks) -> None:
 
 @cached_but_in_graphs
 def _are_unequal(layout: Layout, granularity: Blocks) -> bool:
-    """Whether the parts of ranks don't fit together again as float8; the same on all ranks."""
+    """Whether ranks' parts can't be joined as float8; the same result on all ranks."""
     return are_cut(layout, granularity) or any(
         is_packed(layout, dim) or len(local_sizes(layout, dim)) > 1 for dim in _dims(granularity)
     )
@@ -63,7 +63,7 @@ def _dims(granularity: Blocks) -> tuple[int, ...]:
 
 @cached_but_in_graphs
 def cut_blocks(layout: Layout, granularity: Granularity, dim: int) -> tuple[int, ...]:
-    """The blocks along a dim (``-1``, ``-2``) that shards cut; the same on all ranks."""
+    """Indices of the blocks along a dim (-1 or -2) that shards cut; the same on all ranks."""
     assert isinstance(granularity, Blocks)
     size = granularity.columns if dim == -1 else granularity.rows
     starts = shard_starts(layout, dim)
@@ -71,14 +71,14 @@ def cut_blocks(layout: Layout, granularity: Granularity, dim: int) -> tuple[int,
 
 
 def are_cut(layout: Layout, granularity: Granularity) -> bool:
-    """Whether shards cut blocks of a tensor; the same on all ranks."""
+    """Whether shards cut blocks of a tensor; the same result on all ranks."""
     return bool(cut_blocks(layout, granularity, -1) or cut_blocks(layout, granularity, -2))
 
 
 def scales_fit_into_gather(layout: Layout, granularity: Granularity) -> bool:
-    """Whether FSDP2's gather of a weight can carry the scales of blocks; the same on all ranks.
+    """Whether FSDP2's gather of a weight can carry block scales; the same result on all ranks.
 
-    They are the rows of the matrix of scales then, as many on each rank.
+    The gather moves rows of the matrix of scales, as many from each rank.
     """
     # The axes of FSDP2 come before that of tensor parallelism.
     dims = [sharded_dim(p, 2) for p in layout.placements]
@@ -90,16 +90,16 @@ def scales_fit_into_gather(layout: Layout, granularity: Granularity) -> bool:
 def whole_exponents(
     exponents: torch.Tensor, layout: Layout, granularity: Granularity, groups: GroupNames
 ) -> torch.Tensor:
-    """The exponents of a matrix, of which each rank has found those of its part.
+    """Combine the exponents of all ranks' parts of a matrix to those of the matrix.
 
     Args:
-        exponents: of the part: uint8, ``[r, c]``.
-        layout: of the matrix.
-        granularity: of the whole matrix.
-        groups: of the axes along which it is sharded.
+        exponents: the exponents of this rank's part, uint8, ``[r, c]``.
+        layout: the layout of the matrix.
+        granularity: the granularity of the whole matrix.
+        groups: the groups of the axes along which it is sharded.
 
     Returns:
-        uint8, ``[R, C]``.
+        The exponents of the matrix, uint8, ``[R, C]``.
 
     Collectives: for each of ``groups`` one all-reduce (MAX) of 1 byte per block.
     """
@@ -111,7 +111,7 @@ def whole_exponents(
 def part_of_exponents(
     every: torch.Tensor, part: Sequence[int], layout: Layout, granularity: Granularity
 ) -> torch.Tensor:
-    """Of the exponents of a matrix those of this rank's ``part``, a shape."""
+    """Slice this rank's exponents from those of a matrix; ``part`` is the shape of its shard."""
     local = granularity_at(granularity, layout)
     offset = granularity.offset(global_offset(layout))
     return narrowed(every, offset, local.scale_shape(part)).contiguous()
@@ -120,13 +120,13 @@ def part_of_exponents(
 def reduced_exponents(
     exponents: torch.Tensor, layout: Layout, granularity: Granularity, groups: GroupNames
 ) -> torch.Tensor:
-    """The exponents of the whole blocks of one row that this rank has a part of.
+    """Reduce the exponents of this rank's one-row blocks to those of the whole blocks.
 
     Args:
-        exponents: of its part: uint8, ``[..., C]``.
-        layout: of the tensor.
-        granularity: of the whole tensor.
-        groups: of the axes along which its rows are sharded.
+        exponents: the exponents of this rank's part, uint8, ``[..., C]``.
+        layout: the layout of the tensor.
+        granularity: the granularity of the whole tensor.
+        groups: the groups of the axes along which its rows are sharded.
 
     Collectives: none if no block is cut. Otherwise one all-reduce (MAX) for each of ``groups``, of
     1 byte per row and cut block.
@@ -135,8 +135,8 @@ def reduced_exponents(
     if not (groups and cut):
         return exponents
     first = granularity.offset(global_offset(layout))[-1]
-    # Of each at an end of the part: its index among all that are cut, and in the part. (A list of
-    # indices would be copied to the device.)
+    # For each cut block of the part: its index among all cut blocks, and in the part. Indexing by
+    # a list would copy the list to the device.
     ends = [(i, n - first) for i, n in enumerate(cut) if first <= n < first + exponents.shape[-1]]
     parts = exponents.new_zeros((*exponents.shape[:-1], len(cut)))
     for slot, column in ends:

@@ -1,6 +1,6 @@
-"""What this machine, and a model, would do in float8: ``python -m fp8_dist.doctor``.
+"""Report of the float8 support of this machine and of a model: ``python -m fp8_dist.doctor``.
 
-Prints the versions and devices that matter, and for a model what a conversion reaches::
+It prints the versions and devices that matter, and the layers of a model that would be converted::
 
     python -m fp8_dist.doctor
     python -m fp8_dist.doctor --model package.module:function --recipe rowwise_folded --dp 8 --tp 2
@@ -43,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, by default those of the process.
 
     Returns:
-        The exit status 0. A wrong call is a SystemExit with status 2 and one line on stderr.
+        The exit status, 0.
+
+    Raises:
+        SystemExit: with status 2 and one line on stderr, for wrong arguments.
 
     Collectives: none.
     """
@@ -67,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Without the usage before an error."""
+    """A parser that prints an error without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
@@ -204,7 +207,7 @@ def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[s
     yield f'recipe {recipe}, enable_fsdp_float8_all_gather="auto"'
     yield "module_filter_fn=skip_head(model)"
     try:
-        with warnings.catch_warnings(action="ignore"):  # the summary has what they say
+        with warnings.catch_warnings(action="ignore"):  # the summary has the same information
             model = convert_to_float8_training(
                 model, module_filter_fn=skip_head(model), config=config
             )
@@ -231,7 +234,7 @@ def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[s
 def _gathers(
     config: Float8LinearConfig, summary: ConversionSummary, dp: int, tp: int
 ) -> Iterator[str]:
-    """What FSDP2 and TP/SP gather, and in which precision."""
+    """Lines about the gathers of FSDP2 and TP/SP, and their precision."""
     if dp > 1:
         elements = sum(row.parameters for row in summary.converted)
         yield (
@@ -254,7 +257,7 @@ def _precision(config: Float8LinearConfig, operand: Operand) -> str:
 
 
 def _notes(rows: Iterable[WeightSummary], reason: Callable[[WeightSummary], str]) -> Iterator[str]:
-    """The rows for which there is a reason, with it; like rows on one line."""
+    """Lines for the rows that have a reason; similar rows share a line."""
     noted = [replace(row, reason=reason(row)) for row in rows]
     for name, found in alike(row for row in noted if row.reason):
         count = f" ({len(found)})" if len(found) > 1 else ""
@@ -266,7 +269,7 @@ def _left_out_as_misaligned(row: WeightSummary) -> bool:
 
 
 def _misaligned(shape: tuple[int, ...], tp: int) -> str:
-    """Which features of a layer are misaligned, as a whole or as a tensor-parallel rank's part."""
+    """Text of a layer's misaligned features, as a whole or as a tensor-parallel rank's part."""
     found = []
     sides = (("out_features", "ColwiseParallel"), ("in_features", "RowwiseParallel"))
     for size, (name, style) in zip(shape, sides, strict=True):
@@ -279,7 +282,7 @@ def _misaligned(shape: tuple[int, ...], tp: int) -> str:
 
 
 def _too_small(row: WeightSummary, recipe: str, tp: int) -> str:
-    """Why auto_filter leaves out an aligned layer."""
+    """The reason why auto_filter leaves out an aligned layer, or an empty string."""
     admits = auto_filter(recipe, tp_size=tp)
     out_features, in_features = row.shape
     layer = nn.Linear(in_features, out_features, device="meta")

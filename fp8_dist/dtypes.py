@@ -1,6 +1,6 @@
-"""Float8 dtypes per device, and which devices can multiply them.
+"""Float8 dtypes per device, and the devices that can multiply them.
 
-The words of the package (amax, scale, qdata, axis, dim) are in docs/design.md.
+docs/design.md defines the terms of the package (amax, scale, qdata, axis, dim).
 """
 
 from functools import cache
@@ -24,44 +24,44 @@ def _rocm_arch() -> str:
 
 
 def _reads_fnuz() -> bool:
-    # MI300-class matrix cores read the fnuz encodings only.
+    # MI300-class matrix cores only support the fnuz encodings.
     return _rocm_arch() in ("gfx940", "gfx941", "gfx942")
 
 
 def e4m3() -> torch.dtype:
-    """The e4m3 dtype that this machine multiplies: the default of inputs and weights."""
+    """The e4m3 dtype that this machine multiplies, the default for inputs and weights."""
     return torch.float8_e4m3fnuz if _reads_fnuz() else torch.float8_e4m3fn
 
 
 def e5m2() -> torch.dtype:
-    """The e5m2 dtype that this machine multiplies: the default of output gradients."""
+    """The e5m2 dtype that this machine multiplies, the default for output gradients."""
     return torch.float8_e5m2fnuz if _reads_fnuz() else torch.float8_e5m2
 
 
 def is_float8(dtype: torch.dtype) -> bool:
-    """True for the four 8-bit floating-point dtypes that this package casts to."""
+    """Whether a dtype is one of the four 8-bit floating-point dtypes that this package casts to."""
     return dtype in FLOAT8_DTYPES
 
 
 def autocast(x: torch.Tensor) -> torch.Tensor:
-    """A floating-point tensor in the dtype of autocast, where that is on; fp64 stays fp64."""
+    """Cast a floating-point tensor to the autocast dtype if autocast is on; fp64 stays fp64."""
     device = x.device.type
     if device == "meta" or x.dtype is torch.float64 or not torch.is_autocast_enabled(device):
-        return x  # (torch raises if it is asked for the autocast of the meta device.)
+        return x  # torch raises for autocast of the meta device
     return x.to(torch.get_autocast_dtype(device))
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """``torch.float8_e4m3fn`` -> ``"e4m3fn"``; other dtypes lose only their ``torch.`` prefix."""
+    """Name of a dtype without the prefixes ``torch.`` and ``float8_``: ``"e4m3fn"``."""
     return str(dtype).removeprefix("torch.").removeprefix("float8_")
 
 
 @cache
 def device_has_float8_gemm(device: torch.device) -> bool:
-    """True where ``torch._scaled_mm`` runs on float8 matrix cores.
+    """Whether ``torch._scaled_mm`` runs on float8 matrix cores of a device.
 
-    NVIDIA from compute capability 8.9 (Ada, Hopper), AMD from gfx94x. (On a CPU the operator is
-    slower than :mod:`fp8_dist.kernels.cpu.gemm`.)
+    These are NVIDIA GPUs from compute capability 8.9 (Ada, Hopper), and AMD's gfx94x, gfx95x and
+    gfx12x. On a CPU the operator is slower than :mod:`fp8_dist.kernels.cpu.gemm`.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return False

@@ -1,4 +1,4 @@
-"""Every ``FP8_DIST_*`` environment switch: parsed here, read nowhere else.
+"""The ``FP8_DIST_*`` environment switches. No other module reads them.
 
 =============================  ==========================================================
 switch                         effect
@@ -25,5 +25,5 @@ def strict_alignment() -> bool:
 
 
 def set_switches() -> dict[str, str]:
-    """The ``FP8_DIST_*`` variables that are set, those too that are not in ``SWITCHES``."""
+    """The ``FP8_DIST_*`` variables that are set, including any that are not in ``SWITCHES``."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("FP8_DIST_")}

@@ -1,4 +1,4 @@
-"""The weights of a trained model for serving, as Hugging Face's FP8 block checkpoints have them.
+"""Export of a trained model's weights in the format of Hugging Face's FP8 block checkpoints.
 
 A converted layer has two entries there: ``NAME.weight``, float8_e4m3fn, and
 ``NAME.weight_scale_inv``, fp32, one scale per block. Despite its name the scale is multiplied:
@@ -27,10 +27,10 @@ from fp8_dist.torch_internals import fsdp_parameter_uses
 
 
 class _Exported(NamedTuple):
-    """A weight as it is exported: DTensors, if the parameter is one."""
+    """An exported weight; DTensors if the parameter is one."""
 
-    weight: torch.Tensor  # float8_e4m3fn, [N, K], where the parameter is
-    scale_inv: torch.Tensor  # fp32, [ceil(N / rows), ceil(K / columns)], whole on every rank
+    weight: torch.Tensor  # float8_e4m3fn, [N, K], on the device of the parameter
+    scale_inv: torch.Tensor  # fp32, [ceil(N / rows), ceil(K / columns)], complete on every rank
 
 
 def float8_state_dict(
@@ -41,16 +41,16 @@ def float8_state_dict(
     The names are those of ``get_model_state_dict``. For a converted layer, ``NAME.weight`` is
     float8_e4m3fn, ``[N, K]``, and ``NAME.weight_scale_inv`` fp32, with one scale per block:
     ``[ceil(N / 128), ceil(K / 128)]`` for the recipe ``blockwise``, blocks of 32 x 32 for
-    ``mxfp8``. Biases and whatever was not converted keep their dtypes.
+    ``mxfp8``. Biases and unconverted modules keep their dtypes.
 
-    Bytes and scales are those of the weights' present values, bit for bit what the next forward
-    multiplies on any mesh. (If FSDP2 gathers a weight in high precision as
-    ``MixedPrecisionPolicy(param_dtype=...)``, that rounding comes first here too.)
+    Data and scales are those of the weights' current values, bit for bit the operands that the next
+    forward multiplies on any mesh. If FSDP2 gathers a weight in high precision as
+    ``MixedPrecisionPolicy(param_dtype=...)``, the weight is rounded to that dtype first here too.
 
     Args:
-        model: with layers converted by ``blockwise`` or ``mxfp8``; DDP's wrapper is left out of the
-            names.
-        full_state_dict: gather whole tensors. Otherwise the weight of a distributed parameter is a
+        model: a model with layers converted by ``blockwise`` or ``mxfp8``; DDP's wrapper is left
+            out of the names.
+        full_state_dict: gather full tensors. Otherwise the weight of a distributed parameter is a
             DTensor of the same placements, and its scales are a replicated DTensor: shards may cut
             blocks, so every rank has all of them.
         cpu_offload: move tensors to the CPU. With ``full_state_dict``, rank 0 alone has them, and
@@ -73,7 +73,7 @@ def float8_state_dict(
     }
     made: dict[int, _Exported] = {}
     found: dict[str, Any] = {}
-    # (FSDP2 reshards here what it has gathered.)
+    # This reshards the parameters that FSDP2 has gathered.
     for name, value in get_model_state_dict(model).items():
         layer = layers.get(name)
         if layer is None:
@@ -90,9 +90,9 @@ def float8_quantization_config(model: nn.Module) -> dict[str, Any]:
     """The ``quantization_config`` of a checkpoint of :func:`float8_state_dict`, for config.json.
 
     Returns:
-        Plain data. ``modules_to_not_convert`` names the modules with matrices that were not
-        converted (but for embeddings). It is always there: loaders would otherwise guess that the
-        head is in high precision.
+        Plain data. ``modules_to_not_convert`` lists the unconverted modules with matrices, except
+        for embeddings. It is always present: loaders would otherwise assume that the head is in
+        high precision.
 
     Collectives: none.
 
@@ -118,7 +118,12 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
-    """The converted layers by the key of their weight; ValueError if one can't be exported."""
+    """The converted layers by the key of their weight.
+
+    Raises:
+        ValueError: there is none, or one can't be exported.
+        NotImplementedError: a weight is a plain local tensor (``declare_placements``).
+    """
     converted = float8_layers(model)
     if not converted:
         raise ValueError(
@@ -189,7 +194,7 @@ def _is_left_out(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _export(layer: Float8Linear, gathered_as: torch.dtype | None) -> _Exported:
-    """A layer's weight in float8, by the functions that cast it for a forward.
+    """Cast a layer's weight to float8 by the functions that cast it for a forward.
 
     ``gathered_as``: the dtype in which FSDP2 gathers the weight, if not in float8.
     """
@@ -197,7 +202,7 @@ def _export(layer: Float8Linear, gathered_as: torch.dtype | None) -> _Exported:
     assert cast is not None
     shard, layout = weight.shard().detach(), Layout.of(parameter)
     home = shard.device
-    if layout is not None:  # its groups reduce on the mesh's devices; FSDP2 may offload to the CPU
+    if layout is not None:  # collectives run on the mesh's device; FSDP2 may offload to the CPU
         shard = shard.to(layout.mesh.device_type)
     if gathered_as is not None and weight.shard() is local_tensor(parameter):
         shard = shard.to(gathered_as)
@@ -215,7 +220,7 @@ def _export(layer: Float8Linear, gathered_as: torch.dtype | None) -> _Exported:
 
 
 def _moved(state_dict: dict[str, Any], full_state_dict: bool, cpu_offload: bool) -> dict[str, Any]:
-    """The entries where they were asked for, one after the other."""
+    """Gather and offload the entries as requested, one at a time."""
     keeps = not (full_state_dict and cpu_offload and dist.is_initialized() and dist.get_rank() > 0)
     moved = {}
     for name, value in state_dict.items():
@@ -229,7 +234,7 @@ def _moved(state_dict: dict[str, Any], full_state_dict: bool, cpu_offload: bool)
 
 
 def _full(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor, on the mesh's device. float8 moves as bytes, which every backend takes."""
+    """The full tensor, on the mesh's device. float8 moves as bytes, which every backend accepts."""
     local = local_tensor(tensor).detach().to(tensor.device_mesh.device_type)
     if local.dtype is not torch.float8_e4m3fn:
         whole = with_local(tensor, local)

@@ -1,7 +1,8 @@
-"""What one scale of an operand covers: one small class per granularity.
+"""Granularities of scales, one small class for each.
 
 An N-D operand ``[..., K]`` is a matrix whose rows are along its last dim. Everything that depends
-on what a scale covers is a method here. CONTRIBUTING.md says how to add a granularity.
+on the values that a scale covers is a method here. CONTRIBUTING.md explains how to add a
+granularity.
 """
 
 import re
@@ -16,10 +17,12 @@ from fp8_dist.mesh import sharded_dim
 
 
 class Granularity:
-    """What one scale covers. Stateless: a subclass has one instance, and is compared by it.
+    """The values that one scale covers.
+
+    Granularities are stateless and compared by identity: a subclass has one instance.
 
     Attributes:
-        name: for messages ("one scale per row"), and in graphs.
+        name: identifies the granularity in messages ("one scale per row") and in graphs.
         can_gather: float8 data can be gathered: one scale serves all, or whole rows move, each with
             its scales (see :meth:`to_rows`).
     """
@@ -34,26 +37,29 @@ class Granularity:
 
     @property
     def second_use(self) -> "Granularity":
-        """What a scale covers in the operand's second GEMM; ``self`` if one copy serves both."""
+        """Granularity in the operand's second GEMM; ``self`` if one copy serves both."""
         return self
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
-        """A view of a tensor in which a scale covers whole dims: those of :meth:`covered_dims`."""
+        """A view of a tensor in which a scale covers whole dims, see :meth:`covered_dims`."""
         return x
 
     def covered_dims(self, ndim: int) -> tuple[int, ...] | None:
-        """The dims of the grouped view that one scale covers, with size 1; ``None``: all, 0-dim."""
+        """The dims of the grouped view that one scale covers; ``None``: all.
+
+        Scales have size 1 along these dims, and are 0-dim if a scale covers all.
+        """
         raise NotImplementedError
 
     def scale_shape(self, shape: Sequence[int]) -> list[int]:
-        """The shape of the scales of a tensor, which is that of its amaxes."""
+        """The shape of the scales of a tensor, and of its amaxes."""
         grouped = shape
         if self.is_grouped:
             grouped = self.grouped(torch.empty(tuple(shape), device="meta")).shape
         return self._per_dim(grouped, covered=1)
 
     def offset(self, offset: Sequence[int]) -> list[int]:
-        """Where a shard's scales begin among those of the tensor, if it begins at ``offset``."""
+        """Offset of a shard's scales among those of the tensor, if the shard is at ``offset``."""
         self._check_not_grouped()
         return self._per_dim(offset, covered=0)
 
@@ -65,67 +71,68 @@ class Granularity:
         return tuple(i for i, p in enumerate(placements) if sharded_dim(p, ndim) in covered)
 
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
-        """Whether float8 data can be redistributed, after its cast, from shards of these dims."""
+        """Whether a float8 tensor that is sharded along these dims can be redistributed."""
         return not dims
 
     @property
     def scales_move(self) -> bool:
-        """Whether scales are gathered with the data. (Otherwise all ranks have the same one.)"""
+        """Whether scales are gathered with the data. Otherwise all ranks have the same scale."""
         return self.can_gather and self.covered_dims(2) is not None
 
     def to_rows(self, scale: torch.Tensor) -> torch.Tensor:
-        """The scales as a Float8Tensor holds them: ``[..., C]``, the numbers of each row.
+        """The scales in the form of a Float8Tensor: ``[..., C]``, the scales of each row.
 
-        They move with their rows. Only a granularity that groups dims needs another form.
+        They move with their rows. Only a granularity that groups dims needs to convert them.
         """
         return scale
 
     def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """What :meth:`to_rows` was given, of as many rows."""
+        """The inverse of :meth:`to_rows`, for any number of rows."""
         return rows
 
     def fixed_dims(self, ndim: int) -> tuple[int, ...]:
-        """The dims of data along which the scale of a Float8Tensor does not follow it."""
+        """The dims along which the scale of a Float8Tensor can't be sliced like its data."""
         return (ndim - 1,) if self.is_grouped else self.covered_dims(ndim) or ()
 
     @property
     def blocks(self) -> tuple[int, int, int, int] | None:
-        """For scales of blocks, what these are: see :mod:`fp8_dist.kernels.blocks`."""
+        """The blocks of block scales, see :mod:`fp8_dist.kernels.blocks`; None for others."""
         return None
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """fp32; uint8 for scales of blocks, whose exponents are kept."""
+        """The dtype of scales: fp32, or uint8 for blocks, which keep exponents."""
         return torch.float32 if self.blocks is None else torch.uint8
 
     def scale_values(self, scale: torch.Tensor) -> torch.Tensor:
-        """Scales in fp32."""
+        """The scales in fp32."""
         return scale
 
     def matrix_scale(self, scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """The scale of an operand, as a matrix of ``shape``: fp32, to be multiplied with it."""
+        """The scale of a matrix of ``shape``, fp32, in a shape that broadcasts with it."""
         return self.gemm_scale(scale)
 
     @property
     def whole(self) -> "Granularity":
-        """That of the whole tensor, if this is that of a part (see :meth:`at`)."""
+        """Granularity of the full tensor; it differs from ``self`` for a part (see :meth:`at`)."""
         return self
 
     def at(self, offset: Sequence[int]) -> "Granularity":
-        """That of a part of the tensor, which begins at ``offset``."""
+        """Granularity of the part of the tensor that begins at ``offset``."""
         return self
 
     def gemm_scale(self, scale: torch.Tensor) -> torch.Tensor:
-        """The scale of an operand, as the matrix ``[M, K]``, in the shape that a GEMM takes.
+        """The scale of an operand, as a matrix ``[M, K]``, in the shape that a GEMM takes.
 
-        0-dim, ``[M, 1]`` or ``[1, K]``: a GEMM applies scales along the dims that its result keeps.
-        ``[M, K]``: no float8 GEMM takes such scales; the product is computed in a wider type.
+        The shape is 0-dim, ``[M, 1]`` or ``[1, K]``: a GEMM applies scales along the dims that its
+        result keeps. It may be ``[M, K]``, which no float8 GEMM takes: the product is then computed
+        in a wider type.
         """
         raise NotImplementedError
 
     @property
     def is_grouped(self) -> bool:
-        """Whether a scale covers parts of dims: :meth:`grouped` is another view."""
+        """Whether a scale covers parts of dims, so that :meth:`grouped` returns another view."""
         return type(self).grouped is not Granularity.grouped
 
     def _per_dim(self, numbers: Sequence[int], covered: int) -> list[int]:
@@ -143,22 +150,22 @@ class Granularity:
         return f"<one scale per {self.name}>"
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        return granularity_named, (self.name,)  # also a copy is the one instance
+        return granularity_named, (self.name,)  # a copy is the same instance
 
 
 _BY_NAME: dict[str, Granularity] = {}
-# (Not a cache of functools, of which dynamo warns.)
+# A dict instead of a functools cache, about which dynamo warns.
 _BLOCKS: dict[tuple[int, int, str | None, tuple[int, int], bool], "Blocks"] = {}
-# The rule of the exponents of blocks in a name.
+# The suffix of a name for each rule of the exponents of blocks.
 _RULES = {None: "", "ceil": " (MX)", "floor": " (MX, floor)"}
 
 
 def granularity_named(name: str) -> Granularity:
-    """The granularity of this name."""
+    """The granularity with this name."""
     if name.startswith(_PerSlice.PREFIX):
         return _per_slice(tuple(map(int, name.removeprefix(_PerSlice.PREFIX).split())))
     if name not in _BY_NAME and name.startswith(Blocks.PREFIX):
-        return Blocks.parse(name)  # of another process
+        return Blocks.parse(name)  # made in another process
     return _BY_NAME[name]
 
 
@@ -205,7 +212,7 @@ class _PerColumn(Granularity):
 
 
 class _PerSlice(Granularity):
-    """Given dims, as ``cast_to_float8`` takes them, or as moving dims leaves those of a row."""
+    """One scale covers given dims: those of ``cast_to_float8``, or of rows after dims moved."""
 
     PREFIX = "slice of dims "
 
@@ -218,18 +225,20 @@ class _PerSlice(Granularity):
 
 
 class Blocks(Granularity):
-    """Blocks of ``rows x columns`` values, whose scales are powers of two: one byte each.
+    """Blocks of ``rows x columns`` values, whose scales are powers of two of one byte each.
 
-    Blocks of one row, along the contraction of an operand's first GEMM, move whole rows. For the
-    GEMM that contracts the rows, data is blocked again (:func:`fp8_dist.kernels.reblock`). So one
-    copy serves both GEMMs, and so does one in square blocks.
+    Blocks of one row run along the contraction of an operand's first GEMM, and whole rows can be
+    redistributed. For the GEMM that contracts the rows, data is blocked again
+    (:func:`fp8_dist.kernels.reblock`), so one copy serves both GEMMs. A copy in square blocks
+    serves both as well.
 
     Attributes:
-        rows, columns: of a block.
-        rule: that of the exponents: "ceil", "floor" or None (see :mod:`fp8_dist.kernels.blocks`).
-        start: where in its first block a part of a tensor begins, per dim.
-        is_cut: ranks have parts of unequal size, or parts of one block, which don't fit together
-            again as float8. The same on all ranks.
+        rows, columns: the size of a block.
+        rule: the rule of the exponents: "ceil", "floor" or None (see
+            :mod:`fp8_dist.kernels.blocks`).
+        start: offset of a part of a tensor in its first block, per dim.
+        is_cut: ranks have parts of unequal size, or parts of one block, which can't be joined as
+            float8. The same on all ranks.
     """
 
     PREFIX = "block of "
@@ -258,7 +267,7 @@ class Blocks(Granularity):
         start: tuple[int, int] = (0, 0),
         is_cut: bool = False,
     ) -> "Blocks":
-        """The one instance with these attributes. (A graph makes its own: it can't keep them.)"""
+        """The one instance with these attributes. A graph makes its own, which is not kept."""
         key = rows, columns, rule, start, is_cut
         if key in _BLOCKS:
             return _BLOCKS[key]
@@ -269,7 +278,7 @@ class Blocks(Granularity):
 
     @staticmethod
     def parse(name: str) -> "Blocks":
-        """The granularity of this name."""
+        """The granularity with this name."""
         rows, columns, *start = map(int, re.findall(r"\d+", name))
         at = (start[0], start[1]) if start else (0, 0)
         rule = next((rule for rule, shown in _RULES.items() if shown and shown in name), None)
@@ -297,7 +306,7 @@ class Blocks(Granularity):
         return Blocks.of(self.rows, self.columns, self.rule, start, is_cut or self.is_cut)
 
     def transposed(self) -> "Blocks":
-        """That of the transposed matrix."""
+        """Granularity of the transposed matrix."""
         return Blocks.of(self.columns, self.rows, self.rule, self.start[::-1], self.is_cut)
 
     def scale_shape(self, shape: Sequence[int]) -> list[int]:
@@ -315,7 +324,7 @@ class Blocks(Granularity):
         return [*others, row // self.rows, column // self.columns]
 
     def amax_axes(self, placements: Sequence[Placement], ndim: int) -> tuple[int, ...]:
-        """All that may cut blocks. (Whether they do is a question of sizes.)"""
+        """The mesh axes that may cut blocks. Whether they do depends on sizes."""
         dims = [ndim - 2] if self.rows > 1 else []
         dims += [ndim - 1] if self.columns > 1 else []
         return tuple(i for i, p in enumerate(placements) if sharded_dim(p, ndim) in dims)
@@ -329,7 +338,7 @@ class Blocks(Granularity):
     def part_of_scales(
         self, scale: torch.Tensor, dim: int, start: int, length: int
     ) -> torch.Tensor:
-        """Of the scales of a tensor those of a part of it along a dim, which may cut blocks."""
+        """Slice the scales along ``dim`` for a part of a tensor, which may cut blocks."""
         from_end = dim - scale.ndim
         block = {-1: self.columns, -2: self.rows}.get(from_end, 1)
         begin = start + {-1: self.start[1], -2: self.start[0]}.get(from_end, 0)

@@ -1,4 +1,4 @@
-"""Linear layers that every filter leaves in high precision: heads, adapters, misaligned layers.
+"""Filter for linear layers that stay in high precision: heads, adapters, misaligned layers.
 
 Rounding costs more in a head's outputs, the logits, than elsewhere, and its weight is often tied to
 the embedding. The inner dim of a low-rank adapter is too small to gain. A GPU's float8 GEMM refuses
@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8_dist.kernels import ALIGNMENT
 
-# Names of heads, wherever they stand, and directly in the model.
+# The name of heads at any depth, and the names of heads directly in the model.
 _HEAD = "lm_head"
 _HEADS_OF_A_MODEL = frozenset(
     ["classification_head", "classifier", "cls", "embed_out", "qa_outputs", "score"]
@@ -34,7 +34,8 @@ class LayerFilter:
     """A ``module_filter_fn`` that applies the rule of this module; see :func:`skip_head`.
 
     Args:
-        model: the model that will be converted. Without it, heads are known by their names alone.
+        model: the model that will be converted. Without it, heads are recognized by their names
+            alone.
         names: further modules to leave out: whole names or consecutive parts of them.
     """
 
@@ -45,7 +46,7 @@ class LayerFilter:
         self._reasons: dict[str, str] = {}
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
-        """Whether a layer is to be converted."""
+        """Whether to convert a layer."""
         named = [f"modules_to_not_convert: {name}" for name in self._names if is_part(name, fqn)]
         reason = self.why_head_or_adapter(module, fqn)
         if not reason and isinstance(module, nn.Linear):
@@ -54,11 +55,11 @@ class LayerFilter:
         return not named and not reason
 
     def reason(self, fqn: str) -> str:
-        """Why a layer was left out, for messages."""
+        """The reason why a layer was left out, for messages."""
         return self._reasons[fqn]
 
     def why_head_or_adapter(self, module: nn.Module, fqn: str) -> str:
-        """Why a layer of any size is left out, or an empty string."""
+        """The reason, other than size, why a layer is left out, or an empty string."""
         if module in self._heads or _has_name_of_head(fqn):
             return "it is the model's head"
         if module in self._outside:
@@ -69,29 +70,30 @@ class LayerFilter:
 
 
 def skip_head(model: nn.Module | None = None) -> LayerFilter:
-    """Make a filter for ``convert_to_float8_training`` that leaves out heads and small layers.
+    """Make a filter for ``convert_to_float8_training`` that skips heads and small layers.
 
     The filter leaves out the same layers as ``Float8Callback`` and ``Fp8DistConfig``:
 
-    * the head: what ``get_output_embeddings()`` of the model, or of a model within it, returns;
-      what a transformers model has outside of its base model, but for stacks of layers (a decoder
-      in an nn.ModuleList); layers with the name
-      ``lm_head``, or within a module of this name; the layer ``output`` of the model itself; and
-      ``score``, ``classifier``, ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls``
-      of the model itself, with all layers within. A layer ``output`` or ``score`` of a module
-      within the model, such as ``attention.output``, is not the head. (Names that wrappers give
-      are ignored: ``module``, ``model``, ``base_model``, ``_orig_mod``, ``_fsdp_wrapped_module``
-      and ``_checkpoint_wrapped_module``.)
+    * the head: the result of ``get_output_embeddings()`` of the model, or of a model within it;
+      layers of a transformers model outside of its base model, except for stacks of layers (a
+      decoder in an nn.ModuleList); layers with the name ``lm_head``, or within a module of this
+      name; the layer ``output`` of the model itself; and ``score``, ``classifier``,
+      ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls`` of the model itself, with
+      all layers within. A layer ``output`` or ``score`` of a module within the model, such as
+      ``attention.output``, is not the head. Names that wrappers add are ignored: ``module``,
+      ``model``, ``base_model``, ``_orig_mod``, ``_fsdp_wrapped_module`` and
+      ``_checkpoint_wrapped_module``.
     * low-rank adapters: layers within a module whose name begins with ``lora_``
     * layers whose in_features or out_features is not a multiple of 16, which a GPU's float8 GEMM
-      refuses. (With ``pad_inner_dim=True`` such a layer would run, not gain.)
+      refuses. With ``pad_inner_dim=True`` such a layer would run, but not gain.
 
     ::
 
         convert_to_float8_training(model, module_filter_fn=skip_head(model))
 
     Args:
-        model: the model that will be converted. Without it, heads are known by their names alone.
+        model: the model that will be converted. Without it, heads are recognized by their names
+            alone.
 
     Returns:
         The filter, a function of a module and its name. Combine it with another one by
@@ -109,7 +111,7 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
 
 
 def why_misaligned(out_features: int, in_features: int) -> str:
-    """Say which size a GPU's float8 GEMM refuses; an empty string if none."""
+    """Text of the size that a GPU's float8 GEMM refuses; an empty string if there is none."""
     for name, size in (("out", out_features), ("in", in_features)):
         if size % ALIGNMENT:
             return f"{name} = {size} is not a multiple of {ALIGNMENT}"
@@ -117,17 +119,17 @@ def why_misaligned(out_features: int, in_features: int) -> str:
 
 
 def is_part(name: str, fqn: str) -> bool:
-    """Whether the parts of a name stand next to each other in that of a module."""
+    """Whether ``fqn`` contains the parts of ``name`` one after the other."""
     return f".{name}." in f".{fqn}."
 
 
 def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of what the model, or any module in it, calls its output embeddings."""
+    """The modules in the output embeddings of the model or of any module in it."""
     for module in model.modules():
         get: Any = getattr(module, "get_output_embeddings", None)
         try:
             head = get() if callable(get) else None
-        except NotImplementedError:  # a base class that leaves it to others
+        except NotImplementedError:  # a base class without an implementation
             continue
         for each in head if isinstance(head, list | tuple) else [head]:
             if isinstance(each, nn.Module):
@@ -135,11 +137,11 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outside_of_base_models(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of transformers models outside of their base models, but for stacks of layers."""
+    """The modules of transformers models outside of base models, except for stacks of layers."""
     stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     stacked = {module for stack in stacks for module in stack.modules()}
     for module in model.modules():
-        # (The class has it in transformers; wrappers such as PEFT's only pass it on.)
+        # transformers sets it on the class; wrappers such as PEFT's only forward the attribute.
         prefix = getattr(type(module), "base_model_prefix", None)
         base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
         if isinstance(base, nn.Module):

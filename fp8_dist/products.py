@@ -1,4 +1,4 @@
-"""Weights that a model multiplies by, with their sizes and FLOPs, whoever owns them."""
+"""Weights that a model multiplies by, of any module, with their sizes and FLOPs."""
 
 import math
 import re
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-# What transformers' configs call the number of experts that a token visits. (Their ``top_k`` is an
-# option of sampling.)
+# Names of the number of experts per token in transformers' configs. Their ``top_k`` is an option of
+# sampling.
 _EXPERTS_IN_CONFIG = ("num_experts_per_tok", "experts_per_token")
-# What modules call it.
+# Its names in modules.
 _EXPERTS_IN_MODULE = ("top_k", *_EXPERTS_IN_CONFIG)
 # Modules that multiply by each of their matrices, once per token.
 _PRODUCTS = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
@@ -35,14 +35,15 @@ class Product:
     """A weight that a model multiplies by, or may multiply by.
 
     Attributes:
-        kind: of its owner: an nn.Linear, transformers' Conv1D, experts, or another module.
+        kind: the kind of its owner: an nn.Linear, transformers' Conv1D, experts, or another module.
         name: the FQN of the linear layer or Conv1D, or of another module's parameter.
         owner: the module that has the parameter.
-        shape: the global shape; of a Conv1D [in, out].
-        parameters: elements of the weight; 0 if a product above shares it.
-        flops: per token, in the forward: 2 per multiplication. For experts those that a token
-            visits, or all if ``visited`` is None; 0 for a parameter that may be a table.
-        visited: the experts that a token visits; None if it is not found.
+        shape: the global shape; [in, out] for a Conv1D.
+        parameters: elements of the weight; 0 if an earlier product shares it.
+        flops: FLOPs of the forward per token, 2 per multiplication. For experts, only those that a
+            token visits count, or all if ``visited`` is None; 0 for a parameter that may be a
+            table.
+        visited: the number of experts that a token visits; None if it is not known.
     """
 
     kind: Literal["linear", "Conv1D", "experts", "other"]
@@ -55,7 +56,7 @@ class Product:
 
     @property
     def reason(self) -> str:
-        """Why no conversion reaches it; empty for an nn.Linear."""
+        """The reason why no conversion reaches it; empty for an nn.Linear."""
         if self.kind == "linear":
             return ""
         if self.kind == "experts":
@@ -77,19 +78,19 @@ def size_of(model: nn.Module) -> int:
 
 
 def share_of(part: int, whole: int) -> float:
-    """Return ``part / whole``, 0 if there is nothing."""
+    """Return ``part / whole``, or 0 if ``whole`` is 0."""
     return part / whole if whole else 0.0
 
 
 def _products(model: nn.Module) -> Iterator[Product]:
     modules = dict(model.named_modules())
     counted: set[int] = set()  # parameters, by id
-    whole = (nn.Linear, *_NO_PRODUCTS)  # (A parametrization is a module within.)
+    whole = (nn.Linear, *_NO_PRODUCTS)  # a parametrization is a module inside of these
     inside = {part for m in modules.values() if isinstance(m, whole) for part in m.modules()}
     for name, module in modules.items():
         if isinstance(module, nn.Linear):
             shape = (module.out_features, module.in_features)
-            # (A parametrized weight is made of several.)
+            # A parametrized weight consists of several parameters.
             weights = [p for p in module.parameters() if not is_lazy(p) and p.ndim > 1]
             size = _count(weights, counted)
             yield Product("linear", name, module, shape, size, 2 * math.prod(shape))
@@ -118,7 +119,7 @@ def _of_parameter(
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D: a linear layer whose weight is [in, out]."""
+    """Whether a module is transformers' Conv1D, a linear layer whose weight is [in, out]."""
     classes = ((cls.__module__, cls.__name__) for cls in type(module).__mro__)
     return ("transformers.pytorch_utils", "Conv1D") in classes
 
@@ -126,7 +127,10 @@ def is_conv1d(module: nn.Module) -> bool:
 def _experts_per_token(
     name: str, modules: dict[str, nn.Module], config: object, experts: int
 ) -> int | None:
-    """What the owner of a parameter, its neighbours, or the model's config say; None: nothing."""
+    """Number of experts per token in a parameter's owner, its neighbours, or the model's config.
+
+    Returns None if none of them has it.
+    """
     owner = name.rpartition(".")[0]
     parent = modules[owner.rpartition(".")[0]]
     places = [

@@ -1,4 +1,4 @@
-"""What the layers of a model keep beside its parameters, for distributed checkpoints (DCP)."""
+"""State of a model's layers other than its parameters, for distributed checkpoints (DCP)."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -19,33 +19,33 @@ _ERRORS = "gradient_errors"
 class Float8State:
     """Amax histories of DELAYED operands, and errors of gradients, as an object that DCP saves.
 
-    ``model.state_dict()`` has the keys of nn.Linear alone, and keeps histories in its metadata,
-    which ``torch.distributed.checkpoint`` drops. Save this object beside the model, and load it in
+    ``model.state_dict()`` has only the keys of nn.Linear, and keeps histories in its metadata,
+    which ``torch.distributed.checkpoint`` drops. Save this object with the model, and load it in
     the same way, on the same or another mesh, under any key, before the model or after it::
 
         state = {"model": ..., "optimizer": ..., "float8": Float8State(model)}
         dcp.save(state, checkpoint_id=folder)
 
-    DCP takes it as a value of the outermost dict alone; in a nested one use what ``state_dict``
-    returns.
+    DCP accepts it only as a value of the outermost dict. In a nested dict use the result of
+    ``state_dict()``.
 
     It is small (an entry per operand of a layer), and empty for recipes without histories. With
     the error feedback of ``set_gradient_transport`` it also holds each rank's errors, 1 byte per
-    element of the unsharded gradients. Their keys say the rank, its place among those that shard,
-    and the shape, so that a checkpoint of another mesh has none of them. Load it after
+    element of the unsharded gradients. Their keys contain the rank, its place among those that
+    shard, and the shape, so a checkpoint of another mesh has none of them. Load it after
     ``set_gradient_transport``.
 
-    DCP insists that a checkpoint has every key that is asked for. For a checkpoint that may lack
+    DCP requires that a checkpoint has every key that is requested. For a checkpoint that may lack
     them (one of bf16, of another recipe or mesh), load it in a call of its own, with
-    ``planner=DefaultLoadPlanner(allow_partial_load=True)``: what the checkpoint lacks is left as it
-    is, which is empty in a new model.
+    ``planner=DefaultLoadPlanner(allow_partial_load=True)``. Entries that the checkpoint lacks stay
+    as they are, which is empty in a new model.
 
     Histories are the same on all ranks that share a layer's mesh, and DCP saves them once. Data-
     parallel ranks of plain weights, as in DDP, have histories of their own: all of them continue
     with those of one rank.
 
     Args:
-        model: with converted layers, or without any; DDP's wrapper is left out of the names.
+        model: a model with or without converted layers; DDP's wrapper is left out of the names.
 
     Collectives: none, in ``state_dict`` and ``load_state_dict``.
     """
@@ -56,14 +56,15 @@ class Float8State:
     def state_dict(self) -> dict[str, Any]:
         """Amaxes by name of layer and operand, the newest first; empty before the first sync.
 
-        Errors of gradients by name, under ``"gradient_errors"``; no such key if none are kept. They
-        are the tensors themselves, which the next step changes: clone what is kept in memory.
+        Errors of gradients are under ``"gradient_errors"``, by name; the key is absent if none are
+        kept. They are the tensors themselves, which the next step changes: clone them to keep them
+        in memory.
         """
         layers = self._layers()
         histories = [h for layer in layers.values() for h in layer.histories.values()]
         filled = [h.history for h in histories if h.history is not None]
         lengths = [len(amaxes) for amaxes in filled]
-        if filled:  # to the host at once: each copy from a GPU would wait for it
+        if filled:  # one copy to the host, because each copy from a GPU waits for it
             filled = (
                 torch.cat([amaxes.to(filled[0].device) for amaxes in filled]).cpu().split(lengths)
             )
@@ -81,12 +82,12 @@ class Float8State:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue with saved histories, each cut to the length that this model keeps, and errors.
 
-        Histories and errors that are not in ``state_dict`` start anew. Those of layers and operands
-        that this model has no history of are ignored, as are errors of other ranks. Histories stay
-        until a forward uses them: no ``load_state_dict`` of the model replaces them before.
+        Histories and errors that are not in ``state_dict`` start anew. Histories of unknown layers
+        and operands are ignored, as are errors of other ranks. Loaded histories stay until a
+        forward uses them: no ``load_state_dict`` of the model replaces them before.
 
         Raises:
-            ValueError: a history or an error is damaged; nothing is changed then.
+            ValueError: a history or an error is damaged. Nothing is changed then.
         """
         layers, own_errors = self._layers(), gradient_errors(self.model)
         rows = {
@@ -122,10 +123,10 @@ class Float8State:
 
 
 def _matching_errors(saved: Any, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The saved errors of gradients that this rank keeps; warns once if some are not saved.
+    """The saved values of this rank's errors of gradients; warns once if some are missing.
 
     Raises:
-        ValueError: one is not a tensor of the same shape and dtype.
+        ValueError: an error is not a tensor of the same shape and dtype.
     """
     saved = saved if isinstance(saved, Mapping) else dict.fromkeys(own, saved)
     found = {key: saved[key] for key in own if key in saved}

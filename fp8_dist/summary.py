@@ -1,4 +1,4 @@
-"""What a conversion reached: the share of a model's parameters and FLOPs that is in float8."""
+"""Summary of a conversion: the share of a model's parameters and FLOPs that is in float8."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -19,11 +19,11 @@ class WeightSummary:
         name: the FQN of the linear layer, or of the parameter if no nn.Linear owns it.
         shape: the global shape.
         converted: whether the layer computes in float8.
-        reason: why it does not; empty if it does.
-        parameters: elements of the weight; 0 if a layer above shares it.
-        flops: of its product in the forward, per token: 2 per multiplication. (For experts those
-            that a token visits, or all, if their number is not found. 0 for a 2-D parameter that
-            may be a table. The reason says it.)
+        reason: the reason why it does not; empty if it does.
+        parameters: elements of the weight; 0 if an earlier row shares it.
+        flops: FLOPs of its product in the forward per token, 2 per multiplication. For experts,
+            only those that a token visits count, or all if their number is not known; 0 for a 2-D
+            parameter that may be a table. The reason states these cases.
     """
 
     name: str
@@ -36,11 +36,11 @@ class WeightSummary:
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """What :func:`conversion_summary` found; ``str()`` of it is a table.
+    """The result of :func:`conversion_summary`; ``str()`` prints a table.
 
     Attributes:
         rows: every weight that the model multiplies by, or may multiply by, in its order.
-        parameters: of the model, shared ones counted once.
+        parameters: the number of the model's parameters, shared ones counted once.
     """
 
     rows: tuple[WeightSummary, ...]
@@ -48,7 +48,7 @@ class ConversionSummary:
 
     @property
     def converted(self) -> tuple[WeightSummary, ...]:
-        """The layers in float8."""
+        """The rows of layers in float8."""
         return tuple(row for row in self.rows if row.converted)
 
     @property
@@ -58,12 +58,12 @@ class ConversionSummary:
 
     @property
     def parameter_share(self) -> float:
-        """The part of all parameters that is weights of float8 layers, 0 to 1."""
+        """The share of all parameters that belongs to weights of float8 layers, 0 to 1."""
         return share_of(sum(row.parameters for row in self.converted), self.parameters)
 
     @property
     def flop_share(self) -> float:
-        """The part of the FLOPs of all products with weights that is in float8, 0 to 1."""
+        """The share of the FLOPs of all products with weights that is in float8, 0 to 1."""
         total = sum(row.flops for row in self.rows)
         return share_of(sum(row.flops for row in self.converted), total)
 
@@ -86,7 +86,7 @@ class ConversionSummary:
         return "\n".join(lines)
 
     def _cells(self) -> Iterator[tuple[str, ...]]:
-        """Like rows of numbered blocks on one line, then what no row counts."""
+        """Cells of the table, with like rows of numbered blocks on one line; then the rest."""
         flops = sum(row.flops for row in self.rows)
         for name, rows in alike(self.rows):
             first = rows[0]
@@ -105,13 +105,13 @@ class ConversionSummary:
 
 
 def conversion_summary(model: nn.Module) -> ConversionSummary:
-    """Which weights of a model are in float8, which are not and why, and what share that is.
+    """Summarize the weights of a model: those in float8, those that are not, and the reasons.
 
     Call it after ``convert_to_float8_training``, before or after the model is distributed. Besides
     linear layers it lists parameters that modules multiply by without an nn.Linear, which no
     conversion reaches: 3-D parameters of experts, and matrices such as those of
-    nn.MultiheadAttention. A 2-D parameter of another module may be a table, of positions for
-    instance, and counts no FLOPs. ::
+    nn.MultiheadAttention. A 2-D parameter of another module may be a table (of positions, for
+    instance), and counts no FLOPs. ::
 
         print(conversion_summary(model))
 
@@ -137,7 +137,7 @@ def _row(product: Product) -> WeightSummary:
 
 
 def alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]]:
-    """Rows that differ only by the numbers in their names, with the name that has ``*`` there."""
+    """Group rows whose names differ only by numbers, under the name with ``*`` for the numbers."""
     alike: dict[tuple[object, ...], list[WeightSummary]] = {}
     for row in rows:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name)

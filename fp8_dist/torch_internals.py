@@ -1,7 +1,7 @@
-"""Every private name of torch that the library builds on, under a public name.
+"""Every private name of torch that the library uses, under a public name.
 
-A release of torch may rename them: one that is missing is an ImportError when the library is
-imported, not an AttributeError in the middle of a step.
+A release of torch may rename them. A missing name raises ImportError when the library is imported,
+instead of AttributeError in the middle of a step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ try:
     foreach_norm = torch._foreach_norm
     foreach_zero_ = torch._foreach_zero_
     tensor_data: Any = torch._C.TensorBase.data  # the descriptor behind tensor.data
-    tensor_version: Any = torch._C.TensorBase._version  # and behind tensor._version
+    tensor_version: Any = torch._C.TensorBase._version  # the descriptor behind tensor._version
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
@@ -72,16 +72,16 @@ except (ImportError, AttributeError) as error:
         "Install another release of torch"
     ) from error
 
-# What stands for tensors while a graph is made.
+# Types that stand for tensors while a graph is traced.
 STAND_INS = (FakeTensor, FunctionalTensor)
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
-# An op that torch got after 2.11: a collective's result becomes an AsyncCollectiveTensor.
+# An op of torch after 2.11 that wraps a collective's result as an AsyncCollectiveTensor.
 wrapped_in_flight = getattr(getattr(funcol, "_wrap_tensor_autograd", None), "default", None)
 
 
-# torch's GEMM with scales of blocks, and the names of its options: (function, scalings, swizzles).
+# torch's GEMM with block scales, and the enums of its options: (function, scalings, swizzles).
 _functional: Any = nn.functional
 block_gemm_of_torch: tuple[Any, Any, Any] | None = None
 if hasattr(_functional, "scaled_mm"):
@@ -96,7 +96,7 @@ R = TypeVar("R")
 
 
 def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator: ``lru_cache``, which is left out where dynamo traces, as it warns of caches."""
+    """Decorator: ``lru_cache``, except while dynamo traces, because it warns about caches."""
     cached: Callable[..., R] = lru_cache(maxsize=4096)(function)
 
     @wraps(function)
@@ -109,10 +109,10 @@ def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def stable_hash(tensor: torch.Tensor) -> str:
-    """The key of a tensor in torch's cache of compiled graphs: all that a graph may depend on.
+    """Key of a tensor in torch's cache of compiled graphs: everything that a graph may depend on.
 
-    It is the whole key of a tensor of a subclass, so it has shapes and dtypes, those of the tensors
-    inside too. A subclass has it as its method ``_stable_hash_for_caching``.
+    It is the whole key of a tensor subclass, so it includes shapes and dtypes, also those of inner
+    tensors. A subclass uses it as its method ``_stable_hash_for_caching``.
     """
     key: list[Any] = [type(tensor).__qualname__, tensor.device, tensor.dtype, tensor.requires_grad]
     key += [tensor.shape, tensor.stride(), tensor.storage_offset()]
@@ -123,11 +123,11 @@ def stable_hash(tensor: torch.Tensor) -> str:
 
 
 def _tell_local_tensors_apart() -> None:
-    """Let torch's cache of compiled graphs see what the local tensor of a DTensor is.
+    """Add the local tensor of a DTensor to its key in torch's cache of compiled graphs.
 
-    Its key (torch 2.13) has the placements and the shape of a DTensor alone. A compiled optimizer
-    that was traced with plain shards would be run on tensors of another class, and read their
-    address, which they don't have; a graph of e4m3 bytes would be run on e5m2 bytes.
+    The key of torch 2.13 has only the placements and the shape of a DTensor. A compiled optimizer
+    that was traced with plain shards would run on tensors of another class, and read their address,
+    which they don't have. A graph of e4m3 data would run on e5m2 data.
     """
     of_dtensor = getattr(DTensor, "_stable_hash_for_caching", None)
 
@@ -144,44 +144,47 @@ _tell_local_tensors_apart()
 
 
 def dtensor_local(tensor: DTensor) -> torch.Tensor:
-    """The local tensor as it is, perhaps in flight. (``to_local()`` waits, and has a gradient.)"""
+    """The local tensor, perhaps in flight. Unlike this, ``to_local()`` waits and has a gradient."""
     return tensor._local_tensor
 
 
 def set_dtensor_local(tensor: DTensor, local: torch.Tensor) -> None:
-    """Exchange the local tensor for another of the same shape and dtype, as FSDP2 does."""
+    """Replace the local tensor with another of the same shape and dtype, as FSDP2 does."""
     tensor._local_tensor = local
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
-    """Run ``call`` once the backward pass that is under way has ended."""
+    """Run ``call`` when the current backward pass has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def in_backward() -> bool:
-    """True where this thread runs code of a backward pass."""
+    """Whether this thread runs code of a backward pass."""
     return backward_id() != -1
 
 
 def backward_id() -> int:
-    """The number of the backward pass whose code this thread runs; -1 outside of any."""
+    """The number of the backward pass that this thread runs; -1 outside of any."""
     return int(_current_graph_task_id())
 
 
 def reserve_sequence_number() -> int:
-    """The place of a new autograd node in the order in which nodes are made; no node takes it."""
+    """Reserve the sequence number that the next autograd node would get."""
     return int(_any_node()._sequence_nr())
 
 
 def set_sequence_number(node: Any, number: int) -> None:
-    """Give the autograd node of a Function another place in the order in which nodes were made."""
+    """Set the sequence number of a Function's autograd node, which orders the backward."""
     _set_sequence_nr(node, number)
 
 
 def make_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> DTensor:
-    """``DTensor.from_local`` of a contiguous global tensor, without a gradient, in less time."""
+    """``DTensor.from_local`` for a contiguous global tensor, faster and without a gradient.
+
+    In a graph, with a gradient, or on a rank outside of the mesh it is ``from_local`` itself.
+    """
     if torch.compiler.is_compiling() or local.requires_grad or mesh.get_coordinate() is None:
         stride = contiguous_stride(shape)
         return DTensor.from_local(
@@ -211,25 +214,25 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor inside of wrappers, such as a DTensor; a plain tensor itself."""
+    """The plain tensor inside of wrappers, such as a DTensor, or ``tensor`` if it is plain."""
     while not is_plain(tensor) and hasattr(tensor, "__tensor_flatten__"):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return tensor
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True for a tensor or parameter of no subclass."""
+    """Whether a tensor or parameter is not of a subclass."""
     return type(tensor) in _PLAIN
 
 
 def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run after ``optimizer.step()``: not in subclasses that skip ``__init__``."""
+    """Whether hooks run after ``optimizer.step()``; not for subclasses that skip ``__init__``."""
     hooked = getattr(type(optimizer).step, "hooked", False)
     return hooked and "_optimizer_step_post_hooks" in vars(optimizer)
 
 
 def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
-    """Whether ``register_post_accumulate_grad_hook`` was called: a backward may then update it."""
+    """Whether a parameter has post-accumulate-grad hooks, which may update it in a backward."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
@@ -251,7 +254,10 @@ def is_mutable(op: OpOverload) -> bool:
 def written_arguments(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[Any]:
-    """Those arguments that an operator writes to; all of a collective: its schema tells of none."""
+    """The arguments that an operator writes to.
+
+    For a collective these are all arguments, because c10d schemas do not mark mutated ones.
+    """
     if op.namespace == "c10d":
         return args
     schema = op._schema
@@ -263,7 +269,7 @@ def written_arguments(
 
 
 def is_selectively_checkpointed() -> bool:
-    """True inside of selective activation checkpointing, its recomputation included."""
+    """Whether code runs in selective activation checkpointing, including its recomputation."""
     return _len_torch_dispatch_stack() > 0 and any(
         type(mode).__module__ == create_selective_checkpoint_contexts.__module__
         for mode in _get_current_dispatch_mode_stack()
@@ -271,9 +277,10 @@ def is_selectively_checkpointed() -> bool:
 
 
 def can_skip_dispatch(tensor: torch.Tensor) -> bool:
-    """True where an operator's implementation may be called directly, which costs less.
+    """Whether an operator's implementation may be called directly, which is faster.
 
-    That is on a real tensor of no subclass, without dispatch modes, while dynamo is not tracing.
+    This is the case for a real tensor that is not of a subclass, without dispatch modes, while
+    dynamo is not tracing.
     """
     return (
         not torch.compiler.is_dynamo_compiling()
@@ -284,7 +291,7 @@ def can_skip_dispatch(tensor: torch.Tensor) -> bool:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether what is computed from a tensor now goes into a CUDA graph."""
+    """Whether the current computation on a tensor is captured in a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -300,9 +307,9 @@ def fsdp_groups() -> list[Any]:
 
 
 def fsdp_init_shards(module: FSDPModule) -> None:
-    """Let FSDP2 bring the local tensors of a module's parameters into their final form.
+    """Let FSDP2 replace the local tensors of a module's parameters that it pads or pins.
 
-    It does so by itself before the first gather: it replaces those that it pads or pins.
+    Otherwise it does so before the first gather.
     """
     for group in fsdp_groups_of_module(module):
         is_done = group._reset_sharded_params
@@ -311,10 +318,10 @@ def fsdp_init_shards(module: FSDPModule) -> None:
 
 
 def before_fsdp_gathers(call: Callable[[Any], None]) -> None:
-    """Let FSDP2 make a call with each parameter group before its first gather.
+    """Let FSDP2 run ``call`` with each parameter group before its first gather.
 
-    It is made where FSDP2 prepares the groups of a model, when its root first runs, and where a
-    module is unsharded by hand, each time.
+    It runs where FSDP2 prepares the groups of a model, when the root first runs, and each time that
+    a module is unsharded by hand.
     """
     lazy_init = FSDPParamGroup.lazy_init
 
@@ -327,9 +334,9 @@ def before_fsdp_gathers(call: Callable[[Any], None]) -> None:
 
 
 def fsdp_roots_of(group: Any) -> list[nn.Module]:
-    """The modules below which FSDP2 runs a parameter group, and the group's own modules.
+    """The root modules under which FSDP2 runs a parameter group, and the group's own modules.
 
-    (Roots may share their streams: then others are among them.)
+    Roots that share streams with the group's root are included.
     """
     states: list[Any] = [reference() for reference in list(_module_state_mapping.values())]
     roots = [state for state in states if getattr(state, "_is_root", False)]
@@ -345,12 +352,15 @@ def _groups_of_state(state: Any) -> list[Any]:
 
 
 def fsdp_groups_of_same_root(group: Any) -> list[Any]:
-    """The parameter groups under the root module of one; before FSDP2 first runs it, it alone."""
+    """The parameter groups under the same root as one; only that one before FSDP2 first runs it."""
     return [other for other in fsdp_groups() if other.comm_ctx is group.comm_ctx]
 
 
 def fsdp_modules_asked(group: Any) -> list[nn.Module]:
-    """The module that FSDP2 asks what to gather, for each parameter of a group with such hooks."""
+    """The module that holds each parameter of a group with hooks for FSDP2's all-gather.
+
+    FSDP2 passes this module to the hooks, not others that share the parameter.
+    """
     return [p._module_info.module for p in group.fsdp_params if hasattr(p, "_extensions_data")]
 
 
@@ -361,7 +371,7 @@ def fsdp_modules_with_extensions(group: Any) -> list[nn.Module]:
 
 
 def fsdp_modules_sharing(group: Any, module: nn.Module) -> list[nn.Module]:
-    """The other modules that hold a parameter for which FSDP2 asks ``module`` what to gather."""
+    """The other modules that share a parameter whose all-gather hooks get ``module``."""
     infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
     return [user for info in infos if info.module is module for user in info.shared_modules]
 
@@ -380,9 +390,9 @@ class FsdpParameterUse(NamedTuple):
 
     module: nn.Module
     name: str
-    has_extensions: bool  # fully_shard found that the tensor has hooks for the all-gather
-    has_gathered: bool  # it was gathered once
-    param_dtype: torch.dtype | None  # of what is gathered without such hooks; None: its own
+    has_extensions: bool  # fully_shard found hooks for the all-gather on the tensor
+    has_gathered: bool  # it was gathered at least once
+    param_dtype: torch.dtype | None  # dtype of a gather without such hooks; None: its own
 
 
 def fsdp_parameter_uses() -> Iterator[FsdpParameterUse]:
@@ -407,7 +417,7 @@ def fsdp_parameters_of_group(group: Any) -> list[nn.Parameter]:
 
 
 def fsdp_padded_sizes(group: Any) -> list[int]:
-    """How many elements of each parameter a rank has in the group's reduce-scatter."""
+    """Number of elements of each parameter that a rank has in the group's reduce-scatter."""
     return [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
 
 
@@ -419,15 +429,15 @@ def fsdp_reduce_scatter_group(group: Any) -> Any:
 
 
 def fsdp_replicas(group: Any) -> Any:
-    """The process group over which HSDP all-reduces a parameter group's shards; None: no HSDP."""
+    """The process group over which HSDP all-reduces a group's shards; None without HSDP."""
     if not isinstance(group.mesh_info, DDPMeshInfo):
         return None
     return group.mesh_info.replicate_process_group
 
 
 def set_fsdp_replicas(group: Any, replicas: Any) -> None:
-    """Give FSDP2 what it all-reduces over in the place of that group."""
-    # (Other parameter groups share the object.)
+    """Replace the process group over which HSDP all-reduces a parameter group's shards."""
+    # A copy, because other parameter groups share the object.
     before = group.mesh_info
     group.mesh_info = copy(before)
     group.mesh_info.replicate_process_group = replicas
@@ -444,14 +454,14 @@ def fsdp_reduction(group: Any) -> Any:
 def set_fsdp_reduction(
     group: Any, comm: FsdpReduceScatter | None, call: Callable[[list[int]], None] | None
 ) -> None:
-    """Exchange the reduce-scatter of a parameter group; None: FSDP2's own.
+    """Replace the reduce-scatter of a parameter group; None restores FSDP2's own.
 
     Args:
-        call: runs before it, with the numbers of the parameters whose gradients it reduces. (FSDP2
-            tells a custom reduce-scatter of none.)
+        call: runs before it, with the indices of the parameters whose gradients it reduces. FSDP2
+            does not pass them to a custom reduce-scatter.
     """
     found = vars(group).get("post_backward")
-    if hasattr(found, "in_place_of"):  # ours, and not of someone who has replaced it since then
+    if hasattr(found, "in_place_of"):  # ours: other code has not replaced it since
         group.post_backward = found.in_place_of
     group._reduce_scatter_comm = DefaultReduceScatter() if comm is None else comm
     if call is None:
@@ -478,18 +488,18 @@ def _is_reduced(parameter: Any, group: Any) -> bool:
 
 
 def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:
-    """By what the reduction of a parameter group, over a process group, divides its sum."""
+    """Divisor of the sum in the reduction of a parameter group over a process group."""
     if op == ReduceOp.AVG:
         return float(reduced_over.size())
-    # (A ReduceOp of PREMUL_SUM does not tell its factor.)
+    # A ReduceOp of PREMUL_SUM does not expose its factor.
     return 1.0 if op == ReduceOp.SUM else float(group.gradient_divide_factor)
 
 
 def fsdp_is_running(group: Any) -> bool:
-    """True while FSDP2 runs the forward or the backward of a parameter group."""
+    """Whether FSDP2 runs the forward or the backward of a parameter group."""
     return group._training_state is not FsdpState.IDLE
 
 
 def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:
-    """True for a parameter group of ``reshard_after_forward=<int>``."""
+    """Whether a parameter group has ``reshard_after_forward=<int>``."""
     return group.post_forward_mesh_info not in (None, group.mesh_info)

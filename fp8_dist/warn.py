@@ -1,4 +1,4 @@
-"""Warnings that a training step would repeat: each kind is given once in a process."""
+"""Warnings that are issued once per kind and process, because training steps would repeat them."""
 
 import warnings
 
@@ -6,7 +6,7 @@ _warned: set[str] = set()
 
 
 def warn_once(kind: str, message: str) -> None:
-    """Warn about the first module that meets a condition; the others are alike."""
+    """Issue a warning unless one of the same kind was issued before."""
     if kind not in _warned:
         _warned.add(kind)
         warnings.warn(message, stacklevel=3)

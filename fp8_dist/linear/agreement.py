@@ -1,9 +1,9 @@
-"""Refusing, on all ranks alike, models that ranks have set up in different ways.
+"""Checks that all ranks have set up a model in the same way; all ranks raise if one differs.
 
-Layers are compared once, before the first collective that depends on them, where all ranks come
-whatever they have converted: where a layer is placed on a mesh (``apply_tp_plan``, the parallel
-styles, ``declare_placements``), and where a model first runs or is first updated (FSDP2's lazy
-initialization, precompute, sync). A layer that other code has placed is compared in its first
+Layers are compared once, before the first collective that depends on them, at points that every
+rank reaches whatever it has converted: where a layer is placed on a mesh (``apply_tp_plan``, the
+parallel styles, ``declare_placements``), and where a model first runs or is first updated (FSDP2's
+lazy initialization, precompute, sync). A layer that other code has placed is compared in its first
 forward.
 """
 
@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.mesh import first_difference
 from fp8_dist.torch_internals import STAND_INS, innermost
 
-# Modules whose parameters and layers were compared, with all that they contain.
+# Modules whose parameters and layers were compared, including their submodules.
 _compared: "WeakSet[nn.Module]" = WeakSet()
-# Models that were converted: a part of one may have converted layers on other ranks only.
+# Models that were converted. A part of one may have converted layers on other ranks only.
 _converted: "WeakSet[nn.Module]" = WeakSet()
 
-Layers = Mapping[str, Any]  # of Float8Linear (which is made on top of this module), by name
+# Float8Linear layers by name. (Any, because Float8Linear imports this module.)
+Layers = Mapping[str, Any]
 
 
 class Facts:
@@ -36,8 +37,8 @@ class Facts:
         self._by_mesh: dict[int, tuple[DeviceMesh, dict[str, str]]] = {}
 
     def of(self, mesh: DeviceMesh) -> dict[str, str]:
-        """The facts of the ranks of a mesh, by name; to be added to."""
-        if id(mesh) not in self._by_mesh:  # (to list the ranks of a large mesh takes long)
+        """The mutable dict of facts, by name, for the ranks of a mesh."""
+        if id(mesh) not in self._by_mesh:  # listing the ranks of a large mesh is slow
             ranks = tuple(mesh.mesh.flatten().tolist())
             self._by_mesh[id(mesh)] = mesh, self._by_ranks.setdefault(ranks, (mesh, {}))[1]
         return self._by_mesh[id(mesh)][1]
@@ -45,13 +46,17 @@ class Facts:
     def check(
         self, caller: str, *, fix: str = "Convert and parallelize it in the same way on all ranks"
     ) -> None:
-        """Refuse facts that differ between the ranks of a mesh.
+        """Raise if facts differ between the ranks of a mesh.
 
         Collectives: those of ``first_difference`` for each mesh.
+
+        Raises:
+            ValueError: a fact differs; on all ranks of the mesh.
+            RuntimeError: the communication failed.
         """
         found: tuple[DeviceMesh, str] | None = None
-        # The smallest mesh first. Ranks of a larger one are told what was found there, so that none
-        # goes on alone.
+        # The smallest mesh first. A difference found there is passed on to larger meshes, so that
+        # all of their ranks raise.
         for ranks in sorted(self._by_ranks, key=lambda ranks: (len(ranks), ranks)):
             mesh, facts = self._by_ranks[ranks]
             if mesh.get_coordinate() is None:
@@ -74,7 +79,7 @@ class Facts:
 
 
 def note_converted(model: nn.Module) -> None:
-    """Remember a model as one whose parts are compared, converted layers or not."""
+    """Remember a converted model: its parts are compared even without converted layers."""
     _converted.add(model)
 
 
@@ -84,28 +89,28 @@ def is_part_of_converted(module: nn.Module) -> bool:
 
 
 def needs_comparison(module: nn.Module) -> bool:
-    """Whether a module was neither compared (:func:`check_layers`) nor marked."""
+    """Whether a module was neither compared by :func:`check_layers` nor marked as compared."""
     return module not in _compared
 
 
 def mark_compared(module: nn.Module) -> None:
-    """Let the comparison leave out a module and all that it contains."""
+    """Exclude a module and its submodules from further comparisons."""
     _compared.update(module.modules())
 
 
 def check_layers(module: nn.Module, layers: Layers, caller: str) -> None:
-    """Compare the layers in a module between the ranks that share its parameters, once.
+    """Compare the layers in a module, once, between the ranks that share its parameters.
 
-    FSDP2's sharded parameters must be in place. Ranks agree about the meshes whatever they have
-    converted, because these are the meshes of all parameters.
+    FSDP2's sharded parameters must be in place. The meshes are those of all parameters, so ranks
+    agree about them whatever they have converted.
 
     Args:
-        layers: all converted ones in the module, by name.
+        layers: all converted layers in the module, by name.
 
     Collectives: those of ``first_difference`` for each mesh.
 
     Raises:
-        ValueError: ranks differ in a layer, or in its config.
+        ValueError: ranks differ in a layer or its config.
     """
     parts = dict.fromkeys(part for part in module.modules() if part not in _compared)
     parameters = [p for part in parts for p in part._parameters.values() if p is not None]
@@ -130,9 +135,9 @@ def check_placed(
     caller: str,
     others: Mapping[str, str] | None = None,
 ) -> None:
-    """Compare layers that are being placed on a mesh, and what else ranks must agree about.
+    """Compare layers that are being placed on a mesh, and other facts that must agree.
 
-    All ranks of the mesh call it; where a layer was not converted, without that layer.
+    All ranks of the mesh must call it. A rank that has not converted a layer leaves it out.
 
     Collectives, raises: as :func:`check_layers`.
     """
@@ -151,7 +156,7 @@ def _mark(layers: Iterable[Any]) -> None:
 
 
 def _by_fqn(layers: Layers) -> Layers:
-    """Layers by their name in the model that was converted, where that tells them apart."""
+    """Layers by their FQN in the converted model, if these are unique; else ``layers``."""
     by_fqn = {layer.fqn: layer for layer in layers.values()}
     return by_fqn if len(by_fqn) == len(layers) else layers
 
@@ -172,5 +177,5 @@ def _facts_of(layer: Any, name: str) -> dict[str, str]:
 
 
 def has_stand_ins(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether parameters are fake tensors, which stand for those of other processes."""
+    """Whether parameters include fake tensors, which stand for those of other processes."""
     return any(isinstance(innermost(parameter), STAND_INS) for parameter in parameters)

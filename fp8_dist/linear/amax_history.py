@@ -1,12 +1,12 @@
-"""Delayed scaling: the scale of an operand from the amaxes of earlier steps.
+"""Delayed scaling: the scale of an operand follows from the amaxes of earlier steps.
 
-A cast then needs no all-reduce. What a step saw is recorded on each rank, and
+A cast then needs no all-reduce. Each rank records the amaxes of a step.
 :func:`fp8_dist.sync_float8_amax_and_scale_history` reduces the amaxes of all operands of a model at
-once and takes the next scales from their histories.
+once and computes the next scales from the histories.
 
 Until a history holds a value (before the first sync, and as long as an operand was all zeros) the
-scale is that of the tensor itself. Between two syncs an operand's scale does not change, and a
-recorded amax is the maximum over all of its casts: micro-batches add up, and a forward that
+scale is that of the tensor itself. Between two syncs an operand's scale does not change. The
+recorded amax is the maximum over all casts, so micro-batches accumulate, and a forward that
 activation checkpointing repeats changes nothing.
 """
 
@@ -33,21 +33,24 @@ from fp8_dist.linear.streams import keep_for_current_stream
 from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.torch_internals import is_captured, is_selectively_checkpointed
 
-_DAMAGED = 2.0  # of what ranks say of saved histories: 0, not told; 1, told
+# A rank's status of saved histories: 0, it was given none; 1, it was given some; 2, they are
+# damaged. Ranks take the maximum.
+_DAMAGED = 2.0
 
 
 class AmaxHistory:
-    """The amaxes of one operand of one layer, and the scale that follows from them.
+    """Amax history of one operand of one layer, and the scale that follows from it.
 
     Attributes:
-        cast_as: how the operand is cast.
-        length: how many amaxes are kept.
+        cast_as: the cast of the operand.
+        length: the number of amaxes that are kept.
         power_of_2: round the quantization multiplier down to a power of two.
-        history: fp32, the newest first, at most ``length`` of them; ``None`` before the first. A
+        history: fp32 amaxes, the newest first, at most ``length``; ``None`` before the first. A
             step that was left out puts a zero at the end.
         scaling: (multiplier, scale) that follow from the history; ``None`` without one.
         current: fp32, 0-dim, the local amax since the last sync; ``None`` if there was no cast.
-        mesh: where the operand is a DTensor whatever the layer's weight is; else ``None``.
+        mesh: the mesh of an operand that is a DTensor whatever the layer's weight is; else
+            ``None``.
         restored: True from ``Float8State.load_state_dict`` to the next cast; False from a load of
             the parameters without histories to the end of a step; else ``None``.
     """
@@ -69,14 +72,15 @@ class AmaxHistory:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._handle = register_handle(self)  # a copy is another history
+        self._handle = register_handle(self)  # a copy needs a handle of its own
 
     def scaling_of(self, tensor: torch.Tensor, record: bool = True) -> Scaling:
         """The (multiplier, scale) to cast a tensor with; both NaN if it holds a non-finite value.
 
-        With ``record`` the amax of the tensor is recorded; else :meth:`recorded` may do so later.
+        With ``record`` the amax of the tensor is recorded. Otherwise :meth:`recorded` may record it
+        later.
 
-        Collectives: none, but while there is no history those of a dynamic cast.
+        Collectives: none once there is a history; those of a dynamic cast before.
         """
         groups = amax_groups(tensor)
         local = local_tensor(tensor)
@@ -85,7 +89,7 @@ class AmaxHistory:
         return self._scaling_of_local(local, record, groups)
 
     def copies_of(self, tensor: torch.Tensor, copies: Sequence[CopySpec], record: bool) -> Copies:
-        """Float8 copies of a tensor's local part; as :meth:`scaling_of`."""
+        """Float8 copies of a tensor's local part, cast and recorded as by :meth:`scaling_of`."""
         if torch.compiler.is_compiling():
             x, transposed = local_tensor(tensor), [copy.transposed for copy in copies]
             scale, *data = history_copies.overload(
@@ -97,7 +101,7 @@ class AmaxHistory:
     def scaled_copies_of(
         self, tensor: torch.Tensor, copies: Sequence[CopySpec], record: bool
     ) -> tuple[Scaling, Copies]:
-        """:meth:`copies_of` outside of graphs, with the scaling."""
+        """The scaling, and the copies of :meth:`copies_of`; outside of compiled graphs."""
         x = local_tensor(tensor)
         if is_selectively_checkpointed():
             scaling = self.scaling_of(tensor, record)
@@ -125,7 +129,7 @@ class AmaxHistory:
         return (multiplier, scale), as_copies(x, copies, data, [scale])
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
-        """Record the amax of the last cast, if it was not recorded yet; returns its scale."""
+        """Record the amax of the last cast, if it was not recorded yet, and return ``scale``."""
         if must_query():
             return record_amax.overload(scale, self._handle)
         self.record_later()
@@ -154,12 +158,12 @@ class AmaxHistory:
     def _record_last(self) -> None:
         value, self._last = self._last, None
         if value is not None and not value.is_meta:
-            # The same op the first time too: selective activation checkpointing counts them.
+            # The same op for the first amax: selective activation checkpointing counts operators.
             current = value if self.current is None else self.current.to(value.device)
             self.current = torch.maximum(current, value)
 
     def record_later(self) -> None:
-        """:meth:`_record_last`, perhaps on another stream than the cast."""
+        """Record the amax of the last cast, perhaps on another stream than the cast's."""
         if self._last is not None:
             keep_for_current_stream([self._last])
         self._record_last()
@@ -174,7 +178,7 @@ class AmaxHistory:
         self.scaling = None
 
     def load(self, history: torch.Tensor) -> None:
-        """Continue from a saved history, cut to this one's length; without values: anew."""
+        """Continue from a saved history, cut to ``length``; an empty one starts anew."""
         self.current = self.history = self.scaling = self._last = self.restored = None
         history = history.detach()[: self.length]
         if len(history):
@@ -193,7 +197,7 @@ def history_copies(
     record: bool,
     groups: list[str],
 ) -> list[torch.Tensor]:
-    """The scale and the copies of :meth:`AmaxHistory.copies_of` a local tensor."""
+    """The scale and the data of :meth:`AmaxHistory.copies_of` for a local tensor."""
     history = owner_of(handle)
     copies = [CopySpec(history.cast_as, turned) for turned in transposed]
     return flat_copies(history._copies_of_local(x, copies, record, groups)[1])
@@ -215,14 +219,14 @@ def _history_copies_fake(
 def history_scaling(
     x: torch.Tensor, handle: torch.Tensor, record: bool, groups: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:meth:`AmaxHistory.scaling_of` of a local tensor."""
+    """:meth:`AmaxHistory.scaling_of` for a local tensor."""
     m, scale = copies([owner_of(handle)._scaling_of_local(x, record, groups)], x.device)
     return m, scale
 
 
 @query("record_amax(Tensor scale, Tensor handle) -> Tensor")
 def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """:meth:`AmaxHistory.recorded`."""
+    """:meth:`AmaxHistory.recorded` as an operator."""
     owner_of(handle).record_later()
     return scale.clone()
 
@@ -237,7 +241,7 @@ def saved_rows(saved: Any, histories: Iterable[str], fqn: str) -> dict[str, torc
     """The saved amaxes of a layer's histories, fp32 ``[amaxes]``; empty where none were saved.
 
     Raises:
-        ValueError: ``saved`` is not a mapping of operands to amaxes that a history can have had.
+        ValueError: ``saved`` does not map operands to positive, finite amaxes in one dimension.
     """
     if not isinstance(saved, Mapping):
         raise ValueError(
@@ -273,24 +277,24 @@ def load_histories(
 ) -> bool:
     """Continue the histories of a layer from saved ones; those that were not saved start anew.
 
-    Histories that are ``restored`` stay as they are, and other ranks take them.
+    Histories that are ``restored`` stay as they are, and other ranks take their values.
 
     Args:
         histories: by name.
-        saved: amaxes by name, the newest first. ``None``: this rank was not told.
-        meshes: where the layer's operands are distributed. Ranks that were not told (a checkpoint
-            that rank 0 broadcasts comes without histories) take those of the others.
-        device: where histories are if there are no meshes.
+        saved: amaxes by name, the newest first; ``None`` if this rank was given none.
+        meshes: the meshes that the layer's operands are distributed over. Ranks that were given
+            none take those of the others. (A checkpoint that rank 0 broadcasts has no histories.)
+        device: the device of the histories if there are no meshes.
         fqn: the layer's name, for messages.
 
     Returns:
-        Whether any rank was told. If none was, the histories stay as they are.
+        Whether any rank was given histories. If none was, the histories stay as they are.
 
     Collectives: an all-reduce of 4 bytes per amax that histories can hold, and 4 more per history,
     over each mesh.
 
     Raises:
-        ValueError: ``saved`` is damaged, on any rank of these meshes; on all of them.
+        ValueError: ``saved`` is damaged on any rank of these meshes. All of them raise.
     """
     error, none = None, torch.zeros(0, device="cpu")
     rows, answer = [none] * len(histories), float(saved is not None)
@@ -310,7 +314,7 @@ def load_histories(
         for mesh in meshes:
             merged = reduce_amax(merged.to(mesh.device_type), mesh, range(mesh.ndim))
         answer = merged[0, -1].item()
-        # What was padded is 0, and an amax in a history is not.
+        # Padding is 0; an amax in a history is positive.
         rows = [row[row > 0] for row in merged[:, :-1]]
     if answer == _DAMAGED:
         raise error or ValueError(
@@ -326,8 +330,8 @@ def load_histories(
 def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
     """End a step in which the operands had the given global amaxes (fp32, one for each).
 
-    A non-finite amax is left out: it has been seen in the step itself, whose update may have been
-    skipped for that reason. So is 0, which is also what a rank without a cast reports.
+    A non-finite amax is left out: it showed in the step itself, whose update may have been skipped
+    for that reason. 0 is left out as well: it is also the value that a rank without a cast reports.
     """
     same_size: dict[Any, list[int]] = {}
     on_host: list[float] = []
@@ -335,7 +339,7 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
         history.current = None
         filled = 0 if history.history is None else len(history.history)
         if not filled:
-            # The one moment at which values decide on the host; they are the same on all ranks.
+            # Only here do values decide on the host. They are the same on all ranks.
             on_host = on_host or values.tolist()
             if not 0 < on_host[i] < math.inf:
                 continue
@@ -344,14 +348,14 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
         group = [histories[i] for i in members]
         new = values
         if len(members) < len(histories):
-            # (A tensor of indices would be copied to a GPU, and the host would wait for that.)
+            # A tensor of indices would be copied to the GPU, and the host would wait for the copy.
             each = values.unbind()
             new = torch.stack([each[i] for i in members])
         new = new.unsqueeze(1)
         before = [history.history for history in group if history.history is not None]
         if before:
             old, length = torch.stack(before).to(values.device), group[0].length
-            # What is left out becomes a zero at the end: the host does not know of it.
+            # An amax that is left out becomes a zero at the end, so the host needs no values.
             new = new.nan_to_num(nan=0.0, posinf=0.0)
             longer, same = torch.cat([new, old], dim=1), torch.cat([old, new], dim=1)
             new = torch.where(new > 0, longer, same)[:, :length]
@@ -359,10 +363,10 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
 
 
 def advance_to(histories: Sequence[AmaxHistory], rows: torch.Tensor) -> None:
-    """Give histories their new amaxes ``[histories, amaxes]``, and the scales that follow."""
+    """Set the amaxes of histories to ``rows``, ``[histories, amaxes]``, and update their scales."""
     largest = rows.amax(dim=1)
     kinds = {(history.cast_as.dtype, history.power_of_2) for history in histories}
-    # For every kind those of all: a launch more costs less than to pick the amaxes of a kind.
+    # Each kind computes the scales of all histories: selecting those of a kind would cost more.
     scalings = {kind: scaling_from_amax(largest, *kind) for kind in kinds}
     for i, history in enumerate(histories):
         multipliers, scales = scalings[history.cast_as.dtype, history.power_of_2]

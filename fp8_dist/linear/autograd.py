@@ -1,14 +1,14 @@
 """The autograd function of a linear layer: three GEMMs on float8 operands.
 
-Where each tensor lives on a tensor-parallel mesh follows from the weight's placement (the table
-in :mod:`fp8_dist.mesh.rules`); operands that must move are moved as float8::
+The placements of each tensor on a tensor-parallel mesh follow from the weight's placements (the
+table in :mod:`fp8_dist.mesh.rules`). Operands that must move are moved as float8::
 
     forward     input --cast--> float8 --gather--> float8 @ weight^T --reduce--> output
     backward    grad_output --cast--> float8 --gather--> @ weight  --reduce--> grad_input
                                                          @ input   ----------> grad_weight
 
-Gradients are plain tensors wherever autograd sees them: the cast and the gather of grad_output
-happen inside this function, so that no float8 subclass is ever a backward tangent.
+Autograd never sees a float8 gradient: the cast and the gather of grad_output happen inside this
+function, so no float8 subclass is ever a backward tangent.
 """
 
 from typing import Any
@@ -65,12 +65,12 @@ def float8_linear(
     """``input @ weight^T + bias`` with float8 operands.
 
     Args:
-        input: ``[..., K]``, high precision or cast already; no Partial placements.
-        weight: ``[N, K]``, what gradients flow to; a DTensor exactly if ``input`` is one, on the
-            same mesh.
+        input: ``[..., K]``, in high precision or cast already, without Partial placements.
+        weight: ``[N, K]``, the tensor that gradients flow to. It is a DTensor if and only if
+            ``input`` is one, on the same mesh.
         bias: ``[N]`` or None.
         weight_casts: the local weight in float8.
-        spec: config, where a DTensor output goes, and the amax histories of DELAYED operands.
+        spec: config, placements of a DTensor output, and the amax histories of DELAYED operands.
         siblings: the calls that may reduce amaxes of their output gradients with this one.
 
     Returns:
@@ -86,8 +86,8 @@ def float8_linear(
     second_qdata = None if second_qdata is first_qdata else second_qdata
     scale = None if scale is first_scale or scale is second_scale else scale
     second_scale = None if second_scale is first_scale else second_scale
-    # Compiled code has one function for all. Dynamo assumes that the gradient of an output has the
-    # output's placements; between the two functions it has those of the final output.
+    # Compiled code uses one function: dynamo assumes that the gradient of an output has the
+    # output's placements, but between the two functions it has those of the final output.
     flat = (first_qdata, first_scale, second_qdata, second_scale, multiplier, scale)
     if not isinstance(input, DTensor) or torch.compiler.is_compiling():
         return _LinearFunction.apply(input, weight, bias, spec, *flat)
@@ -104,10 +104,10 @@ def float8_linear(
 def _gradient_amax(
     output: torch.Tensor, bias: torch.Tensor | None, spec: LinearSpec, siblings: Siblings | None
 ) -> GradientAmax | None:
-    """The amax of the output gradient, if it is to be found ahead of the GEMMs.
+    """The amax of the output gradient, if it is computed ahead of the GEMMs; else None.
 
-    It is where it can be reduced together with those of siblings, or while the bias's gradient is
-    computed.
+    That pays if it can be reduced together with those of siblings, or while the gradient of the
+    bias is computed.
     """
     cast = spec.config.gather_cast("grad_output")
     if cast is None or cast.delayed or cast.granularity is not TENSOR:
@@ -127,7 +127,7 @@ def _gradient_amax(
 
 
 def _moves(gemms: Any, spec: LinearSpec) -> bool:
-    """Whether the input was moved for the GEMMs of a call, or its output gradient will be."""
+    """Whether a call moved its input for the GEMMs, or will move its output gradient."""
     layouts: LinearLayouts = gemms.layouts
     outside = spec.output_placements or layouts.output
     return gemms.x_layout.placements != layouts.input or outside != layouts.grad_output
@@ -141,9 +141,9 @@ def _gemm(
     out_dtype: torch.dtype,
     layouts: tuple[Layout, Layout] | None = None,
 ) -> torch.Tensor:
-    """One of the three GEMMs on local operands ``[..., K]``: the one place that starts them.
+    """Run one of the three GEMMs on local operands ``[..., K]``; nothing else starts them.
 
-    ``layouts``: where the operands of grad_weight live.
+    ``layouts``: the layouts of the operands of grad_weight.
     """
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         assert isinstance(left, torch.Tensor)
@@ -168,7 +168,7 @@ def _block_gemm(
     out_dtype: torch.dtype,
     layouts: tuple[Layout, Layout] | None,
 ) -> torch.Tensor:
-    """:func:`_gemm` of operands with scales of blocks along the contraction."""
+    """:func:`_gemm` for operands with block scales along the contraction."""
     if gemm == "grad_weight":
         where = layouts or (None, None)
         a, b = _turned(reblocked(left, where[0])), reblocked(right, where[1])
@@ -186,7 +186,7 @@ def _turned(matrix: BlockMatrix) -> BlockMatrix:
 
 
 def _as_gemm_operand(operand: Quantized, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data and scale of ``[..., K]`` as a matrix."""
+    """Data and scale of an operand ``[..., K]`` as a matrix."""
     qdata, scale, granularity = operand
     data, scale = as_matrix(qdata), granularity.gemm_scale(scale)
     if not transpose:
@@ -197,7 +197,7 @@ def _as_gemm_operand(operand: Quantized, transpose: bool) -> tuple[torch.Tensor,
 def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
     """``[M, N]`` as ``[..., N]`` with the leading dims of an operand.
 
-    Not a view for autograd: a function's output that is one can't be modified in place.
+    It is not a view for autograd: a function's output that is a view can't be modified in place.
     """
     operand = like if isinstance(like, torch.Tensor) else like.qdata
     if operand.ndim == 2:
@@ -208,7 +208,8 @@ def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
 class _LinearFunction(torch.autograd.Function):
     """The GEMMs of :func:`float8_linear`.
 
-    A DTensor output is where the GEMM leaves it, for :class:`_FinishOutput`, but in compiled code.
+    In eager code a DTensor output has the placements in which the GEMM leaves it, for
+    :class:`_FinishOutput`. In compiled code it is finished here.
     """
 
     @staticmethod
@@ -218,7 +219,7 @@ class _LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         spec: LinearSpec,
-        # (Not *args: dynamo (2.13) tells by their number whether a forward takes a ctx.)
+        # Not *args: dynamo (2.13) tells by the number of arguments whether a forward takes a ctx.
         first_qdata: torch.Tensor | None,
         first_scale: torch.Tensor | None,
         second_qdata: torch.Tensor | None,
@@ -230,13 +231,13 @@ class _LinearFunction(torch.autograd.Function):
         if x_layout is not None and w_layout is not None:
             now = x_layout.placements, w_layout.placements
             layouts = linear_layouts(*now, input.ndim, spec.fqn)
-        # (Under no_grad ctx.needs_input_grad says what the tensors say.)
+        # Under no_grad ctx.needs_input_grad follows the tensors, so spec.record decides.
         needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.record else (False, False)
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         whole = _with_features(input, weight.shape[1])
         x = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
         w = _as_operand(first_qdata, first_scale, "output", weight, spec)
-        # The gather of the input is waited for here, after the weight's cast was issued.
+        # Wait for the gather of the input only here, after the weight's cast was issued.
         left = wait_local(x["output"])
         product = _gemm(left, w, "output", spec, input.dtype)
         output = _unflattened(product, input if layouts is None else left)
@@ -282,12 +283,12 @@ class _LinearFunction(torch.autograd.Function):
             return None, None, grad_bias, *unused
         spec, layouts = ctx.spec, ctx.layouts
         x_data, x_scale, w_data, w_scale, multiplier = ctx.saved_tensors
-        # (torch.autograd.grad may ask for fewer gradients than the forward saved operands for.)
+        # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
         x = _unflat(x_data, x_scale, ctx.input_cast) if needs_weight else None
         w = _unflat(w_data, w_scale, ctx.weight_cast) if needs_input else None
         if needs_input and multiplier is not None:
-            # The weight has its values again. (A graph would keep the float8 copy of the forward,
-            # if this cast did not depend on the gradient.)
+            # FSDP2 has gathered the weight again. The cast depends on the gradient, because a
+            # graph would otherwise compute it in the forward and keep the float8 copy.
             cast = spec.config.cast("weight", "grad_input")
             local, after = local_tensor(w_data), local_tensor(grad)
             granularity = spec.weight_blocks or cast.granularity
@@ -327,10 +328,11 @@ class _LinearFunction(torch.autograd.Function):
                 grad_weight = layout.wrap(grad_weight)
         # Observers see what the GEMM gave, before a transport encodes it.
         observed = moving if isinstance(moving, DTensor) else grad_input
-        # (This comes late: the GEMM of grad_weight hides the transport.)
+        # Finish late: the GEMM of grad_weight hides the transport.
         grad_input = grad_input if moving is None else finish_reduction(moving)
         if are_gemms_observed():
-            # The forward may not have been observed. What it kept lives as long as the graph.
+            # The forward may not have been observed. Operands kept in ctx would live as long as
+            # the graph.
             high = getattr(ctx, "high", HighPrecision())
             ctx.high = HighPrecision()
             observe_gemm(spec.owner, "grad_input", grad, high.weight, observed)
@@ -339,10 +341,10 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def _with_features(input: torch.Tensor, features: int) -> torch.Tensor:
-    """An input as a DTensor that knows how many features the global tensor has.
+    """The input with ``features`` as the global size of its last dim.
 
-    ``DTensor.from_local`` takes all shards to be of the size of the local one. Where unequal shards
-    cut blocks, ranks would disagree about which.
+    ``DTensor.from_local`` assumes that all shards have the size of the local one. Where unequal
+    shards cut blocks, ranks would disagree about which blocks are cut.
     """
     layout = Layout.of(input)
     if layout is None or layout.shape[-1] == features:
@@ -366,28 +368,28 @@ def _as_operand(
 
 
 def _flat(operand: Local | None) -> tuple[list[torch.Tensor | None], Granularity | None]:
-    """The tensors of an operand, and the rest of it."""
+    """The tensors of an operand, and its granularity."""
     if operand is None or isinstance(operand, torch.Tensor):
         return [operand, None], None
     return [operand.qdata, operand.scale], operand.granularity
 
 
 def _unflat(data: Any, scale: Any, granularity: Granularity | None) -> Any:
-    """The operand that :func:`_flat` took apart."""
+    """The inverse of :func:`_flat`."""
     return data if granularity is None else Quantized(data, scale, granularity)
 
 
 class _FinishOutput(torch.autograd.Function):
-    """The bias, and the reduction or move to ``spec.output_placements``, of a DTensor output.
+    """Add the bias to a DTensor output, and reduce or move it to ``spec.output_placements``.
 
-    Its backward finds the amax of the gradient (``amax``, see :mod:`.gradient_amax`).
+    The backward computes the local amax of the gradient (``amax``, see :mod:`.gradient_amax`).
 
-    It is a function of its own because it saves nothing for backward. Full activation checkpointing
-    ends a recomputation as soon as the last tensor is saved. A reduction issued by the function
-    that saves tensors would be repeated, and its result dropped without being waited for.
+    This is a function of its own because it saves nothing for backward. Full activation
+    checkpointing ends a recomputation as soon as the last tensor is saved. A reduction issued by
+    the function that saves tensors would be repeated, and its result dropped without being waited
+    for.
 
-    The gradient passes at the placements at which it arrives: the GEMMs' function gathers it as
-    float8.
+    The gradient keeps the placements in which it arrives: the GEMMs' function gathers it as float8.
     """
 
     @staticmethod
@@ -401,7 +403,7 @@ class _FinishOutput(torch.autograd.Function):
         ctx.spec, ctx.bias_layout, ctx.amax = spec, Layout.of(bias), amax
         ctx.set_materialize_grads(False)
         finished = _finished(output, bias, spec)
-        # (Autograd would make a view of an input that is returned, through DTensor's dispatch.)
+        # Autograd would make a view of an input that is returned, through DTensor's dispatch.
         return with_local(output, local_tensor(output)) if finished is output else finished
 
     @staticmethod
@@ -418,10 +420,10 @@ class _FinishOutput(torch.autograd.Function):
 
 
 def _finished(output: DTensor, bias: torch.Tensor | None, spec: LinearSpec) -> torch.Tensor:
-    """The GEMM's output with the bias added, at ``spec.output_placements`` (None: anywhere).
+    """The GEMM's output with the bias added, at ``spec.output_placements`` (None: any).
 
-    The bias is added where it already is: to the columns of a column-parallel output, to the sum
-    of a row-parallel one.
+    The bias is added without being moved: to the columns of a column-parallel output, to the sum of
+    a row-parallel one.
     """
     placements, transport = spec.output_placements, spec.reduce_transport
     if bias is None:
@@ -436,10 +438,10 @@ def _finished(output: DTensor, bias: torch.Tensor | None, spec: LinearSpec) -> t
 def _start_to_input(
     grad_input: DTensor, layouts: LinearLayouts, input_layout: Layout, transport: Encoding
 ) -> DTensor | Scattering:
-    """Start to bring grad_input to where the input came from.
+    """Start to redistribute grad_input to the placements of the input.
 
-    An input that was gathered here has its gradient reduce-scattered here. One that came gathered
-    already keeps a Partial gradient, so that consumers of the same input share one reduction.
+    The gradient of an input that was gathered here is reduce-scattered here. An input that arrived
+    gathered keeps a Partial gradient, so that consumers of the same input share one reduction.
     """
     each_axis = zip(input_layout.placements, layouts.input, layouts.grad_input, strict=True)
     target = tuple(grad if now == needed else now for now, needed, grad in each_axis)
@@ -447,7 +449,7 @@ def _start_to_input(
 
 
 def _bias_gradient(grad: torch.Tensor, bias_layout: Layout | None) -> torch.Tensor:
-    """The sum of the high-precision gradient over its rows, at the placements of the bias."""
+    """Sum of the high-precision gradient over its rows, at the placements of the bias."""
     summed = grad.sum(dim=tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad
     if not isinstance(summed, DTensor) or bias_layout is None:
         return summed

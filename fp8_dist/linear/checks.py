@@ -1,4 +1,4 @@
-"""What a Float8Linear refuses about a call, in terms of facts that all ranks share."""
+"""Checks of a Float8Linear's operands. They use facts that all ranks share, so all ranks raise."""
 
 from typing import get_args
 
@@ -13,7 +13,7 @@ from fp8_dist.tensor.float8_tensor import granularity_of
 
 
 def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
-    """Refuse an input that is not on the weight's mesh."""
+    """Raise ValueError if the input is not on the weight's mesh."""
     here, there = Layout.of(weight), Layout.of(input)
     if (here and here.mesh) != (there and there.mesh):
         own, other = (f"on the mesh {at.mesh}" if at else "not a DTensor" for at in (here, there))
@@ -24,7 +24,7 @@ def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
 
 
 def check_summed_in_fp32(input: torch.Tensor, transport: str, fqn: str) -> None:
-    """Refuse the transport of what has more precision than its sum."""
+    """Raise ValueError for an fp64 input: the transport sums in fp32."""
     if input.dtype is torch.float64:
         raise ValueError(
             f"{fqn}: reduce_transport={transport!r} sums in fp32, but the input is in fp64; drop "
@@ -35,7 +35,7 @@ def check_summed_in_fp32(input: torch.Tensor, transport: str, fqn: str) -> None:
 def check_reduces_input_gradient(
     weight: torch.Tensor, input: torch.Tensor, transport: str, fqn: str
 ) -> None:
-    """Refuse the transport of a column-parallel layer whose input was gathered elsewhere."""
+    """Raise ValueError for a transport of a column-parallel layer whose input arrives gathered."""
     here, there = Layout.of(weight), Layout.of(input)
     if here is None or there is None:
         return
@@ -52,9 +52,9 @@ def check_reduces_input_gradient(
 def check_prepared(
     config: Float8LinearConfig, input: Float8Tensor, power_of_2: bool | None, fqn: str
 ) -> None:
-    """Refuse an input that was cast in another way than the layer takes it.
+    """Raise ValueError if the cast of a prepared input is not the one that the layer takes.
 
-    ``power_of_2``: whether its scales were rounded; None if that is not known.
+    ``power_of_2``: whether the input's scales were rounded; None if that is not known.
     """
     rounds = config.round_scales_to_power_of_2
     if power_of_2 is not None and power_of_2 != rounds:
@@ -76,7 +76,7 @@ def check_prepared(
 
 
 def check_gathered(config: Float8LinearConfig, weight: Float8Tensor, fqn: str) -> None:
-    """Refuse a weight that FSDP2 gathered as another layer, which shares it, takes it."""
+    """Raise ValueError if FSDP2 gathered a shared weight in the cast of another layer."""
     cast = config.gather_cast("weight")
     if cast is None or not _is_cast_as(cast, weight):
         raise ValueError(
@@ -103,7 +103,7 @@ def takes_any_size(config: Float8LinearConfig) -> bool:
 def check_alignment(
     config: Float8LinearConfig, weight: torch.Tensor, device: torch.device, fqn: str
 ) -> None:
-    """Refuse what the float8 GEMMs would refuse, on all ranks if on one, before they start.
+    """Raise ValueError, on all ranks, if a float8 GEMM of any rank would refuse its sizes.
 
     ``weight`` is ``[out_features, in_features]``, as tensor parallelism shards it.
     """

@@ -1,4 +1,4 @@
-"""What ``repr`` says of a float8 layer beside what it says of an nn.Linear."""
+"""Texts of a float8 layer's config and scale, for its ``repr``."""
 
 from dataclasses import fields
 from functools import lru_cache
@@ -31,7 +31,7 @@ _SHOWN_STATES = {
 
 @lru_cache
 def config_text(config: Float8LinearConfig) -> str:
-    """The recipe, or the casts if they are of no recipe; what differs from it; float8 gathers."""
+    """The recipe, or else the casts; options that differ from it; operands gathered in float8."""
     by_recipe = [
         (recipe.value, _options_beside(config, Float8LinearConfig.from_recipe_name(recipe)))
         for recipe in Float8LinearRecipeName
@@ -51,7 +51,7 @@ def config_text(config: Float8LinearConfig) -> str:
 def scale_text(
     parameter: torch.Tensor | None, cache: WeightCache, history: AmaxHistory | None
 ) -> str:
-    """What is known of a weight's scale: the state that the next use would find.
+    """State of a weight's scale, as the next use would find it.
 
     Collectives: none. Nothing is waited for, and no state is changed.
     """
@@ -87,7 +87,7 @@ def _casts_text(config: Float8LinearConfig) -> str:
 
 
 def _options_beside(config: Float8LinearConfig, recipe: Float8LinearConfig) -> list[str]:
-    """The fields that are neither casts nor shown otherwise, where they differ."""
+    """The fields that differ from the recipe, without casts and fields that are shown elsewhere."""
     return [
         f"{field.name}={getattr(config, field.name)}"
         for field in fields(config)

@@ -1,9 +1,9 @@
-"""Where the plain local tensors of a layer stand on a tensor-parallel axis.
+"""Declared placements of a layer's plain local tensors on a tensor-parallel axis.
 
 Code with hand-written tensor parallelism has no DTensors: each rank holds its part of a weight as a
-plain parameter, and of activations as plain tensors. Once the layer knows of what they are parts,
-it wraps them as DTensors for the time of its forward. All casts, moves and gradients are then those
-of a layer that was parallelized by a style.
+plain parameter, and its parts of activations as plain tensors. A layer with declared placements
+wraps them as DTensors during its forward. All casts, moves and gradients are then those of a layer
+that was parallelized by a style.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,9 @@ from fp8_dist.mesh import Layout, Placements, layout_over, sharded_dim
 
 
 class LocalPlacements(NamedTuple):
-    """Declared placements of local tensors. (That of the output is ``output_placements``.)
+    """Declared placements of the weight and the input, as local tensors.
+
+    The placement of the output is the layer's ``output_placements``.
 
     Attributes:
         mesh: 1-D.
@@ -30,17 +32,17 @@ class LocalPlacements(NamedTuple):
 
     @property
     def bias(self) -> Placement:
-        """Sharded as the columns of a column-parallel output are, else replicated."""
+        """Shard(0) for a column-parallel weight, as the output's columns; else Replicate."""
         return Shard(0) if self.weight == Shard(0) else Replicate()
 
     def weight_layout(self, parameter: torch.Tensor, fqn: str) -> Layout:
-        """Where a weight lives whose part on one rank is ``parameter``, sharded by FSDP2 or not."""
+        """Layout of the weight whose local part is ``parameter``, which FSDP2 may have sharded."""
         return layout_over(parameter, self.mesh, self.weight, fqn)
 
     def distributed(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The operands of a layer as DTensors; gradients arrive at the placements declared."""
+        """The operands as DTensors. Gradients arrive at the declared placements."""
         return (
             input if isinstance(input, DTensor) else self._wrap(input, self.input),
             self._wrap(weight, self.weight),
@@ -53,11 +55,12 @@ class LocalPlacements(NamedTuple):
     def check(
         self, input: torch.Tensor, weight: torch.Tensor, output: Placements | None, fqn: str
     ) -> None:
-        """Refuse operands that are not what was declared.
+        """Check operands against the declared placements.
 
         Raises:
-            TypeError: the weight is a DTensor, or the input is one other than ``share_input`` gave.
-            ValueError: the input's features don't fit, or the output has no dim as declared.
+            TypeError: the weight is a DTensor, or the input is a DTensor that ``share_input`` did
+                not return.
+            ValueError: the input's features don't fit, or the output lacks the declared dim.
         """
         if isinstance(weight, DTensor):
             raise TypeError(

@@ -34,7 +34,7 @@ from fp8_dist.torch_internals import innermost, storage_address
 from fp8_dist.transport import Encoding
 from fp8_dist.warn import warn_once
 
-# What a Float8Linear has besides the attributes of an nn.Linear.
+# Attributes of a Float8Linear that an nn.Linear does not have.
 _OWN_ATTRIBUTES = (
     "config",
     "fqn",
@@ -54,33 +54,34 @@ class Float8Linear(nn.Linear):
 
     Shapes: input ``[..., in_features]``, output ``[..., out_features]`` in the input's dtype (the
     autocast dtype under autocast). Parameters stay in high precision, so a ``state_dict`` is
-    interchangeable with nn.Linear's. Made by :func:`fp8_dist.convert_to_float8_training`,
-    :meth:`from_float`, or the constructor, which takes nn.Linear's arguments and ``config``.
+    interchangeable with nn.Linear's. :func:`fp8_dist.convert_to_float8_training`,
+    :meth:`from_float` and the constructor make layers; the constructor takes nn.Linear's arguments
+    and ``config``.
 
-    Collectives: none on one device. On DTensors those of the table in :mod:`fp8_dist.mesh.rules`.
-    If what a scale of an operand covers is sharded, and the scale is not known yet, there is an
-    all-reduce of 4 bytes per scale as well.
+    Collectives: none on one device. On DTensors, those of the table in :mod:`fp8_dist.mesh.rules`.
+    If the values that a scale covers are sharded, and the scale is not known yet, also an
+    all-reduce of 4 bytes per scale.
 
     A layer whose ``weight`` is replaced by a quantized one (``torchao.quantization.quantize_``)
     turns into an nn.Linear.
 
     Attributes:
-        config: what is cast, and how.
-        fqn: the layer's name in the model that was converted, for messages.
-        output_placements: where a DTensor output goes; ``None`` leaves it where the GEMM left it.
-            The tensor-parallel styles set it.
-        reduce_transport: how the summands of an output or grad_input travel where these are
+        config: the configuration of casts and GEMMs.
+        fqn: the layer's name in the converted model, for messages.
+        output_placements: placements of a DTensor output; ``None`` keeps those that the GEMM
+            leaves. The tensor-parallel styles set it.
+        reduce_transport: encoding of the summands where the output or grad_input is
             reduce-scattered. The styles and ``declare_placements`` set it.
         siblings: the calls that reduce amaxes together, during a forward of the module around them.
-        local_placements: where plain local tensors stand on a mesh, if they do;
+        local_placements: placements of plain local tensors on a mesh, if they are declared;
             ``fp8_dist.tensor_parallel.declare_placements`` sets it.
-        float8_weight: what the layer knows of its weight, and how it casts it.
-        prepared_by: names each ``PrepareFloat8ModuleInput`` around the layer: the ``fqn`` of the
-            first layer that it follows.
+        float8_weight: casts the weight, and caches its scales.
+        prepared_by: a name for each ``PrepareFloat8ModuleInput`` around the layer: the ``fqn`` of
+            the first layer whose config it follows.
         prepared_power_of_2: whether the ``PrepareFloat8ModuleInput`` around the layer rounds scales
             to powers of two; None if there is none.
-        histories: the amax history of each operand whose scaling is DELAYED (and of the input that
-            ``PrepareFloat8ModuleInput`` casts in the layer's way).
+        histories: the amax history of each operand whose scaling is DELAYED, and of an input that
+            ``PrepareFloat8ModuleInput`` casts by the layer's config.
     """
 
     prepared_by: frozenset[str] = frozenset()
@@ -103,18 +104,18 @@ class Float8Linear(nn.Linear):
     def from_float(
         cls, mod: nn.Linear, config: Float8LinearConfig | None = None, *, fqn: str = ""
     ) -> "Float8Linear":
-        """A float8 layer with the parameters, hooks and attributes of ``mod`` (shared, not copied).
+        """A float8 layer that shares the parameters, hooks and attributes of ``mod``.
 
         With ``config.fsdp_float8_all_gather`` the weight is a new parameter on the same storage, of
         the type that FSDP2 gathers in float8: make the optimizer afterwards.
 
         Args:
-            mod: the layer to convert; it is left as it was.
+            mod: the layer to convert; it is not changed.
             config: defaults to ``Float8LinearConfig()``.
             fqn: the layer's name, for messages.
 
         Raises:
-            TypeError: ``mod`` is no nn.Linear or has a quantized weight, or ``config`` is no
+            TypeError: ``mod`` is not an nn.Linear or has a quantized weight, or ``config`` is not a
                 Float8LinearConfig.
         """
         if not isinstance(mod, nn.Linear):
@@ -127,7 +128,7 @@ class Float8Linear(nn.Linear):
             )
         new = cls.__new__(cls)
         for name, value in mod.__dict__.items():
-            # Containers (parameters, hooks) are the module's own, what they hold is shared.
+            # Copy containers (parameters, hooks), and share what they hold.
             new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
         new._set_up(config, fqn)
         return new
@@ -135,7 +136,7 @@ class Float8Linear(nn.Linear):
     def _set_up(self, config: Float8LinearConfig | None, fqn: str) -> None:
         if config is not None and not isinstance(config, Float8LinearConfig):
             raise TypeError(f"Float8Linear: config must be a Float8LinearConfig, got {config!r}")
-        strict_alignment()  # an unknown value of the environment variable is refused here
+        strict_alignment()  # raises for an unknown value of the environment variable
         self.config = Float8LinearConfig() if config is None else config
         self.fqn = fqn or type(self).__name__
         self.output_placements: Placements | None = None
@@ -154,7 +155,10 @@ class Float8Linear(nn.Linear):
             self.weight = self.float8_weight.wrapped(self.weight)
 
     def to_linear(self) -> nn.Linear:
-        """A new nn.Linear with this layer's parameters (shared, plain tensors) and mode alone."""
+        """A new nn.Linear that shares this layer's parameters, as plain tensors, and has its mode.
+
+        Hooks and other attributes do not carry over.
+        """
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
         linear.weight = nn.Parameter(
@@ -164,14 +168,14 @@ class Float8Linear(nn.Linear):
         return linear.train(self.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """See the class.
+        """Compute ``input @ weight^T + bias`` in float8; for shapes and collectives see the class.
 
         Raises:
-            TypeError: the input is not floating point.
-            ValueError: its last dim is not ``in_features``; the input and the weight are not
-                DTensors on one mesh, or both plain; or features are misaligned
-                (``pad_inner_dim``). The same for local tensors that do not fit their declared
-                placements.
+            TypeError: the input is not floating point, or a tensor that was declared as local is a
+                DTensor (and not an input that ``share_input`` returned).
+            ValueError: the input's last dim is not ``in_features``; the input and the weight are
+                neither DTensors on one mesh nor both plain; features are misaligned
+                (``pad_inner_dim``); or local tensors do not fit their declared placements.
         """
         declared = self.local_placements
         if declared is None:
@@ -184,11 +188,11 @@ class Float8Linear(nn.Linear):
     def _forward(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """:meth:`forward` of the parameters, or of DTensors that stand for them."""
+        """:meth:`forward` for the parameters, or for DTensors that wrap them."""
         dtype, plain = input.dtype, not isinstance(input, DTensor)
         if not dtype.is_floating_point:
             raise TypeError(f"{self.fqn}: the input must be floating point, got {dtype}")
-        # (The shape of a DTensor made of uneven local tensors is only torch's guess.)
+        # The shape of a DTensor that was made of uneven local tensors is only torch's guess.
         if plain and (input.ndim == 0 or input.shape[-1] != self.in_features):
             raise ValueError(
                 f"{self.fqn}: the last dim of the input must be in_features={self.in_features}, "
@@ -226,7 +230,7 @@ class Float8Linear(nn.Linear):
         training = torch.is_grad_enabled()
         if not compiling and not self.float8_weight.leaves_something(weight, training):
             self.float8_weight.end_of_evaluation(weight)
-        # In a graph the name would be guarded (torch 2.11): no two layers could share one.
+        # A graph would guard the name (torch 2.11), so no two layers could share one.
         fqn = "" if compiling else self.fqn
         owner = self.float8_weight
         spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, owner, training)
@@ -234,18 +238,18 @@ class Float8Linear(nn.Linear):
         return float8_linear(input, weight, bias, weight_casts, spec, siblings)
 
     def extra_repr(self) -> str:
-        """Of nn.Linear, then the recipe, what is gathered in float8, and the state of the scale.
+        """nn.Linear's text, the recipe, the operands gathered in float8, and the scale's state.
 
-        ``recipe=tensorwise`` with the options that differ from it, or the casts; the operands that
-        travel in float8 where they are gathered; and the weight's scale: ``fresh``, ``stale``
-        (precomputed before the weight changed), ``unknown`` (the next use computes it),
-        ``pending`` (on its way), or ``delayed`` with the amaxes in its history. A transport of
-        reduce-scatters, if there is one.
+        The recipe is ``recipe=tensorwise``, for example, with the options that differ from it, or
+        the casts. The state of the weight's scale is ``fresh``, ``stale`` (precomputed before the
+        weight changed), ``unknown`` (the next use computes it), ``pending`` (being computed), or
+        ``delayed`` with the number of amaxes in its history. A transport of reduce-scatters is
+        shown if there is one.
 
         Collectives: none. Nothing is waited for, and no state is changed.
         """
         shown = super().extra_repr()
-        if "float8_weight" not in self.__dict__:  # it is being made
+        if "float8_weight" not in self.__dict__:  # the layer is being constructed
             return shown
         shown += f", {config_text(self.config)}"
         if self.config.casts("weight"):
@@ -275,7 +279,7 @@ class Float8Linear(nn.Linear):
         nn.Linear.__setattr__(self, name, value)
 
     def _become_linear(self, weight_type: str) -> None:
-        """Turn into an nn.Linear, which leaves the product to a weight of another type."""
+        """Turn into an nn.Linear, so that a weight of another type multiplies in its own way."""
         if self.float8_weight.is_exchanged or self.meshes():
             raise NotImplementedError(
                 f"{self.fqn}: a {weight_type} can't replace the weight of a layer that is "
@@ -300,7 +304,7 @@ class Float8Linear(nn.Linear):
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
-        # module.to(), .cuda(), to_empty() and their like change the weight unnoticed.
+        # module.to(), .cuda(), to_empty() and the like change the weight unnoticed.
         self.float8_weight.cache.reset()
         return super()._apply(fn, recurse)
 
@@ -308,7 +312,7 @@ class Float8Linear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
             destination[prefix + "weight"] = self.float8_weight.plain(self.weight)
-        # Not among the keys, which are nn.Linear's: load_state_dict passes metadata back.
+        # In the metadata, because the keys are nn.Linear's. load_state_dict passes metadata back.
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if self.histories and metadata is not None:
             save_to_metadata(self.histories, metadata)
@@ -325,9 +329,9 @@ class Float8Linear(nn.Linear):
             state_dict[key] = self.float8_weight.wrapped(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if "float8_weight" not in self.__dict__:
-            return  # it has turned into an nn.Linear
+            return  # the layer has turned into an nn.Linear
         self.float8_weight.cache.drop(Change.LOAD)
-        if self.histories:  # they are loaded by a collective
+        if self.histories:  # a collective loads them
             self.float8_weight.compare("load_state_dict")
         device = self.weight.device
         load_from_metadata(self.histories, local_metadata, self.meshes(), device, self.fqn, is_own)
@@ -336,10 +340,12 @@ class Float8Linear(nn.Linear):
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Forget every precomputed scale and cached float8 weight in ``module``.
 
-    For changes that can't be noticed: writes to a numpy array of a weight, and, if FSDP2 does not
-    gather it in float8, writes into its ``.data``, collectives into it (``dist.broadcast``), and
-    for DTensors in-place foreach ops outside an optimizer. (The table of docs/state.md has all.)
-    Call it on all ranks; it issues no collectives.
+    Call it after changes that can't be noticed: writes to a numpy array of a weight, and, if FSDP2
+    does not gather it in float8, writes into its ``.data``, collectives into it
+    (``dist.broadcast``), and for DTensors in-place foreach ops outside an optimizer. The table of
+    docs/state.md has all of them. Call it on all ranks.
+
+    Collectives: none.
     """
     for layer in float8_layers(module).values():
         layer.float8_weight.cache.drop(Change.WRITE)
@@ -348,11 +354,11 @@ def invalidate_float8_scales(module: nn.Module) -> None:
 def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
     """The converted layers in ``module``, by name, in the order of ``named_modules()``.
 
-    A layer with several names has its first one. If ``module`` itself is a converted layer, its
-    name is empty.
+    A layer with several names appears under the first one. If ``module`` itself is a converted
+    layer, its name is empty.
 
     Raises:
-        TypeError: ``module`` is no module.
+        TypeError: ``module`` is not an nn.Module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a model (an nn.Module), got a {type(module).__name__}")
@@ -360,7 +366,7 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
 
 
 def other_users(module: nn.Module, layers: Mapping[str, nn.Linear]) -> list[str]:
-    """Which other modules in ``module`` hold the weights of ``layers`` too, a phrase each."""
+    """Other uses of the weights of ``layers`` in ``module``, as one phrase for each."""
     names = {id(layer.weight): name for name, layer in layers.items()}
     known = set(layers.values())
     return [

@@ -1,8 +1,8 @@
-"""What layers cast, shown to observers while it happens: statistics, captures.
+"""Observers of the casts of layers, for statistics and captures.
 
-Without an observer a cast costs one look at a Python list, and no operator. In compiled code the
-operators are in the graph only while an observer is there: the graphs with and without them are
-kept, so that code compiles once more when it is first observed, and never again.
+Without an observer a cast costs one check of a Python variable, and no operator. In compiled code
+the operators are in the graph only while there is an observer. The graphs with and without them are
+both kept, so code compiles once more when it is first observed, and never again.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -20,12 +20,12 @@ from fp8_dist.torch_internals import STAND_INS, in_backward, without_dispatch_mo
 
 
 class Owner(Protocol):
-    """Whose operands are cast: a layer's ``float8_weight``.
+    """The owner of a cast operand: a layer's ``float8_weight``.
 
     Attributes:
         fqn: the layer's name.
-        config: the layer's.
-        handle: names it in operators (``scale_query``).
+        config: the layer's config.
+        handle: identifies the owner in operators (``scale_query``).
     """
 
     fqn: str
@@ -33,13 +33,13 @@ class Owner(Protocol):
     handle: torch.Tensor
 
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        """What a forward's weight was made of: a plain tensor or DTensor, detached."""
+        """The high-precision parameter behind a forward's weight, detached: plain or a DTensor."""
 
 
 class CastObserver(Protocol):
-    """Is shown every cast while it observes. It must not change what it is shown.
+    """An observer of every cast. It must not change the tensors that it is given.
 
-    It is called without gradients and outside of dispatch modes.
+    Its methods are called without gradients and outside of dispatch modes.
     """
 
     def on_casts(
@@ -49,31 +49,31 @@ class CastObserver(Protocol):
         high: torch.Tensor,
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        """A local operand was cast, for GEMMs.
+        """Called when a local operand was cast for GEMMs.
 
-        ``high``: ``[..., K]`` in high precision; ``lows``: float8 copies of the same shape, by the
-        GEMMs that take them. In eager code all copies of a cast operand are shown at once.
+        ``high`` is ``[..., K]`` in high precision. ``lows`` are float8 copies of the same shape, by
+        the GEMMs that take them. In eager code one call has all copies of a cast operand.
         """
 
     def on_prepared_cast(
         self, owner: Owner, number: int, high: torch.Tensor, low: Quantized
     ) -> None:
-        """``PrepareFloat8ModuleInput`` cast a local input, in the way of the layer ``owner``.
+        """Called when ``PrepareFloat8ModuleInput`` cast a local input by the config of ``owner``.
 
-        ``number``: tells this cast from all others of this process, for :meth:`on_prepared_use`.
+        ``number`` identifies the cast in this process, for :meth:`on_prepared_use`.
         """
 
     def on_prepared_use(self, owner: Owner, number: int) -> None:
-        """A layer takes the input that was cast under this number, perhaps gathered since."""
+        """Called when a layer takes the input of the cast ``number``, perhaps gathered since."""
 
 
-# Each with what it was shown outside of a backward.
+# Observers, each with the casts that it was shown outside of a backward.
 _observers: dict[CastObserver, set[Hashable]] = {}
-_is_observed = False  # what graphs are guarded by: the list's items would be, too
+_is_observed = False  # guards of graphs: with the dict they would be guarded by its items, too
 
 
 def is_observed() -> bool:
-    """Whether anybody observes."""
+    """Whether there is an observer of casts."""
     return _is_observed
 
 
@@ -91,9 +91,10 @@ def observed_by(observer: CastObserver) -> Iterator[None]:
 
 
 def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, ...], CastSpec]:
-    """The casts of an operand as observers are shown them, by the GEMMs that take them."""
+    """The casts of an operand that observers are shown, by the GEMMs that take them."""
     if config.fold_row_scales and operand == "grad_output":
-        # The scales of another operand are folded into each. That of grad_weight keeps columns.
+        # Each cast has the scales of another operand folded in. The one of grad_weight has one
+        # scale per column.
         uses = config.uses(operand).items()
         return {
             (gemm,): cast if gemm == "grad_input" else cast._replace(granularity=COLUMN)
@@ -104,7 +105,7 @@ def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, .
 
 
 def _gemms_of(config: Float8LinearConfig, operand: Operand, cast: CastSpec) -> tuple[Gemm, ...]:
-    # (A list: dynamo takes no generator.)
+    # A list, because dynamo supports no generator here.
     return tuple([gemm for gemm, each in config.uses(operand).items() if each == cast])
 
 
@@ -121,13 +122,13 @@ def observe(
 
     Args:
         owner: the layer's ``float8_weight``.
-        operand, gemms, high, low: as :meth:`CastObserver.on_casts` takes them.
+        operand, gemms, high, low: as for :meth:`CastObserver.on_casts`.
         repeats: a backward may repeat the cast (activation checkpointing, FSDP2's second gather).
             It is shown once.
-        carrier: what the layer goes on with; None: the scale of ``low``.
+        carrier: a tensor that the layer uses afterwards; None: the scale of ``low``.
 
     Returns:
-        What must be used in the place of the carrier: a graph would drop the operator otherwise.
+        The tensor to use in place of the carrier. A graph would drop the operator otherwise.
     """
     carrier = low.scale if carrier is None else carrier
     if not torch.compiler.is_compiling():
@@ -154,7 +155,7 @@ def observe_copies(
     made: Copies,
     repeats: bool = True,
 ) -> Copies:
-    """:func:`observe` the copies of an operand, each cast once; in eager code all at once."""
+    """:func:`observe` for copies of an operand, once per cast; in eager code in one call."""
     if not torch.compiler.is_compiling():
         lows: dict[tuple[Gemm, ...], Quantized] = {}
         for copy, quantized in made.items():
@@ -190,9 +191,9 @@ def _show(
 
 
 def who_has_not_seen(what: Hashable, repeats: bool) -> list[CastObserver]:
-    """The observers to show something: in a backward only what they were not shown before.
+    """The observers to show a cast. If it ``repeats``, a backward shows it only to new ones.
 
-    (Compiled code may leave a cast of the forward to the backward, where it is used.)
+    Compiled code may move a cast of the forward to the backward, where it is used.
     """
     if not repeats:
         return list(_observers)
@@ -218,7 +219,7 @@ def observe_cast(
     granularity: str,
     repeats: bool,
 ) -> torch.Tensor:
-    """:func:`observe` in a graph."""
+    """:func:`observe` in a compiled graph."""
     low = Quantized(qdata, scale, granularity_named(granularity))
     _show(owner_of(handle), operand, high, {tuple(gemms): low}, repeats)
     return carrier.clone()

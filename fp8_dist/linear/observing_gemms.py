@@ -1,4 +1,4 @@
-"""The float8 GEMMs of layers, shown to observers with the operands in high precision."""
+"""Observers of the float8 GEMMs of layers, with their operands in high precision."""
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from fp8_dist.torch_internals import in_backward, without_dispatch_modes
 
 
 class GemmObserver(Protocol):
-    """Is shown the float8 GEMMs of eager code while it observes, as :class:`CastObserver`."""
+    """An observer of the float8 GEMMs of eager code; called as :class:`CastObserver` is."""
 
     def on_gemm(
         self,
@@ -25,24 +25,24 @@ class GemmObserver(Protocol):
         right: torch.Tensor,
         result: torch.Tensor,
     ) -> None:
-        """A layer has multiplied.
+        """Called after a GEMM of a layer.
 
-        ``left``: the input or grad_output, ``[..., K]``, ``right``: the weight, or the input for
-        grad_weight; both in high precision, as they were before casts and moves. ``result``: what
-        float8 gave for them. All of them are plain tensors, or DTensors of any placements. All
-        ranks of their meshes get the same calls, so it may communicate.
+        ``left`` is the input or grad_output, ``[..., K]``. ``right`` is the weight, or the input
+        for grad_weight. Both are in high precision, as they were before casts and moves. ``result``
+        is the result of the float8 GEMM. All of them are plain tensors, or DTensors of any
+        placements. All ranks of their meshes get the same calls, so this may communicate.
         """
 
 
 _gemm_observers: list[GemmObserver] = []
-# Prepared inputs in high precision, by the cast number of the Float8Tensors made of each. (Eager
-# code hands on the number's tensor itself. An input is kept for as long as one of them lives.)
+# Prepared inputs in high precision, by the cast number of the Float8Tensors made of each. Eager
+# code passes on the number's tensor itself, so an input is kept as long as one of them lives.
 _prepared: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 
 
 @contextmanager
 def gemms_observed_by(observer: GemmObserver) -> Iterator[None]:
-    """Show an observer the GEMMs of all layers inside the block, in which all code is eager."""
+    """Show an observer the GEMMs of all layers inside the block. Compiled code runs eagerly."""
     _gemm_observers.append(observer)
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -52,25 +52,25 @@ def gemms_observed_by(observer: GemmObserver) -> Iterator[None]:
 
 
 def are_gemms_observed() -> bool:
-    """Whether anybody observes GEMMs."""
+    """Whether GEMMs are observed; False in compiled code."""
     return bool(_gemm_observers) and not torch.compiler.is_compiling()
 
 
 def keep_prepared(cast_number: torch.Tensor, input: torch.Tensor) -> None:
-    """Keep an input in high precision, for the layers that take it in float8."""
+    """While GEMMs are observed, keep the high-precision input of layers that take it in float8."""
     if are_gemms_observed():
         _prepared[cast_number] = input.detach()
 
 
 class HighPrecision(NamedTuple):
-    """The operands of a forward before casts and moves; what is not known is None."""
+    """The operands of a forward before casts and moves; None where they are not known."""
 
     input: torch.Tensor | None = None
     weight: torch.Tensor | None = None
 
 
 def high_precision(owner: Owner, input: torch.Tensor, weight: torch.Tensor) -> HighPrecision:
-    """The operands of a forward, whose input may be prepared and whose weight gathered."""
+    """The high-precision operands of a forward with a possibly prepared input, gathered weight."""
     local, high = local_tensor(input), None
     if not isinstance(local, Float8Tensor):
         high = input.detach()
@@ -86,9 +86,9 @@ def observe_gemm(
     right: torch.Tensor | None,
     result: torch.Tensor | None,
 ) -> None:
-    """Show observers a GEMM whose operands are known, but not that of a repeated forward.
+    """Show observers a GEMM if its operands are known and it is not of a repeated forward.
 
-    Arguments as :meth:`GemmObserver.on_gemm`.
+    Arguments as for :meth:`GemmObserver.on_gemm`.
     """
     if left is None or right is None or result is None or (gemm == "output" and in_backward()):
         return

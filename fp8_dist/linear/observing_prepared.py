@@ -1,7 +1,7 @@
-"""Inputs that ``PrepareFloat8ModuleInput`` casts for several layers, shown to observers.
+"""Observation of inputs that ``PrepareFloat8ModuleInput`` casts for several layers.
 
-The cast and its uses are in different places, perhaps with a gather in between, and a module may
-have several such inputs. So each cast has a number, which the Float8Tensor carries to the layers.
+A cast and its uses are in different places, perhaps with a gather in between, and a module may have
+several such inputs. So each cast has a number, which the Float8Tensor carries to the layers.
 """
 
 import itertools
@@ -23,7 +23,7 @@ def observe_prepared_cast(owner: Owner, input: torch.Tensor, low: Quantized) -> 
     """Show observers the cast of an input for several layers.
 
     Args:
-        owner: the ``float8_weight`` of the layer whose way of casting is followed.
+        owner: the ``float8_weight`` of the layer whose config the cast follows.
         input: ``[..., K]``, a tensor or DTensor in high precision.
         low: its local part in float8.
 
@@ -43,9 +43,9 @@ def observe_prepared_cast(owner: Owner, input: torch.Tensor, low: Quantized) -> 
 
 
 def observe_prepared_use(owner: Owner, prepared: Float8Tensor) -> Float8Tensor:
-    """Tell observers that a layer takes a prepared input; returns what to go on with."""
+    """Tell observers that a layer takes a prepared input, and return the input to use."""
     number = prepared.cast_number
-    if number is None:  # nobody observed its cast
+    if number is None:  # its cast was not observed
         return prepared
     if torch.compiler.is_compiling():
         scale = observe_use.overload(prepared.scale, owner.handle, number)
@@ -55,7 +55,7 @@ def observe_prepared_use(owner: Owner, prepared: Float8Tensor) -> Float8Tensor:
 
 
 def _show_preparation(owner: Owner, high: torch.Tensor, low: Quantized) -> torch.Tensor:
-    """Show the cast of a prepared input; its number, as a new tensor."""
+    """Show the cast of a prepared input, and return its number as a new tensor."""
     value = next(_cast_numbers)
     with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
         number = torch.tensor(value, device="cpu")
@@ -84,14 +84,17 @@ def observe_preparation(
     qdata: torch.Tensor,
     granularity: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`observe_prepared_cast` in a graph: the scale to go on with, the number of the cast."""
+    """:func:`observe_prepared_cast` in a compiled graph.
+
+    Returns the scale to use, and the number of the cast.
+    """
     low = Quantized(qdata, scale, granularity_named(granularity))
     return scale.clone(), _show_preparation(owner_of(handle), high, low)
 
 
 @query("observe_use(Tensor scale, Tensor handle, Tensor number) -> Tensor")
 def observe_use(scale: torch.Tensor, handle: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """:func:`observe_prepared_use` in a graph."""
+    """:func:`observe_prepared_use` in a compiled graph."""
     _show_use(owner_of(handle), number)
     return scale.clone()
 

@@ -1,4 +1,4 @@
-"""Gradients that can be computed once, and not differentiated again."""
+"""First-order gradients that raise if they are differentiated again."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -27,9 +27,9 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """A decorator for the ``backward`` of a layer's function; ``ctx.spec.fqn`` is its name.
+    """Decorator for the ``backward`` of a layer's function; ``ctx.spec.fqn`` is the layer's name.
 
-    Under ``create_graph=True`` a second differentiation must raise, not count gradients as
+    Under ``create_graph=True`` a second differentiation must raise instead of treating gradients as
     constants.
     """
 
@@ -39,9 +39,9 @@ def differentiable_once(backward: Backward) -> Backward:
             return backward(ctx, grad)
         with torch.no_grad():
             gradients = backward(ctx, grad)
-        # The gradient is a function of all that the output depends on, and of grad_output: to
-        # differentiate it by any of these raises. (Torch would take a gradient that depends on
-        # none of them as constant.)
+        # The gradient is a function of grad_output and of all that the output depends on.
+        # Differentiating it with respect to any of these raises. Without them, torch would treat
+        # the gradient as constant.
         origins, fqn = (*_leaves(ctx), grad), ctx.spec.fqn
         return tuple(
             g if g is None else _NoSecondDerivative.apply(g, fqn, *origins) for g in gradients

@@ -1,7 +1,7 @@
-"""The operands of a linear layer's GEMMs: first the plan, then the casts and moves.
+"""Planning, casting and moving the operands of a linear layer's GEMMs.
 
-One float8 copy that serves all GEMMs of an operand is made where the operand is, and moves as
-float8. Otherwise the operand moves in high precision and is cast where it arrives.
+If one float8 copy serves all GEMMs of an operand, the operand is cast where it is, and moves as
+float8. Otherwise it moves in high precision and is cast where it arrives.
 """
 
 import math
@@ -37,7 +37,7 @@ from fp8_dist.warn import warn_once
 
 
 class LinearSpec(NamedTuple):
-    """One call of the linear function, but for its tensors."""
+    """The arguments of one call of the linear function, except for its tensors."""
 
     config: Float8LinearConfig
     output_placements: Placements | None
@@ -45,9 +45,8 @@ class LinearSpec(NamedTuple):
     histories: Mapping[str, AmaxHistory]
     owner: Owner  # the layer's float8_weight
     record: bool  # whether the forward's casts belong to a training step
-    weight_blocks: Granularity | None = (
-        None  # of this rank's part of the weight, for scales of blocks
-    )
+    # The granularity of this rank's part of the weight, for scales of blocks.
+    weight_blocks: Granularity | None = None
     reduce_transport: Encoding = None  # of the reduce-scatters of the output and of grad_input
 
 
@@ -56,9 +55,9 @@ class WeightCasts(NamedTuple):
 
     Attributes:
         output, grad_input: the copies that these GEMMs take, perhaps the same; ``None``: they take
-            it in high precision, or by ``recast``.
-        recast: (multiplier, scale) of the cast that the backward makes. The weight is FSDP2's
-            high-precision copy then, which FSDP2 frees in between; a float8 copy would outlive it.
+            the weight in high precision, or by ``recast``.
+        recast: (multiplier, scale) of a cast in the backward. The weight is then FSDP2's
+            high-precision copy, which FSDP2 frees in between; a float8 copy would outlive it.
     """
 
     output: Quantized | None = None
@@ -68,16 +67,16 @@ class WeightCasts(NamedTuple):
 
 # An operand on this rank, [..., K] or [M, K]: in float8, or a plain tensor in high precision.
 Local = Quantized | torch.Tensor
-# An operand as each GEMM takes it. A tensor may be in flight: see wait_local().
+# The operand that each GEMM takes. A tensor may be in flight: see wait_local().
 Operands = dict[Gemm, Local]
 
 
 class OperandPlan(NamedTuple):
-    """How an operand reaches the GEMMs that take it.
+    """Plan of an operand's cast and redistribution.
 
     Attributes:
-        first_cast: the one cast for all GEMMs, made before the operand moves; ``None``: it moves in
-            high precision, and is cast for each GEMM where it arrives.
+        first_cast: the one cast for all GEMMs, made before the operand moves; ``None``: the operand
+            moves in high precision, and is cast for each GEMM where it arrives.
         moves: the operand is redistributed.
         amax_axes: the mesh axes over which amaxes may be reduced; ``None``: all.
     """
@@ -95,7 +94,7 @@ def plan_operand(
     ndim: int,
     amax_scope: str = "global",
 ) -> OperandPlan:
-    """Decide how an operand is cast and moved, from facts that all ranks share.
+    """Plan an operand's cast and redistribution from facts that all ranks share.
 
     Args:
         casts: the cast that each GEMM takes; ``None``: high precision.
@@ -111,7 +110,7 @@ def plan_operand(
             axes += (axis,)
             dims.append(dim)
     moves, everywhere = now != then, amax_scope == "global"
-    # Float8 data does not leave shards of several pieces.
+    # Shards of several pieces are not redistributed as float8.
     first = None if has_pieces(now) else casts[0]
     if first is not None and all(cast == first for cast in casts):
         granularity = first.granularity
@@ -130,7 +129,7 @@ def _plan_of(
     now = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
     scope = spec.config.amax_scope
     if torch.compiler.is_compiling():
-        # Dynamo warns of functions with a cache.
+        # Dynamo warns about functions with a cache.
         return plan_operand.__wrapped__(casts, now, placements, tensor.ndim, scope)
     plan = plan_operand(casts, now, placements, tensor.ndim, scope)
     one_copy = spec.config.gather_cast(operand)
@@ -161,12 +160,12 @@ def prepare_operand(
     spec: LinearSpec,
     amax: GradientAmax | None = None,
 ) -> Operands:
-    """Cast an operand for the given GEMMs, and bring it to ``placements``, by its plan.
+    """Cast an operand for the given GEMMs, and redistribute it to ``placements``, by its plan.
 
     Args:
         tensor: ``[..., K]``, in high precision or cast already; no Partial placements.
-        placements: where the GEMMs need a DTensor.
-        amax: that of ``tensor``, if it was found ahead.
+        placements: the placements of a DTensor that the GEMMs need.
+        amax: the amax of ``tensor``, if it was computed ahead.
     """
     prepared = local_tensor(tensor)
     if isinstance(prepared, Float8Tensor):
@@ -196,7 +195,7 @@ def _cast_here(
     high: torch.Tensor,
     amax: GradientAmax | None = None,
 ) -> Operands:
-    """An operand, where it is, as the given GEMMs take it; ``high``: its local tensor."""
+    """Cast an operand for the given GEMMs without moving it; ``high`` is its local tensor."""
     by_gemm = spec.config.copies(operand, tensor.device)
     taken = {gemm: by_gemm.get(gemm) for gemm in gemms}
     wanted = tuple(dict.fromkeys(filter(None, taken.values())))
@@ -216,10 +215,10 @@ def prepare_gradients(
 
     Args:
         grad: grad_output ``[..., N]``, high precision, no Partial placements.
-        placements: where the GEMMs need a DTensor.
+        placements: the placements of a DTensor that the GEMMs need.
         input: the right operand of grad_weight; None: that GEMM is left out.
         weight: the right operand of grad_input; None: that GEMM is left out.
-        amax: that of ``grad``, if :func:`find_gradient_amax` was called.
+        amax: the amax of ``grad``, if :func:`find_gradient_amax` was called.
     """
     right: Operands = {}
     if weight is not None:
@@ -237,7 +236,7 @@ def prepare_gradients(
     _plan_of(grad, "grad_output", (cast,), placements, spec)  # for its warning
     operands: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
-        # One GEMM is in high precision: grad_output moves so, once.
+        # One GEMM is in high precision, so grad_output moves in high precision, once.
         high, grad = _moved_in_high_precision(grad, placements)
         operands = {gemm: (high, right[gemm]) for gemm in gemms}
     axes = () if spec.config.amax_scope == "rank" else None
@@ -248,7 +247,7 @@ def prepare_gradients(
 
 
 def find_gradient_amax(grad: torch.Tensor, spec: LinearSpec, amax: GradientAmax) -> None:
-    """Find the amax by which :func:`prepare_gradients` will cast ``grad``, a DTensor."""
+    """Compute the amax by which :func:`prepare_gradients` will cast ``grad``, a DTensor."""
     gemms: tuple[Gemm, ...] = ("grad_input", "grad_weight")
     casts = tuple(spec.config.cast("grad_output", gemm) for gemm in gemms)
     amax.find(grad, _plan_of(grad, "grad_output", casts, amax.placements, spec).amax_axes)
@@ -262,7 +261,7 @@ def _copies(
     axes: tuple[int, ...] | None,
     amax: GradientAmax | None = None,
 ) -> Copies:
-    """The local part of an operand in float8, where the operand is; a plain one as a matrix."""
+    """Float8 copies of the local part of an operand; a plain tensor is cast as a matrix."""
     matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
     made = _copies_of_matrix(tensor, matrix, operand, copies, spec, axes, amax)
     if not is_observed():
@@ -281,8 +280,8 @@ def _copies_of_matrix(
     axes: tuple[int, ...] | None,
     amax: GradientAmax | None,
 ) -> Copies:
-    """:func:`_copies` of an operand, a plain one given as it is and as a matrix."""
-    if copies[0].cast.delayed:  # its two casts are the same: they have one scale per tensor
+    """:func:`_copies` without observers; ``matrix`` is a plain ``tensor`` as a matrix."""
+    if copies[0].cast.delayed:  # both casts are the same: they have one scale per tensor
         record = spec.record or operand == "grad_output"
         return spec.histories[operand].copies_of(matrix, copies, record)
     power_of_2 = spec.config.round_scales_to_power_of_2
@@ -303,7 +302,7 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
-    """The local tensor at ``placements``; it may be in flight until it is first used."""
+    """The local tensor at ``placements``, which may be in flight until it is first used."""
     if not isinstance(tensor, DTensor):
         return tensor
     assert placements is not None
@@ -313,7 +312,7 @@ def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
 def _moved_in_high_precision(
     tensor: torch.Tensor, placements: Placements | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local tensor at ``placements``, and the tensor or DTensor that it is part of there."""
+    """The local tensor at ``placements``, and the tensor or DTensor that it belongs to."""
     high, layout = local_tensor(_moved(tensor, placements)), Layout.of(tensor)
     if layout is None:
         return high, high
@@ -322,7 +321,7 @@ def _moved_in_high_precision(
 
 
 def wait_local(operand: Local) -> Local:
-    """An operand once it has arrived: waits for it if it is in flight."""
+    """Wait for an operand that is in flight, and return it."""
     if isinstance(operand, Quantized):
         return operand
     local = local_tensor(operand)
@@ -330,7 +329,7 @@ def wait_local(operand: Local) -> Local:
 
 
 def redistributed(tensor: DTensor, placements: Placements) -> DTensor:
-    """A DTensor at other placements; what moves may be in flight."""
+    """A DTensor at other placements; its local tensor may be in flight."""
     if tuple(tensor.placements) == placements:
         return tensor
     return tensor.redistribute(placements=placements, async_op=True)

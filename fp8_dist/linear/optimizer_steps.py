@@ -1,4 +1,4 @@
-"""After the step of any optimizer: weights forget their scales, then precompute runs."""
+"""Hooks after the step of any optimizer: weights drop their scales, then precompute runs."""
 
 import threading
 import weakref
@@ -20,34 +20,34 @@ from fp8_dist.torch_internals import (
 
 
 class WatchesSteps(Protocol):
-    """An object that is told of optimizer steps."""
+    """An object that is notified of optimizer steps."""
 
     def optimizer_stepped(self, updated: set[int]) -> None:
-        """An optimizer took a step, which updated the parameters of these ids."""
+        """Called after an optimizer step that updated the parameters with these ids."""
 
 
 _watchers: "weakref.WeakSet[WatchesSteps]" = weakref.WeakSet()
 _watchers_lock = threading.Lock()  # models may be trained in several threads
-# An optimizer's attribute with the calls after its steps. (A table of them would keep an optimizer
-# alive that is an attribute of the module that a call is about.)
+# The attribute of an optimizer that holds the calls after its steps. A global table would keep
+# alive an optimizer that is an attribute of the module that a call refers to.
 _CALLS = "_fp8_dist_after_steps"
 
 
 def watch_steps(watcher: WatchesSteps) -> None:
-    """Tell an object of all optimizer steps from now on, as long as it lives."""
+    """Notify an object of all optimizer steps from now on, as long as it lives."""
     _install_hook()
     with _watchers_lock:
         _watchers.add(watcher)
 
 
 def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> RemovableHandle:
-    """Run ``call`` each time these optimizers have stepped, once the watchers have been told.
+    """Run ``call`` each time these optimizers have stepped, after the watchers were notified.
 
-    They step one after the other, so it runs after the last one's step. Those that step within a
-    backward, each as soon as it has its gradients, do so in another order: then it runs when the
-    backward has ended.
+    Optimizers step one after the other, so it runs after the last one's step. Optimizers that step
+    within a backward pass, each as soon as it has its gradients, may step in any order: then it
+    runs when the backward pass has ended.
 
-    (torch runs an optimizer's own post-step hooks before the global one.)
+    torch runs an optimizer's own post-step hooks before the global one.
     """
     _install_hook()
     hook = _AfterSteps(call)
@@ -77,10 +77,10 @@ class _AfterSteps:
 
 
 def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
-    """The optimizers behind an object whose steps run torch's hooks, in the order of their steps.
+    """The optimizers in an object whose steps run torch's hooks, in the order of their steps.
 
-    That is the object itself, or what a wrapper holds (accelerate's AcceleratedOptimizer, a
-    learning rate scheduler: as ``.optimizer``), or what a container holds (by iteration).
+    These are the object itself, the ``.optimizer`` of a wrapper (accelerate's AcceleratedOptimizer,
+    a learning rate scheduler), or the optimizers that a container iterates over.
     """
     if isinstance(optimizer, Optimizer) and runs_step_hooks(optimizer):
         return [optimizer]
@@ -90,7 +90,7 @@ def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
 
 
 def updated_by(optimizer: Optimizer) -> set[int]:
-    """The ids of the parameters that an optimizer's steps update: not of frozen ones."""
+    """Ids of the parameters that an optimizer's steps update, without frozen ones."""
     return {
         id(param)
         for group in optimizer.param_groups
@@ -115,8 +115,8 @@ def _install_hook() -> RemovableHandle:
 
 @torch.compiler.disable
 def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # What the optimizers in a container have updated, their own hooks have told. What calls after
-    # their steps have found since holds.
+    # The hooks of the optimizers in a container have already reported their updates. Scales that
+    # calls after those steps have computed since are still valid.
     held = [each for inner in _iterated(optimizer) for each in hooked_optimizers(inner)]
     updated = updated_by(optimizer).difference(*map(updated_by, held))
     with _watchers_lock:

@@ -1,4 +1,4 @@
-"""What the GEMMs of ``Float8Linear`` layers multiply, recorded as they run."""
+"""Recording of the operands that the GEMMs of ``Float8Linear`` layers multiply."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from fp8_dist.config import Gemm
 from fp8_dist.granularity import Blocks
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 
-# Data, scale, and for scales of blocks what these are. (The shape of others tells what they cover.)
+# Data, scale, and the blocks of block scales. (The shape of other scales tells what they cover.)
 Operand = tuple[torch.Tensor, torch.Tensor, tuple[int, int, int, int] | None]
 
 
@@ -19,10 +19,10 @@ class GemmRecord(NamedTuple):
 
     Attributes:
         fqn: the layer's name; empty in a compiled graph.
-        gemm: which of the layer's three GEMMs it is.
+        gemm: one of the layer's three GEMMs.
         a: a copy of the left operand, ``[M, K]``, local.
         b: a copy of the right operand, ``[K, N]``, local.
-        options: (use_fast_accum, pad_inner_dim, emulate), as the GEMM was given them.
+        options: the (use_fast_accum, pad_inner_dim, emulate) of the GEMM.
     """
 
     fqn: str
@@ -32,7 +32,7 @@ class GemmRecord(NamedTuple):
     options: tuple[bool, bool, bool]
 
 
-# The lists of the recordings under way. A recording owns its list and removes it when it ends.
+# The lists of active recordings. A recording removes its list when it ends.
 _recordings: list[list[GemmRecord]] = []
 
 
@@ -42,7 +42,9 @@ def record_gemms() -> Iterator[list[GemmRecord]]:
 
     Yields:
         A list that grows by one :class:`GemmRecord` per GEMM, in the order in which they run. GEMMs
-        of compiled graphs and those left in high precision are not recorded. No collectives.
+        of compiled graphs and those left in high precision are not recorded.
+
+    Collectives: none.
     """
     records: list[GemmRecord] = []
     _recordings.append(records)
@@ -61,7 +63,7 @@ def note_gemm(
     out_dtype: torch.dtype,
     options: tuple[bool, bool, bool],
 ) -> None:
-    """Add a GEMM of two matrices to the recordings under way."""
+    """Add a GEMM of two matrices to the active recordings."""
     if not _recordings:
         return
     left, right = (

@@ -1,36 +1,38 @@
 """Rowwise scales with one float8 copy of each operand: the recipe ``rowwise_folded``.
 
-With x = input ``[M, K]``, w = weight ``[N, K]``, g = grad_output ``[M, N]``; ``t[m]``, ``s[n]`` the
-scales of the rows of x and w (dequantization scales, powers of two); xq, wq their float8 data::
+Let x be the input ``[M, K]``, w the weight ``[N, K]`` and g grad_output ``[M, N]``. Let ``t[m]``
+and ``s[n]`` be the scales of the rows of x and w (dequantization scales, powers of two), and xq and
+wq their float8 data::
 
     output[m,n]      = sum_k x[m,k] w[n,k] = t[m] s[n] sum_k xq[m,k] wq[n,k]
     grad_input[m,k]  = sum_n g[m,n] w[n,k] = sum_n (g[m,n] s[n]) wq[n,k]
     grad_weight[n,k] = sum_m g[m,n] x[m,k] = sum_m (g[m,n] t[m]) xq[m,k]
 
 In the output both scales stand outside of the sum. In a gradient one of them runs along the
-contraction, where a GEMM can't apply it; it is folded into g instead, whose own scales can then be
-chosen along the dim that stays. So xq and wq serve two GEMMs each, and are what travels::
+contraction, where a GEMM can't apply it. It is folded into g instead, whose own scales can then be
+chosen along the dim that is kept. So xq and wq serve two GEMMs each, and can be gathered::
 
-    g0 = cast_rows(g)             scale r0[m]     what travels, and what both folds start from
+    g0 = cast_rows(g)             scale r0[m]     is gathered; both folds start from it
     g1 = cast_rows(g0 * s)        scale r1[m]     grad_input[m,k]  = r1[m] sum_n g1q[m,n] wq[n,k]
     g2 = cast_columns(g0 * t)     scale c[n]      grad_weight[n,k] = c[n]  sum_m g2q[m,n] xq[m,k]
 
-All scales are powers of two: to fold one in and cast again changes exponents alone, and the second
-rounding is exact, but for values that fall below the range of the new scale (2^-17 of the largest
-of their row or column), which the sum they go into can't notice.
+All scales are powers of two, so folding one in and casting again changes exponents alone. The
+second rounding is exact except for values that fall below the range of the new scale (2^-17 of the
+largest of their row or column), which are negligible in their sum.
 
-Why not fold s before the first cast, and take g2 from ``g1 / s``? One cast less; but where a row of
-the weight is small beside others, its column of g1 underflows though grad_weight needs it: rows of
-zeros would never get a gradient.
+Folding s before the first cast and taking g2 from ``g1 / s`` would save one cast. But where a row
+of the weight is small compared to others, its column of g1 would underflow, though grad_weight
+needs it: rows of zeros would never get a gradient.
 
-r1 is taken from ``g * s`` in high precision, together with r0. Where N is sharded, one all-reduce
-serves both. Where rows travel, none is needed: r1 travels with them, 4 bytes a row.
+r1 is computed from ``g * s`` in high precision, together with r0. Where N is sharded, one
+all-reduce serves both. Where rows are gathered, none is needed: r1 is gathered with them, 4 bytes
+per row.
 
-What is folded in is ``scale * UNIT`` (:mod:`fp8_dist.kernels.folding`): gradients of 1e-12 lose
-nothing beside weights of usual size, and some dB beside weights of 1e-5.
+The folded factor is ``scale * UNIT`` (:mod:`fp8_dist.kernels.folding`). Gradients of 1e-12 lose
+nothing with weights of usual size, and some dB with weights of 1e-5.
 
-What one float8 copy of g can't do: values that fall below the range of g0 beside the largest of
-their row are lost to grad_weight, whose columns might have kept them.
+One float8 copy of g has a limit: values below the range of g0, relative to the largest of their
+row, are lost for grad_weight, whose columns might have kept them.
 """
 
 import math
@@ -63,8 +65,8 @@ def folded_gradients(
 
     Args:
         grad: grad_output ``[..., N]``, local or a DTensor without Partial placements.
-        cast: its cast (rows).
-        placements: where the GEMMs need a DTensor.
+        cast: the cast of grad_output, with one scale per row.
+        placements: the placements of a DTensor that the GEMMs need.
         weight: the local weight ``[N, K]`` with scales s; ``None`` where g1 is not needed.
         input: the local input ``[..., K]`` with scales t, as the GEMM of grad_weight takes it;
             ``None`` where g2 is not needed.
@@ -73,10 +75,10 @@ def folded_gradients(
         owner: the layer's ``float8_weight``.
 
     Returns:
-        Local operands; the scales of the right one are 1, since they were folded into the left one.
+        Local operands. The scales of the right one are 1, since they were folded into the left one.
 
     Collectives: an all-gather of 1 byte per element and 8 per row for a grad that is gathered; an
-    all-reduce of 8 bytes per row where N is sharded; one of 4 bytes per column where rows are.
+    all-reduce of 8 bytes per row where N is sharded, and of 4 bytes per column where rows are.
     """
     grad = _with_whole_rows(grad, placements)
     if isinstance(grad, DTensor):
@@ -97,14 +99,14 @@ def _folded(
     input: Quantized | None,
     axes: tuple[int, ...] | None,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    """:func:`folded_gradients` of a DTensor whose rows are whole."""
+    """:func:`folded_gradients` for a DTensor whose rows are whole on each rank."""
     local, layout = local_tensor(grad), Layout.of(grad)
     assert layout is not None
     weight_fold = None if weight is None else weight.scale.reshape(-1) * UNIT
     value = global_amax(row_amaxes(local, weight_fold), grad, ROW, axes)
     multipliers, scales = scaling_from_amax(value, cast.dtype, True)
     qdata = quantize(local, multipliers[..., :1], cast.dtype, fits=True)
-    # What belongs to each row: its scale in g0, and the multiplier of g1.
+    # For each row its scale in g0, and the multiplier of g1.
     numbers = torch.cat([scales[..., :1], multipliers[..., 1:]], dim=-1)
 
     if layout.placements != placements:
@@ -138,9 +140,9 @@ def _observed(
     input: Quantized | None,
     owner: Owner,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    """Show g1 and g2 to observers, beside the high-precision gradient times the folded scales.
+    """Show g1 and g2 to observers, with the high-precision gradient times the folded scales.
 
-    Of operands that were gathered to ``placements`` the part whose gradient is here.
+    If operands were gathered to ``placements``, the part of this rank's gradient is shown.
     """
     layout, high = Layout.of(grad), local_tensor(grad).to(torch.float32)
 
@@ -191,14 +193,15 @@ def _folded_locally(
 
 
 def _unit_scale(*operands: Quantized | None) -> torch.Tensor:
-    """Those of both operands: of a shape that a GPU's GEMM takes beside the scales of rows."""
+    """A scale of 1, in a shape that a GPU's GEMM accepts together with the scales of rows."""
     return unit_scales(next(each for each in operands if each is not None).qdata)
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:
-    """A grad whose rows are cast where they are: moved first if rows themselves are in parts.
+    """The grad, moved to ``placements`` first if its rows are not whole before or after the move.
 
-    (Where an output was sharded along its columns, or is to be.) Or if ranks have several pieces.
+    That is the case where it is, or is to be, sharded along its last dim. It is also moved if ranks
+    have several pieces of it.
     """
     if not isinstance(grad, DTensor):
         return grad
@@ -212,8 +215,8 @@ def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch
 def _moved(
     qdata: torch.Tensor, numbers: torch.Tensor, layout: Layout, placements: Placements
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and what belongs to them at other placements, in one message."""
-    # Wrapped as float8, which most of the bytes are, so that comm_audit counts it as float8.
+    """Redistribute rows of float8 data together with their numbers, in one message."""
+    # Most of the bytes are float8. Wrap them as such, so that comm_audit counts them as float8.
     packed = pack_rows(qdata, numbers)
     shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
     carrier = Float8Tensor(packed, numbers.new_ones(()), torch.float32)

@@ -1,4 +1,4 @@
-"""Amax histories in the metadata of a state_dict: what is saved, and what a load says of it."""
+"""Saving and loading of amax histories in the metadata of a state_dict."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _KEY = "float8_amax_histories"
 
 
 def save_to_metadata(histories: Mapping[str, AmaxHistory], metadata: dict[str, Any]) -> None:
-    """Put copies of a layer's histories into its metadata of a ``state_dict``."""
+    """Save copies of a layer's histories in its ``state_dict`` metadata."""
     metadata[_KEY] = {name: history.amaxes() for name, history in histories.items()}
 
 
@@ -25,19 +25,21 @@ def load_from_metadata(
     fqn: str,
     is_own: bool,
 ) -> None:
-    """Continue a layer's histories from its metadata of a ``state_dict``.
+    """Continue a layer's histories from its ``state_dict`` metadata.
 
-    Those that ``Float8State`` has loaded stay until they are used: metadata may be older, as in the
-    ``state_dict()`` that DCP reads into. A plain dict has no metadata: then histories stay as they
-    are. Warns once in a process where histories are not those of what was loaded.
+    Histories that ``Float8State`` has loaded stay until they are used: metadata may be older, as in
+    the ``state_dict()`` that DCP reads into. A plain dict has no metadata, and then histories stay
+    as they are. Warns once per process if the histories are not those that were loaded.
 
     Args:
-        histories: of the layer, by name of the operand.
-        metadata: that nn.Module gives to ``_load_from_state_dict``.
-        meshes, device, Collectives, Raises: see :func:`load_histories`.
+        histories: the layer's histories, by name of the operand.
+        metadata: the metadata that nn.Module passes to ``_load_from_state_dict``.
+        meshes, device: see :func:`load_histories`.
         fqn: the layer's name, for messages.
-        is_own: whether the loaded weight is the layer's own memory, so that metadata says what was
-            known when ``state_dict()`` was called.
+        is_own: whether the loaded weight is the layer's own memory. The metadata then has the
+            histories from the time when ``state_dict()`` was called.
+
+    Collectives, raises: as :func:`load_histories`.
     """
     saved = metadata.get(_KEY, {})
     if not histories:
@@ -48,7 +50,7 @@ def load_from_metadata(
                 "they are dropped, and the parameters loaded",
             )
         return
-    has_metadata = "version" in metadata  # nn.Module writes its version into all of it
+    has_metadata = "version" in metadata  # nn.Module writes it for every module
     before, restored = _amaxes(histories), all(h.restored for h in histories.values())
     told = load_histories(histories, saved if has_metadata else None, meshes, device, fqn)
     if restored:
@@ -68,7 +70,7 @@ def load_from_metadata(
 
 
 def warn_if_not_restored(histories: Mapping[str, AmaxHistory], fqn: str) -> None:
-    """Warn once, at the end of a step, if parameters were loaded before it without histories."""
+    """Warn once, at the end of a step, if parameters were loaded without histories before it."""
     used = [history for history in histories.values() if history.current is not None]
     if any(history.restored is False for history in used):
         known = any(history.history is not None for history in used)
@@ -89,7 +91,7 @@ def _amaxes(histories: Mapping[str, AmaxHistory]) -> dict[str, list[float]]:
 
 
 def difference(own: Iterable[str], saved: Iterable[str]) -> str:
-    """What is said where a checkpoint has histories of other operands; "" if it has the same."""
+    """Message for a checkpoint with histories of other operands; empty if they are the same."""
     own, saved = set(own), set(saved)
     if own == saved:
         return ""

@@ -1,7 +1,8 @@
-"""Operands of grad_weight, blocked again along tokens of which each rank has some.
+"""Operands of grad_weight, blocked again along tokens that are sharded over ranks.
 
-That is where a weight is replicated and its input sharded by batch or sequence. A block of tokens
-may have rows on several ranks then, and with a sharded sequence they are not even neighbours.
+This is the case of a replicated weight whose input is sharded by batch or sequence. A block of
+tokens may then have rows on several ranks. With a sharded sequence, a rank's rows of a block need
+not be adjacent.
 """
 
 import math
@@ -20,16 +21,17 @@ from fp8_dist.mesh import (
 )
 from fp8_dist.tensor import Quantized
 
-# Data, exponents, and what they are those of.
+# Data, exponents, and blocks: (rows, columns) of a block, and where in its first block the matrix
+# begins.
 BlockMatrix = tuple[torch.Tensor, torch.Tensor, tuple[int, int, int, int]]
 
 
 def reblocked(operand: Quantized, layout: Layout | None) -> BlockMatrix:
-    """An operand with scales of blocks of a row, as a matrix blocked again along the tokens.
+    """Convert an operand with block scales along its rows to a matrix with blocks of tokens.
 
     Args:
         operand: ``[..., K]``, local.
-        layout: where the operand lives, as the GEMM takes it; None: here.
+        layout: the layout of the operand that the GEMM takes; None if it is not distributed.
 
     Collectives: for each group of the axes that shard its tokens an all-reduce (MAX) of 1 byte per
     new block of the global operand.
@@ -53,7 +55,7 @@ def reblocked(operand: Quantized, layout: Layout | None) -> BlockMatrix:
 
 
 def as_block_matrix(operand: Quantized) -> BlockMatrix:
-    """``[..., K]`` as a matrix."""
+    """An operand ``[..., K]`` with block scales, as a matrix."""
     qdata, exponents, granularity = operand
     assert granularity.blocks is not None
     if qdata.ndim > 2:

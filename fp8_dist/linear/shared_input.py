@@ -1,8 +1,9 @@
-"""The float8 copies of an input that several layers take: one slot, for the last input cast.
+"""Cache of the float8 copies of the last input that was cast, for several layers that take it.
 
-``wq``, ``wk`` and ``wv`` of an attention, ``w1`` and ``w3`` of a feed-forward take one tensor each.
-Its float8 copies serve all of them: one cast, and one copy saved for backward, as nn.Linear layers
-save the one tensor. The slot lives as long as the copy that autograd saves.
+``wq``, ``wk`` and ``wv`` of an attention share one input, as do ``w1`` and ``w3`` of a
+feed-forward. Its float8 copies serve all of them: there is one cast, and one copy saved for
+backward, as nn.Linear layers save the one tensor. The cache entry lives as long as the copy that
+autograd saves.
 """
 
 from typing import Any, NamedTuple
@@ -18,9 +19,9 @@ from fp8_dist.torch_internals import is_captured
 
 
 class _LastCast(NamedTuple):
-    source: ReferenceType[torch.Tensor]  # compared, never used
+    source: ReferenceType[torch.Tensor]  # for an identity check alone
     key: Any
-    first: Copies  # what the forward alone takes
+    first: Copies  # the copies that only the forward takes
     saved: CopySpec
     data: ReferenceType[torch.Tensor]
     scale: torch.Tensor
@@ -30,17 +31,17 @@ _last: _LastCast | None = None
 
 
 def cast_key(x: torch.Tensor, kind: Any) -> Any:
-    """What must be the same for a cast of this kind to hold again; None if that can't be told."""
+    """The key under which a cast of this kind may be reused; None if it must not be."""
     if x.is_inference():
-        return None  # it keeps no version
+        return None  # inference tensors have no version counter
     if is_captured(x):
         return None  # a CUDA graph must hold the cast itself
     return x._version, kind, torch.cuda.current_stream(x.device) if x.is_cuda else None
 
 
 def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
-    """The copies that were noted last, if they still exist and are those of ``x`` by this key."""
-    last = _last  # another thread may note its own
+    """The copies that were noted last, if they still exist and belong to ``x`` and this key."""
+    last = _last  # another thread may replace it
     if last is None or last.source() is not x or last.key != key:
         return None
     data = last.data()
@@ -52,7 +53,7 @@ def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
 
 
 def note_cast(x: torch.Tensor, key: Any, copies: Copies) -> None:
-    """Note how ``x`` was cast. Of the copies autograd saves the last."""
+    """Note the copies of ``x``. Autograd saves the last of them."""
     global _last
     _last = None
     if key is not None:
@@ -61,7 +62,7 @@ def note_cast(x: torch.Tensor, key: Any, copies: Copies) -> None:
 
 
 def _forget(data: ReferenceType[torch.Tensor]) -> None:
-    """Autograd has freed what it saved: the other copies go too."""
+    """Drop the other copies once autograd has freed the one that it saved."""
     global _last
     if _last is not None and _last.data is data:
         _last = None

@@ -1,4 +1,4 @@
-"""Tensors that are read on another stream than the one they were made on."""
+"""Tensors that are read on another stream than the one that they were allocated on."""
 
 from collections.abc import Iterable
 
@@ -6,9 +6,9 @@ import torch
 
 
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """The current stream reads them: if they are freed, their memory is reused only after that.
+    """Keep the memory of freed tensors from being reused before the current stream has read them.
 
-    The caching allocator would give it to the stream that it was allocated on at once.
+    The caching allocator would otherwise reuse it at once on the stream of its allocation.
     """
     for tensor in tensors:
         if tensor.is_cuda:

@@ -1,26 +1,27 @@
-"""The weight of a ``Float8Linear``, from what is stored to what its GEMMs multiply.
+"""The weight of a ``Float8Linear``, from the parameter to the float8 operands of GEMMs.
 
 Terms:
 
-* *parameter*: what is registered as ``layer.weight`` now. FSDP2 exchanges it: it is the *sharded
-  parameter* between uses and the *unsharded parameter* while the layer runs.
+* *parameter*: the tensor that is registered as ``layer.weight`` now. FSDP2 exchanges it: it is the
+  *sharded parameter* between uses and the *unsharded parameter* while the layer runs.
 * *shard*: the parameter's local tensor, plain and in high precision.
 * *scaling*: (quantization multiplier, scale) of the shard for one cast. The amax is that of the
   global weight, or of its global rows or columns.
 * *casts*: the shard in float8, one for each of ``config.casts("weight")``.
 
-Who casts it depends on who owns the parameter:
+The owner of the parameter determines where it is cast:
 
-* Nobody, or tensor parallelism: the forward casts the shard. The GEMMs of the forward and of the
+* None, or tensor parallelism: the forward casts the shard. The GEMMs of the forward and of the
   backward take these casts (:meth:`Float8Weight.forward_casts`).
-* FSDP2 with float8 gathers: FSDP2 asks for the cast of the shard and gathers that
-  (:meth:`Float8Weight.gather_casts`). The forward finds a ``Float8Tensor`` as the parameter.
+* FSDP2 with float8 gathers: FSDP2 gets the cast of the shard from
+  :meth:`Float8Weight.gather_cast` and gathers it. The forward finds a ``Float8Tensor`` as the
+  parameter.
 * FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
   backward casts it again, because FSDP2 frees it in between.
 
-Scalings come from ``cache`` where it knows those of the values that the parameter has now: from
-precompute, or from an earlier use. Otherwise they are computed, and the cache is told. Compiled
-graphs and selective activation checkpointing ask by operators (``scale_query``).
+Scalings come from ``cache`` if it has them for the current values of the parameter, from precompute
+or from an earlier use. Otherwise they are computed and stored there. Compiled graphs and selective
+activation checkpointing query them by operators (``scale_query``).
 """
 
 import weakref
@@ -71,28 +72,28 @@ from fp8_dist.warn import warn_once
 
 
 class GatherType(Protocol):
-    """A tensor type whose all-gather FSDP2 runs in float8 (``fp8_dist.fsdp`` has the one)."""
+    """A tensor type whose all-gather FSDP2 runs in float8; ``fp8_dist.fsdp`` defines it."""
 
     def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A local tensor of this type on the same storage."""
+        """Wrap a local tensor as one of this type on the same storage."""
 
     def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The plain local tensor; any other tensor is returned as it is."""
+        """The plain local tensor inside; a tensor of another type is returned unchanged."""
 
 
 class Float8Weight:
     """The weight of one layer, which owns this object.
 
-    A copy of the layer gets a new one, which knows nothing yet. The layer is referred to weakly.
+    A copy of the layer gets a new object with an empty cache. The layer is referred to weakly.
 
     Attributes:
-        config, fqn: the layer's.
-        handle: names this object in operators (``scale_query``).
+        config, fqn: those of the layer.
+        handle: identifies this object in operators (``scale_query``).
         cache: scalings and float8 casts, while they are known to be fresh.
         is_exchanged: FSDP2 has put an unsharded parameter in the place of the sharded one.
-        made: on a GPU, the event after which what precompute or sync made of the weight (scales,
-            and casts made together) is there for streams other than the one that made it.
-        is_compared: ranks were found to agree about the layer (``agreement``).
+        made: on a GPU, an event for streams other than the one that ran precompute or sync: after
+            it, the scales and batched casts of the weight are ready.
+        is_compared: the ranks agree about the layer (``agreement``).
         gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
             it.
     """
@@ -112,16 +113,16 @@ class Float8Weight:
         self.fqn = fqn
         self._histories = histories
         self.handle = register_handle(self)
-        # FSDP2 exchanges the parameter: nothing made of an unsharded one may outlive it.
+        # FSDP2 exchanges the parameter: no cast of an unsharded parameter may outlive it.
         self.is_exchanged = False
         self._sharded: torch.Tensor | None = None  # the parameter, while another is in its place
         self.made: torch.cuda.Event | None = None
         self.is_compared = False
 
     def compare(self, caller: str) -> None:
-        """Compare the layer between the ranks of its mesh, if that has not happened.
+        """Compare the layer between the ranks of its mesh, unless that was done before.
 
-        For layers that were placed by other code than this library's.
+        This is for layers that code outside of this library has placed.
         """
         layer: Any = self._layer()
         layout = None if self.is_compared else self.layout()
@@ -129,17 +130,17 @@ class Float8Weight:
             check_placed({self.fqn: layer}, layout.mesh, f"{caller} of {self.fqn}")
 
     def parameter(self) -> torch.Tensor:
-        """The parameter, as it is registered now."""
+        """The parameter that is registered now."""
         layer = self._layer()
         assert layer is not None, f"{self.fqn} was freed"
         return layer.weight
 
     def shard(self) -> torch.Tensor:
-        """The shard, as it is now (no copy, no collectives)."""
+        """The current shard, without a copy or collectives."""
         return self.gather_type.unwrap(local_tensor(self.parameter()))
 
     def layout(self, parameter: torch.Tensor | None = None) -> Layout | None:
-        """Where a parameter (None: the layer's) lives, as a DTensor or as it was declared to."""
+        """The layout of a parameter (None: the layer's), as a DTensor or as declared."""
         parameter = self.parameter() if parameter is None else parameter
         layer = self._layer()
         declared: LocalPlacements | None = getattr(layer, "local_placements", None)
@@ -152,8 +153,8 @@ class Float8Weight:
 
         ``needs_grad_input``: whether a backward, if one follows, computes the input's gradient.
 
-        Collectives: for each cast one all-reduce of 4 bytes per scale (1 per block), if what a
-        scale covers is sharded and the scales are not known.
+        Collectives: for each cast one all-reduce of 4 bytes per scale (1 per block), if the values
+        that a scale covers are sharded and the scales are not known.
         """
         casts = self.config.casts("weight")
         if not casts:
@@ -165,7 +166,7 @@ class Float8Weight:
             gathered = gathered._replace(scale=self._recorded(gathered.scale))
             return WeightCasts(gathered, gathered)
         compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
-        # No end_of_evaluation follows in a graph: what it finds without gradients is not kept.
+        # No end_of_evaluation follows in a graph, so scales found without gradients are not kept.
         keeps = training or not compiling
         if not compiling and not self.leaves_something(parameter, training):
             self.begin_evaluation()
@@ -209,7 +210,7 @@ class Float8Weight:
         if is_observed():
             observe_copies(self, "weight", shard, {copies[0]: found})
         if not is_captured(shard):
-            # What is kept of the weight may be dropped while this stream still reads it.
+            # The cache may drop its tensors while this stream still reads them.
             kept = self.cache.scaling or {}
             keep_for_current_stream([found.qdata, found.scale, *kept.get(cast, ())])
         return found
@@ -217,21 +218,21 @@ class Float8Weight:
     def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
         """Whether a write to ``parameter`` may go unnoticed for ever.
 
-        That is so for a frozen one, of which no optimizer step ends what is known, where torch does
-        not count all writes: PEFT merges adapters through ``.data``.
+        This is the case for a frozen parameter if torch does not count all writes to it: PEFT
+        merges adapters through ``.data``. No optimizer step invalidates its cache.
         """
         return not parameter.requires_grad and is_plain(local_tensor(parameter))
 
     def leaves_something(self, parameter: torch.Tensor, training: bool) -> bool:
-        """Whether later forwards may use what this one finds; an evaluation leaves nothing."""
+        """Whether later forwards may reuse this one's scales and casts; not those of evaluation."""
         return training and (self.is_exchanged or not self.may_change_unnoticed(parameter))
 
     def begin_evaluation(self) -> None:
-        """A pass begins that must not use bytes that another pass has left.
+        """Drop casts and scales of other passes before a pass that must not use them.
 
-        (The casts and scales of a backward, which runs without gradients too, are those of its
-        forward.) Nor does it use a precomputed scale if this rank has the whole weight, and needs
-        no other rank to find it again, or if the weight may have changed unnoticed.
+        A backward keeps them: it runs without gradients too, and uses those of its forward. A
+        precomputed scale is dropped as well if this rank has the whole weight, and so needs no
+        other rank to compute it again, or if the weight may have changed unnoticed.
         """
         if not in_backward():
             parameter = self.parameter()
@@ -239,16 +240,16 @@ class Float8Weight:
             self.cache.begin_evaluation(forgets and not self.is_exchanged)
 
     def end_of_evaluation(self, parameter: torch.Tensor) -> None:
-        """A forward has taken its casts of the parameter, and leaves nothing to later ones.
+        """Drop the casts and scales of a forward of which later forwards must not use any.
 
-        (Of a weight that FSDP2 gathers in float8 the gather tells. Ranks agree about gathers, but
-        not about forwards: experts may lack tokens.)
+        For a weight that FSDP2 gathers in float8 the gather does this. Ranks agree about gathers,
+        but not about forwards: experts may lack tokens.
         """
         if not isinstance(local_tensor(parameter), Float8Tensor):
             self.cache.end_of_evaluation()
 
     def wait_until_made(self) -> None:
-        """Let the current stream wait for what others have made of the weight.
+        """Let the current stream wait for scales and casts made on another stream.
 
         FSDP2 gathers on a stream that waits for the optimizer alone (set_post_optim_event).
         """
@@ -256,7 +257,7 @@ class Float8Weight:
             self.made.wait()
 
     def parameter_replaced(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-        """The layer's parameter is about to be replaced: by FSDP2, or by anyone."""
+        """Called before the layer's parameter is replaced, by FSDP2 or by other code."""
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
         self.is_exchanged |= gathered
@@ -267,9 +268,9 @@ class Float8Weight:
 
     @classmethod
     def can_be(cls, tensor: torch.Tensor | None) -> bool:
-        """Whether a layer can cast a tensor: not a subclass that multiplies in a way of its own.
+        """Whether a tensor can be a layer's weight; not if it is a subclass with its own GEMM.
 
-        Such are the quantized weights of torchao.
+        The quantized weights of torchao are such subclasses.
         """
         local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
         return (
@@ -279,9 +280,10 @@ class Float8Weight:
         )
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter on the same storage as a plain tensor or DTensor, detached.
+        """The parameter as a plain tensor or DTensor on the same storage, detached.
 
-        They share version counters, that of the local tensor too: writes to it are noticed.
+        The version counters are shared, including that of the local tensor, so writes to the result
+        are noticed.
         """
         local = self.gather_type.unwrap(local_tensor(parameter)).detach()
         if not isinstance(parameter, DTensor):
@@ -291,11 +293,11 @@ class Float8Weight:
         return plain
 
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        """:meth:`plain` of a forward's weight, or of the sharded parameter that it came from."""
+        """:meth:`plain` of a forward's weight, or of the sharded parameter it was gathered from."""
         return self.plain(weight if self._sharded is None else self._sharded)
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
-        """A parameter on the same storage as one that FSDP2 gathers in float8."""
+        """A new parameter on the same storage, of the type that FSDP2 gathers in float8."""
         local = self.gather_type.wrap(local_tensor(parameter.detach()))
         return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
 
@@ -307,10 +309,10 @@ class Float8Weight:
         source: ScaleState,
         record: bool = False,
     ) -> Copies:
-        """Copies of a parameter's shard, outside of graphs; kept where they may be.
+        """Float8 copies of a parameter's shard, outside of graphs; cached where that is possible.
 
-        ``record``: they belong to a training step, so a delayed scale records the amax. (What FSDP2
-        gathers without gradients is recorded by the forward.)
+        ``record``: they belong to a training step, so a delayed scale records the amax. For a
+        gather of FSDP2, which runs without gradients, the forward records it.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # autograd can't save inference tensors
@@ -322,11 +324,11 @@ class Float8Weight:
             copy in float8 and float8[copy].qdata.device == shard.device for copy in copies
         ):
             if queried:
-                # A recomputation takes the saved results in turn, so it queries as the forward did.
+                # A recomputation takes saved results in order, so it must query as the forward did.
                 self._scalings(shard, source)
             return float8
         if fresh or queried:
-            # Known scalings may be stale unnoticed: the values may exceed their amax.
+            # Cached scalings may be stale unnoticed, so values may exceed their amax.
             scalings = self._scalings(shard, source)
             float8 = copies_by(shard, copies, scalings, layout=self.layout(parameter))
         else:
@@ -344,9 +346,9 @@ class Float8Weight:
         copies: tuple[CopySpec, ...],
         record: bool,
     ) -> tuple[Scalings, Copies, torch.Tensor | None]:
-        """Copies of a shard of which nothing is known, and the scaling for each cast.
+        """Compute the scaling for each cast of a shard, and its float8 copies.
 
-        And the scales of the whole weight, if they were found too (those of blocks that are cut).
+        The third result is the scales of the whole weight if shards cut blocks, else None.
         """
         cast = copies[0].cast
         if cast.delayed:
@@ -368,7 +370,7 @@ class Float8Weight:
 
         An exported graph outlives this object, so it computes scales itself.
 
-        ``keep``: the forward belongs to a training step; new scalings are kept.
+        ``keep``: the forward belongs to a training step, and new scalings are kept.
         """
         if torch.compiler.is_exporting():
             return self._new_casts(self.parameter(), shard, copies, False)[1]
@@ -382,10 +384,10 @@ class Float8Weight:
     def copies_for_graph(
         self, shard: torch.Tensor, of: list[int], transposed: list[bool], keep: bool
     ) -> list[torch.Tensor]:
-        """What :func:`weight_copies` returns.
+        """The results of :func:`weight_copies`.
 
-        A graph may reuse the memory of what it is given: none of it is kept here. (So a cached
-        float8 copy does not serve: to copy it moves as many bytes as to cast the weight again.)
+        A graph may reuse the memory of these tensors, so none of them is cached. A cached float8
+        copy would not help: copying it moves as many bytes as casting the weight again.
         """
         self.compare("the first forward")
         is_own = self._is_own(shard)
@@ -405,10 +407,11 @@ class Float8Weight:
             }
             float8 = copies_by(shard, copies, own, layout=self.layout(parameter))
         else:
-            # (A scale that its history tells again costs nothing, so it is not kept.)
+            # A scale that follows from its history costs nothing to find again, so it is not kept.
             keeps = keep and is_own and (history is None or history.scaling is None)
             scalings, float8, whole = self._new_casts(parameter, shard, copies, keep)
-            # (Exponents are both. What the graph is given must not be kept.)
+            # Exponents are multiplier and scale at once. Tensors given to the graph must not be
+            # kept.
             multipliers = {cast: m.clone() if m is s else m for cast, (m, s) in scalings.items()}
             later = partial(_scalings_by, multipliers)
             self._note(parameter, shard, later, ScaleState.FROM_FORWARD if keeps else None, whole)
@@ -419,9 +422,9 @@ class Float8Weight:
         return flat_copies(float8)
 
     def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
-        """What a forward takes of a parameter that FSDP2 gathered in high precision.
+        """The casts of a parameter that FSDP2 gathered in high precision.
 
-        It is the cast for the output, and the scaling by which the backward casts again.
+        These are the cast for the output, and the scaling by which the backward casts again.
         """
         of_output = self.config.cast("weight", "output")
         of_grad_input = self.config.cast("weight", "grad_input")
@@ -443,11 +446,11 @@ class Float8Weight:
         return WeightCasts(output, recast=(multiplier, scale))
 
     def _scalings(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
-        """The scaling of the shard for each cast, known or new; by an operator where one is needed.
+        """The scaling of the shard for each cast, cached or new; by an operator where required.
 
         One call finds all of them. In a graph, a call for the casts of the backward would move to
-        the backward, where FSDP2 has gathered the weight anew and nothing is known. ``source`` is
-        the state in which new scalings are kept; None: they are not.
+        the backward, where FSDP2 has gathered the weight again and nothing is cached. ``source`` is
+        the state under which new scalings are kept; None: they are not kept.
         """
         if not must_query():
             found, device = self.answer(shard, source), shard.device
@@ -461,7 +464,7 @@ class Float8Weight:
         return dict(zip(casts, zip(flat[::2], flat[1::2], strict=True), strict=True))
 
     def answer_for_graph(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
-        """:meth:`_scalings` of a tensor that a graph read in the place of the weight."""
+        """:meth:`_scalings` for the tensor that a graph reads as the weight."""
         self.compare("the first forward")
         if source is None:
             self.begin_evaluation()
@@ -470,10 +473,10 @@ class Float8Weight:
         return self._new_scalings(self.parameter(), shard, None, {})
 
     def _is_own(self, shard: torch.Tensor) -> bool:
-        """Whether a graph read the values of the layer's parameter.
+        """Whether a tensor that a graph read is the layer's parameter.
 
-        It may have read another tensor: in ``functional_call``, after an update within the graph,
-        or what a parametrization computes. Nothing is known of those.
+        It may be another tensor: in ``functional_call``, after an update within the graph, or if a
+        parametrization computes it. Nothing is cached for those.
         """
         layer = self._layer()
         if layer is None or "weight" not in layer._parameters:
@@ -484,7 +487,7 @@ class Float8Weight:
         )
 
     def answer(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
-        """:meth:`_scalings`, without the operator."""
+        """:meth:`_scalings` without the operator."""
         parameter = self.parameter()
         known = (self.cache.scaling if self._is_fresh(parameter, shard) else None) or {}
         if all(cast in known for cast in self.config.casts("weight")):
@@ -492,10 +495,10 @@ class Float8Weight:
         return self._new_scalings(parameter, shard, source, known)
 
     def _is_fresh(self, parameter: torch.Tensor, shard: torch.Tensor) -> bool:
-        """Whether what is known of a parameter may be used.
+        """Whether the cached scales and casts of a parameter may be used.
 
-        Not while a CUDA graph is captured: it must hold the computation of scales and casts, to be
-        replayed with other values.
+        They may not while a CUDA graph is captured: the graph must hold the computation of scales
+        and casts, to be replayed with other values.
         """
         return not is_captured(shard) and self.cache.is_fresh(parameter)
 
@@ -506,12 +509,12 @@ class Float8Weight:
         source: ScaleState | None,
         known: Scalings,
     ) -> Scalings:
-        """The scaling for each cast from the parameter's values or history; the cache is told.
+        """Compute the scaling for each cast from values or history, and store it in the cache.
 
-        ``known``: those that are known (a forward without grad_input finds one of two).
+        It is not stored for a tensor in the parameter's place, such as FSDP1's view of the gathered
+        tensor, which changes unnoticed.
 
-        (Except of a tensor in the parameter's place, such as FSDP1's view of what it gathered,
-        which changes unnoticed.)
+        ``known``: scalings that are known. A forward without grad_input finds one of two.
         """
         casts = self.config.casts("weight")
         found = {
@@ -531,9 +534,9 @@ class Float8Weight:
         source: ScaleState | None,
         whole: torch.Tensor | None,
     ) -> None:
-        """Tell the cache the scaling for each cast of a parameter's values.
+        """Store the scaling for each cast of a parameter's values in the cache.
 
-        And the scales of the ``whole`` weight, if they are known.
+        ``whole``: the scales of the whole weight, if they are known.
         """
         if is_captured(shard):
             return  # they belong to the graph
@@ -544,7 +547,7 @@ class Float8Weight:
     def _scaling_of(
         self, parameter: torch.Tensor, shard: torch.Tensor, cast: CastSpec
     ) -> tuple[Scaling, torch.Tensor | None]:
-        """The scaling of a shard; the scales of the whole weight, if they were found too."""
+        """The scaling of a shard, and the scales of the whole weight if shards cut blocks."""
         tensor = self._distributed(parameter, shard)
         if cast.delayed:
             return self._history_of(parameter).scaling_of(tensor, record=False), None
@@ -555,15 +558,15 @@ class Float8Weight:
         return scaling_over(tensor, cast, power_of_2, local=shard), None
 
     def _distributed(self, parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        """The shard of a parameter; a DTensor of it where the parameter is distributed."""
+        """The shard, as a DTensor if the parameter is distributed."""
         layout = self.layout(parameter)
         return shard if layout is None else layout.wrap(shard)
 
     def _history_of(self, parameter: torch.Tensor) -> AmaxHistory:
-        """The amax history of the parameter, without the scale that follows if it is frozen.
+        """The amax history of the parameter; for a frozen one its scale is dropped first.
 
-        A step changes a weight by little, which its history allows for. A merge of adapters may
-        change a frozen one by much.
+        A step changes a weight by little, so the scale of its history still fits. A merge of
+        adapters may change a frozen weight by much.
         """
         history = self._histories["weight"]
         if not parameter.requires_grad:
@@ -571,9 +574,10 @@ class Float8Weight:
         return history
 
     def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
-        """The weight's scale as a training step takes it: a delayed one records its amax then.
+        """The weight's scale; in a training step a delayed scale records its amax.
 
-        (Not when the weight is cast: FSDP2 gathers without gradients in training too.)
+        The cast of the weight can't record it, because FSDP2 gathers without gradients in training
+        too.
         """
         if "weight" not in self._histories or not torch.is_grad_enabled():
             return scale
@@ -613,7 +617,7 @@ class Float8Weight:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    # (Parameter's own isinstance is slow.)
+    # isinstance with Parameter is slow.
     return type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
 
 

@@ -1,35 +1,36 @@
-"""Whether a weight's scale still belongs to the weight's values.
+"""Cache of a weight's scales and float8 copies, and its invalidation when the weight changes.
 
 A scale, and the float8 copy made with it, may be used only for the values it was computed from.
-What can change a weight, and how it is noticed:
+The following changes of a weight are noticed:
 
-* Any ``torch.optim`` step: a global post-step hook drops what is known of the optimizer's
-  parameters. Version counters alone would not do: foreach and fused steps change a DTensor without
-  raising them. The hook also drops what a forward or a gather found out about parameters that no
-  optimizer was seen to update. They may be copies of such parameters: mixed-precision optimizers
-  that own the masters copy them back through ``.data``.
+* Any ``torch.optim`` step: a global post-step hook invalidates the optimizer's parameters. Version
+  counters alone would not do: foreach and fused steps change a DTensor without raising them. For
+  parameters that no optimizer was seen to update, the hook drops the scales that a forward or a
+  gather has found. They may be copies of updated parameters: mixed-precision optimizers that own
+  the masters copy them back through ``.data``.
 * FSDP2 replaces sharded parameters by unsharded ones and back: the layer notices each exchange.
   The values of an unsharded parameter are unknown the next time, except in the backward. There
-  they are what the forward gathered, unless the versions of the two tell of a write since.
-* In-place ops on the parameter, on its ``to_local()`` or on what ``state_dict()`` gave out: version
-  counters, from the moment when the amax is taken. A weight that FSDP2 gathers in float8 counts
-  what torch does not: in-place foreach ops, writes into ``.data``, collectives into it. Of other
-  frozen weights a forward leaves nothing to later ones, as no optimizer step ends what is known
-  (PEFT merges adapters through ``.data``).
-* ``parameter.data = tensor``, if the parameter is no DTensor (torch lets those be as they were),
-  and ``swap_tensors``: another storage.
-* ``load_state_dict``, ``module.to()``, a replaced parameter: the layer drops what is known, or the
+  they are the ones that the forward gathered, unless the versions of either show a write since.
+* In-place ops on the parameter, on its ``to_local()`` or on results of ``state_dict()``: version
+  counters, from the moment when the amax is computed. A weight that FSDP2 gathers in float8 counts
+  writes that torch does not count: in-place foreach ops, writes into ``.data``, collectives into
+  it. For other frozen weights a forward caches nothing, as no optimizer step invalidates them (PEFT
+  merges adapters through ``.data``).
+* ``parameter.data = tensor``, unless the parameter is a DTensor (torch leaves those unchanged), and
+  ``swap_tensors``: another storage.
+* ``load_state_dict``, ``module.to()``, a replaced parameter: the layer clears the cache, or the
   identity of the parameter differs.
 
-What is not noticed is in the table of docs/state.md: the writes of which Python can read no trace.
-For these there is :func:`fp8_dist.invalidate_float8_scales`. Without it a training forward uses the
-old scale, and the old float8 copy if there is one, until the next optimizer step or precompute. An
-evaluation uses neither, but for a precomputed or a DELAYED scale. (FSDP2 gathers without gradients
-in training too: there ``model.eval()`` tells.) Every change, noticed or not, must be made on all
-ranks: a rank that drops its scales alone waits alone for the all-reduce of new ones.
+The table of docs/state.md lists the writes that are not noticed, because Python sees no trace of
+them. After these, call :func:`fp8_dist.invalidate_float8_scales`. Without it a training forward
+uses the old scale, and the old float8 copy if there is one, until the next optimizer step or
+precompute. An evaluation uses neither, except for a precomputed or a DELAYED scale. FSDP2 gathers
+without gradients in training too, so there ``model.eval()`` marks an evaluation. Every change,
+noticed or not, must be made on all ranks: a rank that drops its scales alone waits alone for the
+all-reduce of new ones.
 
-All of it depends on the sequence of calls alone, which is the same on all ranks, so ranks agree
-about which of them need a collective. A compiled graph asks when it runs, by an operator.
+The state depends only on the sequence of calls, which is the same on all ranks, so ranks agree
+about which weights need a collective. A compiled graph queries it when it runs, by an operator.
 """
 
 from collections.abc import Callable
@@ -45,19 +46,19 @@ from fp8_dist.mesh import local_tensor
 from fp8_dist.torch_internals import in_backward, innermost, storage_address
 from fp8_dist.warn import warn_once
 
-# A parameter, its version and that of its local tensor stand for its values.
+# A parameter, its version and that of its local tensor: together they identify its values.
 _Values = tuple[torch.Tensor, int | None, int | None]
 
 
 class ScaleState(Enum):
-    """What is known of a weight's scales.
+    """State of a weight's scales.
 
-    * ``UNKNOWN``: nothing. The next use computes them.
-    * ``PENDING``: precompute's all-reduce is under way and will tell.
-    * ``PRECOMPUTED``: precompute found them.
-    * ``STALE``: precompute found them, and the weight has changed since: the next use warns.
-    * ``FROM_GATHER``: found when FSDP2 gathered the sharded parameter.
-    * ``FROM_FORWARD``: found by a forward, of whatever was the layer's parameter then.
+    * ``UNKNOWN``: not known. The next use computes them.
+    * ``PENDING``: precompute's all-reduce is in flight.
+    * ``PRECOMPUTED``: precompute has computed them.
+    * ``STALE``: precompute has computed them, and the weight has changed since. The next use warns.
+    * ``FROM_GATHER``: computed when FSDP2 gathered the sharded parameter.
+    * ``FROM_FORWARD``: computed by a forward, for the layer's parameter at that time.
     """
 
     UNKNOWN = auto()
@@ -69,23 +70,24 @@ class ScaleState(Enum):
 
 
 class Change(Enum):
-    """How a weight has changed, in the words of the warning about its precomputed scale."""
+    """Kind of a weight's change, with the text for the warning about its precomputed scale."""
 
     STEP = "an optimizer has taken a step"
     LOAD = "a state_dict was loaded"
     WRITE = "the weight was written to"
 
 
-# (Not sets: the hash of an enum's member is computed in Python.)
+# Tuples instead of sets, because the hash of an enum member is computed in Python.
 _OF_PRECOMPUTE = (ScaleState.PENDING, ScaleState.PRECOMPUTED, ScaleState.STALE)
 _WITHOUT_SCALES = (ScaleState.UNKNOWN, ScaleState.STALE)
 
 
 class PendingScales:
-    """Scales of several weights that a collective under way will make known.
+    """Scales of several weights that depend on a collective in flight.
 
     Args:
-        find: waits for the collective; for each cache: its scaling by cast, and ``all_scales``.
+        find: waits for the collective, and returns for each cache its scaling by cast, and
+            ``all_scales``.
     """
 
     def __init__(self, find: Callable[[], list[tuple["WeightCache", Scalings, Any]]]) -> None:
@@ -95,7 +97,7 @@ class PendingScales:
         """Wait for the scales, and hand them to the caches that are still PENDING on them."""
         if self._find is not None:
             find, self._find = self._find, None
-            # Autograd can't save inference tensors, and an evaluation may be the first to ask.
+            # Autograd can't save inference tensors, and an evaluation may be the first use.
             with torch.inference_mode(False), torch.no_grad():
                 found = find()
             for cache, scaling, all_scales in found:
@@ -103,7 +105,7 @@ class PendingScales:
 
 
 class WeightCache:
-    """What is known about the current values of one weight.
+    """Scales and float8 copies for the current values of one weight.
 
     =========================  =============  =============  ===========  =========================
     event                      UNKNOWN        PENDING,       STALE        FROM_GATHER, FROM_FORWARD
@@ -125,15 +127,15 @@ class WeightCache:
 
     An empty cell: the state stays. (a) The layer used another tensor than the parameter that the
     scales were precomputed for. (b) Unless an optimizer was seen to update the parameter. (c)
-    FROM_FORWARD alone, and not where a backward gathers again what the forward gathered. (d) If it
-    is asked to forget it. (e) When it is next asked for, if not by a backward.
+    FROM_FORWARD alone, and not where a backward gathers again what the forward gathered. (d) With
+    ``forget_precomputed``. (e) At the next use, unless that is in a backward.
 
     Attributes:
         state: see the table.
-        float8: the local shard as float8, in each copy that was taken, where they are kept.
-        all_scales: those of the global weight, where FSDP2's gather can't carry them (0 for those
-            of parts that it does not gather).
-        is_cast_ahead: the evaluation under way has begun for this weight, whose cast is made with
+        float8: the float8 copies of the local shard that were used, if they are kept.
+        all_scales: the scales of the global weight, where FSDP2's gather can't carry them (0 for
+            parts that it does not gather).
+        is_cast_ahead: the current evaluation has begun for this weight, whose cast is batched with
             those of other layers, but FSDP2 has not gathered it yet.
     """
 
@@ -143,25 +145,25 @@ class WeightCache:
         self.all_scales: torch.Tensor | None = None
         self.is_cast_ahead = False
         self._scaling: Scalings | PendingScales | Callable[[], Scalings] | None = None
-        # The parameter, with its version and that of its local tensor. (A strong reference: tensors
-        # with weak ones can't be swapped, as module.to() does.)
+        # The parameter, with its version and that of its local tensor. A strong reference, because
+        # swap_tensors, which module.to() may use, refuses tensors with weak references.
         self._param: torch.Tensor | None = None
         self._version: int | None = None
         self._local_version: int | None = None
         self._storage: StorageWeakRef | None = None
         self._was_frozen = False
-        self._is_noted = False  # not after a load, when FSDP2 replaces local tensors that it pads
+        self._is_noted = False  # False after a load: FSDP2 then replaces local tensors that it pads
         self._of_evaluation = False  # a pass without gradients has ended: see end_of_evaluation
-        # What FSDP2 gathered, and into what.
+        # The sharded parameter that FSDP2 gathered, and the unsharded one.
         self._origin: _Values | None = None
         self._gathered: _Values | None = None
         self._optimized = False  # an optimizer was seen to update the parameter
-        self._change = Change.WRITE  # the one that made the scale STALE
+        self._change = Change.WRITE  # the change that made the scale STALE
         self._steps_since_sync = 0
 
     @property
     def scaling(self) -> Scalings | None:
-        """The scaling of the local shard for each cast. One that is PENDING is waited for."""
+        """The scaling of the local shard for each cast. Waits for one that is PENDING."""
         scaling = self._scaling  # another thread may drop it
         if isinstance(scaling, PendingScales):
             scaling.wait()
@@ -181,7 +183,7 @@ class WeightCache:
             self._scaling, self.all_scales = scaling, all_scales
 
     def store_pending(self, param: torch.Tensor, pending: PendingScales) -> None:
-        """The scaling of the values that ``param`` has now is being precomputed."""
+        """Store scales that are being precomputed for the current values of ``param``."""
         self.store(param, pending, ScaleState.PENDING)
 
     def store(
@@ -191,10 +193,10 @@ class WeightCache:
         state: ScaleState,
         all_scales: torch.Tensor | None = None,
     ) -> None:
-        """Remember the scaling of the values that ``param`` has now, as it is used.
+        """Store the scaling for the current values of ``param``.
 
-        ``state`` says who found it: FROM_GATHER or FROM_FORWARD. A scaling that may not be asked
-        for again can be given as a function that makes it.
+        ``state`` is FROM_GATHER or FROM_FORWARD, or PENDING for :meth:`store_pending`. A scaling
+        that may not be used again can be given as a function that computes it.
         """
         origin = self._origin
         self.drop()
@@ -207,7 +209,7 @@ class WeightCache:
             watch_steps(self)
 
     def is_fresh(self, param: torch.Tensor) -> bool:
-        """True if scales are known (or PENDING) for ``param``, and for the values it has now."""
+        """Whether scales are known (or PENDING) for the current values of ``param``."""
         if self._param is not param:
             return False
         if self._is_noted and not self._has_same_values(param):
@@ -218,7 +220,7 @@ class WeightCache:
         return self.state not in _WITHOUT_SCALES
 
     def state_of(self, param: torch.Tensor) -> ScaleState:
-        """The state that a use of ``param`` would find now; it is left as it is."""
+        """The state that a use of ``param`` would find now. The cache is not changed."""
         if self._param is not param:
             return ScaleState.UNKNOWN
         if self._has_same_values(param) and not self._is_for_others(param):
@@ -226,9 +228,10 @@ class WeightCache:
         return ScaleState.STALE if self.state in _OF_PRECOMPUTE else ScaleState.UNKNOWN
 
     def _is_for_others(self, param: torch.Tensor) -> bool:
-        """True if what was found is for an evaluation that has ended, or for the trained weight.
+        """Whether the scale is of an ended evaluation, or of another ``requires_grad``.
 
-        (A frozen weight may have another scale: see AmaxHistory.forget_scale.)
+        A frozen weight may have another scale: see AmaxHistory.forget_scale. Precomputed scales
+        always stay.
         """
         if self.state in _OF_PRECOMPUTE:
             return False
@@ -250,18 +253,18 @@ class WeightCache:
         self._is_noted, self._was_frozen = True, not param.requires_grad
         self._version, self._local_version = _version(param), _version(local_tensor(param))
         if self._storage is None or not self._has_same_storage(param):
-            # (The weak reference keeps the storage's address from being given to another.)
+            # The weak reference keeps the storage's address from being reused.
             self._storage = StorageWeakRef(innermost(param).untyped_storage())
 
     def precomputed_for_another(self, param: torch.Tensor) -> bool:
-        """True if a scale was precomputed for a parameter, and ``param`` is another."""
+        """Whether a scale was precomputed for another parameter than ``param``."""
         return self.state in _OF_PRECOMPUTE and self._param is not param
 
     def begin_evaluation(self, forget_precomputed: bool = False) -> None:
-        """Forget, before a pass without gradients, what others have found out.
+        """Drop the scales and casts of other passes before a pass without gradients.
 
-        A model may be changed by means that go unnoticed before it is evaluated (an EMA by foreach
-        ops). A precomputed scale stays by default: all ranks would have to ask for another one.
+        A model may be changed unnoticed before it is evaluated (an EMA by foreach ops). A
+        precomputed scale stays by default: all ranks would have to compute another one.
         """
         self.float8 = None
         if self.state not in _OF_PRECOMPUTE:
@@ -271,7 +274,7 @@ class WeightCache:
             self.state = ScaleState.UNKNOWN
 
     def end_of_evaluation(self) -> None:
-        """Forget, after a pass without gradients, what it has found out.
+        """Invalidate scales computed during an evaluation, after it.
 
         A backward may still use the scale: the pass may have been the first half of reentrant
         activation checkpointing.
@@ -280,20 +283,21 @@ class WeightCache:
         self._of_evaluation = self.state not in _OF_PRECOMPUTE
 
     def _forget_found(self) -> None:
-        """Forget the scale that a forward or a gather has found out."""
+        """Drop the scale that a forward or a gather has computed."""
         self.state, self._of_evaluation = ScaleState.UNKNOWN, False
         self._scaling = self.float8 = self.all_scales = None
 
     def parameter_replaced(self, by: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
-        """The layer's parameter becomes another tensor, perhaps to come back with other values.
+        """Called when the layer's parameter is replaced; it may come back with other values.
 
-        (A sharded parameter that FSDP2 replaces doesn't change in the meantime.)
+        A sharded parameter that FSDP2 replaces doesn't change in the meantime.
 
         Args:
-            by: the other tensor.
-            gathered: the sharded parameter, if FSDP2 gathered ``by`` from it. What a forward found
-                out about ``by`` holds again in the backward, where a checkpointed block asks once
-                more, unless it was dropped in between or one of the two was written to.
+            by: the new parameter.
+            gathered: the sharded parameter, if FSDP2 gathered ``by`` from it. The scales that a
+                forward computed for ``by`` are valid again in the backward, where a checkpointed
+                block needs them once more, unless they were dropped in between or one of the two
+                was written to.
         """
         if self.state in (ScaleState.UNKNOWN, ScaleState.FROM_FORWARD):
             if self._origin is not None and self._origin[0] is by:
@@ -305,7 +309,7 @@ class WeightCache:
         self._origin, self._gathered = _values(gathered), _values(by)
 
     def optimizer_stepped(self, updated: set[int]) -> None:
-        """An optimizer took a step, which updated the parameters of these ids."""
+        """Invalidate the cache after an optimizer step that updated the parameters of these ids."""
         is_own = id(self._param) in updated
         self._optimized |= is_own
         self._steps_since_sync += is_own
@@ -315,9 +319,9 @@ class WeightCache:
             self._note_values(self._param)
 
     def drop(self, change: Change | None = None) -> None:
-        """Forget everything but that there once was a precomputed scale, and what changed since.
+        """Drop scales and casts. A precomputed scale becomes STALE, and ``change`` is noted.
 
-        ``change``: what has changed the values, if anything has.
+        ``change``: the kind of change of the values, if there was one.
         """
         if isinstance(self._scaling, PendingScales):
             self._scaling.wait()  # torch wants every collective waited for
@@ -329,13 +333,13 @@ class WeightCache:
         self._of_evaluation = False
 
     def reset(self) -> None:
-        """Forget everything: the parameter is about to become another."""
+        """Forget everything, because the parameter is about to become another."""
         self.drop()
         self.state = ScaleState.UNKNOWN
         self._param = self._gathered = None
 
     def warn_if_stale(self, param: torch.Tensor, name: str) -> None:
-        """Warn once if the precomputed scale of ``param`` was dropped and none followed."""
+        """Warn once if the precomputed scale of ``param`` is STALE."""
         if self.state is ScaleState.STALE and self._param is param:
             self.state = ScaleState.UNKNOWN
             call = "update_float8_scales(model) after such a change"
@@ -351,11 +355,11 @@ class WeightCache:
             )
 
     def synced(self) -> None:
-        """The amax histories of the layer have been updated."""
+        """Called when the amax histories of the layer were updated."""
         self._steps_since_sync = 0
 
     def warn_if_not_synced(self, name: str) -> None:
-        """Warn once if optimizer steps pass by without a sync of the delayed scale."""
+        """Warn once if optimizer steps were taken without a sync of the delayed scales."""
         if self._steps_since_sync > 1:
             warn_once(
                 "stale history",
@@ -375,5 +379,5 @@ def _values(param: torch.Tensor | None) -> _Values | None:
 
 
 def _is_same(param: torch.Tensor | None, values: _Values | None) -> bool:
-    """Whether a parameter is the one of ``values``, and has kept them."""
+    """Whether ``values`` are those of a parameter, unchanged."""
     return values is not None and values[0] is param and values == _values(param)

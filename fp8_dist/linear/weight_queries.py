@@ -1,4 +1,4 @@
-"""The operators by which compiled graphs and selective checkpointing ask a ``Float8Weight``."""
+"""Operators by which compiled graphs and selective checkpointing query a ``Float8Weight``."""
 
 import torch
 
@@ -12,7 +12,7 @@ from fp8_dist.linear.weight_cache import ScaleState
 def weight_scalings(
     x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool
 ) -> list[torch.Tensor]:
-    """The (multiplier, scale) of each cast of a weight, flat, as a forward asks for them."""
+    """The (multiplier, scale) of each cast of a weight, flat, for a forward."""
     source = ScaleState.FROM_FORWARD if keep else None
     return copies(owner_of(handle).answer_for_graph(x, source).values(), x.device)
 
@@ -30,23 +30,23 @@ def weight_copies(
     transposed: list[bool],
     keep: bool,
 ) -> list[torch.Tensor]:
-    """The scale of each cast of a weight, and then its copies, as a forward takes them.
+    """The scale of each cast of a weight, and then its copies, for a forward.
 
     Args:
-        of: for each copy the index of its cast.
-        transposed: for each copy whether it is ``[K, N]`` in memory.
+        of: the index of each copy's cast.
+        transposed: whether each copy is ``[K, N]`` in memory.
         keep: whether new scalings serve later forwards and an amax is recorded.
     """
     return owner_of(handle).copies_for_graph(x, of, transposed, keep)
 
 
-# This is another operator because selective checkpointing must not save its results: FSDP2 may
+# An operator of its own, because selective checkpointing must not save its results: FSDP2 may
 # gather in a checkpointed forward and not in its recomputation.
 @query("shard_scalings(Tensor x, Tensor handle, str[] granularities) -> Tensor[]")
 def shard_scalings(
     x: torch.Tensor, handle: torch.Tensor, granularities: list[str]
 ) -> list[torch.Tensor]:
-    """The same, as FSDP2 asks for them."""
+    """The (multiplier, scale) of each cast of a weight, flat, for FSDP2's gather."""
     return copies(owner_of(handle).answer(x, ScaleState.FROM_GATHER).values(), x.device)
 
 

@@ -1,6 +1,6 @@
-"""Where tensors live on a mesh, and what is reduced over it.
+"""Layouts of tensors on a mesh, and reductions of amaxes over it.
 
-Other rooms import from here, and only this one reduces amaxes. Below it: ``torch_internals``.
+Other packages import from here. Only this one reduces amaxes. It imports ``torch_internals``.
 """
 
 from fp8_dist.mesh.agreement import first_difference

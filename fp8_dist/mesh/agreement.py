@@ -1,4 +1,4 @@
-"""Whether all ranks state the same facts; if not, which one differs, and where."""
+"""Comparison of facts between ranks: the first one that differs, and the ranks on which it does."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,19 +17,19 @@ def first_difference(
     device: str,
     known: str | None = None,
 ) -> str | None:
-    """The first fact that is not the same on all ranks, in words; None if there is none.
+    """Describe the first fact that is not the same on all ranks; None if there is none.
+
+    All ranks get the same result.
 
     Args:
-        facts: values by name. The order counts.
-        groups: those of this rank along each axis of a mesh, or one group of all ranks. All ranks
-            get the same answer.
-        device: the type of the devices that they communicate between.
-        known: a difference that was found before, from other ranks too. If some rank knows one, it
-            is the answer.
+        facts: values by name. Their order is compared, too.
+        groups: the groups of this rank along each axis of a mesh, or one group of all ranks.
+        device: the type of the devices that communicate.
+        known: a difference that was found before. If any rank has one, it is the result.
 
-    Collectives: one all-reduce of 16 bytes over each group. They are not seen by dispatch modes,
-    and so by no ``comm_audit``. If there is a difference, an all-reduce of 8 bytes and an
-    all-gather of the facts over each group as well.
+    Collectives: one all-reduce of 16 bytes over each group. If there is a difference, also an
+    all-reduce of 8 bytes and an all-gather of the facts over each group. Dispatch modes, such as
+    ``comm_audit``, do not see them.
     """
     if not groups:
         return None

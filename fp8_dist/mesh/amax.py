@@ -1,4 +1,4 @@
-"""Reducing amaxes over a mesh: the one place that does."""
+"""Reduction of amaxes over a mesh. No other module reduces them."""
 
 import atexit
 import sys
@@ -16,15 +16,15 @@ from fp8_dist.torch_internals import funcol, is_captured, without_dispatch_modes
 def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
     """Maximum of local amaxes (fp32, non-negative or NaN, any shape) over some axes of a mesh.
 
-    One all-reduce of 4 bytes per element for each group of :func:`groups_over`.
+    Collectives: one all-reduce of 4 bytes per element for each group of :func:`groups_over`.
     """
     return all_reduce_max(amax, groups_over(mesh, axes))
 
 
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
-    """All-reduce (MAX) of non-negative fp32 values that keeps a NaN of any rank; or of exponents.
+    """All-reduce (MAX) non-negative fp32 values, keeping a NaN of any rank, or uint8 exponents.
 
-    Over one group after the other; none for no groups.
+    Collectives: one all-reduce for each group, one after the other.
     """
     for name in groups:
         amax = _wait(_start(amax, name))
@@ -32,19 +32,21 @@ def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
 
 
 class AmaxReduction:
-    """:func:`all_reduce_max` in two halves: the constructor starts it, :meth:`wait` ends it.
+    """Asynchronous :func:`all_reduce_max`: the constructor starts it, :meth:`wait` ends it.
 
-    (Of several groups the last one alone: each needs what the one before found.)
+    Of several groups only the last is reduced asynchronously, because each reduction needs the
+    result of the one before.
 
-    torch keeps the buffer of a reduction until someone waits for it. So one that is freed before is
-    waited for when the next one starts, or when the process exits. (Not at once: the garbage
-    collector may free it while a process group holds the lock that the wait needs.) One that still
-    lives at exit is waited for then, but not if an exception ends the process: other ranks may
-    never join it, and the process has to exit for the launcher to see the failure.
+    torch keeps the buffer of a reduction until it is waited for. A reduction that is freed earlier
+    is therefore waited for when the next one starts, or when the process exits. It can't be waited
+    for at once: the garbage collector may free it while a process group holds the lock that the
+    wait needs. A reduction that is still alive at exit is waited for then, unless an exception ends
+    the process: other ranks may never join it, and the process has to exit for the launcher to see
+    the failure.
     """
 
     def __init__(self, amax: torch.Tensor, groups: Sequence[str]) -> None:
-        if not is_captured(amax):  # a graph can't wait for what was started outside of it
+        if not is_captured(amax):  # a graph can't wait for a collective started outside of it
             _wait_for([reduction for reduction in list(_unwaited) if reduction() is None])
         *others, last = groups
         self._bits = _start(all_reduce_max(amax, others), last)
@@ -58,14 +60,14 @@ class AmaxReduction:
 
     @property
     def blocks_host(self) -> bool:
-        """Whether :meth:`wait` blocks the host. (On a GPU it makes the current stream wait.)"""
+        """Whether :meth:`wait` blocks the host. On a GPU it makes the current stream wait."""
         return self._bits.is_cpu
 
 
 def _start(amax: torch.Tensor, group_name: str) -> torch.Tensor:
-    # Backends may drop a NaN in a MAX. The bits of a non-negative float, read as an integer, are
-    # ordered like the floats, with NaN above infinity, so the reduction runs on int32.
-    # (Exponents are bytes, of which the largest is NaN.)
+    # Backends may drop a NaN in a MAX. The bits of non-negative floats, read as integers, are
+    # ordered like the floats, with NaN above infinity, so the reduction runs on int32. Exponents
+    # are bytes, of which the largest is NaN.
     bits = amax if amax.dtype is torch.uint8 else amax.view(torch.int32)
     return funcol.all_reduce(bits, "max", group_name)
 
@@ -75,12 +77,12 @@ def _wait(bits: torch.Tensor) -> torch.Tensor:
     return found if found.dtype is torch.uint8 else found.view(torch.float32)
 
 
-# The buffers of reductions that nobody has waited for.
+# The buffers of reductions that were not waited for yet.
 _unwaited: dict[weakref.ref[AmaxReduction], torch.Tensor] = {}
 
 
 def _wait_for(reductions: Iterable[weakref.ref[AmaxReduction]]) -> None:
-    # It may be in a mode that counts operators. The wait fails if another rank is gone.
+    # A dispatch mode may be counting operators. The wait fails if another rank is gone.
     for reduction in reductions:
         bits = _unwaited.pop(reduction, None)
         if bits is not None:
@@ -91,5 +93,5 @@ def _wait_for(reductions: Iterable[weakref.ref[AmaxReduction]]) -> None:
 @atexit.register
 def _wait_for_all() -> None:
     if hasattr(sys, "last_value") and not hasattr(sys, "ps1"):
-        return  # an exception that nobody caught ends the process, which is not interactive
+        return  # an uncaught exception ends the process, which is not interactive
     _wait_for(list(_unwaited))

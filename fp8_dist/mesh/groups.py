@@ -1,9 +1,9 @@
 """Process groups over the axes of one mesh, or of several meshes sliced from one root mesh.
 
-An axis has a group, which its mesh made, and so has the world. A group of several axes, such as all
-axes of a pipeline's stage, has to be made, and with NCCL all ranks of the world may have to take
+Each axis has a group, which its mesh made, and so has the world. A group over several axes, such as
+all axes of a pipeline stage, has to be made, and with NCCL all ranks of the world may have to take
 part in that (ncclCommSplit). So groups are made at one defined time, in :func:`make_group`, which
-precompute and sync call between two steps. Forward and backward take the groups that exist
+precompute and sync call between two steps. Forward and backward only use existing groups
 (:func:`groups_over`), because their ranks may wait for each other, as the stages of a pipeline do.
 
 Axes of several meshes are compared as digits of the global rank.
@@ -36,7 +36,8 @@ class Axis(NamedTuple):
         return rank // self.stride % self.size
 
 
-# The names of groups that were made, by their axes, for each default group: they die with it.
+# The names of groups that were made, by their axes, for each default group. They are dropped when
+# it is freed.
 _made: "WeakKeyDictionary[dist.ProcessGroup, dict[frozenset[Axis], str]]" = WeakKeyDictionary()
 
 
@@ -45,9 +46,11 @@ def groups_over(
 ) -> GroupNames:
     """The groups of this rank over some axes of a mesh.
 
-    One group, if there is one over all of the axes: the world, or what :func:`make_group` made; it
-    may include axes along which values are ``replicated``. Otherwise one group per axis. None for
-    axes of size 1. No collectives.
+    If there is one group over all of the axes (the world, or a group of :func:`make_group`), it is
+    the result. It may include axes along which values are ``replicated``. Otherwise the result is
+    one group per axis. Axes of size 1 have no group.
+
+    Collectives: none.
     """
     axes = [axis for axis in axes if mesh.size(axis) > 1]
     if len(axes) > 1:
@@ -58,10 +61,10 @@ def groups_over(
 
 
 def ranks_of(groups: GroupNames) -> tuple[tuple[int, ...], ...]:
-    """The global ranks of each group.
+    """The global ranks of each group, to compare the ranks that two tensors reduce over.
 
-    What tells whether two tensors reduce over the same ranks. Names don't: DTensor's caches look
-    specs up by mesh equality, so one tensor of a mesh may name the groups of another, equal mesh.
+    Names of groups can't be compared: DTensor's caches look specs up by mesh equality, so a tensor
+    of a mesh may have the groups of another, equal mesh.
     """
     return tuple(
         tuple(dist.get_process_group_ranks(resolve_process_group(name))) for name in groups
@@ -71,13 +74,14 @@ def ranks_of(groups: GroupNames) -> tuple[tuple[int, ...], ...]:
 def make_group(meshes: Iterable[DeviceMesh]) -> GroupNames:
     """The groups of this rank over all axes of meshes that are slices of one root mesh.
 
-    One group, made if need be. One group per axis, if the root mesh does not hold all ranks of the
-    world, or does not enumerate them in ascending, even steps.
+    The result is one group, which is made if it does not exist. It is one group per axis if the
+    root mesh does not hold all ranks of the world, or does not enumerate them in ascending, even
+    steps.
 
-    Collectives: if a group is made, all ranks of the world make it, and those beside it.
+    Collectives: if a group is made, all ranks of the world make it, and the parallel groups.
 
     Raises:
-        NotImplementedError: several meshes that are not slices of one root mesh.
+        NotImplementedError: the meshes are not slices of one root mesh.
     """
     meshes = list(meshes)
     first, *others = meshes
@@ -106,13 +110,13 @@ def _world() -> dist.ProcessGroup:
 
 
 def _existing_group(mesh: DeviceMesh, axes: Iterable[int]) -> str | None:
-    """The group over all of the axes, but for the one of a single axis."""
+    """The name of the world or made group over all of the axes; None if there is none."""
     world = _world()
-    # First without reading the mesh's ranks: under FakeTensorMode they have no values. (A list:
-    # dynamo takes no generator.)
+    # First without reading the mesh's ranks: under FakeTensorMode they have no values. A list,
+    # because dynamo supports no generator here.
     if math.prod([mesh.size(axis) for axis in axes]) == world.size():
         return str(world.group_name)
-    # (Dynamo can't look it up.)
+    # Dynamo can't trace the lookup.
     made = None if torch.compiler.is_compiling() else _made.get(world)
     if not made or not _is_regular(mesh):
         return None
@@ -121,7 +125,7 @@ def _existing_group(mesh: DeviceMesh, axes: Iterable[int]) -> str | None:
 
 
 def _make_beside_each_other(axes: Sequence[Axis], names: str) -> str:
-    """Make the groups over some axes of the world; the name of the one that this rank is in."""
+    """Make all groups over some axes of the world, and return the name of this rank's group."""
     size, own = _world().size(), None
     for rank in range(size):
         if any(axis.coordinate(rank) for axis in axes):
@@ -129,7 +133,7 @@ def _make_beside_each_other(axes: Sequence[Axis], names: str) -> str:
         ranks = [rank]  # the first of a group
         for axis in axes:
             ranks = [base + i * axis.stride for base in ranks for i in range(axis.size)]
-        # (Unlike with use_local_synchronization, ranks that are not in the group take part.)
+        # Unlike with use_local_synchronization, ranks outside of the group take part.
         group = dist.new_group(ranks, group_desc=f"mesh_{names}")
         if dist.get_rank() in ranks:
             own = group
@@ -138,7 +142,11 @@ def _make_beside_each_other(axes: Sequence[Axis], names: str) -> str:
 
 
 def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
-    """All axes of a mesh; NotImplementedError if its ranks don't ascend in even steps."""
+    """All axes of a mesh.
+
+    Raises:
+        NotImplementedError: the mesh's ranks don't ascend in even steps.
+    """
     ranks = mesh.mesh
     first = int(ranks.flatten()[0])
     axes, expected = [], torch.tensor(first)
@@ -164,9 +172,11 @@ def _is_regular(mesh: DeviceMesh) -> bool:
 
 
 def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
-    """The axes (of size 2 or more) that any of the meshes has, strides falling.
+    """The axes (of size 2 or more) that any of the meshes has, by descending stride.
 
-    NotImplementedError if axes overlap, such as a flattened one and one that it was made of.
+    Raises:
+        NotImplementedError: axes overlap, such as a flattened axis and one that it was made of; or
+            the ranks of a mesh don't ascend in even steps.
     """
     meshes = list(meshes)
     union = sorted({a for mesh in meshes for a in axes_of(mesh) if a.size > 1}, reverse=True)

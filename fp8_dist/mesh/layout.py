@@ -1,4 +1,4 @@
-"""Where a tensor lives on a mesh: its layout, its local part, the sizes of all ranks' parts."""
+"""Layout of a tensor on a mesh, its local part, and the sizes of all ranks' parts."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,7 +22,7 @@ Placements = tuple[Placement, ...]
 
 
 class Layout(NamedTuple):
-    """Where a tensor lives: the part of a DTensor that is not data."""
+    """Mesh, placements and global shape of a DTensor."""
 
     mesh: DeviceMesh
     placements: Placements
@@ -36,19 +36,21 @@ class Layout(NamedTuple):
         return Layout(tensor.device_mesh, tuple(tensor.placements), tensor.shape)
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """The DTensor of this layout with the given local tensor. No collectives."""
+        """Make the DTensor of this layout with the given local tensor, without collectives."""
         return make_dtensor(local, self.mesh, self.placements, self.shape)
 
 
 def layout_over(
     tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement, fqn: str = ""
 ) -> Layout:
-    """Where a tensor lives that is itself the local part, on a 1-D mesh, of a larger one.
+    """Layout of the global tensor whose local part on a 1-D mesh is ``tensor``.
 
-    Parts are equal. The tensor may be a DTensor: FSDP2 then shards each part over other axes of the
-    same root mesh, or, told of all axes (``dp_mesh_dims``), has the axis among its own. ValueError
-    for other axes that overlap with ``mesh``, or come from another root; ``fqn`` is the layer's
-    name in it.
+    Parts have equal sizes. The tensor may be a DTensor: FSDP2 then shards each part over other axes
+    of the same root mesh, or its mesh includes the axis (``dp_mesh_dims``). ``fqn`` is the layer's
+    name, for messages.
+
+    Raises:
+        ValueError: the other axes overlap with ``mesh``, or come from another root mesh.
     """
     dim, parts = sharded_dim(placement, tensor.ndim), mesh.size()
     shape = torch.Size(n * parts if d == dim else n for d, n in enumerate(tensor.shape))
@@ -57,7 +59,7 @@ def layout_over(
         return Layout(mesh, (placement,), shape)
     if own.mesh.ndim > 1 and _has_axis(own.mesh, mesh):
         return own
-    # FSDP2 gives a DTensor that it shards the same placements.
+    # FSDP2 uses the same placements where it shards a DTensor.
     outer = tuple(
         StridedShard(dim, split_factor=parts)
         if dim is not None and parts > 1 and sharded_dim(p, tensor.ndim) == dim
@@ -88,51 +90,51 @@ def _joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 
 def sharded_dim(placement: Placement, ndim: int) -> int | None:
-    """The dim of a tensor that a placement shards, in FSDP2's strided way over TP too, if any."""
+    """The tensor dim that a placement shards, strided shards of FSDP2 over TP included; or None."""
     return placement.dim % ndim if isinstance(placement, (Shard, StridedShard)) else None
 
 
 def has_pieces(placements: Placements | None) -> bool:
-    """Whether placements give ranks several pieces of an activation."""
+    """Whether placements give a rank several pieces of an activation (``_StridedShard``)."""
     return any(isinstance(placement, StridedShard) for placement in placements or ())
 
 
 def normalized(placements: Placements, ndim: int) -> Placements:
-    """Placements of a tensor with the dims of shards counted from its first one."""
+    """Placements with non-negative dims of shards."""
     return tuple(Shard(p.dim % ndim) if type(p) is Shard else p for p in placements)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's local tensor (waits for it where a collective is in flight), else ``tensor``."""
+    """The local tensor of a DTensor, or ``tensor`` itself; waits for a collective in flight."""
     local = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local`` in the place of the local tensor of ``tensor``: a DTensor of its layout, if any."""
+    """Replace the local tensor: a DTensor of ``tensor``'s layout with ``local``, or ``local``."""
     layout = Layout.of(tensor)
     return local if layout is None else layout.wrap(local)
 
 
 def local_sizes(layout: Layout, dim: int) -> set[int]:
-    """The sizes that a dim has on the ranks of a mesh; the same answer on all of them."""
+    """The sizes of a dim on the ranks of a mesh; the same result on all ranks."""
     return {sum(end - begin for begin, end in shard) for shard in _shards(layout, dim)}
 
 
 def shard_starts(layout: Layout, dim: int) -> tuple[int, ...]:
-    """Where the pieces of all ranks begin along a dim, ascending; the same on all ranks."""
+    """Start indices of all ranks' pieces along a dim, ascending; the same result on all ranks."""
     return tuple(sorted({begin for shard in _shards(layout, dim) for begin, _ in shard}))
 
 
 def is_packed(layout: Layout, dim: int) -> bool:
-    """Whether some rank's shard has several pieces along a dim; the same on all ranks."""
+    """Whether any rank's shard has several pieces along a dim; the same result on all ranks."""
     return any(len(shard) > 1 for shard in _shards(layout, dim))
 
 
 def global_offset(layout: Layout) -> list[int]:
-    """Where this rank's shard begins in the global tensor, per dim. (0 where it is empty.)"""
-    # (torch's compute_local_shape_and_global_offset computes with tensors: slowly on many ranks,
-    # and in graphs their values are unknown.)
+    """Offset of this rank's shard in the global tensor, per dim; 0 where it is empty."""
+    # torch's compute_local_shape_and_global_offset computes with tensors, which is slow on many
+    # ranks, and in graphs their values are unknown.
     coordinate = layout.mesh.get_coordinate()
     assert coordinate is not None
     own: list[_Pieces] = [((0, size),) for size in layout.shape]
@@ -141,13 +143,13 @@ def global_offset(layout: Layout) -> list[int]:
     return [pieces[0][0] if pieces else 0 for pieces in own]
 
 
-# What a rank has of a dim: (begin, end) of each piece, ascending.
+# A rank's part of a dim: (begin, end) of each piece, ascending.
 _Pieces = tuple[tuple[int, int], ...]
 
 
 @cached_but_in_graphs
 def _shards(layout: Layout, dim: int) -> tuple[_Pieces, ...]:
-    """What each rank has of a dim, in the order in which the axes cut it."""
+    """Each rank's part of a dim, in the order in which the axes cut it."""
     dim %= len(layout.shape)
     shards: tuple[_Pieces, ...] = (((0, layout.shape[dim]),),)
     for axis, cut_dim, parts in _cuts(layout):
@@ -158,7 +160,7 @@ def _shards(layout: Layout, dim: int) -> tuple[_Pieces, ...]:
 
 
 def _cuts(layout: Layout) -> list[tuple[int, int, int]]:
-    """The cuts that make a rank's shard, in order: axis, dim, and into how many parts at first."""
+    """The cuts that make a rank's shard, in order: (axis, dim, number of strided parts or 1)."""
     ndim, inner = len(layout.shape), [1] * len(layout.shape)
     cuts: list[tuple[int, int, int]] = []
     last: list[tuple[int, int, int]] = []
@@ -168,7 +170,7 @@ def _cuts(layout: Layout) -> list[tuple[int, int, int]]:
         if dim is None:
             continue
         parts = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
-        # FSDP2 shards what tensor parallelism left, though its axis comes first.
+        # FSDP2 shards the part that tensor parallelism leaves, though its axis comes first.
         of_fsdp = 1 < parts == inner[dim]
         if of_fsdp:
             last.append((axis, dim, 1))
@@ -179,7 +181,7 @@ def _cuts(layout: Layout) -> list[tuple[int, int, int]]:
 
 
 def _shard(pieces: _Pieces, n: int, rank: int, parts: int) -> _Pieces:
-    """Of what ``n`` ranks share a rank's chunk; of each of ``parts`` chunks, if there are more."""
+    """A rank's chunk of pieces that ``n`` ranks divide; with strided parts, its chunk of each."""
     if parts == 1:
         return _chunk(pieces, n, rank)
     shard: list[tuple[int, int]] = []
@@ -192,7 +194,7 @@ def _shard(pieces: _Pieces, n: int, rank: int, parts: int) -> _Pieces:
 
 
 def _chunk(pieces: _Pieces, n: int, index: int) -> _Pieces:
-    """As torch.chunk: chunks of equal size (rounded up), then what is left, then nothing."""
+    """A chunk as torch.chunk makes it: the size is rounded up, so the last ones may be smaller."""
     size = -(-sum(end - begin for begin, end in pieces) // n)
     taken, first = [], index * size
     for begin, end in pieces:
@@ -211,7 +213,7 @@ def narrowed(whole: torch.Tensor, offset: Sequence[int], size: Sequence[int]) ->
 
 
 def reduced(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, all-reduced in high precision over each axis on which it is Partial."""
+    """All-reduce a tensor in high precision over each axis on which it is Partial."""
     if not isinstance(tensor, DTensor) or not any(p.is_partial() for p in tensor.placements):
         return tensor
     return tensor.redistribute(

@@ -11,8 +11,8 @@ Shard(0)     Replicate     Shard(-1)   Shard(-1)    Partial           Shard(0)
 Shard(1)     Shard(-1)     Partial     Replicate    Shard(-1)         Shard(1)
 ===========  ============  ==========  ===========  ================  ===================
 
-(``d`` is any dim of the input but the last; a float8 operand that is elsewhere is redistributed
-to where it is needed as float8.)
+``d`` is any dim of the input but the last. A float8 operand with other placements is redistributed
+as float8.
 """
 
 from collections.abc import Sequence
@@ -38,10 +38,12 @@ class LinearLayouts(NamedTuple):
 def linear_layouts(
     input: Sequence[Placement], weight: Sequence[Placement], input_ndim: int, fqn: str = ""
 ) -> LinearLayouts:
-    """The table at the top of this module, for each mesh axis.
+    """Apply the table at the top of this module to each mesh axis.
 
-    The input may be Partial: it will be reduced. ValueError for a weight placement that is not in
-    the table; ``fqn`` is the layer's name in it.
+    The input may be Partial: it will be reduced. ``fqn`` is the layer's name, for messages.
+
+    Raises:
+        ValueError: a weight placement is not in the table.
     """
     last = input_ndim - 1
     rows: list[Placements] = []
