@@ -163,7 +163,7 @@ def same_collectives(recipe: str, tp: int, steps: Steps) -> bool:
         (2, 2, "rowwise_folded", True, "counting", SHARDED, (22, 22)),
         pytest.param(2, 2, "blockwise", False, "counting", DTENSORS, None, marks=full_tier),
         pytest.param(2, 2, "mxfp8", True, "counting", DTENSORS, None, marks=full_tier),
-        (2, 2, "delayed", True, "counting", DTENSORS, (0, 10)),
+        pytest.param(2, 2, "delayed", True, "counting", DTENSORS, (0, 10), marks=full_tier),
         (1, 2, "rowwise_folded", False, "aot_eager", LOCAL, None),
         pytest.param(2, 2, "tensorwise", True, "aot_eager", LOCAL, None, marks=full_tier),
         pytest.param(1, 2, "delayed", True, "aot_eager", LOCAL, None, marks=full_tier),

@@ -133,7 +133,7 @@ def resumed_from_dcp(folder: str, dp: int, tp: int) -> None:
         assert amaxes(new.net) == amaxes(old.net), (name, steps)
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
 def test_resuming_from_dcp(ranks: RankPools, tmp_path: Path, dp: int, tp: int) -> None:
     ranks(2).run(resumed_from_dcp, str(tmp_path), dp, tp, timeout=180)
 

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from processes import ending_all
 
 GROUP_TIMEOUT_S = 100  # a rank that waits for the other one would need as long
@@ -58,6 +59,7 @@ def test_a_rank_that_raises_does_not_wait_for_the_others(tmp_path: Path) -> None
     assert "RuntimeError: this rank fails" in error
 
 
+@pytest.mark.full
 def test_a_program_that_ends_well_waits(tmp_path: Path) -> None:
     """Torch warns of a collective that nobody waited for."""
     with ending_all() as env:

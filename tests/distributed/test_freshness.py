@@ -372,6 +372,7 @@ def test_precompute_within_a_backward_is_refused(ranks: RankPools) -> None:
         assert ": called within a backward of layers." in text
 
 
+@pytest.mark.full
 @on_ranks(2, returns=True)
 def test_a_compiled_evaluation_leaves_nothing_behind() -> bool:
     """Weights of an EMA, swapped in and out by foreach ops, which no version shows."""

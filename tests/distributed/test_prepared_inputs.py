@@ -176,6 +176,7 @@ def operators() -> list[tuple[int, int, int]]:
     return counts  # type: ignore[return-value]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_graphs_have_the_operators_only_while_they_are_recorded(ranks: RankPools) -> None:
     # Forward and backward: three inputs, five layers, five weights; five gradients.

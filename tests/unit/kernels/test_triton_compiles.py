@@ -20,6 +20,7 @@ def compiled(architecture: str, cache: Path) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     for kernel in compiled("90", tmp_path):
         name, ptx = kernel["name"], kernel["assembly"]
