@@ -115,7 +115,7 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
         layer.float8_weight.cache.store_pending(layer.weight, pending)
     if reduction is None or not reduction.amaxes.blocks_host:
         # On a GPU this only queues the wait. Later it would be queued on the first stream that
-        # needs a scale, such as FSDP2's stream for gathers, and other streams would not wait for it.
+        # needs a scale, such as FSDP2's for gathers, and other streams would not wait for that one.
         pending.wait()
         note_made(weights)
 

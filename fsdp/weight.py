@@ -164,7 +164,7 @@ class Float8AllGatherWeight(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
     def data_ptr(self) -> int:
-        """Return the address of the plain tensor's data, by which accelerate tells weights apart."""
+        """Return the address of the plain tensor's data, which accelerate uses as an identity."""
         return self._tensor.data_ptr()
 
     @property
