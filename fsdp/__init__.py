@@ -1,4 +1,4 @@
-"""Float8 weight gathers of FSDP2, a model's scales in one all-reduce, clipping on all meshes."""
+"""FSDP2 with float8 weight gathers, one all-reduce for all scales, and clipping on any meshes."""
 
 if __name__ != "fp8_dist.fsdp":
     raise ImportError(

@@ -1,4 +1,4 @@
-"""Calls after an optimizer's steps, once it is known that these change a model's float8 weights."""
+"""Calls after an optimizer's steps, with checks that these change a model's float8 weights."""
 
 import os
 from collections.abc import Callable
@@ -17,14 +17,14 @@ def attach(
 ) -> RemovableHandle:
     """Run ``call`` after the steps of an optimizer, which may be wrapped or one of several.
 
-    Of the optimizers in a container that runs no hooks itself those count that update a weight of
-    these layers: ``call`` runs once, after the last of them (see ``after_steps``).
+    If a container of optimizers runs no hooks itself, those that update a weight of these layers
+    count: ``call`` runs once, after the last of them (see ``after_steps``).
 
     Args:
-        call: what to run.
+        call: the function to run.
         optimizer: a torch optimizer, or an object that holds some.
-        layers: by name. FSDP2's sharded parameters must be in place.
-        caller: for messages.
+        layers: the layers by name. FSDP2's sharded parameters must be in place.
+        caller: the name of the caller, for messages.
 
     Raises:
         TypeError: no optimizer is found in ``optimizer``.

@@ -18,13 +18,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for parameters on 1-D and 2-D meshes at once.
 
-    torch's own refuses gradients on different meshes, such as those of FSDP2 x TP and of FSDP2
+    torch's function refuses gradients on different meshes, such as those of FSDP2 x TP and of FSDP2
     alone. This one takes torch's norm mesh by mesh, and the norm of these norms.
 
     Args:
         parameters: their ``grad`` (plain tensors and DTensors on any meshes) is scaled in place.
-        max_norm: the largest norm that is left alone.
-        norm_type: of the p-norm, ``inf`` included.
+        max_norm: the largest norm that needs no clipping.
+        norm_type: the type of the p-norm, ``inf`` included.
         error_if_nonfinite: raise RuntimeError for a norm that is NaN or infinite.
         foreach: as in torch.
 

@@ -1,4 +1,4 @@
-"""The reductions of FSDP2's parameter groups, with gradients that travel encoded."""
+"""Reductions of FSDP2's parameter groups with encoded gradients."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,11 +31,11 @@ from fp8_dist.transport import (
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_OF_REPLICAS = 2  # in seeds, beside the numbers of the stages before
+_OF_REPLICAS = 2  # the number of the replicas' stage in seeds, after those of the earlier stages
 
 
 class EncodedReduction(FsdpReduceScatter):
-    """The reduce-scatter of a parameter group. FSDP2 calls it on its own stream."""
+    """Reduce-scatter of a parameter group. FSDP2 calls it on its own stream."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class EncodedReduction(FsdpReduceScatter):
     ) -> None:
         sizes_and_encodings = zip(fsdp_padded_sizes(group), encodings, strict=True)
         self.all_parts = [Part(i, *each) for i, each in enumerate(sizes_and_encodings)]
-        self.parts = self.all_parts  # of the reduction that is under way
-        self.is_noted = False  # they are those of the next one
+        self.parts = self.all_parts  # the parts of the reduction that is under way
+        self.is_noted = False  # whether ``parts`` are set for the next reduction
         self.module = module
         self.group = group
         shards, replicas = fsdp_reduce_scatter_group(group), fsdp_replicas(group)
         replica = 0 if replicas is None else replicas.rank()
-        # By the rank among those that this one sums with. Its global rank would let tensor-parallel
-        # ranks round the gradient of a parameter that they replicate in different ways.
+        # Seeded by the rank within the reduction. With global ranks, tensor-parallel ranks would
+        # round the gradient of a replicated parameter differently.
         self.seed = seed_of(seed, replica * shards.size() + shards.rank())
         self.hierarchy = hierarchy
         self.errors: GradientErrors | None = None
@@ -67,7 +67,7 @@ class EncodedReduction(FsdpReduceScatter):
             self.errors = GradientErrors(rows, group.device)
 
     def note(self, reduced: Sequence[int]) -> None:
-        """Take the numbers of the parameters whose gradients FSDP2 is about to reduce."""
+        """Set the numbers of the parameters whose gradients FSDP2 is about to reduce."""
         self.is_noted = True
         self.parts = [self.all_parts[i] for i in reduced]
         if self.errors is not None:
@@ -75,14 +75,14 @@ class EncodedReduction(FsdpReduceScatter):
             self.errors.keep_for(self.parts_with_errors(self.parts))
 
     def parts_with_errors(self, reduced: Sequence[Part] = ()) -> list[Part]:
-        """Those of parameters that are trained now, and of what is reduced all the same."""
+        """Return the parts of the parameters that are trained now, and those in ``reduced``."""
         parameters = fsdp_parameters_of_group(self.group)
         trained = {i for i, parameter in enumerate(parameters) if parameter.requires_grad}
         trained.update(part.number for part in reduced)
         return [part for part in self.all_parts if part.number in trained]
 
     def check_dtype(self, gradients: torch.Tensor) -> None:
-        """Refuse gradients whose sums fp32 would spoil."""
+        """Raise for gradients whose sums would lose precision in fp32."""
         dtype = gradients.dtype
         if dtype not in _DTYPES:
             raise NotImplementedError(
@@ -123,7 +123,7 @@ class EncodedReduction(FsdpReduceScatter):
 
 
 class EncodedReplicas:
-    """The process group of a parameter group's replicas, as far as FSDP2's all-reduce needs it."""
+    """Process group of a parameter group's replicas, with the interface that FSDP2 needs."""
 
     def __init__(
         self, replicas: dist.ProcessGroup, shards: EncodedReduction, error_feedback: bool
@@ -136,9 +136,9 @@ class EncodedReplicas:
             self.errors = GradientErrors([(replicas.size(), 1)], shards.group.device)
 
     def __eq__(self, other: object) -> bool:
-        """Equal to the group in whose place it is, so that torch finds its name and backend.
+        """Equal the group that this object replaces, so that torch finds its name and backend.
 
-        (``dist.all_reduce`` looks them up for an error that is raised in it.)
+        ``dist.all_reduce`` looks them up for an error that is raised in it.
         """
         return other is self or other is self.replicas
 
@@ -150,7 +150,7 @@ class EncodedReplicas:
         return self.replicas.size()
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
-        """What ``dist.all_reduce`` calls."""
+        """All-reduce the one tensor in place, for ``dist.all_reduce``."""
         (x,) = tensors
         self.shards.check_dtype(x)
         parts, ranks = self.shards.parts, self.replicas.size()
@@ -163,7 +163,7 @@ class EncodedReplicas:
 
 
 def install(reduction: EncodedReduction, error_feedback: bool) -> None:
-    """Let FSDP2 call it for its parameter group; and with HSDP, the same for the replicas."""
+    """Install a reduction in its parameter group, and with HSDP the one over replicas."""
     group = reduction.group
     set_fsdp_reduction(group, reduction, reduction.note)
     replicas = fsdp_replicas(group)
@@ -172,7 +172,7 @@ def install(reduction: EncodedReduction, error_feedback: bool) -> None:
 
 
 def remove(group: Any) -> None:
-    """Give a parameter group FSDP2's own reductions; one that was set since then stays."""
+    """Restore FSDP2's own reductions in a parameter group. One that was set since then stays."""
     found = fsdp_reduction(group)
     set_fsdp_reduction(group, None if isinstance(found, EncodedReduction) else found, None)
     replicas = fsdp_replicas(group)
@@ -181,7 +181,7 @@ def remove(group: Any) -> None:
 
 
 def errors_of_group(group: Any) -> Iterator[tuple[str, GradientErrors]]:
-    """The errors that a parameter group's reductions keep, with a prefix for their names."""
+    """Yield the errors that a parameter group's reductions keep, with a prefix for their names."""
     shards, replicas = fsdp_reduction(group), fsdp_replicas(group)
     if not isinstance(shards, EncodedReduction) or shards.errors is None:
         return

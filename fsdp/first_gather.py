@@ -1,4 +1,4 @@
-"""What ranks compare before FSDP2 first gathers the parameters of a model."""
+"""Comparison of layers between ranks before FSDP2 first gathers the parameters of a model."""
 
 from typing import Any
 
@@ -15,13 +15,14 @@ from fp8_dist.torch_internals import before_fsdp_gathers, fsdp_roots_of
 def _compare(group: Any) -> None:
     """Compare the layers of the model that a parameter group belongs to, once.
 
-    Also the layers whose weights FSDP2 gathers in high precision: their forward reduces amaxes.
+    This includes layers whose weights FSDP2 gathers in high precision: their forward reduces
+    amaxes.
     """
     if not any(needs_comparison(module) for module in group.modules):
         return
     for module in filter(needs_comparison, fsdp_roots_of(group)):
         layers = float8_layers(module)
-        # Ranks that have converted another part of the model come here, too.
+        # Ranks that have converted another part of the model take part too.
         if layers or is_part_of_converted(module):
             check_layers(module, layers, "FSDP2's first gather")
         else:

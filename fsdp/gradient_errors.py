@@ -1,4 +1,4 @@
-"""Error feedback: what the encoding of gradients left out, added to the next ones."""
+"""Error feedback: the encoding errors of gradients are added to the next gradients."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,24 +9,24 @@ from fp8_dist.transport import Part
 
 
 class GradientErrors:
-    """The errors of some parameters' gradients, one set for each stage of the exchange.
+    """Encoding errors of some parameters' gradients, one set for each stage of the exchange.
 
-    Kept in float8 with exponents of blocks: 1.008 bytes for each value that this rank encodes,
-    which are those of the unsharded gradient.
+    They are kept in float8 with block exponents: 1.008 bytes for each value that this rank encodes,
+    which are the values of the unsharded gradient.
 
     Args:
-        rows: for each stage, the leading dims of its rows. One of one rank encodes nothing.
-        device: where gradients are reduced.
+        rows: the leading dims of the rows of each stage. A stage of one rank encodes nothing.
+        device: the device on which gradients are reduced.
     """
 
     def __init__(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        self.parts: Sequence[Part] = ()  # of the rows that are encoded next
+        self.parts: Sequence[Part] = ()  # the parts of the rows that are encoded next
         self.rows = {stage: shape for stage, shape in enumerate(rows) if shape[0] > 1}
         self.device = device
         self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep_for(self, parts: Sequence[Part]) -> None:
-        """Have errors of these parts and of no others; new ones are zero.
+        """Keep errors for these parts only; new ones start at zero.
 
         Parameters may be frozen, and trained again, between two steps.
         """
@@ -38,13 +38,13 @@ class GradientErrors:
         }
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """What is kept: the number of the parameter, a name that tells its tensors apart, uint8."""
+        """Yield the number of a parameter, the name of one of its tensors, and the uint8 tensor."""
         for (number, stage), (codes, exponents) in self._kept.items():
             yield number, f"{stage}.codes", codes
             yield number, f"{stage}.exponents", exponents
 
     def added(self, stage: int, rows: torch.Tensor) -> torch.Tensor:
-        """``rows``, ``[..., S]``, with the errors of before: fp32."""
+        """Return ``rows``, ``[..., S]``, plus the errors that are kept: fp32."""
         rows = rows.to(torch.float32, copy=True)
         for part, start in self._encoded():
             errors = self._kept[part.number, stage]
@@ -52,14 +52,14 @@ class GradientErrors:
         return rows
 
     def keep(self, stage: int, errors: torch.Tensor) -> None:
-        """Take the errors of rows ``[..., S]``, fp32 and finite, in the place of those before."""
+        """Replace the errors by those of rows ``[..., S]``, fp32 and finite."""
         for part, start in self._encoded():
             found = encode_float8(errors.narrow(-1, start, part.size), NEAREST)
             for old, new in zip(self._kept[part.number, stage], found, strict=True):
                 old.copy_(new)
 
     def _encoded(self) -> Iterator[tuple[Part, int]]:
-        """The encoded parts, and where in a row they begin."""
+        """Yield the encoded parts, and their offsets in a row."""
         start = 0
         for part in self.parts:
             if part.encoding is not None:

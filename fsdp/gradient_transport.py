@@ -1,4 +1,4 @@
-"""Gradients of FSDP2 that travel in float8 or bf16, and are summed in fp32."""
+"""FSDP2's gradients in float8 or bf16 on the wire, with sums in fp32."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
@@ -37,51 +37,56 @@ def set_gradient_transport(
     hierarchy: DeviceMesh | None = None,
     recurse: bool = True,
 ) -> None:
-    """Let the gradients of FSDP2's parameters travel in fewer bytes.
+    """Encode the gradients of FSDP2's parameters in fewer bytes for their reduction.
 
     FSDP2's reduce-scatter becomes an all-to-all of encoded pieces. The rank that owns a shard
-    decodes them, and sums them in fp32, in the order of ranks; its own piece is not rounded. With
-    HSDP the all-reduce over replicas becomes the same on parts of the shard, and an all-gather of
-    the sums: in bf16 with ``"float8"``, in ``reduce_dtype`` with ``"bf16"``.
+    decodes the pieces, and sums them in fp32, in the order of ranks. Its own piece is not rounded.
+    With HSDP the all-reduce over replicas becomes the same exchange on parts of the shard, followed
+    by an all-gather of the sums: in bf16 with ``"float8"``, in ``reduce_dtype`` with ``"bf16"``.
 
     **The result depends on the number of ranks**, so this is outside of the rule that training on
     a mesh gives the bits of one device. Repeated runs on one mesh are equal bit by bit.
 
     Args:
-        model: ``fully_shard`` was called on it, or on modules in it. It may be called again, with
-            other arguments, between two steps; errors start at zero then.
+        model: a module that ``fully_shard`` was called on, or that contains such modules. The
+            function may be called again with other arguments between two steps. Errors then start
+            at zero.
         transport: ``"bf16"``; ``"float8"``: e4m3 in blocks of 128 with power-of-two scales, 1.008
             bytes per element; None: FSDP2's own reduce-scatter.
-        error_feedback: keep what encoding leaves out, and add it to the next gradient. It takes
-            1.008 bytes per element of the *unsharded* gradients on every rank (of those that are
-            encoded; padding of uneven shards counts), because each rank rounds its piece for every
-            other one. A hierarchy adds as much divided by the ranks of a node, HSDP divided by the
-            ranks that shard; a parameter that is frozen loses its errors. A loss scale that changes
-            makes the errors of one step wrong by as much. ``fp8_dist.Float8State`` saves them.
-        stochastic_rounding: round up or down with probabilities by which the expectation is the
-            value, not to nearest. The choice is a hash of the value, its place, the rank and a
-            seed, so a repeated step repeats it. An int is the seed, 0 too; True is 1. With HSDP and
-            ``"float8"`` the sums of replicas are still rounded to nearest, in bf16, which leaves a
-            bias of up to 2^-9 of a value.
-        high_precision: ``f(name, parameter)``, true for a parameter whose gradient travels as it
-            is, in the same message. Parameters of fewer than 2 dims always do. Names are those of
-            ``named_parameters()``, without the segments of wrappers (``_orig_mod``).
+        error_feedback: keep the errors of the encoding, and add them to the next gradient. It takes
+            1.008 bytes per element of the *unsharded* encoded gradients on every rank (padding of
+            uneven shards counts), because each rank rounds its piece for every other one. A
+            hierarchy adds this amount divided by the ranks of a node, and HSDP adds it divided by
+            the ranks that shard. A parameter that is frozen loses its errors. A changing loss scale
+            makes the errors of one step wrong by the same factor. ``fp8_dist.Float8State`` saves
+            the errors.
+        stochastic_rounding: round up or down at random instead of to nearest, so that the
+            expectation is the value. The choice is a hash of the value, its position, the rank and
+            a seed, so a repeated step repeats it. An int, including 0, is the seed; True is 1. With
+            HSDP and ``"float8"`` the sums of replicas are still rounded to nearest, in bf16, which
+            leaves a bias of up to 2^-9 of a value.
+        high_precision: ``f(name, parameter)``, true for a parameter whose gradient is not encoded,
+            and travels in the same message. Parameters of fewer than 2 dims are never encoded.
+            Names are those of ``named_parameters()``, without the segments of wrappers
+            (``_orig_mod``).
         hierarchy: a 2-D mesh, (nodes, ranks of a node), of the ranks over which FSDP2 shards. The
-            all-to-all runs inside of a node first; sums travel between nodes then. For many ranks.
+            all-to-all runs inside of a node first, and then sums travel between nodes. It is meant
+            for many ranks.
         recurse: set all modules in ``model`` that ``fully_shard`` was called on; False: ``model``
-            alone, as in FSDP2's own setters. Modules sharded over other ranks (experts) may so have
-            another ``hierarchy``, or none.
+            alone, as in FSDP2's own setters. Modules that are sharded over other ranks (experts)
+            can thus have another ``hierarchy``, or none.
 
-    Gradients that are NaN or infinite arrive as such, and change no other one; zeros stay zeros.
-    What FSDP2 is told (``reduce_dtype``, ``set_gradient_divide_factor``, ...) holds as before: the
-    encoded numbers are those that it would reduce.
+    Gradients that are NaN or infinite stay so, and change no other ones; zeros stay zeros. FSDP2's
+    settings (``reduce_dtype``, ``set_gradient_divide_factor``, ...) apply as before: the encoded
+    numbers are those that it would reduce.
 
-    Collectives: none in a step but those above. This call: as ``apply_tp_plan``, for each mesh.
+    Collectives: in a step only those above. In this call those of ``apply_tp_plan``'s comparison,
+    for each mesh.
 
     Raises:
-        TypeError, ValueError: for arguments that don't fit, a model without FSDP2, modules with
-            several parameter groups or with another custom reduce-scatter, a model none of whose
-            gradients would be encoded, or ranks that differ.
+        TypeError, ValueError: for invalid arguments, a model without FSDP2, modules with several
+            parameter groups or with another custom reduce-scatter, a model none of whose gradients
+            would be encoded, or ranks that differ.
         NotImplementedError: in a backward, for gradients of other dtypes than fp32, bf16 and fp16.
     """
     _check_arguments(
@@ -117,10 +122,10 @@ def set_gradient_transport(
 
 
 def gradient_errors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The errors that a model's gradients keep, which are this rank's own: uint8, by name.
+    """Return the errors that this rank keeps for a model's gradients: uint8, by name.
 
-    Names say the rank, its place among those that shard, and the shape, so that a checkpoint of
-    other ranks or of another mesh has none of these.
+    Names contain the rank, its position among those that shard, and the shape, so that they match
+    no entry in a checkpoint of other ranks or of another mesh.
     """
     found: dict[str, torch.Tensor] = {}
     names = _names(model)
@@ -141,7 +146,7 @@ def _encodings(
     transport: Transport | None,
     high_precision: Filter | None,
 ) -> dict[str, dict[str, Encoding]]:
-    """How the gradient of each parameter travels: by name, for each group, in its order."""
+    """Return the encoding of each parameter's gradient by name, for each group, in its order."""
     names = _names(model)
     encodings: dict[str, dict[str, Encoding]] = {}
     for module, group in groups.items():
@@ -154,7 +159,7 @@ def _encodings(
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """The names of parameters, as in the keys of ``model.state_dict()``, by id."""
+    """Return the names of parameters, as in the keys of ``model.state_dict()``, by id."""
     return {id(parameter): without_wrappers(name) for name, parameter in model.named_parameters()}
 
 
@@ -171,10 +176,10 @@ def _names_of(group: Any, names: Mapping[int, str], caller: str) -> list[str]:
 def _check_agreement(
     groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, Encoding]], options: str
 ) -> None:
-    """Refuse ranks that differ, also those that only replicate or shard a parameter otherwise."""
+    """Raise if ranks differ, also if they only replicate or shard a parameter differently."""
     facts = Facts()
     for module, group in groups.items():
-        # That of a parameter under tensor parallelism has the axes of both.
+        # The mesh of a parameter under tensor parallelism has the axes of both.
         of_parameters = (getattr(p, "device_mesh", None) for p in fsdp_parameters_of_group(group))
         for mesh in {group.mesh_info.mesh, *of_parameters} - {None}:
             of_mesh = facts.of(mesh)
@@ -225,7 +230,7 @@ def _check_arguments(
 
 
 def _groups_of(model: nn.Module, transport: Transport | None, recurse: bool) -> dict[str, Any]:
-    """The parameter groups of the model that reduce gradients, by the name of their module."""
+    """Return the model's parameter groups that reduce gradients, by the name of their module."""
     groups: dict[str, Any] = {}
     for name, module in model.named_modules() if recurse else [("", model)]:
         if not isinstance(module, FSDPModule):
@@ -239,7 +244,7 @@ def _groups_of(model: nn.Module, transport: Transport | None, recurse: bool) -> 
                 "for such a module. Shard its parts apart, with one mesh each"
             )
         for group in of_module:
-            if group in groups.values():  # of several modules
+            if group in groups.values():  # several modules share it
                 continue
             if fsdp_reduce_scatter_group(group) is None:
                 if transport is None:

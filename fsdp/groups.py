@@ -1,4 +1,4 @@
-"""The process groups over which the amaxes of a whole model are reduced."""
+"""Process groups over which the amaxes of a whole model are reduced."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -12,9 +12,9 @@ class CommonGroups(NamedTuple):
     """Groups for tensors on several meshes.
 
     Attributes:
-        groups: to reduce over, one after the other; none if there is nothing to reduce.
-        missing: the axes of the groups that a mesh lacks, if it lacks any. A tensor on that mesh
-            may have other values at other coordinates on them.
+        groups: the groups to reduce over, one after the other; none if there is nothing to reduce.
+        missing: for each mesh, the axes of the groups that it lacks. A tensor on that mesh may have
+            other values at other coordinates on these axes.
     """
 
     groups: GroupNames
@@ -22,9 +22,9 @@ class CommonGroups(NamedTuple):
 
 
 def common_groups(axes: Mapping[DeviceMesh, Collection[int]]) -> CommonGroups:
-    """The groups over the axes to reduce over, by mesh; of several meshes, over all of their axes.
+    """Return the groups for the axes to reduce over, by mesh; several meshes use all their axes.
 
-    It is one group, but where :func:`fp8_dist.mesh.make_group` says otherwise.
+    It is one group, except in the cases that :func:`fp8_dist.mesh.make_group` describes.
 
     Collectives: those of ``make_group``, where there are several axes.
 
@@ -49,9 +49,9 @@ def make_amax_group(mesh: DeviceMesh) -> None:
     """Make the process group over all axes of a mesh, such as those of a pipeline's stage.
 
     It is optional. The first precompute or sync makes the group, if it reduces over several axes
-    which are not all of the world. All ranks of the world take part then. Call this function on all
-    ranks, after ``init_device_mesh``, if some of them never come there: a stage without float8
-    layers, or one whose weights are sharded over other axes.
+    that do not span the world. All ranks of the world take part then. If some of them never get
+    there, call this function on all ranks, after ``init_device_mesh``. Examples are a stage without
+    float8 layers, or one whose weights are sharded over other axes.
 
     Args:
         mesh: a slice of a mesh of all ranks of the world; the same slice on all ranks, such as

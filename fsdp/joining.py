@@ -1,4 +1,4 @@
-"""Numbers of many weights as one vector."""
+"""Concatenation of the numbers of many weights."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from fp8_dist.torch_internals import storage_address
 
 
 def joined(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``torch.cat`` of contiguous 1-D tensors, but no copy of those that are adjacent in memory.
+    """Concatenate contiguous 1-D tensors, without a copy if they are adjacent in memory.
 
-    The parts of a tensor that was split are. The result may share their memory.
+    The parts of a tensor that was split are adjacent. The result may share their memory.
     """
     first = vectors[0]
     storage, end = storage_address(first), first.storage_offset()

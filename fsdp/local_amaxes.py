@@ -1,4 +1,4 @@
-"""The amaxes of the local shards of many weights, and where they stand among those of all ranks."""
+"""Amaxes of the local shards of many weights, and their positions among those of all ranks."""
 
 import math
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ from fp8_dist.mesh import Layout, global_offset, local_sizes, narrowed
 
 
 class Amaxes(NamedTuple):
-    """The amaxes of the weight of a layer, in one granularity. Of blocks: their exponents.
+    """Amaxes of the weight of a layer, in one granularity. For blocks, their exponents.
 
     Attributes:
-        mesh: where the weight is distributed.
-        local: of the local shard, in the shape of its scales.
-        shape: of the scales of the global weight.
-        offset: where the local ones begin among them, per dim.
-        axes: mesh axes of the weight that decide about them; empty if the local ones are global.
+        mesh: the mesh of the weight; None if it is not distributed.
+        local: the amaxes of the local shard, in the shape of its scales.
+        shape: the shape of the global weight's scales.
+        offset: the offset of the local scales in the global ones, per dim.
+        axes: the mesh axes over which amaxes are reduced; empty if the local ones are global.
     """
 
     mesh: DeviceMesh | None
@@ -40,21 +40,21 @@ class Amaxes(NamedTuple):
         return math.prod(self.shape)
 
     def at_global_positions(self) -> torch.Tensor:
-        """All amaxes of the global weight, flat: zeros but for the local ones."""
+        """Return all amaxes of the global weight, flat, with zeros for those that are not local."""
         added: list[int] = []
         for n, start, size in zip(self.local.shape, self.offset, self.shape, strict=True):
             added = [start, size - start - n, *added]  # from the last dim on
         return (pad(self.local, added) if any(added) else self.local).reshape(-1)
 
     def local_part(self, values: torch.Tensor) -> torch.Tensor:
-        """Of one value for each amax, flat, those of the local shard in the shape of its scales."""
+        """Slice one value for each amax, flat, to the local shard, in the shape of its scales."""
         if values.numel() != self.local.numel():
             values = narrowed(values.view(self.shape), self.offset, self.local.shape)
         return values.reshape(self.local.shape)
 
 
 def local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity], Amaxes]:
-    """By the weight, which layers may share, and the granularity."""
+    """Return the amaxes by the id of the weight, which layers may share, and the granularity."""
     wanted = {
         (id(layer.weight), cast.granularity): layer
         for layer in layers
@@ -79,7 +79,7 @@ def local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity]
 def _amaxes_of_each(
     shards: list[torch.Tensor], granularity: Granularity, device: torch.device
 ) -> list[torch.Tensor]:
-    """The local amaxes of each, in the shape of its scales, on ``device``."""
+    """Return the local amaxes of each shard, in the shape of its scales, on ``device``."""
     if granularity not in (TENSOR, ROW):
         return [local_amax(shard, granularity).to(device) for shard in shards]
     shapes = [granularity.scale_shape(shard.shape) for shard in shards]
@@ -89,7 +89,7 @@ def _amaxes_of_each(
 
 
 def _exponents_of_each(layers: list[Float8Linear], device: torch.device) -> list[torch.Tensor]:
-    """The exponents of the shard of each, on ``device``; their weights have one cast."""
+    """Return the exponents of each layer's shard, on ``device``; all weights have one cast."""
     (cast,) = layers[0].config.casts("weight")
     weights = [layer.float8_weight for layer in layers]
     shards = [weight.shard() for weight in weights]
@@ -115,7 +115,7 @@ def _with_position(layer: Float8Linear, local: torch.Tensor, granularity: Granul
 def _axes_that_decide(
     layer: Float8Linear, layout: Layout, granularity: Granularity
 ) -> tuple[int, ...]:
-    """The mesh axes of a weight over which its amaxes are reduced."""
+    """Return the mesh axes of a weight over which its amaxes are reduced."""
     gathered = granularity.scales_move and layer.config.fsdp_float8_all_gather
     if granularity.blocks is not None:
         fit = gathered and scales_fit_into_gather(layout, granularity)
@@ -124,6 +124,6 @@ def _axes_that_decide(
         return tuple(axis for axis in over if layout.mesh.size(axis) > 1)
     over = granularity.amax_axes(layout.placements, 2)
     if gathered and len(local_sizes(layout, 0)) > 1:
-        # Scales of unequal parts don't fit into FSDP2's gather: all ranks are told all of them.
+        # Scales of unequal parts don't fit into FSDP2's gather, so all ranks reduce all of them.
         over = TENSOR.amax_axes(layout.placements, 2)
     return tuple(axis for axis in over if layout.mesh.size(axis) > 1)

@@ -1,10 +1,10 @@
-"""Every weight's scales from one all-reduce, after the optimizer step.
+"""Scales of all weights from one all-reduce, after the optimizer step.
 
-One fp32 vector per process holds the local amaxes of all float8 weights that need others' amaxes;
-one MAX all-reduce over the union of the axes on which any of them is sharded gives the global ones.
-A weight whose own mesh lacks some of those axes may have other values at other coordinates on them,
-so it gets a part (slot) of the vector per coordinate there, and fills in only its own. Amaxes of
-rows (and columns) stand at their global positions: the scales of all become known to all ranks.
+Each process has one fp32 vector of the local amaxes of all float8 weights that need amaxes of other
+ranks. One MAX all-reduce over the union of the axes on which any of them is sharded gives the
+global amaxes. A weight whose own mesh lacks some of those axes may have other values at other
+coordinates on them. It gets a part (slot) of the vector per coordinate there, and fills in only its
+own. Amaxes of rows and columns are at their global positions, so that all ranks get all scales.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,22 +38,22 @@ from fp8_dist.torch_internals import fsdp_init_shards
 
 
 class _Reduction(NamedTuple):
-    """The all-reduce under way, and how its vector is divided."""
+    """All-reduce that is under way, and the sizes of the parts of its vector."""
 
     amaxes: AmaxReduction
-    sizes: list[int]  # three for each weight: the slots before this rank's, its own, those after
+    sizes: list[int]  # three for each weight: slots before this rank's, its own, slots after
 
 
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
-    """Compute the scales of all float8 weights of a model, once their values have changed.
+    """Compute the scales of all float8 weights of a model after their values have changed.
 
-    Call it on all ranks after ``optimizer.step()``; :func:`attach_precompute` does so by itself.
-    The next forward and backward then need no amax collective for weights, sharded by FSDP2, by
-    tensor parallelism, by both, or not at all. ``module`` may be a part of the model. Code that is
-    compiled may call it: the graph breaks there. Graphs that use scales are not compiled anew.
+    Call it on all ranks after ``optimizer.step()``, or let :func:`attach_precompute` call it. The
+    next forward and backward then need no amax collectives for weights, whether these are sharded
+    by FSDP2, by tensor parallelism, by both, or not at all. ``module`` may be a part of the model.
+    Compiled code may call it, with a graph break. Graphs that use scales are not recompiled.
 
-    A frozen weight that FSDP2 does not gather in float8 is left out: it is scaled in each forward,
-    since it may be changed by means that go unnoticed (a merge of adapters).
+    A frozen weight that FSDP2 does not gather in float8 is left out. It is scaled in each forward,
+    since it may change unnoticed, as in a merge of adapters.
 
     Collectives: one all-reduce (MAX) of 4 bytes per scale that covers values of several ranks, none
     if no scale does. If all of them are of blocks that shards cut, it has 1 byte per block. It has
@@ -62,8 +62,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     A stage of a pipeline has no group over its axes at first. The first call makes the groups of
     all stages, so all ranks of the world must make it (or see ``fp8_dist.fsdp.make_amax_group``).
     If the mesh was sliced from one that leaves out ranks of the world, each axis has an all-reduce.
-    On CPUs it runs in the background; the first use of a scale waits for it. For a module that has
-    not run yet, the first call also compares its layers between the ranks of their meshes: an
+    On CPUs it runs in the background, and the first use of a scale waits for it. For a module that
+    has not run yet, the first call also compares its layers between the ranks of their meshes: an
     all-reduce of 16 bytes for each axis, which ``comm_audit`` does not count.
 
     Raises:
@@ -78,8 +78,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     precompute_layers(module)
 
 
-# A graph writes to parameters when it ends: within one that updates weights, their amaxes would be
-# those of the old values, and nothing would tell. Also what is known of a weight is kept by Python.
+# A graph writes to parameters when it ends. Within a graph that updates weights, amaxes would
+# silently be those of the old values. Also, the caches of weights are Python objects.
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
     reason="precompute_float8_dynamic_scale looks at weights, which graphs write to when they end; "
     "call it outside of code that is compiled with fullgraph=True"
@@ -87,17 +87,17 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 @torch.inference_mode(False)  # autograd can't save inference tensors
 @torch.no_grad()
 def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None = None) -> None:
-    """:func:`precompute_float8_dynamic_scale` for some layers of ``module``, by name; None: all."""
+    """Run :func:`precompute_float8_dynamic_scale` for some ``layers``, by name; None: all."""
     if layers is None:
         check_agreement(module, "precompute_float8_dynamic_scale")
         layers = _float8_layers(module, "precompute_float8_dynamic_scale")
-    # Unsharded weights are those of before the optimizer step.
+    # Unsharded weights have the values before the optimizer step.
     reshard(module, "precompute_float8_dynamic_scale")
     for part in module.modules():
         if isinstance(part, FSDPModule):
             fsdp_init_shards(part)
     _check_weights(layers)
-    # By the parameter that each layer has now: FSDP2 will put another in its place.
+    # The id of the parameter that each layer has now: FSDP2 will replace it by another one.
     weights = {
         layer: id(layer.weight)
         for layer in layers.values()
@@ -114,8 +114,8 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
     for layer in weights:
         layer.float8_weight.cache.store_pending(layer.weight, pending)
     if reduction is None or not reduction.amaxes.blocks_host:
-        # On a GPU this only queues the wait. Later it would be queued on whichever stream asks
-        # first (FSDP2 gathers on one of its own), behind what others don't wait for.
+        # On a GPU this only queues the wait. Later it would be queued on the first stream that
+        # needs a scale, such as FSDP2's for gathers, and other streams would not wait for that one.
         pending.wait()
         note_made(weights)
 
@@ -123,7 +123,7 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
 def check_agreement(module: nn.Module, caller: str) -> None:
     """Compare the layers of a module that is updated before it has run (see check_layers).
 
-    (Before ranks that have converted nothing refuse it.)
+    Call it before ranks that have converted nothing raise an error.
     """
     if needs_comparison(module):
         layers = float8_layers(module)
@@ -132,7 +132,7 @@ def check_agreement(module: nn.Module, caller: str) -> None:
 
 
 def reshard(module: nn.Module, caller: str) -> None:
-    """Put the sharded parameters of all FSDP modules back in place."""
+    """Reshard all FSDP modules, which puts their sharded parameters back in place."""
     check_outside_of_backward(module, caller)
     for name, part in module.named_modules():
         if isinstance(part, FSDPModule):
@@ -143,21 +143,24 @@ def reshard(module: nn.Module, caller: str) -> None:
 def attach_precompute(
     optimizer: Optimizer | Iterable[Optimizer], module: nn.Module
 ) -> RemovableHandle:
-    """:func:`precompute_float8_dynamic_scale` after every step, until ``remove()`` of the result.
+    """Call :func:`precompute_float8_dynamic_scale` after every optimizer step.
 
     Args:
         optimizer: one that updates float8 weights of ``module``, made after the conversion,
-            ``apply_tp_plan`` and ``fully_shard``. A wrapper (accelerate's AcceleratedOptimizer) or
-            a container (torchtitan's OptimizersContainer, a list) is looked through where it runs
-            no hooks of its own. Of several optimizers, pass a list in the order of their steps, or
-            the one that steps last. If they step within a backward, pass all of them: precompute
-            runs when that has ended.
+            ``apply_tp_plan`` and ``fully_shard``. If a wrapper (accelerate's AcceleratedOptimizer)
+            or a container (torchtitan's OptimizersContainer, a list) runs no hooks of its own, the
+            optimizers inside are used. For several optimizers, pass a list in the order of their
+            steps, or the one that steps last. If they step within a backward, pass all of them:
+            precompute then runs when the backward has ended.
         module: the model, or a part of it.
+
+    Returns:
+        A handle whose ``remove()`` ends the calls.
 
     Raises:
         ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
             weights.
-        TypeError: ``optimizer`` is and holds no torch optimizer.
+        TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
     layers = _float8_layers(module, "attach_precompute")
     reshard(module, "attach_precompute")  # the parameters that an optimizer updates
@@ -166,7 +169,7 @@ def attach_precompute(
 
 
 def _float8_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
-    """The layers of a module that take their weight in float8, by name."""
+    """Return the layers of a module whose float8 weight has a dynamic scale, by name."""
     every = float8_layers(module)
     layers = {
         name or layer.fqn: layer
@@ -203,7 +206,7 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
 
 
 def _start(amaxes: Sequence[Amaxes]) -> _Reduction | None:
-    """Begin the one all-reduce, of the amaxes that need it."""
+    """Start the one all-reduce of the amaxes that need it."""
     chosen = [a for a in amaxes if a.axes]
     if not chosen:
         return None
@@ -231,7 +234,7 @@ def _start(amaxes: Sequence[Amaxes]) -> _Reduction | None:
 def _axes_by_mesh(
     pairs: Iterable[tuple[DeviceMesh, tuple[int, ...]]],
 ) -> dict[DeviceMesh, set[int]]:
-    # By identity first: to compare meshes of thousands of ranks takes longer than all the rest.
+    # By identity first: comparing meshes of thousands of ranks takes longer than all the rest.
     meshes: dict[int, tuple[DeviceMesh, set[int]]] = {}
     for mesh, some in pairs:
         meshes.setdefault(id(mesh), (mesh, set()))[1].update(some)
@@ -244,7 +247,7 @@ def _axes_by_mesh(
 def _reduced(
     amaxes: Sequence[Amaxes], reduction: _Reduction | None
 ) -> list[tuple[Amaxes, torch.Tensor | None]]:
-    """Each with all of its amaxes of the global weight ``[size]``, or None where local ones do."""
+    """Pair each with all amaxes of the global weight ``[size]``, or None if local ones suffice."""
     if reduction is None:
         return [(a, None) for a in amaxes]
     parts = iter(reduction.amaxes.wait().split(reduction.sizes)[1::3])
@@ -256,7 +259,7 @@ def _reduced(
 
 
 def _as_amaxes(values: torch.Tensor) -> torch.Tensor:
-    """Exponents as the powers of two, to be reduced with amaxes, which are fp32."""
+    """Convert exponents to powers of two, so that they can be reduced with fp32 amaxes."""
     return powers_of_2(values) if values.dtype is torch.uint8 else values
 
 
@@ -268,8 +271,8 @@ def _scalings(
     weights: dict[Float8Linear, int],
     reduced: dict[tuple[int, Granularity], tuple[Amaxes, torch.Tensor | None]],
 ) -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
-    """For each layer its scaling by cast, and the scales of the global weight where needed."""
-    # By what the formula depends on: all scales of a kind are computed at once.
+    """Compute each layer's scaling by cast, and the scales of the global weight where needed."""
+    # Grouped by the parameters of the formula, so that all scales of a kind are computed at once.
     wanted: dict[tuple[Any, ...], list[tuple[Float8Linear, CastSpec]]] = {}
     scalings: dict[tuple[Float8Linear, CastSpec], Scaling] = {}
     for layer in weights:

@@ -1,8 +1,8 @@
-"""Refusing what FSDP2 can't do with weights that it gathers in float8, and calls in its midst.
+"""Checks of FSDP2 modules: unsupported settings with float8 gathers, and calls in a backward.
 
-With ``reshard_after_forward=<int>`` FSDP2 would reshard its all-gather output, which is float8
-bytes here, as a parameter to the smaller mesh, and fail at that with an error about dtypes that
-require gradients.
+With ``reshard_after_forward=<int>`` FSDP2 would reshard its all-gather output to the smaller mesh
+as a parameter. Here the output is float8 bytes, and FSDP2 would fail with an error about dtypes
+that require gradients.
 """
 
 from collections.abc import Iterable
@@ -24,20 +24,20 @@ from fp8_dist.torch_internals import (
 )
 
 # FSDP2's parameter group of each layer whose weight it gathers in float8. The layer itself, a child
-# of the sharded module, has no reference to it.
+# of the sharded module, has no reference to its group.
 _groups: "WeakKeyDictionary[nn.Module, ReferenceType[Any]]" = WeakKeyDictionary()
-_compared: "WeakSet[nn.Module]" = WeakSet()  # layers that were compared with those that share
+_compared: "WeakSet[nn.Module]" = WeakSet()  # layers compared with others that share their weight
 
 
 def check_sharded_module(module: FSDPModule, name: str) -> None:
-    """Refuse a module that ``fully_shard`` was called on, before FSDP2 first runs it."""
+    """Check a module that ``fully_shard`` was called on, before FSDP2 first runs it."""
     for group in fsdp_groups_of_module(module):
         if fsdp_modules_with_extensions(group):
             _check(group, name)
 
 
 def check_outside_of_backward(module: nn.Module, caller: str) -> None:
-    """Refuse a call in the middle of a backward: it would reshard what that still needs."""
+    """Raise in the middle of a backward, which still needs the parameters that FSDP2 gathered."""
     if not in_backward():
         return
     for name, part in module.named_modules():
@@ -52,7 +52,7 @@ def check_outside_of_backward(module: nn.Module, caller: str) -> None:
 
 
 def check_layer(layer: Float8Linear, name: str) -> None:
-    """Refuse a layer whose weight FSDP2 is about to gather."""
+    """Check a layer whose weight FSDP2 is about to gather."""
     if layer not in _groups or _groups[layer]() is None:  # its first gather: look up all at once
         for group in fsdp_groups():
             _groups.update(dict.fromkeys(fsdp_modules_with_extensions(group), ref(group)))
@@ -66,9 +66,9 @@ def check_layer(layer: Float8Linear, name: str) -> None:
 
 
 def _check_rounding(layer: Float8Linear, others: Iterable[nn.Module]) -> None:
-    """Refuse layers that share a weight, but round its scale in two ways.
+    """Raise if layers share a weight, but round its scale differently.
 
-    (Whether they take another cast of it, each of them checks when it is given the gathered one.)
+    Whether they use the same cast is checked by each layer when it gets the gathered weight.
     """
     own = layer.config
     for other in others:
@@ -84,7 +84,7 @@ def _check_rounding(layer: Float8Linear, others: Iterable[nn.Module]) -> None:
 
 
 def group_of(layer: nn.Module) -> Any:
-    """FSDP2's parameter group of a layer that passed :func:`check_layer`; else None."""
+    """Return FSDP2's parameter group of a layer that passed :func:`check_layer`; else None."""
     group = _groups.get(layer)
     return None if group is None else group()
 

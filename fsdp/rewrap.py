@@ -1,4 +1,4 @@
-"""Weights whose type was lost: other code rebuilt the parameter that FSDP2 gathers in float8."""
+"""Restoration of the tensor type of float8 weights, if other code has rebuilt the parameters."""
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -11,16 +11,16 @@ from fp8_dist.torch_internals import fsdp_parameter_uses, set_dtensor_local
 
 
 def rewrap_float8_weights(module: nn.Module) -> list[str]:
-    """Let FSDP2 gather the weights in float8 again whose parameters other code has rebuilt.
+    """Let FSDP2 gather weights in float8 again after other code has rebuilt their parameters.
 
     ``convert_to_float8_training`` with ``enable_fsdp_float8_all_gather`` gives weights a tensor
-    type that FSDP2 gathers in float8. Code that makes new parameters of plain tensors loses it, as
-    checkpoint loaders do. Call this afterwards, before ``fully_shard`` and before the optimizer is
-    made. (A model that was sharded with the type, on the meta device for instance, may be loaded
-    and rewrapped until its first forward.) A second call changes nothing.
+    type that FSDP2 gathers in float8. Code that makes new parameters of plain tensors, such as a
+    checkpoint loader, loses the type. Call this function afterwards, before ``fully_shard`` and
+    before the optimizer is made. A model that was sharded with the type, for instance on the meta
+    device, may be loaded and rewrapped until its first forward. A second call changes nothing.
 
     A weight that is a DTensor stays the same parameter. A plain one becomes a new parameter on the
-    same storage, with the old one's gradient and attributes. Layers that share a weight still do.
+    same storage, with the gradient and attributes of the old one. Layers still share weights.
 
     Args:
         module: the model, or a part of it.
@@ -32,9 +32,9 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
 
     Raises:
         ValueError: ``module`` has no converted layer; a module that is not wrapped shares a weight
-            that is; or FSDP2 manages a weight and can't gather it in another way any more, because
-            ``fully_shard`` found it without the type, or has gathered it since. Nothing has been
-            changed then.
+            that is; or FSDP2 already gathers a weight in high precision, because ``fully_shard``
+            found it without the type, or FSDP2 has gathered it since. Nothing has been changed
+            then.
     """
     layers = float8_layers(module)
     if not layers:
@@ -59,7 +59,7 @@ def _lost_type(layer: Float8Linear) -> bool:
 
 
 def _rewrap(layer: Float8Linear, new: dict[int, nn.Parameter]) -> None:
-    """Wrap the weight of a layer. ``new``: the parameters that were made, by the old one's id."""
+    """Wrap the weight of a layer. ``new`` has the new parameters by the id of the old ones."""
     old = layer.weight
     if isinstance(old, DTensor):
         set_dtensor_local(old, Float8AllGatherWeight.wrap(local_tensor(old)))
@@ -73,7 +73,7 @@ def _rewrap(layer: Float8Linear, new: dict[int, nn.Parameter]) -> None:
 
 
 def _check_shared_weights(module: nn.Module, layers: dict[str, Float8Linear]) -> None:
-    """Refuse weights that other modules use as well, as the conversion does."""
+    """Raise for weights that other modules use as well, as the conversion does."""
     if shared := other_users(module, layers):
         raise ValueError(
             "rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but "
@@ -83,7 +83,7 @@ def _check_shared_weights(module: nn.Module, layers: dict[str, Float8Linear]) ->
 
 
 def _check_fsdp(layers: dict[str, Float8Linear]) -> None:
-    """Refuse weights that FSDP2 can gather in high precision only."""
+    """Raise for weights that FSDP2 can only gather in high precision."""
     names = {layer: name for name, layer in layers.items()}
     for use in fsdp_parameter_uses() if layers else ():
         if use.module not in names or use.name != "weight":

@@ -1,8 +1,8 @@
-"""The shards that FSDP2 gathers in float8, cast many in one launch when the first gather asks.
+"""Batched casts of the shards that FSDP2 gathers in float8.
 
 On a GPU a launch per weight, on the stream that FSDP2 gathers from, costs more than the cast of a
-shard. The first gather that finds no cast of its shard casts the shards of all layers of which that
-holds. What it makes for the others waits in their caches until their own gathers ask for it.
+shard. The first gather that finds no cast of its shard casts the shards of all layers without one.
+The other casts stay in the caches of their layers until their own gathers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,18 +32,18 @@ LARGEST_BUFFER = 2**30  # bytes
 
 
 def cast_together(layer: Float8Linear, evaluates: bool) -> None:
-    """Cast the shard of a layer that FSDP2 is about to gather, if no cast of it is kept.
+    """Cast the shard of a layer that FSDP2 is about to gather, unless a cast of it is cached.
 
-    With it the shards of all other layers are cast that FSDP2 gathers under the same root module,
-    whose precomputed scales are fresh, and of which no cast is kept. A launch or a few for all, on
-    the current stream. On devices where that is no faster than one by one it does nothing, and the
-    gather casts its shard alone.
+    The shards of other layers that FSDP2 gathers under the same root module are cast too, if their
+    precomputed scales are fresh and no cast is cached. All of them take one or a few launches, on
+    the current stream. On devices where this is not faster than single casts, the function does
+    nothing, and the gather casts its shard alone.
 
-    ``evaluates``: the gather belongs to an evaluation, which takes no cast from before it.
+    ``evaluates``: the gather belongs to an evaluation, which uses no cast from before it.
 
     Collectives: none.
     """
-    # (The operators that selective checkpointing counts must be those of one weight.)
+    # Selective checkpointing counts operators, so they must be those of one weight.
     group = group_of(layer)
     if group is None or not _lacks_cast(layer) or is_selectively_checkpointed():
         return
@@ -62,9 +62,9 @@ def cast_together(layer: Float8Linear, evaluates: bool) -> None:
 
 
 def _gathered_with(group: Any) -> Iterator[Float8Linear]:
-    """The layers whose shards FSDP2 asks for, of all its parameter groups under one root.
+    """Yield the layers whose shards FSDP2 gathers, in all its parameter groups under one root.
 
-    (Those of another root may not have been initialized, which exchanges their local tensors.)
+    Groups of another root may not be initialized, and initialization exchanges local tensors.
     """
     for other in fsdp_groups_of_same_root(group):
         for module in fsdp_modules_asked(other):
@@ -73,7 +73,7 @@ def _gathered_with(group: Any) -> Iterator[Float8Linear]:
 
 
 def _lacks_cast(layer: Float8Linear) -> bool:
-    """Whether a cast of the shard would be kept, is missing, and is cheaper with others."""
+    """Whether a cast of the shard is cacheable but missing, and is cheaper in a batch."""
     weight = layer.float8_weight
     cache, casts = weight.cache, layer.config.casts("weight")
     if (
@@ -88,7 +88,7 @@ def _lacks_cast(layer: Float8Linear) -> bool:
 
 
 def _parts(layers: list[Float8Linear]) -> Iterator[list[Float8Linear]]:
-    """Layers whose casts share a buffer. It lives as long as any of them, so it has a limit."""
+    """Yield layers whose casts share a buffer, which is limited: it lives as long as any cast."""
     part: list[Float8Linear] = []
     size = 0
     for layer in layers:
@@ -104,7 +104,7 @@ def _parts(layers: list[Float8Linear]) -> Iterator[list[Float8Linear]]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _cast_alike(layers: Sequence[Float8Linear]) -> None:
-    """For layers with one cast, and shards of one dtype and device."""
+    """Cast the shards of layers with the same cast, and with the same shard dtype and device."""
     (cast,) = layers[0].config.casts("weight")
     weights = [layer.float8_weight for layer in layers]
     shards = [weight.shard().detach() for weight in weights]

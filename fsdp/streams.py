@@ -1,4 +1,4 @@
-"""What gathers on other streams wait for."""
+"""Events that gathers on other streams wait for."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,9 @@ from fp8_dist.mesh import Layout
 
 
 def note_made(layers: Iterable[Float8Linear]) -> None:
-    """Let later gathers of these weights wait for what this stream has made of them up to now.
+    """Let later gathers of these weights wait for their scales and casts on this stream.
 
-    These are scales and casts; FSDP2 gathers on streams of its own.
+    FSDP2 gathers on streams of its own.
     """
     weights = [layer.float8_weight for layer in layers if device_of(layer).type == "cuda"]
     if weights:
@@ -21,7 +21,7 @@ def note_made(layers: Iterable[Float8Linear]) -> None:
 
 
 def device_of(layer: Float8Linear) -> torch.device:
-    """Where the scales of a weight are used: with CPU offload not where its shard is."""
+    """Return the device on which the scales of a weight are used, also with CPU offload."""
     shard, layout = layer.float8_weight.shard(), Layout.of(layer.weight)
     offloaded = layout is not None and layout.mesh.device_type != shard.device.type
     return torch.device(layout.mesh.device_type) if layout and offloaded else shard.device

@@ -1,4 +1,4 @@
-"""The end of a step for delayed scales: all amaxes in one all-reduce, then the next scales."""
+"""Update of delayed scales after a step, with one all-reduce of all amaxes."""
 
 import torch
 import torch.nn as nn
@@ -18,20 +18,20 @@ from fp8_dist.mesh import all_reduce_max
 )
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
-    """Put the amaxes of this step into the histories of all DELAYED operands, and scale by these.
+    """Add the amaxes of this step to the histories of all DELAYED operands, and update the scales.
 
     Call it once per optimizer step, on all ranks, outside of forward and backward (after the last
     micro-batch; before or after ``optimizer.step()``). Scales become the same on all ranks that
-    share the model: those of the meshes that its weights, and inputs prepared in float8, live on.
-    (Data-parallel ranks of plain weights, as in DDP, keep histories of their own.) A call
-    without a forward since the last one changes nothing.
+    share the model. These are the ranks of the meshes of its weights and of inputs prepared in
+    float8. Data-parallel ranks of plain weights, as in DDP, keep histories of their own. A call
+    without a forward since the last call changes nothing.
 
     Args:
         module: the model, or a part of it.
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per operand, over all axes of these
-    meshes; none if there are none. Groups of a pipeline's stages are made as in precompute, and the
-    first call for a module may compare its layers as there.
+    meshes; none if there are no meshes. As in precompute, the first call may make the groups of a
+    pipeline's stages, and may compare the layers of the module.
 
     Raises:
         ValueError: ranks differ in the layers of ``module``, or no operand in it is DELAYED.
@@ -47,7 +47,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     reshard(module, "sync_float8_amax_and_scale_history")
     histories = [history for layer in layers for history in layer.histories.values()]
     meshes = {mesh for layer in layers for mesh in layer.meshes()}
-    # (Where the mesh is; offloaded weights are elsewhere.)
+    # The device of the mesh, because offloaded weights are on another one.
     device = next((mesh.device_type for mesh in meshes), layers[0].float8_weight.shard().device)
     zero = torch.zeros((), device=device)
     values = torch.stack([zero if h.current is None else h.current.to(device) for h in histories])

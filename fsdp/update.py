@@ -1,4 +1,4 @@
-"""What a model needs after an optimizer step, whatever its recipes: precompute, sync, or both."""
+"""Update of all scales after an optimizer step, for any recipes: precompute, sync, or both."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -23,25 +23,25 @@ from fp8_dist.torch_internals import fsdp_parameter_users
 def update_float8_scales(module: nn.Module) -> None:
     """Update the scales of a model after an optimizer step, as its recipes need it.
 
-    Call it on all ranks after every ``optimizer.step()``, for any recipe; :func:`attach_update`
-    does so by itself. It runs
+    Call it on all ranks after every ``optimizer.step()``, for any recipe, or let
+    :func:`attach_update` call it. It runs
 
     * :func:`fp8_dist.precompute_float8_dynamic_scale` for the weights with DYNAMIC scales that
-      FSDP2 gathers in float8, or that are distributed by tensor parallelism alone. (Weights that
+      FSDP2 gathers in float8, or that are distributed by tensor parallelism alone. Weights that
       FSDP2 gathers in high precision are scaled after each gather, and weights that are whole on
-      every rank need no other rank's amax.)
+      every rank need no other rank's amax.
     * :func:`fp8_dist.sync_float8_amax_and_scale_history` if an operand has DELAYED scales.
 
     Args:
         module: the model, or a part of it that contains the FSDP modules of its layers.
 
-    Collectives: those of the two, if they run, which is the same on all ranks. The first call for a
-    module may compare its layers between ranks, as in precompute.
+    Collectives: those of the two functions, if they run, which is the same on all ranks. The first
+    call for a module may compare its layers between ranks, as in precompute.
 
     Raises:
         ValueError: ranks differ in the layers of ``module``, it has no converted layer, or one of
-            the two refuses a weight.
-        NotImplementedError, torch._dynamo.exc.Unsupported: as the two do.
+            the two functions refuses a weight.
+        NotImplementedError, torch._dynamo.exc.Unsupported: as in the two functions.
     """
     check_agreement(module, "update_float8_scales")
     layers = _converted_layers(module, "update_float8_scales")
@@ -53,16 +53,19 @@ def update_float8_scales(module: nn.Module) -> None:
 
 
 def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:
-    """Call :func:`update_float8_scales` after every step, until ``remove()`` of what it returns.
+    """Call :func:`update_float8_scales` after every optimizer step.
 
-    The optimizer, or several, is taken as by :func:`fp8_dist.attach_precompute`. No hook runs for a
-    step that ``torch.amp.GradScaler`` skips: with DELAYED scales call :func:`update_float8_scales`
-    in the loop instead.
+    The arguments are those of :func:`fp8_dist.attach_precompute`. No hook runs for a step that
+    ``torch.amp.GradScaler`` skips: with DELAYED scales call :func:`update_float8_scales` in the
+    loop instead.
+
+    Returns:
+        A handle whose ``remove()`` ends the calls.
 
     Raises:
         ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
             weights.
-        TypeError: ``optimizer`` is and holds no torch optimizer.
+        TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
     layers = _converted_layers(module, "attach_update")
     reshard(module, "attach_update")  # the parameters that an optimizer updates
@@ -81,7 +84,7 @@ def _converted_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]
 def _layers_to_precompute(
     module: nn.Module, layers: dict[str, Float8Linear]
 ) -> dict[str, Float8Linear]:
-    """The layers whose next forward or FSDP2 gather takes a precomputed scale."""
+    """Return the layers whose next forward or FSDP2 gather uses a precomputed scale."""
     fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
     users = {user for part in fsdp_modules for user in fsdp_parameter_users(part)}
 

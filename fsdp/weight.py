@@ -2,17 +2,17 @@
 
 Three tensors, in FSDP2's words:
 
-* the *sharded parameter*: ``DTensor(Float8AllGatherWeight(shard))``, high precision, what the
-  optimizer sees;
+* the *sharded parameter*: ``DTensor(Float8AllGatherWeight(shard))``, in high precision, which the
+  optimizer updates;
 * the *all-gather input*: the shard's float8 bytes as ``uint8``, padded to the size that FSDP2 gives
-  every rank; beside it the scales that move with the data, if shards are even. (Where they are
-  uneven, FSDP2 takes inputs of the padded size alone: all scales then come from an all-reduce, that
-  of precompute or one of their own);
+  every rank. If shards are even, scales that move with the data are a second input. If they are
+  uneven, FSDP2 only accepts inputs of the padded size, and all scales come from the all-reduce of
+  precompute, or from one of their own;
 * the *unsharded parameter*: ``Float8Tensor`` over FSDP2's all-gather output, or a DTensor of it
-  on the tensor-parallel mesh; what the forward computes with.
+  on the tensor-parallel mesh, with which the forward computes.
 
-The weight carries nothing but its type. Its scale lives on the layer that owns it, which the
-five-argument hook hands over, so ``detach``, ``to``, offload and checkpoints have nothing to lose.
+The weight carries nothing but its type. Its scale is stored in the layer that owns it, which is an
+argument of FSDP2's hook, so that ``detach``, ``to``, offload and checkpoints can't lose it.
 """
 
 from collections.abc import Callable
@@ -53,8 +53,8 @@ from fp8_dist.torch_internals import (
 
 aten = torch.ops.aten
 
-# Ops whose result is the same weight, moved or about to be filled: it stays gathered in float8, as
-# views do. Results of all others (zeros_like for optimizer state, arithmetic) are plain tensors.
+# Ops whose result is the same weight, moved or about to be filled. It is still gathered in float8,
+# as views are. Results of others (zeros_like for optimizer state, arithmetic) are plain tensors.
 _SAME_WEIGHT = {
     aten.clone.default,
     aten.copy_.default,
@@ -68,21 +68,21 @@ _SAME_WEIGHT = {
 
 
 class _Metadata(NamedTuple):
-    """What :meth:`Float8AllGatherWeight.fsdp_post_all_gather` is told besides the gathered data."""
+    """Metadata for :meth:`Float8AllGatherWeight.fsdp_post_all_gather`."""
 
     scale: torch.Tensor | None  # None: gathered too
     dtype: torch.dtype
     size: torch.Size
     granularity: Granularity
-    refilled: Callable[[torch.Tensor], None]  # to be told of the gathered data
+    refilled: Callable[[torch.Tensor], None]  # callback with the gathered data
 
 
-# By FSDP2's parameter group, on devices whose GEMM reads weights transposed in the backward.
+# By FSDP2's parameter group, on devices whose GEMM takes transposed weights in the backward.
 _together: "WeakKeyDictionary[Any, TransposedTogether]" = WeakKeyDictionary()
 
 
 def _refilled(layer: Float8Linear, qdata: torch.Tensor) -> None:
-    """The weight of a layer was gathered."""
+    """Update the layer's caches after its weight was gathered."""
     if not (in_backward() or torch.is_grad_enabled()):
         layer.float8_weight.cache.end_of_evaluation()
     group = group_of(layer)
@@ -91,7 +91,7 @@ def _refilled(layer: Float8Linear, qdata: torch.Tensor) -> None:
 
 
 class _Writes:
-    """How often a weight, or an alias of it, was written to."""
+    """Count of the writes to a weight and its aliases."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -109,7 +109,7 @@ def _note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 class Float8AllGatherWeight(torch.Tensor):
-    """A high-precision weight (shard) whose all-gather FSDP2 runs in float8.
+    """High-precision weight (shard) whose all-gather FSDP2 runs in float8.
 
     Every op on it runs on the plain tensor inside. It is a parameter's tensor type between
     ``convert_to_float8_training(..., enable_fsdp_float8_all_gather=True)`` and the end of
@@ -122,7 +122,7 @@ class Float8AllGatherWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor) -> "Float8AllGatherWeight":
-        # (A view of a parameter is a normal tensor under inference_mode, too.)
+        # A view of a parameter is a normal tensor under inference_mode, too.
         with torch.inference_mode(tensor.is_inference()):
             self = make_wrapper_subclass(
                 cls,
@@ -139,13 +139,13 @@ class Float8AllGatherWeight(torch.Tensor):
 
     @staticmethod
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, gathered in float8 from now on (same storage)."""
+        """Wrap ``tensor``, on the same storage, so that FSDP2 gathers it in float8."""
         known = isinstance(tensor, Float8AllGatherWeight)
         return tensor if known else Float8AllGatherWeight(tensor)
 
     @staticmethod
     def unwrap(tensor: torch.Tensor) -> torch.Tensor:
-        """The plain tensor inside; any other tensor is returned as it is."""
+        """Return the plain tensor inside; any other tensor is returned unchanged."""
         return tensor._tensor if isinstance(tensor, Float8AllGatherWeight) else tensor
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -164,19 +164,19 @@ class Float8AllGatherWeight(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
     def data_ptr(self) -> int:
-        """The address of the plain tensor's data, by which accelerate tells parameters apart."""
+        """Return the address of the plain tensor's data, which accelerate uses as an identity."""
         return self._tensor.data_ptr()
 
     @property
     def _version(self) -> int:  # type: ignore[override]
-        """That of the tensor, and of the plain one inside, and what both do not count.
+        """Version of this tensor, plus that of the plain one, plus writes that neither counts.
 
-        Torch counts no writes by foreach ops on DTensors, by ``.data`` and by collectives. They
-        come through ``__torch_dispatch__``.
+        Torch does not count writes by foreach ops on DTensors, by ``.data`` and by collectives.
+        ``__torch_dispatch__`` counts them.
         """
         return tensor_version.__get__(self) + _version_of(self._tensor) + self._writes.count
 
-    # torch's own copies and pickles take a tensor of any address for one with a storage.
+    # torch's own copies and pickles assume that a tensor with an address has a storage.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             attributes = deepcopy(self.__dict__, memo)
@@ -190,7 +190,7 @@ class Float8AllGatherWeight(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any tensor; what is assigned replaces the plain tensor inside, too."""
+        """``.data`` as of any tensor. An assignment also replaces the plain tensor inside."""
         return tensor_data.__get__(self)
 
     @data.setter
@@ -216,7 +216,7 @@ class Float8AllGatherWeight(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is aten.new_empty.default:
-            # FSDP2 makes one for each rank without rows, thousands for each weight: so no search.
+            # A fast path: FSDP2 makes one for each rank without rows, thousands for each weight.
             return func(cls.unwrap(args[0]), *args[1:], **(kwargs or {}))
         args_, kwargs_ = tree_map_only(cls, cls.unwrap, (args, kwargs or {}))
         out = func(*args_, **kwargs_)
@@ -224,7 +224,7 @@ class Float8AllGatherWeight(torch.Tensor):
         if func is aten.copy_.default:
             return args[0]
         if func is aten.clone.default and kwargs_.get("memory_format") is torch.preserve_format:
-            return out  # how optimizers make state that starts as a copy; clone() makes a shard
+            return out  # optimizers clone their state like this; clone() of a shard stays a weight
         if not (func.is_view or func in _SAME_WEIGHT):
             return out
         wrapped = tree_map_only(torch.Tensor, cls, out)
@@ -241,15 +241,15 @@ class Float8AllGatherWeight(torch.Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], _Metadata]:
-        """FSDP2: what to gather. A uint8 tensor of the padded shard's size, perhaps scales.
+        """Return the all-gather inputs for FSDP2: the padded shard as uint8, and perhaps scales.
 
         Collectives: one all-reduce of 4 bytes per scale over all axes on which what a scale covers
         is sharded, unless the scales are known (precompute, or an earlier micro-batch); for
-        unevenly sharded ones one over ``mesh``, of 4 bytes per scale of the global weight. For
+        unevenly sharded scales one over ``mesh``, of 4 bytes per scale of the global weight. For
         scales of blocks one of 1 byte per block of the global weight, none if shards cut no block.
 
         Raises:
-            ValueError: the module is no Float8Linear, FSDP2 is to reshard to a smaller mesh
+            ValueError: the module is not a Float8Linear, FSDP2 is to reshard to a smaller mesh
                 (``reshard_after_forward=<int>``), or tensor parallelism leaves some rank with an
                 empty shard, whose gradient FSDP2 can't reduce.
         """
@@ -262,7 +262,7 @@ class Float8AllGatherWeight(torch.Tensor):
         check_layer(module, module.fqn)
         _check_other_shards(module, mesh)
         cache = module.float8_weight.cache
-        # (FSDP2 gathers under no_grad, so the module's mode is what tells of an evaluation.)
+        # FSDP2 gathers under no_grad, so only the module's mode shows an evaluation.
         evaluates = not (module.training or in_backward())
         if evaluates and not cache.is_cast_ahead:
             cache.begin_evaluation()
@@ -292,7 +292,7 @@ class Float8AllGatherWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """FSDP2: the unsharded weight over the gathered bytes (no copy)."""
+        """Return the unsharded weight for FSDP2, over the gathered bytes without a copy."""
         data, *scales = all_gather_outputs
         granularity, scale = metadata.granularity, metadata.scale
         if scale is None:
@@ -304,8 +304,8 @@ class Float8AllGatherWeight(torch.Tensor):
             unsharded.scale = granularity.to_rows(scale)
             metadata.refilled(unsharded.qdata)
             return None
-        # FSDP2 itself allocates and frees the storage of its all-gather outputs. What it gathered
-        # is the weight, padded, and for shards of other dims than the first in another shape.
+        # FSDP2 itself allocates and frees the storage of its all-gather outputs. The output is the
+        # padded weight, in another shape if another dim than the first is sharded.
         qdata = data.view(metadata.dtype)
         qdata = qdata.as_strided(metadata.size, torch.empty(metadata.size, device="meta").stride())
         metadata.refilled(qdata)
@@ -331,11 +331,11 @@ def _fit_into_gather(
 def _gathered_scales(
     module: Float8Linear, cast: Quantized, size: torch.Size, mesh: DeviceMesh
 ) -> torch.Tensor:
-    """All scales of a weight, of local ``size``, of which FSDP2 gathers unequal parts."""
+    """Return all scales of a weight, of local ``size``, if FSDP2 gathers unequal parts of it."""
     layout, cache = module.float8_weight.layout(), module.float8_weight.cache
     granularity, scale = cast.granularity.whole, cast.scale
     assert layout is not None
-    # A CUDA graph takes nothing that was found before it, and leaves nothing.
+    # A CUDA graph neither uses cached scales nor caches its own.
     captured = is_captured(scale)
     every = None if captured else cache.all_scales
     if every is None:
@@ -351,7 +351,7 @@ def _gathered_scales(
 
 @lru_cache(maxsize=1024)
 def _unsharded_layout(layout: Layout, mesh: DeviceMesh) -> Layout:
-    """Where a weight lives once FSDP2 has gathered it over ``mesh``."""
+    """Return the layout of a weight after FSDP2 has gathered it over ``mesh``."""
     ranks = dist.get_process_group_ranks
     placements = tuple(
         Replicate() if ranks(group) == ranks(mesh.get_group()) else placement
@@ -361,7 +361,7 @@ def _unsharded_layout(layout: Layout, mesh: DeviceMesh) -> Layout:
 
 
 def _check_other_shards(module: Float8Linear, mesh: DeviceMesh) -> None:
-    """Refuse, on all ranks, weights of which some rank holds nothing before FSDP2 shards them."""
+    """Raise, on all ranks, for weights of which some rank has nothing before FSDP2 shards them."""
     layout = Layout.of(module.weight)
     if layout and layout.mesh.ndim > 1 and _some_are_empty(_unsharded_layout(layout, mesh)):
         raise ValueError(
@@ -377,17 +377,17 @@ def _some_are_empty(layout: Layout) -> bool:
 
 
 def _padded_bytes(qdata: torch.Tensor, outer: torch.Size, world_size: int) -> torch.Tensor:
-    """A shard as uint8, with zeros up to the size that FSDP2 gives every rank's."""
+    """Return a shard as uint8, padded with zeros to the size that FSDP2 gives every rank."""
     rows = -(-outer[0] // world_size)
     if qdata.shape[1:] != outer[1:] or len(qdata) == rows:
         padded = qdata.contiguous()  # FSDP2 refuses uneven shards of other dims than the first
     else:
         pad = (0, 0, 0, rows - len(qdata))
         padded = torch.nn.functional.pad(qdata.view(torch.uint8), pad).view(qdata.dtype)
-    return padded.view(torch.uint8)  # by this view an audit learns the dtype of what is gathered
+    return padded.view(torch.uint8)  # from this view an audit learns the payload's dtype
 
 
-# FSDP2 calls inspect.signature before each gather; a stored one takes a third of the time.
+# FSDP2 calls inspect.signature before each gather. A stored signature takes a third of the time.
 Float8AllGatherWeight.fsdp_pre_all_gather.__signature__ = signature(  # type: ignore[attr-defined]
     Float8AllGatherWeight.fsdp_pre_all_gather
 )

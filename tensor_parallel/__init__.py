@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism whose gathers are float8: styles and ready-made plans."""
+"""Tensor and sequence parallelism with float8 gathers: styles and ready-made plans."""
 
 if __name__ != "fp8_dist.tensor_parallel":
     raise ImportError(

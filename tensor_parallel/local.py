@@ -26,45 +26,47 @@ def declare_placements(
     output: Placement,
     reduce_transport: Encoding = None,
 ) -> Float8Linear:
-    """Tell a layer of which global tensors its plain local tensors are parts.
+    """Declare the placements of a layer's plain local tensors in their global tensors.
 
-    For tensor parallelism without DTensors: the parameters, the input and the output of the layer
-    are plain tensors, and stay so. The layer casts, moves and scales them as a layer that
-    ``Float8ColwiseParallel`` or ``Float8RowwiseParallel`` was applied to.
+    This is for tensor parallelism without DTensors. The parameters, the input and the output of the
+    layer are plain tensors, and stay so. The layer scales, casts and redistributes them like a
+    layer with the style ``Float8ColwiseParallel`` or ``Float8RowwiseParallel``.
 
     Args:
-        layer: its weight is this rank's part, ``[out_features, in_features]`` with one of them
-            divided by the size of the mesh. Parts must be equal. FSDP2 may shard them over other
-            axes of the same root mesh, before or after this call.
+        layer: a layer whose weight is this rank's part, ``[out_features, in_features]``, with one
+            of them divided by the size of the mesh. Parts must be equal. FSDP2 may shard them over
+            other axes of the same root mesh, before or after this call.
         mesh: the tensor-parallel axis, 1-D: ``mesh["tp"]`` of a larger mesh.
         weight: ``Shard(0)`` (column-parallel), ``Shard(1)`` (row-parallel) or ``Replicate()``. A
             bias is sharded with ``Shard(0)``, and replicated otherwise.
         input: placement of the input. ``Shard(0)`` or ``Shard(1)``, the batch or the sequence, is
-            gathered as float8 where the GEMMs need it whole.
-        output: placement of the output. A row-parallel layer sums it. ``Partial()`` leaves that to
-            you (without a bias).
-        reduce_transport: as in the two styles: of the output of a row-parallel layer, of grad_input
-            of a column-parallel one, where these are sharded. ``share_input`` takes it from the
-            layers. The result then depends on the number of ranks.
+            gathered as float8 where the GEMMs need the whole input.
+        output: placement of the output. A row-parallel layer sums it. ``Partial()`` leaves the sum
+            to the caller, for a layer without a bias.
+        reduce_transport: as in the two styles. It applies to the output of a row-parallel layer and
+            to grad_input of a column-parallel one, where these are sharded. ``share_input`` takes
+            it from the layers. The result then depends on the number of ranks.
 
-    A gradient is at the placement of its tensor. The gradient of a replicated tensor is the whole
-    one on every rank: those of a replicated input, weight or bias are summed over the mesh, and
-    that of a replicated output must be given whole. The gradient of a Partial output is whole too.
+    A gradient has the placement of its tensor. The gradient of a replicated tensor is the full
+    gradient on every rank: gradients of a replicated input, weight or bias are summed over the
+    mesh, and the gradient of a replicated output must be full on every rank. The gradient of a
+    Partial output is full too.
 
     Returns:
-        ``layer``. Calling this again replaces what was declared.
+        ``layer``. A later call replaces the declaration.
 
-    Collectives: in forward and backward those of the two styles. Here one all-reduce of 16 bytes,
-    which ``comm_audit`` does not count, compares the layer and the arguments between ranks.
+    Collectives: in forward and backward those of the two styles. In this call one all-reduce of 16
+    bytes, which ``comm_audit`` does not count, compares the layer and the arguments between ranks.
 
     Raises:
-        TypeError: ``layer`` is no Float8Linear, ``mesh`` no DeviceMesh, or a placement is none.
+        TypeError: ``layer`` is not a Float8Linear, ``mesh`` is not a DeviceMesh, or a placement is
+            not a Placement.
         ValueError: the mesh is not 1-D, a placement is not among those above,
             ``reduce_transport`` is given and nothing is reduce-scattered, the weight has been
             distributed over ``mesh`` already, its shape does not fit, or ranks differ.
     """
     if isinstance(mesh, DeviceMesh):
-        # First of all: ranks may differ in what is refused below.
+        # First of all, because only some ranks may fail the checks below.
         converted = {"": layer} if isinstance(layer, Float8Linear) else {}
         declared = f"{weight=}, {input=}, {output=}, {reduce_transport=}"
         check_placed(converted, mesh, "declare_placements", {"placements": declared})
@@ -115,20 +117,20 @@ def share_input(
 ) -> torch.Tensor:
     """Cast and gather an input once for several layers, such as wq, wk and wv.
 
-    What ``PrepareFloat8ModuleInput`` does for a module, as a function.
+    This is ``PrepareFloat8ModuleInput`` as a function.
 
     Args:
         input: a plain tensor at the placement that the layers declared for their input; or a
             DTensor on a 1-D mesh, for layers whose parameters are DTensors.
-        layers: column-parallel ones, with one config and one declared mesh and input placement (or
-            none). A DELAYED scale has its history in the first of them.
-        reduce_transport: as in ``PrepareFloat8ModuleInput``, for a DTensor. That of a plain tensor
-            is what its layers declared.
+        layers: column-parallel layers with the same config, and with the same declared mesh and
+            input placement, or none. The first layer has the amax history of a DELAYED scale.
+        reduce_transport: as in ``PrepareFloat8ModuleInput``, for a DTensor. For a plain tensor the
+            layers declare it.
 
     Returns:
         A DTensor that each of the layers takes as its input. It is float8 where one copy serves all
         GEMMs (``rowwise`` and ``rowwise_with_gw_hp`` gather in high precision). The gradients of
-        the layers are summed before they are reduced, once, to the placement of ``input``.
+        the layers are summed, and then reduced once to the placement of ``input``.
 
     Collectives: those of ``PrepareFloat8ModuleInput``, or of torch's ``PrepareModuleInput``.
 
@@ -136,7 +138,7 @@ def share_input(
         ValueError: no layers, one that is not column-parallel by its declaration, layers that
             disagree, a DTensor on a mesh of several axes, or ``reduce_transport`` for an input that
             is not sharded, or whose layers declare it.
-        TypeError: ``layers`` is no sequence of Float8Linear; or ``input`` is a DTensor where a
+        TypeError: ``layers`` is not a sequence of Float8Linear; or ``input`` is a DTensor where a
             local tensor was declared, or the other way round.
     """
     if not torch.compiler.is_compiling():
@@ -224,7 +226,7 @@ def _check_placements(
 
 
 def _check_shapes(layer: Float8Linear, mesh: DeviceMesh, weight: Placement) -> None:
-    """Refuse a weight that can't be this rank's part, in terms of facts that all ranks share."""
+    """Raise for a weight that can't be this rank's part, by facts that all ranks share."""
     parameter = layer.weight
     if parameter.ndim != 2:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The checked application of a tensor-parallel plan.
+"""Checked application of a tensor-parallel plan.
 
-A *plan* maps module names to parallel styles, as for torch's ``parallelize_module``; each of the
-dot-separated parts of a name may hold ``*``.
+A *plan* maps module names to parallel styles, as for torch's ``parallelize_module``. Each of the
+dot-separated parts of a name may contain ``*``.
 """
 
 import warnings
@@ -34,27 +34,27 @@ _HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
 
 
 class CheckedStyle(ParallelStyle):
-    """A style that :func:`apply_tp_plan` asks whether it fits, before it changes any module."""
+    """Style with a check that :func:`apply_tp_plan` makes before it changes any module."""
 
     @abstractmethod
     def misfits(self, name: str, size: int) -> Iterator[str]:
-        """What keeps the style from being applied to module ``name`` on ``size`` ranks, by line."""
+        """Yield the obstacles to applying the style to module ``name`` on ``size`` ranks."""
 
 
 def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> nn.Module:
-    """Parallelize ``model`` in place, once every entry of ``plan`` has been checked.
+    """Parallelize ``model`` in place, after a check of every entry of ``plan``.
 
     Args:
         model: convert it before; shard it with ``fully_shard`` after. It is returned.
         mesh: the tensor-parallel axis, 1-D: ``mesh["tp"]`` of a larger mesh.
-        plan: module names (``*`` stands for any part) to torch's styles or ours.
+        plan: module names (``*`` stands for any part) to torch's styles or this library's.
 
     Parameters that modules share (tied embeddings) stay shared. Converted layers may have torch's
-    styles: activations are then moved in high precision, and a warning says so.
+    styles. Activations are then redistributed in high precision, with a warning.
 
-    Collectives: those of torch's ``parallelize_module``, which scatters the parameters. Before, one
-    all-reduce of 16 bytes, which ``comm_audit`` does not count, compares the float8 layers and the
-    plan between ranks.
+    Collectives: those of torch's ``parallelize_module``, which scatters the parameters. Before that
+    one all-reduce of 16 bytes, which ``comm_audit`` does not count, compares the float8 layers and
+    the plan between ranks.
 
     Raises:
         TypeError: an entry's value is not a style.
@@ -62,9 +62,10 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
             configs, an entry matches no module, two entries match one module, a float8 style is on
             a module without a ``Float8Linear``, a head count is not divisible by the mesh's size, a
             :class:`CheckedStyle` does not fit its module, or modules that share a parameter would
-            divide it in several ways.
-            All offenders are listed, on all ranks alike, and nothing has been changed. (But for a
-            shared parameter that a style of your own places: what it does is seen afterwards.)
+            shard it in several ways.
+            All offenders are listed, on all ranks alike, and nothing has been changed. The
+            exception is a shared parameter with a custom style, whose placement is checked
+            afterwards.
     """
     if mesh.ndim != 1:
         raise ValueError(
@@ -78,12 +79,12 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 f"instance, such as ColwiseParallel()"
             )
     check_placed(float8_layers(model), mesh, "apply_tp_plan", _facts(plan))
-    # By the first name of each module: torch knows no other.
+    # By the first name of each module, which is the only one that torch knows.
     names = {module: name for name, module in model.named_modules()}
     matches = {
         pattern: {names[module]: module for module in _matches(model, pattern)} for pattern in plan
     }
-    # By name: for a pattern, torch warns about every module on the way that it does not match.
+    # By name, because for a pattern torch warns about every module on the way without a match.
     resolved = {name: plan[pattern] for pattern in plan for name in matches[pattern]}
     ties = find_ties(model)
     # Without duplicates: all projections of an attention module report its head counts.
@@ -99,7 +100,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
 
 
 def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
-    """Name a converted layer whose style is torch's, as in a plan from before the conversion."""
+    """Warn of converted layers with torch's styles, as in a plan made before the conversion."""
     missed = [
         name
         for name, style in styles.items()
@@ -117,12 +118,12 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
 
 
 def _facts(plan: dict[str, ParallelStyle]) -> dict[str, str]:
-    """What all ranks must agree about in a plan, by name."""
+    """Return the facts about a plan that all ranks must agree on, by name."""
     return {f"the plan's entry {pattern!r}": described(style) for pattern, style in plan.items()}
 
 
 def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
-    """The modules with a name that an entry matches. A module may have several names."""
+    """Yield the modules with a name that an entry matches. A module may have several names."""
     if not pattern:
         yield module
         return
@@ -138,7 +139,7 @@ def _offenders(
     plan: dict[str, ParallelStyle],
     matches: dict[str, dict[str, nn.Module]],
 ) -> Iterator[str]:
-    """What keeps ``plan`` from being applied on ``size`` ranks, a line each."""
+    """Yield the obstacles to applying ``plan`` on ``size`` ranks, a line each."""
     claimed: dict[str, str] = {}
     for pattern, style in plan.items():
         if not matches[pattern]:
@@ -183,7 +184,7 @@ def _check_float8_style(name: str, module: nn.Module, style: ParallelStyle) -> I
 
 
 def _check_heads(model: nn.Module, name: str, size: int) -> Iterator[str]:
-    """What keeps the attention module that holds layer ``name`` from splitting its heads."""
+    """Yield the head counts that ``size`` does not divide, in the parent of layer ``name``."""
     parent_name = name.rpartition(".")[0]
     parent = model.get_submodule(parent_name)
     for attribute in _HEAD_COUNTS:

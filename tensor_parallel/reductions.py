@@ -1,4 +1,4 @@
-"""How the sums of a reduce-scatter travel: arguments, and inputs gathered for several layers."""
+"""Transports of reduce-scatters: their argument, and inputs gathered for several layers."""
 
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class ModuleInput(PrepareModuleInput):
     def _prepare_input_arg(
         self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
     ) -> Any:
-        """What torch's hook calls for each input."""
+        """Gather an input with the transport; torch's hook calls this for each input."""
         transport, gathers = self.reduce_transport, desired_layout == Replicate()
         if transport is None or not (gathers and isinstance(input_layout, Shard)):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
@@ -45,18 +45,18 @@ class ModuleInput(PrepareModuleInput):
 
 
 def check_transport(transport: Any, who: str) -> Encoding:
-    """The argument ``reduce_transport`` of ``who``, if it is one that exists."""
+    """Return the argument ``reduce_transport`` of ``who``, or raise if it is unknown."""
     if transport not in _ALLOWED:
         raise ValueError(f"{who}: reduce_transport is {transport!r}; it must be one of {_ALLOWED}")
     return transport  # type: ignore[no-any-return]
 
 
 def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
-    """The whole of a sharded input; the sums of its gradient are reduced with a transport.
+    """Gather a sharded input, whose gradient is reduced with a transport.
 
     Args:
-        input: on a 1-D mesh, in high precision or float8.
-        transport: None for torch's reduce-scatter.
+        input: a DTensor on a 1-D mesh, in high precision or float8.
+        transport: the encoding of the sums; None for torch's reduce-scatter.
 
     Collectives: an all-gather; in the backward a reduce-scatter, or what
     :func:`fp8_dist.transport.start_reduction` makes of it.
@@ -73,8 +73,8 @@ def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
     return _gathered(input, transport, who)
 
 
-# Dynamo takes the gradient of an output to be placed as the output is, and this one is Partial:
-# AOTAutograd, which knows it, traces the function.
+# Dynamo assumes that a gradient has the placement of its output, but this one is Partial. So only
+# AOTAutograd, which knows the placement, traces the function.
 @torch.compiler.allow_in_graph
 def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
     whole: DTensor = _Gather.apply(input, _Spec(who, transport))

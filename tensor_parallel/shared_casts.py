@@ -1,4 +1,4 @@
-"""The one float8 copy of an input that several layers read."""
+"""Cast of an input to the one float8 copy that several layers read."""
 
 from typing import Any
 
@@ -19,7 +19,10 @@ from fp8_dist.warn import warn_once
 
 
 def shared_input_cast(layer: Float8Linear) -> tuple[CastSpec, bool] | None:
-    """A layer's cast, if one float8 copy of its input serves both GEMMs; and power-of-2 scales?"""
+    """Return the input's cast, and whether its scales are rounded to powers of 2.
+
+    None: no single float8 copy of the input serves both GEMMs.
+    """
     cast = layer.config.gather_cast("input")
     return None if cast is None else (cast, layer.config.round_scales_to_power_of_2)
 
@@ -33,9 +36,9 @@ def cast_input(
     history: AmaxHistory | None,
     owner: Owner,
 ) -> Any:
-    """A floating-point input as a DTensor of float8; anything else as it is.
+    """Cast a floating-point input to a float8 DTensor; return anything else unchanged.
 
-    ``owner``: the ``float8_weight`` of the first layer that takes it.
+    ``owner`` is the ``float8_weight`` of the first layer that takes the input.
     """
     castable = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
     if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
@@ -57,7 +60,7 @@ def cast_input(
 
 
 class _CastInput(torch.autograd.Function):
-    """A cast whose gradient passes unchanged; ``record``: it belongs to a training step."""
+    """Cast whose gradient passes unchanged; ``record``: it belongs to a training step."""
 
     @staticmethod
     def forward(

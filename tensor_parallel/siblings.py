@@ -1,4 +1,7 @@
-"""Which layers reduce the amaxes of their output gradients together (:mod:`..gradient_amax`)."""
+"""Siblings: layers that reduce the amaxes of their output gradients together.
+
+See :mod:`fp8_dist.linear.gradient_amax`.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,22 +14,22 @@ from fp8_dist.linear.module import Float8Linear
 
 
 def make_siblings(module: nn.Module, names: Iterable[str]) -> None:
-    """Let these layers of a module be siblings from now on: call it before each forward.
+    """Make these layers of a module siblings. Call it before each forward.
 
-    Those in a unit of FSDP2 inside the module are left out.
+    Layers in an FSDP2 unit inside the module are left out.
     """
     share_amaxes(list(_layers(module, names)))
 
 
 def make_no_siblings(module: nn.Module, names: Iterable[str]) -> None:
-    """The end of :func:`make_siblings`: call it after each forward."""
+    """Undo :func:`make_siblings`. Call it after each forward."""
     for layer in _layers(module, names):
         layer.siblings = None
 
 
 def share_amaxes(layers: Sequence[Float8Linear]) -> None:
-    """Let layers be siblings, if they are no units of FSDP2, until the next call of this."""
-    # Compiled code has an order of its own.
+    """Make layers siblings until the next call, unless one of them is a unit of FSDP2."""
+    # Siblings need the order of eager autograd. Compiled code has its own.
     alone = torch.compiler.is_compiling() or any(isinstance(m, FSDPModule) for m in layers)
     siblings = None if alone else Siblings(len(layers))
     for layer in layers:
@@ -37,7 +40,7 @@ def _layers(module: nn.Module, names: Iterable[str]) -> Iterator[Float8Linear]:
     for name in names:
         inner: nn.Module | None = module
         for part in name.split("."):
-            # (Other code may have wrapped or removed a layer.)
+            # Other code may have wrapped or removed a layer.
             inner = None if inner is None else inner._modules.get(part)
             if isinstance(inner, FSDPModule):
                 break

@@ -1,12 +1,12 @@
 """Float8 counterparts of torch's tensor-parallel styles.
 
-Parameters are partitioned as by torch's styles. Activations are moved elsewhere: torch's styles
-redistribute them in hooks around the layer, in high precision. Here the hooks only annotate
-tensors with their placements, and the layer's autograd function casts, moves and multiplies them
-(:mod:`fp8_dist.linear.autograd`), so that all gathers, forward and backward, are float8.
+Parameters are partitioned as by torch's styles. Activations are redistributed elsewhere: torch's
+styles redistribute them in hooks around the layer, in high precision. Here the hooks only annotate
+tensors with their placements. The layer's autograd function casts, redistributes and multiplies
+them (:mod:`fp8_dist.linear.autograd`), so that all gathers, forward and backward, are float8.
 
-Where torch's ``parallelize_module`` applies a style, an all-reduce of 16 bytes compares the layers
-and the style between ranks first; ValueError if they differ.
+If torch's ``parallelize_module`` applies a style, an all-reduce of 16 bytes first compares the
+layers and the style between ranks. A difference is a ValueError.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ _ATTRIBUTES = (
     "reduce_transport",
 )
 
-_PREPARED_INPUT = "prepared_input"  # the name of its history among those of a layer
+_PREPARED_INPUT = "prepared_input"  # the name of the prepared input's history in a layer
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -48,9 +48,9 @@ class Float8ColwiseParallel(ColwiseParallel):
             gathered as float8.
         output_layouts: placement of the output; default ``Shard(-1)``.
         use_local_output: return a plain tensor instead of a DTensor.
-        reduce_transport: how grad_input travels where it is reduce-scattered, which is where this
-            layer gathers its input: encoded as ``"float8"`` or ``"bf16"``, and summed in fp32.
-            None: torch's reduce-scatter. **The result depends on the number of ranks**: it is
+        reduce_transport: the transport of grad_input if it is reduce-scattered, which is the case
+            if this layer gathers its input: encoded as ``"float8"`` or ``"bf16"``, and summed in
+            fp32. None: torch's reduce-scatter. **The result depends on the number of ranks**: it is
             outside of the rule that training on a mesh gives the bits of one device.
 
     Collectives: forward: an all-gather of the input, if it is sharded and was not gathered before;
@@ -59,11 +59,11 @@ class Float8ColwiseParallel(ColwiseParallel):
     all-reduces of the recipe. In ``tensorwise`` gathers take 1 byte per element, and amaxes are
     4 bytes for a sharded input and for grad_output; ``delayed`` reduces none; ``rowwise_folded``
     gathers 4 bytes more per row and reduces 8 per row of grad_output; ``rowwise`` and
-    ``rowwise_with_gw_hp`` gather in high precision. (docs/communication.md counts.)
+    ``rowwise_with_gw_hp`` gather in high precision. See docs/communication.md for counts.
 
     Raises:
-        ValueError: when applied to another module than a Float8Linear; ``reduce_transport`` is none
-            of the above, or (in the forward) the input was gathered before.
+        ValueError: the style is applied to another module than a Float8Linear, ``reduce_transport``
+            is not one of the above, or (in the forward) the input was gathered before.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Float8RowwiseParallel(RowwiseParallel):
         output_layouts: placement of the output; default Replicate. With a ``Shard`` (sequence
             parallelism) grad_output is gathered as float8.
         use_local_output: return a plain tensor instead of a DTensor.
-        reduce_transport: how the output travels where it is reduce-scattered, to a ``Shard``: as in
-            :class:`Float8ColwiseParallel`.
+        reduce_transport: the transport of the output if it is reduce-scattered, to a ``Shard``, as
+            in :class:`Float8ColwiseParallel`.
 
     Collectives: forward: a reduce-scatter (or all-reduce) of the output in high precision, or an
     all-to-all as in :class:`Float8ColwiseParallel`; backward: an all-gather of grad_output, if the
@@ -104,8 +104,8 @@ class Float8RowwiseParallel(RowwiseParallel):
     recipes as in :class:`Float8ColwiseParallel`.
 
     Raises:
-        ValueError: when applied to another module than a Float8Linear; ``reduce_transport`` is none
-            of the above, or given for an output that is not reduce-scattered.
+        ValueError: the style is applied to another module than a Float8Linear, ``reduce_transport``
+            is not one of the above, or it is given for an output that is not reduce-scattered.
     """
 
     def __init__(
@@ -136,28 +136,28 @@ class Float8RowwiseParallel(RowwiseParallel):
 class PrepareFloat8ModuleInput(ModuleInput):
     """``PrepareModuleInput`` that casts floating-point inputs to float8 before it moves them.
 
-    Layers that read the same input (q, k, v; w1, w3) then share one cast and one gather. With
-    DELAYED scaling the amax history of the input belongs to the first layer that is followed, as
-    ``histories["prepared_input"]``.
+    Layers that read the same input (q, k, v; w1, w3) then share one cast and one gather. The layers
+    whose config determines the cast are *followed*. With DELAYED scaling the amax history of the
+    input belongs to the first followed layer, as ``histories["prepared_input"]``.
 
     Args:
         input_layouts, desired_input_layouts, use_local_output: as in torch's
             ``PrepareModuleInput``.
-        input_kwarg_layouts, desired_input_kwarg_layouts: as there.
+        input_kwarg_layouts, desired_input_kwarg_layouts: as in torch's ``PrepareModuleInput``.
         float8_dtype: the dtype to cast to; ``None``: the input dtype of the followed layers.
         fwd_config_submodule_fqn: the Float8Linear in the module whose config is followed;
-            ``None``: all of them are, and they must agree.
-        reduce_transport: as in :class:`Float8ColwiseParallel`, of the gradients of inputs that are
-            gathered here: the layers that read an input add up their shares before one reduction.
+            ``None``: all of them are followed, and they must agree.
+        reduce_transport: as in :class:`Float8ColwiseParallel`, for the gradients of inputs that are
+            gathered here. The layers that read an input sum their gradients before one reduction.
 
     Collectives: per input, one all-gather of 1 byte per element, and one all-reduce of 4 bytes for
     a dynamic scale per tensor; scales of rows travel in the gather, 4 bytes each. Backward: a
     reduce-scatter of the gradient, as in :class:`Float8ColwiseParallel`.
 
     Raises:
-        ValueError: ``reduce_transport`` is given and no input is gathered. Or when applied to a
-            module without Float8Linear, with layers that disagree, or with layers that can't use
-            one float8 copy of their input (``rowwise`` needs two).
+        ValueError: ``reduce_transport`` is given and no input is gathered. Or the style is applied
+            to a module without Float8Linear, with layers that disagree, or with layers that can't
+            use one float8 copy of their input (``rowwise`` needs two).
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class PrepareFloat8ModuleInput(ModuleInput):
             each.prepared_power_of_2 = power_of_2
             each.prepared_by |= {first.fqn}
         if cast.delayed:
-            # Among a layer's histories, since those are what sync reduces and a state_dict holds.
+            # Among a layer's histories, because sync reduces them and a state_dict contains them.
             first.histories[_PREPARED_INPUT] = AmaxHistory(
                 cast, first.config.amax_history_len, power_of_2, device_mesh
             )
@@ -217,8 +217,8 @@ class PrepareFloat8ModuleInput(ModuleInput):
                 make_no_siblings(module, inside)
 
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-        # (Not always_call: blocks could not share a graph then. After an exception, which is how
-        # checkpointing ends a recomputation, the next forward replaces the siblings.)
+        # Without always_call, with which blocks could not share a graph. After an exception, which
+        # is how checkpointing ends a recomputation, the next forward replaces the siblings.
         module.register_forward_hook(end_siblings)
         return super()._apply(module, device_mesh)
 
@@ -238,7 +238,7 @@ class PrepareFloat8ModuleInput(ModuleInput):
         return layers if fqn is None else {fqn: layers[fqn]}
 
     def _agreed_cast(self, layers: dict[str, Float8Linear]) -> tuple[CastSpec, bool]:
-        """The one :func:`shared_input_cast` of the layers."""
+        """Return the one :func:`shared_input_cast` of the layers, or raise if they differ."""
         casts = set()
         for name, layer in layers.items():
             if (found := shared_input_cast(layer)) is None:
@@ -264,13 +264,13 @@ class PrepareFloat8ModuleInput(ModuleInput):
 
 
 def described(style: ParallelStyle) -> str:
-    """A style in words, by which ranks can tell whether they have the same."""
+    """Describe a style as text, so that ranks can compare it."""
     known = {name: getattr(style, name) for name in _ATTRIBUTES if hasattr(style, name)}
     return f"{type(style).__name__} {known}"
 
 
 def _check_placed(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Compare the layers that a style is applied to between ranks (``apply_tp_plan`` has)."""
+    """Compare a style's layers between ranks, unless ``apply_tp_plan`` has done so."""
     layers = float8_layers(module)
     if not layers or any(not layer.float8_weight.is_compared for layer in layers.values()):
         check_placed(layers, mesh, "parallelize_module", {"the style": described(style)})

@@ -1,7 +1,7 @@
 """Tied parameters under a tensor-parallel plan.
 
-torch's styles give each module a new parameter, so modules that shared one no longer would. Where
-all of them divide it alike, they share the first one's again. Otherwise the plan is refused.
+torch's styles give each module a new parameter, so modules that shared a parameter no longer would.
+If all of them shard it alike, they share the first one's again. Otherwise the plan is an error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _OF_ACTIVATIONS = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOu
 
 
 class Use(NamedTuple):
-    """A module that uses a parameter, and the names of both."""
+    """Module that uses a parameter, and the names of both."""
 
     fqn: str
     module: nn.Module
@@ -39,7 +39,7 @@ class Use(NamedTuple):
 
 
 def find_ties(model: nn.Module) -> list[list[Use]]:
-    """The uses of each parameter that several modules (or names of one) share."""
+    """Return the uses of each parameter that several modules (or names of one) share."""
     uses: dict[int, list[Use]] = {}
     for fqn, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -49,7 +49,7 @@ def find_ties(model: nn.Module) -> list[list[Use]]:
 
 
 def untied_by(ties: list[list[Use]], styles: dict[str, ParallelStyle]) -> Iterator[str]:
-    """What would untie parameters when styles are applied to modules by name, a line each."""
+    """Yield an error for each parameter that the styles, by module name, would untie."""
     for uses in ties:
         places = [_place(use, styles) for use in uses]
         known = [place for place in places if place is not None]
@@ -61,7 +61,8 @@ def tie_again(ties: list[list[Use]]) -> None:
     """Let the uses share one parameter again, after the styles were applied.
 
     Raises:
-        ValueError: styles that are not torch's, nor made from them, placed it in several ways.
+        ValueError: styles that are neither torch's nor derived from them placed the parameter in
+            several ways.
     """
     for uses in ties:
         places = [_place_now(use) for use in uses]
@@ -72,11 +73,11 @@ def tie_again(ties: list[list[Use]]) -> None:
                 setattr(use.module, use.name, uses[0].parameter)
 
 
-_Place = Placement | str  # of a parameter on the mesh, or "whole" for a plain tensor
+_Place = Placement | str  # a parameter's placement on the mesh, or "whole" for a plain tensor
 
 
 def _place(use: Use, styles: dict[str, ParallelStyle]) -> _Place | None:
-    """Where the styles put a parameter; None if that is not known."""
+    """Return the placement of a parameter under the styles; None if it is not known."""
     style = styles.get(use.fqn)
     if style is None or isinstance(style, _OF_ACTIVATIONS):
         return _place_now(use)

@@ -1,9 +1,10 @@
-"""Seeing what happens: ``comm_audit`` records collectives, ``float8_stats`` what casts do.
+"""Debugging tools: ``comm_audit`` records collectives, ``float8_stats`` measures casts.
 
-``capture`` saves the tensors of casts to files. ``compare_recipes`` says what each recipe would
-lose in each layer.
+``capture`` saves the tensors of casts to files. ``compare_recipes`` measures the error of each
+recipe in each layer.
 
-Above the layers, below FSDP2 and tensor parallelism. Nothing in the library depends on it.
+In the import order this package is above the layers, and below FSDP2 and tensor parallelism.
+Nothing in the library depends on it.
 """
 
 from fp8_dist.debug.captures.files import CapturedCast, load_capture

@@ -1,4 +1,4 @@
-"""Which module is running now, in forward and in backward; ``debug`` names collectives by it."""
+"""The module that is running, in forward and backward; ``debug`` names collectives by it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,14 +15,14 @@ from torch.utils.hooks import RemovableHandle
 from fp8_dist.names import without_wrappers
 from fp8_dist.torch_internals import tree_leaves, when_backward_ends
 
-# Those that are entered now, and what they replaced. Not hooks of all modules: compiled graphs have
-# guards on these, and would be compiled anew.
+# The paths that are entered now, and the ``nn.Module.__call__`` that they replaced. Global module
+# hooks would not do: compiled graphs have guards on these, and would be recompiled.
 _entered: list["ModulePath"] = []
 _original_call: list[Callable[..., Any]] = []
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands for ``nn.Module.__call__`` while a path is entered."""
+    """Replacement for ``nn.Module.__call__`` while a path is entered."""
     if torch.compiler.is_compiling():
         return _original_call[0](module, *args, **kwargs)
     paths = tuple(_entered)
@@ -36,16 +36,15 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class ModulePath:
-    """A context manager: ``current`` is the FQN of the innermost module that is running.
+    """Context manager whose ``current`` is the FQN of the innermost module that is running.
 
-    FQNs count from the outermost module that was called, as in its ``named_modules()``: that module
-    itself is ``""``, and so is code outside of any module. ``current`` covers what torch runs
-    around a module's own forward and backward too: hooks of FSDP2 and of tensor parallel styles.
-    (``torch.utils.module_tracker`` takes a module for left before its own forward hooks run, which
-    is where a row-parallel layer reduces its output.)
+    FQNs are relative to the outermost module that was called, as in its ``named_modules()``. That
+    module itself is ``""``, and so is code outside of any module. ``current`` also covers the hooks
+    around a module's own forward and backward, such as those of FSDP2 and of tensor-parallel
+    styles. In ``torch.utils.module_tracker`` a module ends before its own forward hooks run, which
+    is where a row-parallel layer reduces its output.
 
-    A compiled module is a module that was called; those inside of it are passed over, because
-    Python does not call them.
+    The submodules of a compiled module are not tracked, because Python does not call them.
     """
 
     def __init__(self) -> None:
@@ -53,7 +52,7 @@ class ModulePath:
         self._fqns: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
         self._backward_end_queued = False
-        self._depth = 0  # of calls
+        self._depth = 0  # number of nested calls
 
     def __enter__(self) -> Self:
         self.current = ""
@@ -76,15 +75,15 @@ class ModulePath:
     def _fqn(self, module: nn.Module) -> str:
         if module not in self._fqns:
             if isinstance(module, GraphModule) and (self._depth or self._backward_end_queued):
-                return self.current  # what torch.compile made of the module that is running
-            # A module called by one that doesn't own it is a root of its own.
+                return self.current  # the graph that torch.compile made of the running module
+            # A module that is called by one that doesn't own it is a root.
             for name, child in module.named_modules():
                 self._fqns[child] = without_wrappers(name)
         return self._fqns[module]
 
     @contextmanager
     def _around(self, module: nn.Module, inputs: Any) -> Iterator[None]:
-        """Around a call of a module, its hooks included."""
+        """Track a call of a module, including its hooks."""
         fqn, caller = self._fqn(module), self.current
         self.current = fqn
         self._depth += 1
@@ -123,7 +122,7 @@ class ModulePath:
 
 
 def _register_first_hook(tensor: torch.Tensor, hook: Callable[..., None]) -> RemovableHandle:
-    """A hook on a tensor's gradient that runs before those that it has: FSDP2's gather weights."""
+    """Register a gradient hook that runs before existing ones, such as FSDP2's, which gathers."""
     handle = tensor.register_hook(hook)
     hooks = handle.hooks_dict_ref()
     for key in [key for key in hooks if key != handle.id]:

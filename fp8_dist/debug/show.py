@@ -1,6 +1,6 @@
-"""Shows casts that were captured: ``python -m fp8_dist.debug.show FILE...``.
+"""Command that shows captured casts: ``python -m fp8_dist.debug.show FILE...``.
 
-Prints what is in files that ``fp8_dist.debug.capture`` wrote: the layer, the statistics of the
+For each file that ``fp8_dist.debug.capture`` wrote, it prints the layer, the statistics of the
 cast, and a histogram of magnitudes in octaves beside the range of float8. ``--plot FILE`` draws
 them with matplotlib (the extra ``train``). The exit status is 0, or 2 if a file can't be shown.
 """
@@ -19,12 +19,12 @@ from fp8_dist.debug.captures.octaves import Histogram, Octave, histogram
 from fp8_dist.dtypes import short_name
 
 _WIDTH = 40  # of the longest bar, in characters
-_BELOW = 6  # octaves shown below the range of float8; what is smaller is added up
+_BELOW = 6  # octaves shown below the range of float8; smaller ones are added up
 _GAP = 3  # more empty lines than this become one
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, by default those of the process; the exit status."""
+    """Run the command with ``argv``, by default the process's arguments; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m fp8_dist.debug.show",
         description="Shows files that fp8_dist.debug.capture wrote.",
@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plot(casts: Sequence[CapturedCast], path: Path) -> None:
-    """Draw the histograms of casts into one picture, one below the other.
+    """Draw the histograms of casts into one figure, one below the other.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: matplotlib doesn't know the format by which the file is named.
+        ValueError: matplotlib doesn't support the file's format.
     """
     if find_spec("matplotlib") is None:
         raise ImportError('--plot needs matplotlib: pip install "fp8-dist[train]"')
@@ -58,7 +58,7 @@ def plot(casts: Sequence[CapturedCast], path: Path) -> None:
 
 
 def describe(cast: CapturedCast) -> str:
-    """A cast as text."""
+    """Return a description of a cast as text."""
     return "\n".join([*_facts(cast), "", *_bars(cast, histogram(cast))])
 
 
@@ -67,7 +67,7 @@ def _facts(cast: CapturedCast) -> Iterator[str]:
     shape, dtype = list(cast.high.shape), short_name(cast.qdata.dtype)
     kind = "delayed" if cast.delayed else "dynamic"
     several = "" if stats.scale == stats.scale_min else f" ({stats.scale_min:.4g} the smallest)"
-    fqn = "".join(c if c.isprintable() else "?" for c in cast.fqn)  # a terminal obeys the others
+    fqn = "".join(c if c.isprintable() else "?" for c in cast.fqn)  # no terminal control codes
     yield f"{fqn}: {cast.operand}, for {', '.join(cast.gemms)}"
     yield f"  step {cast.step}, rank {cast.rank}, call {cast.call}"
     yield f"  shape       {shape}, {cast.high.dtype} to {dtype}"
@@ -111,7 +111,7 @@ def _bars(cast: CapturedCast, counts: Histogram) -> Iterator[str]:
 
 
 def _marks(counts: Histogram) -> dict[int, str]:
-    """What is to be said beside the octave of each bound of float8's range."""
+    """Return labels for the octaves of the bounds of float8's range."""
     if counts.range is None:
         return {}
     limits = counts.range
@@ -131,7 +131,7 @@ def _marks(counts: Histogram) -> dict[int, str]:
 def _line(label: str, octave: Octave, values: int, most: int, mark: str) -> str:
     share = f"{100 * octave.values / values:.3f} %" if octave.values else ""
     parts = [(octave.kept, "#"), (octave.to_zero, "."), (octave.saturated, "!")]
-    # At least one character of each kind that is there.
+    # Each kind that is present gets at least one character.
     bar = "".join(max(1, round(_WIDTH * n / most)) * sign for n, sign in parts if n)
     return f"  {label:>11}  {share:>9}  {bar:{_WIDTH}}{mark}".rstrip()
 

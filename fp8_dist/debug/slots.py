@@ -1,4 +1,4 @@
-"""The casts that the layers of a model make, by name, and the choice of some by patterns."""
+"""Casts and GEMMs of a model's layers, by name, and the selection of casts by patterns."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -19,7 +19,7 @@ _NEAR = 5  # names in an error
 
 
 class CastSlot(NamedTuple):
-    """A cast that a layer makes in each step: ``operand`` for ``gemms``."""
+    """Cast that a layer makes in each step: ``operand`` for ``gemms``."""
 
     fqn: str
     owner: Owner
@@ -29,7 +29,7 @@ class CastSlot(NamedTuple):
 
 
 def cast_slots(model: nn.Module) -> list[CastSlot]:
-    """The casts of all converted layers, in the order of the model's layers."""
+    """Return the casts of all converted layers, in the order of the model's layers."""
     slots = []
     for name, layer in float8_layers(model).items():
         fqn, owner = without_wrappers(name) or layer.fqn, layer.float8_weight
@@ -40,7 +40,7 @@ def cast_slots(model: nn.Module) -> list[CastSlot]:
 
 
 class GemmSlot(NamedTuple):
-    """A float8 GEMM that a layer runs in each step; the fields are named as a CastSlot's."""
+    """Float8 GEMM that a layer runs in each step, with the field names of :class:`CastSlot`."""
 
     fqn: str
     owner: Owner
@@ -49,7 +49,7 @@ class GemmSlot(NamedTuple):
 
 
 def gemm_slots(model: nn.Module) -> list[GemmSlot]:
-    """The float8 GEMMs of all converted layers, in the order of the model's layers."""
+    """Return the float8 GEMMs of all converted layers, in the order of the model's layers."""
     return [
         GemmSlot(without_wrappers(name) or layer.fqn, layer.float8_weight, None, (gemm,))
         for name, layer in float8_layers(model).items()
@@ -61,10 +61,10 @@ def gemm_slots(model: nn.Module) -> list[GemmSlot]:
 def choose_slots(
     caller: str, model: nn.Module, fqn: Patterns, operand: Patterns, gemm: Patterns
 ) -> list[CastSlot]:
-    """The casts whose layer, operand and GEMM (one of them) match.
+    """Return the casts whose layer, operand and at least one GEMM match.
 
     Raises:
-        TypeError: ``model`` is no module; an argument is neither a string nor strings.
+        TypeError: ``model`` is not a module, or a pattern is neither a string nor several strings.
         ValueError: the model has no converted layer, a pattern matches nothing, or no layer has a
             cast that matches all three.
     """
@@ -91,7 +91,7 @@ def choose_slots(
 def _matching(
     caller: str, argument: str, patterns: Patterns, names: Sequence[str], what: str
 ) -> set[str]:
-    """The names that match one of the patterns. Each pattern must match a name."""
+    """Return the names that match one of the patterns. Each pattern must match a name."""
     if patterns is None:
         return set(names)
     several = [patterns] if isinstance(patterns, str) else patterns

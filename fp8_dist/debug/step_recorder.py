@@ -1,4 +1,4 @@
-"""What recorders of casts have in common: blocks that are steps, and inputs that layers share."""
+"""Base class for recorders of casts: blocks that are steps, and inputs that layers share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from fp8_dist.config import Gemm, Operand
 from fp8_dist.linear.observing import Owner, observed_by
 from fp8_dist.tensor import Quantized
 
-# What a recorder keeps of a prepared input until layers take it.
+# The data that a recorder keeps of a prepared input until layers take it.
 Kept = TypeVar("Kept")
 
 
 class StepRecorder(ABC, Generic[Kept]):
-    """A context manager that is shown the casts of each step whose block is entered.
+    """Context manager that observes the casts of each step whose block is entered.
 
     It is a :class:`~fp8_dist.linear.observing.CastObserver`.
 
@@ -31,7 +31,7 @@ class StepRecorder(ABC, Generic[Kept]):
         self._prepared: dict[int, Kept] = {}  # by the number of the cast
 
     def at(self, step: int) -> Self:
-        """This object, to be entered for the step of this number."""
+        """Return this object, to be entered for the step with this number."""
         self.step = step - 1
         return self
 
@@ -55,14 +55,14 @@ class StepRecorder(ABC, Generic[Kept]):
 
     @abstractmethod
     def _is_recorded(self, step: int) -> bool:
-        """Whether casts of this step are to be shown."""
+        """Whether the casts of this step are recorded."""
 
     def _begin(self, stack: ExitStack) -> None:
-        """A step that is recorded begins; ``stack`` is closed when it ends."""
+        """Begin a recorded step; ``stack`` is closed when it ends."""
 
     @abstractmethod
     def _end(self, failed: bool) -> None:
-        """A block has ended, perhaps by an error."""
+        """End a block, which may have ``failed`` with an error."""
 
     @abstractmethod
     def on_casts(
@@ -72,23 +72,23 @@ class StepRecorder(ABC, Generic[Kept]):
         high: torch.Tensor,
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        """A layer has cast an operand: see :class:`~fp8_dist.linear.observing.CastObserver`."""
+        """Record casts of an operand. See :class:`~fp8_dist.linear.observing.CastObserver`."""
 
     def on_prepared_cast(
         self, owner: Owner, number: int, high: torch.Tensor, low: Quantized
     ) -> None:
-        """An input was cast for several layers."""
+        """Record the cast of an input for several layers."""
         if (kept := self._keep(owner, high, low)) is not None:
             self._prepared[number] = kept
 
     def on_prepared_use(self, owner: Owner, number: int) -> None:
-        """A layer takes the input that was cast under this number."""
+        """Record that a layer takes the input that was cast under this number."""
         self._take(owner, self._prepared.get(number))
 
     @abstractmethod
     def _keep(self, owner: Owner, high: torch.Tensor, low: Quantized) -> Kept | None:
-        """What to keep of a prepared input, cast in the way of the layer ``owner``."""
+        """Return the data to keep of a prepared input, which was cast as the layer ``owner``'s."""
 
     @abstractmethod
     def _take(self, owner: Owner, kept: Kept | None) -> None:
-        """A layer takes a prepared input, of which this was kept."""
+        """Record that a layer takes a prepared input; ``kept`` is what :meth:`_keep` returned."""

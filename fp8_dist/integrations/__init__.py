@@ -1,7 +1,7 @@
-"""Plug-ins for other people's models and loops: one package each, with an extra of its own.
+"""Integrations with other libraries' models and training loops, one package and extra for each.
 
-The library imports none of them; they import its public names. ``integrations.transformers`` and
-``integrations.torchtitan`` are imported when they are first used.
+The library does not depend on them. ``integrations.transformers`` and ``integrations.torchtitan``
+are imported when they are first used.
 """
 
 from importlib import import_module

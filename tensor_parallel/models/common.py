@@ -1,4 +1,4 @@
-"""What plans share: styles by whether a layer is converted, and styles of a residual stream."""
+"""Common parts of plans: styles of converted and other layers, and of a residual stream."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -24,9 +24,9 @@ from fp8_dist.transport import Encoding
 class ResidualRowwiseParallel(RowwiseParallel):
     """torch's ``RowwiseParallel`` for a layer that writes to the residual stream.
 
-    The output is a plain local tensor, which is the cheapest form, where the ranks share the
-    sharded dim evenly. Otherwise it is a DTensor: a plain tensor doesn't know the lengths of the
-    other ranks' shards, which later gathers need. The arguments are those of torch's style.
+    If the ranks share the sharded dim evenly, the output is a plain local tensor, which is the
+    cheapest form. Otherwise it is a DTensor, which knows the lengths of the other ranks' shards for
+    later gathers. The arguments are those of torch's style.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -45,12 +45,12 @@ class Float8ResidualRowwiseParallel(ResidualRowwiseParallel, Float8RowwiseParall
 class EmbeddingRowwiseParallel(ResidualRowwiseParallel):
     """:class:`ResidualRowwiseParallel` for the embedding, which starts the residual stream.
 
-    The forward waits for its output: blocks that read it are often compiled one by one, and torch
+    The forward waits for its output. Blocks that read it are often compiled one by one, and torch
     (2.13) loses the gradient of a tensor that is in flight when it enters a compiled graph
     (pytorch#191113).
 
     The gradient may have any placement. With fewer tokens than ranks, torch replicates the output
-    of some norms (2.13: layer_norm; 2.15: rms_norm) and gives their gradient as a Partial, which it
+    of some norms (2.13: layer_norm; 2.15: rms_norm). Their gradient is then a Partial, which torch
     can't redistribute to the output of an embedding whose weight is sharded.
     """
 
@@ -64,17 +64,17 @@ class EmbeddingRowwiseParallel(ResidualRowwiseParallel):
 
 
 def _local_if_even(module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
-    """A forward hook: the form of the output that :class:`ResidualRowwiseParallel` describes."""
+    """Forward hook that returns the output as :class:`ResidualRowwiseParallel` describes."""
     (placement,), size = output.placements, output.device_mesh.size()
     if isinstance(placement, Shard) and output.shape[placement.dim] % size:
-        # A shard that was padded for its reduction keeps the strides of the padded one, which its
-        # DTensor does not state: compiled blocks would be compiled again for it, or fail on it.
+        # A shard that was padded for its reduction keeps the strides of the padded one, and its
+        # DTensor has other strides. Compiled blocks would be recompiled for it, or fail.
         return output.clone()
     return output.to_local()
 
 
 def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> None:
-    """Raise a ValueError that lists every expected module that a model does not have."""
+    """Raise a ValueError that lists all expected modules that a model does not have."""
     if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
         raise ValueError(
             f"{caller} does not know the module names of this {type(model).__name__}, a model of "
@@ -93,7 +93,7 @@ def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> None:
 def colwise_style(
     layer: nn.Module, reduce_transport: Encoding = None, **arguments: Any
 ) -> ParallelStyle:
-    """The column-parallel style of a layer: float8 if it is converted, else torch's."""
+    """Return the column-parallel style of a layer: float8 if it is converted, else torch's."""
     if isinstance(layer, Float8Linear):
         return Float8ColwiseParallel(reduce_transport=reduce_transport, **arguments)
     return ColwiseParallel(**arguments)
@@ -102,7 +102,7 @@ def colwise_style(
 def residual_style(
     layer: nn.Module, reduce_transport: Encoding = None, **layouts: Placement
 ) -> ParallelStyle:
-    """The style of a layer that writes to the residual stream: float8 if it is converted."""
+    """Return the style of a layer that writes to the residual stream: float8 if converted."""
     if isinstance(layer, Float8Linear):
         return Float8ResidualRowwiseParallel(reduce_transport=reduce_transport, **layouts)
     return ResidualRowwiseParallel(**layouts)
@@ -111,7 +111,7 @@ def residual_style(
 def check_plan_transport(
     model: nn.Module, transport: Encoding, sequence_parallel: bool, caller: str
 ) -> None:
-    """Refuse a transport of reduce-scatters where a plan has none of them."""
+    """Raise for a transport of reduce-scatters if a plan has none of them."""
     check_transport(transport, caller)
     if transport is not None and not (sequence_parallel and float8_layers(model)):
         raise ValueError(
@@ -133,10 +133,11 @@ def prepare_style(
     layout: Placement,
     reduce_transport: Encoding = None,
 ) -> ParallelStyle:
-    """The style of a module that gathers its first input, placed as ``layout``, for linear layers.
+    """Return the style of a module that gathers its first input for linear layers.
 
-    In float8 if all of these consumers cast it alike, else in high precision. The transport is that
-    of the input's gradient, if a consumer is converted.
+    The input has the placement ``layout``. It is gathered in float8 if all consumers cast it alike,
+    else in high precision. The transport applies to the input's gradient, if a consumer is
+    converted.
     """
     at: dict[str, Any] = {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
     layers = [block.get_submodule(name) for name in consumers]

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of a Llama with the reference model's module names.
+"""Tensor-parallel plan of a Llama with the reference model's module names.
 
 The *consumers* of a block are the linear layers that read the block's input: ``wq``, ``wk``, ``wv``
 of attention, ``w1``, ``w3`` of feed-forward. Its *writer* adds to the residual stream.
@@ -26,18 +26,18 @@ def llama_tp_plan(
     loss_parallel: bool = False,
     reduce_transport: Encoding = None,
 ) -> dict[str, ParallelStyle]:
-    """The tensor-parallel plan of a Llama: module names to styles, for ``apply_tp_plan``.
+    """Make the tensor-parallel plan of a Llama for ``apply_tp_plan``: module names to styles.
 
-    The plan reads the model: a converted layer (``Float8Linear``) gets a float8 style, any other
-    layer torch's style. If all consumers of a block cast their input alike, in one float8 copy,
-    the block's input is cast and gathered in float8 once for all of them. Otherwise it is gathered
-    once in high precision, and each converted consumer casts it.
+    A converted layer (``Float8Linear``) gets a float8 style, any other layer torch's style. If all
+    consumers of a block cast their input alike, in one float8 copy, the block's input is cast and
+    gathered in float8 once for all of them. Otherwise it is gathered once in high precision, and
+    each converted consumer casts it.
 
     Args:
         model: has ``tok_embeddings``, ``layers.<i>.{attention_norm,attention,ffn_norm,
             feed_forward}`` (attention: ``wq``, ``wk``, ``wv``, ``wo``; feed_forward: ``w1``,
-            ``w2``, ``w3``), ``norm``, ``output``. Convert it before: the plan doesn't know of
-            layers that are converted later.
+            ``w2``, ``w3``), ``norm``, ``output``. Convert it before this call: the plan ignores
+            later conversions.
         sequence_parallel: activations between blocks are sharded along dim 1 (the sequence) and
             the norms run on shards. False: activations are replicated, and norms have no entry.
             Activations between blocks are plain local tensors, or DTensors for a sequence whose
@@ -51,8 +51,8 @@ def llama_tp_plan(
             on the number of ranks.
 
     Raises:
-        ValueError: modules are missing; all of them are listed. Or ``reduce_transport`` is given
-            without sequence parallelism, or for a model that was not converted.
+        ValueError: modules are missing (all of them are listed), or ``reduce_transport`` is given
+            without sequence parallelism or for a model that was not converted.
     """
     common.check_plan_transport(model, reduce_transport, sequence_parallel, "llama_tp_plan")
     between: Placement = Shard(1) if sequence_parallel else Replicate()
@@ -86,7 +86,7 @@ def llama_tp_plan(
 
 
 def _layer_names(model: nn.Module) -> list[str]:
-    """The names of the layers, once all modules were found."""
+    """Return the names of the layers, after a check that all modules exist."""
     modules = dict(model.named_modules())
     layers = [f"layers.{name}" for name, _ in modules.get("layers", nn.Module()).named_children()]
     expected = ["tok_embeddings", "norm", "output"]

@@ -1,1 +1,1 @@
-"""Single casts, kept in files to be looked at."""
+"""Captures: single casts, saved to files for inspection."""

@@ -1,7 +1,7 @@
 """A captured cast, and the file that holds it.
 
-A file has the tensors ``high``, ``qdata`` and ``scale``, and the rest as a JSON string: written by
-``torch.save`` a dictionary of both, written by safetensors its tensors and its metadata.
+A file holds the tensors ``high``, ``qdata`` and ``scale``, and the other fields as a JSON string.
+``torch.save`` writes a dictionary of both. safetensors stores the string in the metadata.
 """
 
 import hashlib
@@ -30,28 +30,28 @@ from fp8_dist.tensor import Quantized
 FileFormat = Literal["torch", "safetensors"]
 SUFFIXES: dict[FileFormat, str] = {"torch": ".pt", "safetensors": ".safetensors"}
 
-_KEY = "fp8_dist_capture"  # of the JSON string
+_KEY = "fp8_dist_capture"  # key of the JSON string
 _TENSORS = ("high", "qdata", "scale")
-_LONGEST = 120  # characters of a file name for the layer's; file systems take 255 for all of it
+_LONGEST = 120  # characters of the layer's name in a file name; file systems allow 255 in all
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedCast:
-    """What one cast took and made, on one rank.
+    """Input and output of one cast on one rank.
 
     Attributes:
         step: the number of the step.
-        rank: of the process that made the cast.
+        rank: the rank of the process that made the cast.
         fqn: the layer.
         operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
         gemms: the GEMMs that multiply this float8 copy.
         call: the number of casts of this operand for these GEMMs before this one in the step, on
             this rank: the micro-batch, where a layer runs once in each.
-        delayed: the scale follows from the amaxes of earlier steps.
+        delayed: whether the scale follows from the amaxes of earlier steps.
         high: the local tensor before the cast, ``[..., K]``.
         qdata: its float8 copy, of the same shape.
-        scale: the dequantization scale, fp32; its shape is that which the granularity gives it.
-        granularity: what one scale covers: ``"tensor"``, ``"row"``, ``"column"``.
+        scale: the dequantization scale, in the shape and dtype of the granularity.
+        granularity: the name of the granularity, such as ``"tensor"``, ``"row"`` or ``"column"``.
     """
 
     step: int
@@ -73,19 +73,19 @@ class CapturedCast:
 
     @property
     def nbytes(self) -> int:
-        """Of the three tensors."""
+        """Size of the three tensors in bytes."""
         return self.high.nbytes + self.qdata.nbytes + self.scale.nbytes
 
     def stats(self) -> CastStats:
-        """What ``float8_stats`` would report of this cast alone."""
+        """Return the statistics that ``float8_stats`` would report for this cast alone."""
         found = Measures(*measure(self.high, self.low, self.rank).tolist())
         spec = CastSpec(self.qdata.dtype, self.low.granularity, self.delayed)
         return CastStats.of(found, self.step, self.fqn, self.operand, self.gemms, spec)
 
     def file_name(self, format: FileFormat) -> str:
-        """The name of the file. What a file name can't hold of the layer's is percent-encoded.
+        """Return the name of the file, with special characters of the layer percent-encoded.
 
-        Of a layer's name that is too long the end is replaced by a hash of the name.
+        If the layer's name is too long, a hash of the name replaces its end.
         """
         layer, gemms = quote(self.fqn, safe=""), "+".join(self.gemms)
         if len(layer) > _LONGEST:
@@ -96,7 +96,7 @@ class CapturedCast:
 
 
 def check_format(caller: str, format: str) -> None:
-    """Refuse a format that is unknown, or that needs a package which is not installed."""
+    """Raise an error for an unknown format, or one whose package is not installed."""
     if format not in SUFFIXES:
         raise ValueError(f"{caller}: format={format!r} must be one of {list(SUFFIXES)}")
     if format == "safetensors" and find_spec("safetensors") is None:
@@ -107,10 +107,10 @@ def check_format(caller: str, format: str) -> None:
 
 
 def save_capture(captured: CapturedCast, folder: Path, format: FileFormat) -> Path:
-    """Write a file, at once under its name: it is complete whenever it is there.
+    """Write a file atomically: a file with the final name is always complete.
 
     Raises:
-        OSError: it can't be written. Nothing is left of it.
+        OSError: the file can't be written. No partial file is left.
     """
     path = folder / captured.file_name(format)
     tensors = {name: getattr(captured, name) for name in _TENSORS}
@@ -131,12 +131,12 @@ def save_capture(captured: CapturedCast, folder: Path, format: FileFormat) -> Pa
 
 
 def load_capture(path: str | Path) -> CapturedCast:
-    """Read a file that :func:`capture` wrote, onto the CPU. Nothing in it is run.
+    """Load a file that :func:`capture` wrote, onto the CPU. No code in the file is executed.
 
     Raises:
         OSError: the file can't be read.
-        ValueError: it holds something else, or is damaged. (A safetensors file has no checksums:
-            other values of a tensor are not noticed there.)
+        ValueError: the file holds something else, or is damaged. Safetensors files have no
+            checksums, so that changed tensor values are not noticed.
         ImportError: it is a safetensors file, and the package is not installed.
     """
     path = Path(path)
@@ -171,11 +171,11 @@ def _read_safetensors(content: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def _safetensors(module: str) -> Any:
-    """A module of the optional package, imported where it is used."""
+    """Import a module of the optional package when it is used."""
     return importlib.import_module(module)
 
 
-# What each value in the JSON string must be.
+# The checks of the values in the JSON string.
 _VALUES: dict[str, Callable[[Any], bool]] = {
     "step": lambda v: isinstance(v, int) and not isinstance(v, bool),
     "rank": lambda v: _is_count(v),

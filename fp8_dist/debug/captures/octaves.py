@@ -1,4 +1,4 @@
-"""The magnitudes of a captured tensor, counted in octaves, beside what float8 can hold."""
+"""Histogram of a captured tensor's magnitudes in octaves, with the range of float8."""
 
 import math
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from fp8_dist.tensor.ops import as_bytes
 
 @dataclass(frozen=True)
 class Float8Range:
-    """Magnitudes between which a float8 format holds numbers, for a scale.
+    """Bounds of the magnitudes that a float8 format represents, for a scale.
 
     Attributes:
         largest: the largest number.
-        normal: the smallest one with the full number of mantissa bits.
-        subnormal: the smallest one but zero.
-        zero: values up to this one are rounded to zero: half of ``subnormal``.
+        normal: the smallest normal number.
+        subnormal: the smallest nonzero number.
+        zero: half of ``subnormal``; values up to this one are rounded to zero.
         saturation: values above this one are further than half a step from ``largest``.
     """
 
@@ -29,7 +29,7 @@ class Float8Range:
 
     @staticmethod
     def of(dtype: torch.dtype, scale: float = 1.0) -> "Float8Range":
-        """That of a format, whose numbers are multiplied by ``scale``."""
+        """Return the range of a format whose numbers are multiplied by ``scale``."""
         info = torch.finfo(dtype)
         half_a_step = info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
         subnormal = info.smallest_normal * info.eps
@@ -39,7 +39,7 @@ class Float8Range:
 
 @dataclass(frozen=True)
 class Octave:
-    """The values from ``2^exponent`` to below ``2^(exponent + 1)``, by what becomes of them."""
+    """Counts of the values in ``[2^exponent, 2^(exponent + 1))``, by the effect of the cast."""
 
     exponent: int
     kept: int = 0
@@ -48,7 +48,7 @@ class Octave:
 
     @property
     def values(self) -> int:
-        """The number of all of them."""
+        """Total number of values."""
         return self.kept + self.to_zero + self.saturated
 
 
@@ -58,11 +58,11 @@ class Histogram:
 
     Attributes:
         octaves: without gaps, from the smallest magnitude to the largest.
-        values: the number of values in them. Zeros, NaN and infinities are in none, nor is a
-            value whose scale is not finite.
+        values: the number of values in the octaves. Zeros, NaN and infinities are not counted. If
+            ``relative``, values whose scale is not finite are not counted either.
         zeros: the number of zeros.
-        relative: each value was divided by its own scale: there is more than one.
-        range: of float8, in the same unit; None: the one scale is not finite.
+        relative: whether each value was divided by its own scale, because there are several.
+        range: the range of float8 in the same unit; None if the only scale is not finite.
     """
 
     octaves: tuple[Octave, ...]
@@ -73,11 +73,11 @@ class Histogram:
 
 
 def histogram(cast: CapturedCast) -> Histogram:
-    """Count what a cast took.
+    """Return the histogram of the values before a cast.
 
-    With one scale for all, magnitudes are those of the values. With a scale per row or column
-    there is no one range of float8: each value is divided by its own scale, so that the range is
-    that of the format.
+    With one scale, magnitudes are those of the values. With a scale per row or column, no single
+    range of float8 applies. Each value is then divided by its own scale, and the range is that of
+    the format.
     """
     dtype, relative = cast.qdata.dtype, cast.scale.ndim > 0
     columns = cast.high.shape[-1] if cast.high.ndim else 1

@@ -1,4 +1,4 @@
-"""Draws histograms of captured casts. Needs matplotlib, so nothing imports it without asking."""
+"""Plots of captured casts. The library imports this module on request: it needs matplotlib."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5, "zorder": 2}
 
 
 def draw(casts: Sequence[CapturedCast], path: Path) -> None:
-    """Draw casts into one picture, one below the other."""
+    """Draw casts into one figure, one below the other."""
     figure = Figure(figsize=(11, 4.2 * len(casts)), layout="constrained")
     FigureCanvasAgg(figure)
     for cast, axes in zip(casts, figure.subplots(len(casts), squeeze=False)[:, 0], strict=True):
@@ -62,7 +62,7 @@ def _draw(cast: CapturedCast, counts: Histogram, axes: Axes) -> None:
     heights = [100 * octave.values / counts.values for octave in counts.octaves]
     smallest = min(height for height in heights if height)
     floor = smallest / 3
-    # Parts of a bar can't be stacked on a logarithmic axis: the share of each is its width.
+    # Parts of a bar can't be stacked on a logarithmic axis, so the width of each shows its share.
     for octave, height in zip(counts.octaves, heights, strict=True):
         left = float(octave.exponent)
         parts = ((octave.to_zero, _TO_ZERO), (octave.kept, _KEPT), (octave.saturated, _SATURATED))
@@ -84,7 +84,7 @@ def _draw(cast: CapturedCast, counts: Histogram, axes: Axes) -> None:
 
 
 def _draw_range(limits: Float8Range, axes: Axes, low: float, high: float) -> tuple[float, float]:
-    """The range of float8 behind the bars; returns what the axis must show."""
+    """Draw the range of float8 behind the bars, and return the limits that the axis must show."""
     largest, normal, subnormal, zero = (
         math.log2(value) for value in (limits.largest, limits.normal, limits.subnormal, limits.zero)
     )

@@ -1,4 +1,4 @@
-"""``capture``: saves what casts take and make, by layer, operand, step and rank."""
+"""``capture``: saves the inputs and outputs of casts, by layer, operand, step and rank."""
 
 import os
 import warnings
@@ -23,7 +23,7 @@ Numbers = int | Collection[int] | None
 
 
 class _Copies(NamedTuple):
-    """Copies on the CPU of what a cast took and made."""
+    """CPU copies of a cast's input and output."""
 
     high: torch.Tensor
     qdata: torch.Tensor
@@ -32,11 +32,11 @@ class _Copies(NamedTuple):
 
 
 class Capture(StepRecorder[_Copies]):
-    """The context manager that :func:`capture` makes.
+    """Context manager that :func:`capture` returns.
 
     Attributes:
-        files: what this rank wrote, in order.
-        bytes: the size of these files.
+        files: the files that this rank wrote, in order.
+        bytes: the total size of these files.
         left_out: the number of casts that this rank should have written, but did not.
         step: the number of the last step that was entered.
     """
@@ -59,7 +59,7 @@ class Capture(StepRecorder[_Copies]):
         self._max_bytes, self._format = max_bytes, format
         self._slots = {(slot.owner, slot.operand, slot.gemms): slot for slot in slots}
         self._inputs = {slot.owner: slot for slot in slots if slot.operand == "input"}
-        # Of other prepared inputs no copies are made.
+        # The prepared inputs that chosen layers take. Others are not copied.
         self._prepared_by = {
             name
             for layer in float8_layers(model).values()
@@ -67,7 +67,7 @@ class Capture(StepRecorder[_Copies]):
             for name in layer.prepared_by
         }
         self._calls: Counter[CastSlot] = Counter()
-        self._full = ""  # why nothing more is written
+        self._full = ""  # the reason, once nothing more is written
         self._missing: list[CastSlot] = []  # in this step
 
     def _is_recorded(self, step: int) -> bool:
@@ -92,7 +92,7 @@ class Capture(StepRecorder[_Copies]):
         high: torch.Tensor,
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        """A layer has cast an operand: see :class:`~fp8_dist.linear.observing.CastObserver`."""
+        """Save casts of an operand. See :class:`~fp8_dist.linear.observing.CastObserver`."""
         for gemms, low in lows.items() if self._is_chosen_rank() else ():
             if slot := self._slots.get((owner, operand, gemms)):
                 size = high.nbytes + low.qdata.nbytes + low.scale.nbytes
@@ -102,7 +102,7 @@ class Capture(StepRecorder[_Copies]):
     def _keep(self, owner: Owner, high: torch.Tensor, low: Quantized) -> _Copies | None:
         if self._full or not self._is_chosen_rank() or owner.fqn not in self._prepared_by:
             return None
-        # Copied now: compiled code may write into its memory before a layer takes it.
+        # Copied now, because compiled code may reuse the memory before a layer takes the input.
         return _copies(high, low)
 
     def _take(self, owner: Owner, kept: _Copies | None) -> None:
@@ -147,7 +147,7 @@ class Capture(StepRecorder[_Copies]):
         try:
             path = save_capture(captured, self._folder, self._format)
         except OSError as error:
-            # A training run doesn't end because a disk is full.
+            # A full disk must not end a training run.
             self._full = f"a file could not be written: {error}"
             self._missing.append(slot)
             return
@@ -165,7 +165,7 @@ def _copies(high: torch.Tensor, low: Quantized) -> _Copies:
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy with a storage of its own: that is what a file would hold."""
+    """Return a contiguous CPU copy with its own storage, because files hold whole storages."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
@@ -181,7 +181,7 @@ def capture(
     max_bytes: int = 2**30,
     format: FileFormat = "torch",
 ) -> Capture:
-    """Save the local tensors before their casts, their float8 copies and scales, to files.
+    """Save local tensors before their casts, their float8 copies and their scales to files.
 
     ::
 
@@ -193,28 +193,28 @@ def capture(
 
     Entering the block begins a step; ``with captured.at(step):`` gives it a number. Each cast makes
     one file, named by step, rank, layer, operand, GEMMs and call (the micro-batch, where a layer
-    runs once in each). A forward that activation checkpointing repeats makes none. A file is
-    complete whenever it is there; one of the same name is replaced. ``python -m
-    fp8_dist.debug.show FILE`` shows what is in it, and :func:`load_capture` returns it.
+    runs once in each). A forward that activation checkpointing repeats makes no files. Files are
+    written atomically, and replace those of the same name. ``python -m fp8_dist.debug.show FILE``
+    shows the contents of a file, and :func:`load_capture` returns them.
 
     Works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
-    code. Compiled code compiles once more when it is first recorded. Tensors are those
-    of the rank: the shard of a weight that FSDP2 gathers in float8, the part of the sequence.
-    Outside of recorded blocks no operator runs, and graphs have none.
+    code. Compiled code is compiled once more when it is first recorded. Tensors are local to the
+    rank, such as the shard of a weight that FSDP2 gathers in float8, or a part of the sequence.
+    Outside of recorded blocks there are no additional operators, in eager code or in graphs.
 
     Args:
-        model: converted, and parallelized already.
-        folder: is made if it is not there. Ranks may share it.
-        fqn: the layers: an ``fnmatch`` pattern, or several of them; None: all.
-        operand: ``"input"``, ``"weight"``, ``"grad_output"``: in the same way.
-        gemm: ``"output"``, ``"grad_input"``, ``"grad_weight"``: in the same way. The copies that
-            one of these GEMMs multiplies.
+        model: a model that is already converted and parallelized.
+        folder: the folder for the files. It is created if necessary. Ranks may share it.
+        fqn: an ``fnmatch`` pattern of layer names, or several patterns; None: all layers.
+        operand: likewise for ``"input"``, ``"weight"`` and ``"grad_output"``.
+        gemm: likewise for ``"output"``, ``"grad_input"`` and ``"grad_weight"``. It selects the
+            copies that one of these GEMMs multiplies.
         steps: the number of the step, or a collection of them such as ``range(0, 1000, 100)``;
-            None: all. The first one is 0.
+            None: all. The first step is 0.
         ranks: the rank, or a collection of them; None: all.
-        max_bytes: so much may one rank write, in bytes. The first cast that would exceed it is left
-            out with all that follow, and a warning at the end of each block says so. The same
-            happens where a file can't be written.
+        max_bytes: the limit of what one rank writes, in bytes. The first cast that would exceed it
+            is left out with all that follow, and a warning at the end of each block says so. The
+            same happens if a file can't be written.
         format: ``"torch"`` (``torch.save``), or ``"safetensors"`` (needs that package).
 
     Returns:
@@ -223,12 +223,12 @@ def capture(
     Collectives: none.
 
     Raises:
-        TypeError: ``model`` is no module; an argument has another type.
+        TypeError: ``model`` is not a module, or an argument has the wrong type.
         ValueError: the model has no converted layer, nothing matches (the message lists near
-            names), a step is negative, there is no such rank, or ``max_bytes`` is below 1.
+            names), a step is negative, a rank doesn't exist, or ``max_bytes`` is below 1.
         ImportError: ``format="safetensors"`` without the package.
-        OSError: the folder can't be made.
-        RuntimeError: on entering a block of the same object inside its own.
+        OSError: the folder can't be created.
+        RuntimeError: the context manager is entered again inside its own block.
     """
     slots = choose_slots("capture", model, fqn, operand, gemm)
     check_format("capture", format)
@@ -245,12 +245,12 @@ def capture(
 
 
 def _numbers(argument: str, given: Numbers) -> Collection[int] | None:
-    """A checked choice of steps or ranks."""
+    """Check a choice of steps or ranks, and return it."""
     if given is None:
         return None
     several: Any = [given] if isinstance(given, int) else given
     if isinstance(several, range) and several:
-        ends: Any = (several[0], several[-1])  # it may be long
+        ends: Any = (several[0], several[-1])  # a range may be long
     else:
         ends = several
     is_list = isinstance(ends, Collection) and not isinstance(ends, str | bytes)

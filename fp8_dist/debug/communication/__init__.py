@@ -1,1 +1,1 @@
-"""The collectives of a step: kinds, bytes, times."""
+"""Audits of a step's collectives: kinds, bytes, times."""

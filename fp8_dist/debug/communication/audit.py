@@ -1,10 +1,11 @@
 """``comm_audit`` records every collective.
 
-Terms: *collective* and *buffer* as in ``collectives``. FSDP2 copies parameters of several dtypes
-into one uint8 buffer and gathers that: a *mixed gather*. The *payload dtype* of a uint8 tensor is
-the dtype of what it is a view of: float8 travels as uint8. Rows of float8 that travel in one
-message with their scales (``pack_rows``) are counted apart from them. So are the parts of summands
-that travel encoded.
+Terms: *collective* and *buffer* are defined in ``collectives``. In a *mixed gather*, FSDP2 copies
+parameters of several dtypes into one uint8 buffer and gathers it. The *payload dtype* of a uint8
+tensor is the dtype of the tensor that it is a view of, because float8 travels as uint8.
+
+Float8 rows and their scales that travel in one message (``pack_rows``) are counted separately, and
+so are the parts of encoded summands.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +40,7 @@ FSDP_COPY_IN = "fsdp::all_gather_copy_in"
 
 
 class CommAudit(CommTable):
-    """The context manager that :func:`comm_audit` makes, and the rows that it recorded."""
+    """Context manager that :func:`comm_audit` returns, with the rows that it recorded."""
 
     def __init__(self, mesh: DeviceMesh | None, timings: bool = False) -> None:
         super().__init__(timings=timings)
@@ -48,13 +49,14 @@ class CommAudit(CommTable):
         self._recorder = _Recorder(self)
         self._entered: ExitStack | None = None
         self._timer: CollectiveTimer | None = None
-        # Of the timed collectives: the keys of the rows that count them, and how long they took.
+        # For each timed collective, the key of the row that counts it, and its duration.
         self._timed_keys: list[RowKey] = []
         self._timed_seconds: list[float | None] = []
-        # Payload dtypes of the storages that were viewed as uint8, by the storage's address. (The
-        # weak references keep an address from being given to another storage.)
+        # Payload dtypes of the storages that were viewed as uint8, by the storage's address. The
+        # weak references keep an address from being given to another storage.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
-        # Bytes by payload dtype of messages that were made of several tensors, by the same.
+        # Bytes by payload dtype of messages that were made of several tensors, by the address of
+        # their storage.
         self._joined: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
         # Bytes by payload dtype of the all-gather inputs that FSDP2 has filled, by the address of
         # their storage.
@@ -81,7 +83,7 @@ class CommAudit(CommTable):
         self._add_timings()
 
     def _add_timings(self) -> None:
-        """Of the block that has ended, to those of the blocks before."""
+        """Add the timings of the block that has ended to those of earlier blocks."""
         if self._timer is None:
             return
         self._timed_seconds += self._timer.seconds
@@ -100,17 +102,17 @@ class CommAudit(CommTable):
         return f"CommAudit({self.count()} collectives, {self.bytes:,} bytes)"
 
     def _note_view(self, source: torch.Tensor) -> None:
-        """``source`` is about to be viewed as uint8."""
+        """Note the dtype of ``source``, which is about to be viewed as uint8."""
         reference = StorageWeakRef(source.untyped_storage())
         self._payload_dtypes[storage_address(source)] = (reference, source.dtype)
 
     def _note_codes(self, codes: torch.Tensor) -> None:
-        """``codes`` are float8 numbers as they travel."""
+        """Note that ``codes``, a uint8 tensor, holds float8 numbers."""
         reference = StorageWeakRef(codes.untyped_storage())
         self._payload_dtypes[storage_address(codes)] = (reference, torch.float8_e4m3fn)
 
     def _note_joined(self, message: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
-        """``message`` was made of the bytes of tensors."""
+        """Note the payload dtypes of ``message``, which was made of the bytes of ``parts``."""
         sizes = self._bytes_by_dtype(parts)
         if sizes.keys() - {torch.uint8}:
             sizes[next(iter(sizes))] += message.nbytes - sum(sizes.values())  # padding
@@ -118,14 +120,14 @@ class CommAudit(CommTable):
             self._joined[storage_address(message)] = (reference, sizes)
 
     def _note_copy_in(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
-        """FSDP2 is about to copy ``inputs`` into the buffer that it gathers next."""
+        """Note ``inputs``, which FSDP2 is about to copy into the buffer that it gathers next."""
         self._copied_in[storage_address(output)] = self._bytes_by_dtype(inputs)
 
     def _note_collective(self, collective: Collective) -> None:
         sizes = self._copied_in_sizes(collective) or self._bytes_by_dtype(collective.tensors)
-        # The dtype that the whole is counted for comes first: float8 where there is any.
+        # The row of the first dtype counts the collective. It is float8 if there is any.
         by_dtype = sorted(sizes.items(), key=lambda item: not is_float8(item[0]))
-        # A collective without bytes, or without tensors, is one too.
+        # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
         axis, module = self._axis(collective.group), self._path.current
         for position, (dtype, nbytes) in enumerate(by_dtype):
@@ -144,11 +146,11 @@ class CommAudit(CommTable):
                 self._timed_keys.append(row.key)
 
     def _timed(self, collective: Collective) -> AbstractContextManager[Any]:
-        """Around the call of a collective that was noted."""
+        """Return a context manager for the call of a noted collective, which is timed if asked."""
         return nullcontext() if self._timer is None else self._timer.around(collective)
 
     def _copied_in_sizes(self, collective: Collective) -> dict[torch.dtype, int] | None:
-        """What FSDP2 has copied into the input of this collective, if it is one of its gathers."""
+        """Bytes by payload dtype that FSDP2 copied into the input of this all-gather, if any."""
         if not self._copied_in or collective.op != "all_gather":
             return None
         first = collective.tensors[0]
@@ -169,7 +171,7 @@ class CommAudit(CommTable):
         return sizes
 
     def _payloads(self, tensor: torch.Tensor) -> Iterator[tuple[torch.dtype, int]]:
-        """The dtypes in a tensor, and the bytes of each."""
+        """Yield the payload dtypes in a tensor, and the bytes of each."""
         address, payload = storage_address(tensor), tensor.dtype
         if address in self._joined:
             # A graph may reuse the memory for another message, so it is looked up once.
@@ -201,41 +203,41 @@ def comm_audit(mesh: DeviceMesh | None = None, *, timings: bool = False) -> Comm
             loss = model(x); loss.backward(); optimizer.step()
         print(audit.table())
 
-    Every call of an op of torch's communication namespaces is recorded, but for barriers, waits
-    and signals, which move no data, and for the one comparison of a model's layers between ranks
-    (16 bytes per axis, when a plan is applied and at the first update of scales).
+    Every call of an op of torch's communication namespaces is recorded, with two exceptions:
+    barriers, waits and signals, which move no data, and the comparison of a model's layers between
+    ranks (16 bytes per axis, when a plan is applied and at the first update of scales).
 
-    Compiled code stays as it is, and is not compiled anew. Its collectives are recorded under the
-    module that was compiled, those of modules inside of it too. Float8 that this library sends is
-    shown as float8; where inductor fuses other code's view of float8 as uint8 into a kernel, that
-    is shown as uint8. Not seen: what a custom op sends inside its own kernel, graphs that run
-    without Python (CUDA graphs, AOTInductor), and direct reads of symmetric memory.
+    Compiled code is not recompiled. Its collectives are recorded under the compiled module, also
+    those of its submodules. Float8 that this library sends is shown as float8. If inductor fuses
+    other code's view of float8 as uint8 into a kernel, it is shown as uint8. Not recorded: what a
+    custom op sends inside its own kernel, graphs that run without Python (CUDA graphs,
+    AOTInductor), and direct reads of symmetric memory.
 
-    The bytes are sizes of buffers, see :class:`CommRow`, not what crosses the wire, which also
-    depends on the algorithm and on the size of the group.
+    The bytes are sizes of buffers (see :class:`CommRow`). The traffic on the wire also depends on
+    the algorithm and on the size of the group.
 
     With ``timings`` the block runs under torch.profiler, which slows it down and keeps every
-    operator's event until the block ends; then each row gets ``seconds``. Time spent waiting for
-    slower ranks is a part of them, time in a queue behind other collectives is not. On GPUs they
-    are the times of NCCL's kernels. For CPU tensors they are what the backend's threads take (with
-    gloo): collectives of one kind and shape that are in flight on several groups at once may be
-    taken for each other. Without a duration: collectives that still run when the block ends, those
-    of backends that the profiler doesn't see, and those that are started together afterwards
-    (``batch_isend_irecv`` of NCCL).
+    operator's event until the block ends. Then each row gets ``seconds``. They include the time
+    spent waiting for slower ranks, but not the time in a queue behind other collectives. On GPUs
+    they are the times of NCCL's kernels. For CPU tensors they are the times on the backend's
+    threads (gloo). There, collectives of one kind and shape that are in flight on several groups at
+    once may be mistaken for each other. Some collectives have no duration: those that still run
+    when the block ends, those of backends that the profiler doesn't see, and those that are started
+    together afterwards (``batch_isend_irecv`` of NCCL).
 
     Args:
-        mesh: names the axes whose process groups don't tell their own: the default group is also
-            the only axis of a one-dimensional mesh over all ranks.
-        timings: measure how long the collectives take.
+        mesh: a mesh that names axes whose process groups have no name of their own. For example,
+            the default group is also the only axis of a one-dimensional mesh over all ranks.
+        timings: measure the durations of the collectives.
 
     Returns:
         A context manager with ``.rows`` (list of :class:`CommRow`), ``.count(...)`` and
-        ``.table()``; they stay after the block, also when it raised, and a later ``with`` on the
+        ``.table()``. They stay valid after the block, also if it raised. A later ``with`` on the
         same object adds to them.
 
     Raises:
-        RuntimeError: on entering a block of the same object inside its own; with ``timings``, also
-            where torch.profiler is active, by a ``comm_audit`` with timings for instance.
+        RuntimeError: the context manager is entered again inside its own block. With ``timings``,
+            also if torch.profiler is already active, as in another ``comm_audit`` with timings.
     """
     return CommAudit(mesh, timings)
 
@@ -243,12 +245,12 @@ def comm_audit(mesh: DeviceMesh | None = None, *, timings: bool = False) -> Comm
 def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:
     names = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
     groups = [group.group_name for group in mesh.get_all_groups()]
-    # Of several axes with one group, the first names it.
+    # If several axes have the same group, the first one names it.
     return dict(reversed(list(zip(groups, names, strict=True))))
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every op, tells its audit about those that communicate."""
+    """Dispatch mode that reports communication ops to its audit."""
 
     def __init__(self, audit: CommAudit) -> None:
         super().__init__()
@@ -268,9 +270,9 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         call = read_collective(func, args, kwargs) if isinstance(func, OpOverload) else None
-        # Float8Tensor is recorded as it is, float8; what its own handler then sends (uint8) is
-        # the same message, and unseen: this mode is off inside its own handler. Every other
-        # subclass goes first, and is seen through what it does.
+        # A Float8Tensor is recorded as float8. Its own handler then sends the same message as
+        # uint8, which is not recorded, because this mode is off inside its own handler. Any other
+        # subclass runs first, and the ops that it issues are recorded.
         if any(_rewrites_ops(kind) and not (call and kind is Float8Tensor) for kind in types):
             return NotImplemented
         if call is not None:
@@ -294,15 +296,15 @@ class _Recorder(TorchDispatchMode):
             self._audit._note_joined(message, [args[0], *args[1]])
             return message
         elif func in QUERIES and not any(issubclass(kind, STAND_INS) for kind in types):
-            with self:  # it may communicate
+            with self:  # the query may communicate
                 return QUERIES[func](*args, **kwargs)
         return func(*args, **kwargs)
 
 
 def _rewrites_ops(kind: Any) -> bool:
-    """Whether a tensor type turns an op into others (nn.Parameter, for one, does not).
+    """Whether a tensor type turns an op into others.
 
-    Fake tensors do not either: their mode, not their type, handles ops.
+    nn.Parameter does not. Fake tensors do not either: their mode handles ops, not their type.
     """
     handled = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return handled and not issubclass(kind, STAND_INS)

@@ -1,12 +1,12 @@
-"""The communication ops of torch, read alike: what moves, of which dtype, in which group.
+"""A uniform reading of torch's communication ops: the tensors that move, and the group.
 
 Terms: a *collective* is one call of a communication op, point-to-point ones included; its *buffer*
 is the largest tensor it moves (the output of an all-gather, the input of a reduce-scatter, the
 tensor of an all-reduce).
 
 An op of torch's communication namespaces is in one of three sets: ``SCHEMAS`` (its arguments are
-known), ``IGNORED_OPS`` (it moves no data), or neither. The last ones are still read, under their
-qualified names: a new op of torch may be sized wrongly, but it never goes unseen.
+known), ``IGNORED_OPS`` (it moves no data), or neither. Ops in neither set are still read, under
+their qualified names: a new op of torch may be sized wrongly, but it is never missed.
 """
 
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ from fp8_dist.torch_internals import (
     tree_leaves,
 )
 
-# torch's communication ops are in these. The ops of c10d_functional, which is deprecated, decompose
-# into those of _c10d_functional, but not in inference mode.
+# The namespaces of torch's communication ops. The ops of c10d_functional, which is deprecated,
+# decompose into those of _c10d_functional, except in inference mode.
 NAMESPACES = {
     "c10d",
     "_c10d_functional",
@@ -35,7 +35,7 @@ NAMESPACES = {
 
 
 class CollectiveSchema(NamedTuple):
-    """How the arguments of one communication op are read."""
+    """Meaning of the arguments of one communication op."""
 
     op: str  # the common name of the collective, the same for all its variants
     buffer: str  # name of the argument that holds the buffer
@@ -116,8 +116,7 @@ def read_collective(
 ) -> Collective | None:
     """Read the collective that a call of an op makes; None if the op is not one.
 
-    The buffer of an op that is not in ``SCHEMAS`` is taken to be the largest of its tensor
-    arguments.
+    For an op that is not in ``SCHEMAS``, the buffer is assumed to be its largest tensor argument.
     """
     if func.namespace not in NAMESPACES:
         return None
@@ -140,7 +139,7 @@ def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _group(group: Any) -> dist.ProcessGroup | None:
-    """From what a c10d op takes (a boxed group) or a functional op (a group or its name)."""
+    """Return the group from the argument of a c10d op (boxed) or functional op (or its name)."""
     if isinstance(group, torch.ScriptObject):
         return dist.ProcessGroup.unbox(group)
     if group is None or isinstance(group, dist.ProcessGroup):

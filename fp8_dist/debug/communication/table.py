@@ -1,4 +1,4 @@
-"""The rows that a communication audit adds up, and their text as a table."""
+"""Rows of a communication audit, and their text as a table."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ RowKey = tuple[str, str, torch.dtype, str, bool]
 
 @dataclass(frozen=True)
 class CommRow:
-    """The collectives that agree in everything but their size.
+    """Sum of the collectives that differ only in size.
 
     Attributes:
         op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``,
@@ -22,8 +22,8 @@ class CommRow:
             ``"group NAME"`` for one that no mesh knows, ``"unknown"`` where an op names none.
         dtype: dtype of the payload: float8 that travels as uint8 is float8 here.
         module: FQN of the innermost module that was running, forward or backward; ``""`` for the
-            outermost one and for code outside of modules. Modules inside of a compiled one count
-            as that.
+            outermost one and for code outside of modules. Submodules of a compiled module count as
+            the compiled module.
         in_mixed_gather: these elements travelled in messages of several dtypes (FSDP2's gathers,
             encoded summands) that the row of another dtype counts.
         count: number of collectives; 0 where ``in_mixed_gather``.
@@ -31,8 +31,8 @@ class CommRow:
         bytes: size of the buffers in bytes, summed over the collectives. The buffer is the output
             of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce, and the
             largest tensor argument of an op that is counted under its qualified name.
-        seconds: how long they took, summed (see :func:`comm_audit`); None without ``timings``,
-            where ``in_mixed_gather``, and where torch's profiler has no duration of one of them.
+        seconds: the sum of the durations (see :func:`comm_audit`); None without ``timings``, where
+            ``in_mixed_gather``, and where torch's profiler has no duration for one of them.
     """
 
     op: str
@@ -47,7 +47,7 @@ class CommRow:
 
     @property
     def key(self) -> RowKey:
-        """What the row's collectives have in common."""
+        """Fields that the row's collectives have in common."""
         return self.op, self.axis, self.dtype, self.module, self.in_mixed_gather
 
     @property
@@ -81,7 +81,7 @@ class CommTable:
 
     @property
     def bytes(self) -> int:
-        """Sum over all rows."""
+        """Sum of the bytes of all rows."""
         return sum(row.bytes for row in self.rows)
 
     def add(self, row: CommRow) -> None:
@@ -104,9 +104,9 @@ class CommTable:
         dtype: torch.dtype | None = None,
         module: str | None = None,
     ) -> int:
-        """The number of collectives in the rows that match; ``None`` matches everything.
+        """Return the number of collectives in the rows that match; ``None`` matches everything.
 
-        A mixed gather counts for its float8 dtype (its first dtype, if it has no float8).
+        A mixed gather counts under its float8 dtype, or under its first dtype if it has no float8.
         """
         wanted = {"op": op, "axis": axis, "dtype": dtype, "module": module}
         return sum(
@@ -116,16 +116,17 @@ class CommTable:
         )
 
     def without_modules(self) -> "CommTable":
-        """The same collectives, summed over modules."""
+        """Return a table of the same collectives, summed over modules."""
         return CommTable((replace(row, module="") for row in self.rows), self.timings)
 
     def table(self, by_module: bool = False) -> str:
-        """The rows as text, with totals; ``by_module``: one line per module, instead of their sum.
+        """Return the rows as text, with totals; ``by_module`` gives one line per module.
 
-        ``+`` in place of a count: this data travelled inside the collectives of another line of the
-        same op and axis. FSDP2 gathers tensors of several dtypes in one message. With timings there
-        is a column of milliseconds, with ``-`` where they are not known; the total is of those that
-        are. Collectives overlap each other and computation, so it is not a part of the step's time.
+        A ``+`` in place of a count marks data that travelled inside the collectives of another line
+        of the same op and axis: FSDP2 gathers tensors of several dtypes in one message. With
+        timings there is a column of milliseconds, with ``-`` where they are not known. The total
+        adds those that are known. Collectives overlap each other and computation, so the total is
+        not a share of the step's time.
         """
         rows = self.rows if by_module else self.without_modules().rows
         if not rows:
@@ -153,7 +154,7 @@ class CommTable:
 
 
 def total_seconds(seconds: Sequence[float | None]) -> float | None:
-    """Their sum; None if one of them is not known, or if there are none."""
+    """Return the sum of durations; None if one of them is not known, or if there are none."""
     known = [each for each in seconds if each is not None]
     return sum(known) if known and len(known) == len(seconds) else None
 

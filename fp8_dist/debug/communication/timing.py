@@ -1,7 +1,7 @@
-"""How long collectives take, as torch's profiler records it.
+"""Durations of collectives, as torch's profiler records them.
 
-The profiler says when a collective of CPU tensors runs on a thread of its backend, in an event such
-as ``gloo:all_reduce``, and when kernels run on a GPU. It connects a kernel to the call that
+The profiler records when a collective of CPU tensors runs on a thread of its backend, in an event
+such as ``gloo:all_reduce``, and when kernels run on a GPU. It connects a kernel to the call that
 launched it. It does not connect the events of backends to calls; these are matched in order, by
 kind and shape.
 """
@@ -20,17 +20,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fp8_dist.debug.communication.collectives import Collective
 from fp8_dist.torch_internals import profiler_is_active
 
-# Around each call in the trace, followed by its position among the calls.
+# The name of the range around each call in the trace, followed by the call's position.
 _MARK = "comm_audit: collective "
-# What a backend names a collective that runs on one of its threads.
+# The name that a backend gives a collective on one of its threads.
 _BACKEND_EVENT = re.compile(r"\w+:(\w+)")
 _GRACE_S = 0.01
-# gloo reduces a whole buffer, of which each rank keeps its share.
+# gloo reduces the whole buffer, and each rank keeps its share.
 _RUNS_AS = {"reduce_scatter": {"reduce_scatter", "all_reduce"}}
 
 
 class _Call(NamedTuple):
-    """What is known of a collective when it is issued."""
+    """Properties of a collective that are known when it is issued."""
 
     op: str
     on_cpu: bool
@@ -38,10 +38,10 @@ class _Call(NamedTuple):
 
 
 class CollectiveTimer:
-    """A context manager that profiles a block; afterwards ``seconds`` has the durations.
+    """Context manager that profiles a block; afterwards ``seconds`` has the durations.
 
     Attributes:
-        seconds: of each call of :meth:`around`, in their order; None where the profiler has none.
+        seconds: the duration for each call of :meth:`around`, in order; None if it is not known.
     """
 
     def __init__(self) -> None:
@@ -63,13 +63,13 @@ class CollectiveTimer:
 
     def __exit__(self, *error: Any) -> None:
         if any(call.on_cpu for call in self._calls):
-            # gloo ends an event a moment after it tells those who wait for the collective.
+            # gloo ends an event shortly after it wakes the threads that wait for the collective.
             time.sleep(_GRACE_S)
         with record_function(f"{_MARK}end"):
             pass
         self._profiler.stop()
         events = list(self._profiler.events() or [])
-        # (On a GPU's timeline there are ranges of the same names.)
+        # A GPU's timeline has ranges of the same names.
         on_host = (event for event in events if event.device_type == DeviceType.CPU)
         marks = {event.name: event for event in on_host if event.name.startswith(_MARK)}
         found = [marks.get(f"{_MARK}{i}") for i in range(len(self._calls))]
@@ -78,13 +78,13 @@ class CollectiveTimer:
             None if mark is None or call.on_cpu else _seconds_of_kernels(mark)
             for call, mark in calls
         ]
-        # The profiler gives those that still run an end that is after all marks.
+        # The profiler gives collectives that are still running an end after all marks.
         end = max((mark.time_range.end for mark in marks.values()), default=0)
         for position, seconds in _seconds_on_cpu(calls, events, end):
             self.seconds[position] = seconds
 
     def around(self, collective: Collective) -> AbstractContextManager[Any]:
-        """Around the call that issues a collective."""
+        """Return a context manager for the call that issues a collective."""
         tensors = collective.tensors
         shapes = {tuple(tensor.shape) for tensor in tensors}
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
@@ -99,7 +99,7 @@ def _inside(event: FunctionEvent) -> Iterator[FunctionEvent]:
 
 
 def _seconds_of_kernels(mark: FunctionEvent) -> float | None:
-    """The time of NCCL's kernels that a call launched."""
+    """Return the total time of the NCCL kernels that a call launched; None if there are none."""
     kernels = [kernel for event in (mark, *_inside(mark)) for kernel in event.kernels]
     # "nccl:all_reduce" is a range around them.
     own = [k for k in kernels if k.name.startswith("nccl") and not k.name.startswith("nccl:")]
@@ -109,14 +109,14 @@ def _seconds_of_kernels(mark: FunctionEvent) -> float | None:
 def _seconds_on_cpu(
     calls: list[tuple[_Call, FunctionEvent | None]], events: list[FunctionEvent], end: float
 ) -> Iterator[tuple[int, float | None]]:
-    """(position of a call, how long its backend ran it) for the calls that events are found for.
+    """Yield the position and the duration of each call for which an event is found.
 
-    None for those that ran until after ``end``.
+    The duration is None if the event ended after ``end``.
     """
     waiting: list[tuple[int, _Call, FunctionEvent]] = []
     for position, (call, mark) in enumerate(calls):
         if call.on_cpu and mark is not None:
-            # What was sent may be a packed copy of the tensors, of another shape.
+            # The backend may send a packed copy of the tensors, of another shape.
             sent = {shape for event in _inside(mark) for shape in _shapes(event)} - {()}
             waiting.append((position, call._replace(shapes=call.shapes | sent), mark))
     for event in sorted(events, key=lambda event: event.time_range.start):
@@ -137,6 +137,6 @@ def _seconds_on_cpu(
 
 
 def _shapes(event: FunctionEvent) -> set[tuple[int, ...]]:
-    """Those of an operator's tensors; () stands for other arguments too, lists of tensors too."""
+    """Return the shapes of an operator's arguments; () also stands for lists and non-tensors."""
     shapes: Any = event.input_shapes or []
     return {tuple(s) if all(isinstance(n, int) for n in s) else () for s in shapes}

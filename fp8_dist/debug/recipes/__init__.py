@@ -1,1 +1,1 @@
-"""One batch through every recipe: what each would lose in each layer."""
+"""Comparison of recipes: the error of each recipe in each layer, for one batch."""

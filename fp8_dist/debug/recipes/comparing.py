@@ -1,4 +1,4 @@
-"""``compare_recipes``: one batch through every recipe, and how much each layer loses."""
+"""``compare_recipes``: the error of each layer in each recipe, for one batch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -28,7 +28,7 @@ def compare_recipes(
     recipes: Recipes = None,
     module_filter_fn: LayerFilter | None = None,
 ) -> RecipeComparison:
-    """Run one batch through every recipe and through high precision, and compare layer by layer.
+    """Run one batch in every recipe and in high precision, and compare layer by layer.
 
     ::
 
@@ -37,20 +37,20 @@ def compare_recipes(
         low = comparison.layers_below(20, "tensorwise")
         convert_to_float8_training(model, module_filter_fn=lambda layer, fqn: fqn not in low)
 
-    The number that tells which layers to leave out is a layer's own SQNR: the layer alone computes
-    in float8, on what it is given in high precision. Where all layers are in float8, the SQNR of a
-    layer's output also has the errors of the layers before it: it falls with depth, and leaving
-    that layer out would not raise it. These numbers are in the rows too (``model_output``, ...).
+    Choose the layers to leave out by their own SQNR: this layer alone computes in float8, on the
+    tensors of the run in high precision. With all layers in float8, the SQNR of a layer's output
+    also contains the errors of the layers before it. It falls with depth, and leaving that layer
+    out would not raise it. These numbers are in the rows too (``model_output``, ...).
 
-    The model is left as it was: parameters, gradients, buffers, amax histories, and torch's
-    generators, also after an error. All runs take the same random numbers. ``torch.compile`` is
-    off inside, and activation checkpointing works. A model in training mode runs in it. For
-    autocast call the function inside of it. Call it between two steps, not while gradients
+    The model is left unchanged, also after an error: parameters, gradients, buffers, amax
+    histories, and torch's generators. All runs use the same random numbers. ``torch.compile`` is
+    off inside, and activation checkpointing works. A model in training mode runs in training mode.
+    To use autocast, call the function inside of it. Call it between two steps, not while gradients
     are being accumulated without a reduction (``set_requires_gradient_sync(False)``).
 
-    Takes the time of a forward and backward for each recipe, and of the layers alone for each. On a
-    GPU one run's tensors are there at a time; references are kept on the CPU: the inputs, outputs
-    and input gradients of the layers.
+    Each recipe takes the time of one forward and backward, and of the layers alone. A GPU holds the
+    tensors of one run at a time. The references are kept on the CPU: the inputs, outputs and input
+    gradients of the layers.
 
     Args:
         model: converted or not; DDP's wrapper is left out. On one device, or under ``fully_shard``
@@ -61,19 +61,20 @@ def compare_recipes(
             otherwise the mean of the squares of the first tensor in it, a stand-in: give the loss
             of training where gradients matter.
         recipes: names of recipes, or configs by name. Default: all; ``delayed`` only for a model
-            with amax histories. (Without one its scales are those of ``tensorwise``.)
+            with amax histories. Without histories its scales are those of ``tensorwise``.
         module_filter_fn: as in ``convert_to_float8_training``. Default: the converted layers;
             all linear layers of a model without any.
 
     Returns:
-        A :class:`RecipeComparison`, on all ranks the same but for its losses.
+        A :class:`RecipeComparison`, the same on all ranks except for its losses.
 
     Collectives: those of FSDP2, once for each recipe and once for high precision; one all-reduce of
     24 bytes for each recipe, layer, result and parameter over the parameters' mesh.
 
     Raises:
-        TypeError: ``model`` is no module, or a config is none.
-        ValueError: a name is no recipe, there is no layer to compare, or the loss is no scalar.
+        TypeError: ``model`` is not a module, or a config is not a ``Float8LinearConfig``.
+        ValueError: a name is not a recipe, there is no layer to compare, or the loss is not a
+            scalar.
         NotImplementedError: tensor parallelism, float8 gathers, a layer whose forward was replaced,
             parameters that a hook updates in the backward.
     """
@@ -95,7 +96,7 @@ def _layers_of(model: nn.Module, module_filter_fn: LayerFilter | None) -> dict[s
     """The layers to compare, by name."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"compare_recipes: expected a model, got a {type(model).__name__}")
-    # Those that convert_to_float8_training can convert.
+    # The layers that convert_to_float8_training can convert.
     linear = {
         name: module
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""What ``compare_recipes`` returns: rows as data, as text, and as names of layers."""
+"""Results of ``compare_recipes``: rows as data, as text, and as names of layers."""
 
 import dataclasses
 import math
@@ -10,22 +10,22 @@ from fp8_dist.config import Gemm
 
 @dataclasses.dataclass(frozen=True)
 class LayerSqnr:
-    """How far a recipe's results in a layer are from those in high precision; SQNR in dB.
+    """SQNR in dB of a recipe's results in a layer, relative to those in high precision.
 
     SQNR is ``10 log10(sum x^2 / sum (found - x)^2)``: infinite where nothing differs, NaN where
-    values are not finite. None: the model does not compute it (the gradient of an input that needs
-    none, of a frozen weight).
+    values are not finite. None: the model does not compute the result, as for the gradient of a
+    frozen weight or of an input that needs none.
 
     Attributes:
-        recipe: its name.
+        recipe: the name of the recipe.
         fqn: the layer.
-        output: the layer's own error. It alone is in float8, and takes the input, weight and
-            gradient that it takes in high precision.
+        output: the SQNR of the output with this layer alone in float8. The layer gets the input,
+            weight and gradient of the run in high precision.
         grad_input: the same for the gradient of its input.
         grad_weight: the same for the gradient of its weight.
-        model_output: the error of the same result where all compared layers are in float8, which
-            includes the errors of other layers. NaN too where the shape differs, as when tokens
-            are routed to other experts.
+        model_output: the SQNR of the output with all compared layers in float8, which includes the
+            errors of other layers. NaN also where the shape differs, as when tokens are routed to
+            other experts.
         model_grad_input: the same for the gradient of its input.
         model_grad_weight: the same for the gradient of its weight.
     """
@@ -41,7 +41,7 @@ class LayerSqnr:
 
     @property
     def worst(self) -> tuple[float, Gemm]:
-        """The lowest SQNR of the layer's own GEMMs, and the GEMM. A NaN is lowest."""
+        """The lowest SQNR of the layer's own GEMMs, and the GEMM. NaN counts as lowest."""
         gemms: dict[Gemm, float | None] = {
             "output": self.output,
             "grad_input": self.grad_input,
@@ -53,11 +53,11 @@ class LayerSqnr:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSqnr:
-    """How far the gradient of a parameter is from that in high precision.
+    """SQNR of the gradient of a parameter, relative to the one in high precision.
 
     Attributes:
-        recipe: its name; all compared layers are in it.
-        name: of the parameter, any one of the model.
+        recipe: the name of the recipe, which all compared layers use.
+        name: the name of the parameter, which may be in any module of the model.
         sqnr: dB, as in :class:`LayerSqnr`.
     """
 
@@ -67,10 +67,10 @@ class ParameterSqnr:
 
 
 class RecipeComparison:
-    """What :func:`compare_recipes` found.
+    """Result of :func:`compare_recipes`.
 
     Attributes:
-        recipes: their names, in order.
+        recipes: the names of the recipes, in order.
         layers: a :class:`LayerSqnr` for each recipe and layer that ran, in the model's order.
         parameters: a :class:`ParameterSqnr` for each recipe and parameter with a gradient.
         gradients: by recipe, the SQNR of the gradient of all parameters together, in dB.
@@ -91,39 +91,39 @@ class RecipeComparison:
         self.gradients, self.losses, self.not_called = gradients, losses, tuple(not_called)
 
     def worst(self, n: int, recipe: str | None = None) -> list[str]:
-        """The names of the ``n`` layers with the lowest own SQNR, the lowest first.
+        """Return the names of the ``n`` layers with the lowest own SQNR, the lowest first.
 
         Args:
-            n: how many.
-            recipe: the recipe that counts; it may be left out where one was compared.
+            n: the number of layers.
+            recipe: the recipe whose SQNR counts. It may be omitted if only one was compared.
         """
         return [row.fqn for row in self._from_worst(recipe)[:n]]
 
     def layers_below(self, decibels: float, recipe: str | None = None) -> list[str]:
-        """The names of the layers with an own SQNR of less than so many dB, the lowest first.
+        """Return the names of the layers whose own SQNR is below a limit, the lowest first.
 
-        They are what :func:`fp8_dist.auto_filter` takes as ``exclude``. A layer whose SQNR is NaN
-        is among them.
+        :func:`fp8_dist.auto_filter` takes them as ``exclude``. Layers whose SQNR is NaN are
+        included.
 
         Args:
-            decibels: the limit.
+            decibels: the limit in dB.
             recipe: as in :meth:`worst`.
         """
         rows = self._from_worst(recipe)
         return [row.fqn for row in rows if not row.worst[0] >= decibels]
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """All rows as plain Python values, with their ``kind``: ``"layer"`` or ``"parameter"``."""
+        """Return all rows as plain Python values, with ``kind`` ``"layer"`` or ``"parameter"``."""
         return [
             *({"kind": "layer"} | dataclasses.asdict(row) for row in self.layers),
             *({"kind": "parameter"} | dataclasses.asdict(row) for row in self.parameters),
         ]
 
     def table(self, n: int | None = None) -> str:
-        """Layers by recipes as text, the worst layer first; ``n``: so many layers.
+        """Return layers by recipes as text, the worst layer first; ``n`` limits the layers.
 
-        A cell is the lowest own SQNR of the layer's GEMMs in dB, and the GEMM. The last lines are
-        those of the whole model, with all compared layers in float8.
+        A cell has the lowest own SQNR of the layer's GEMMs in dB, and the GEMM. The last lines are
+        about the whole model, with all compared layers in float8.
         """
         by_layer: dict[str, dict[str, LayerSqnr]] = {}
         for row in self.layers:
@@ -169,7 +169,7 @@ def _rank(value: float) -> float:
 
 
 def _aligned(lines: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; a line of one cell doesn't count."""
+    """Align cells in columns as wide as their widest cell, not counting lines of one cell."""
     lines = list(lines)
     columns = zip(*(line for line in lines if len(line) > 1), strict=True)
     widths = [max(map(len, column)) for column in columns]

@@ -1,7 +1,7 @@
-"""A model's linear layers in another arithmetic, for one run, and what is seen of them.
+"""A model's linear layers in another arithmetic for one run, with callbacks for their results.
 
-The layers stay in the model. For the run they get a forward of their own, so that hooks, wrappers
-and FSDP2, which exchanges a layer's parameters, work as before.
+The layers stay in the model. For the run their forwards are replaced, so that hooks, wrappers and
+FSDP2, which exchanges a layer's parameters, work as before.
 """
 
 import copy
@@ -22,17 +22,17 @@ from fp8_dist.linear.module import Float8Linear
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import in_backward
 
-# What is seen of a layer: its name, "output" or "grad_input", and the tensor.
+# A callback for a layer's result: the layer's name, "output" or "grad_input", and the tensor.
 Seen = Callable[[str, str, torch.Tensor], None]
 
 
 class Call(NamedTuple):
-    """A call of a layer, for the same arithmetic or another to repeat.
+    """Call of a layer, which can be repeated in the same arithmetic or another.
 
     Attributes:
-        name, layer: which one.
-        input: on the CPU; it requires a gradient if the call's did.
-        autocast: what the layer ran under, to be entered.
+        name, layer: the layer and its name.
+        input: on the CPU; it requires a gradient if the call's input did.
+        autocast: a context manager for the autocast under which the layer ran.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Call(NamedTuple):
     autocast: Any
 
     def repeat(self, arithmetic: "Arithmetic", grad: torch.Tensor | None) -> list[torch.Tensor]:
-        """The output; or, for a gradient of it, those of the input and the weight that need one.
+        """Return the output, or for its gradient those of the input and weight that need one.
 
-        Nothing of the layer or of the graph around it changes.
+        The layer and the graph around it are not changed.
         """
         layer, weight = self.layer, self.layer.weight
-        # (What is saved in a forward would be counted by activation checkpointing.)
+        # Without grad mode in a forward: activation checkpointing counts the saved tensors.
         with torch.set_grad_enabled(grad is not None), self.autocast:
             x = self.input.detach().to(weight.device).requires_grad_(self.input.requires_grad)
             w = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
@@ -58,17 +58,19 @@ class Call(NamedTuple):
         return list(torch.autograd.grad(output, inputs, grad)) if inputs else []
 
 
-# Is called with a call in its forward, and with the gradient of the output in its backward.
+# A callback for a call of a layer: with None in its forward, and with the gradient of the output in
+# its backward.
 SeenCall = Callable[[Call, torch.Tensor | None], None]
 
 
 class Arithmetic:
-    """How a run computes layers: in high precision, or in float8 by a config."""
+    """Arithmetic of the layers in a run: high precision, or float8 by a config."""
 
     def __init__(self, config: Float8LinearConfig | None) -> None:
         self._config = config
         if config is not None:
-            # Ranks may hold parts that a GPU's GEMM refuses; nothing is gathered in float8 here.
+            # Padded, because a GPU's GEMM may refuse the sizes of a rank's parts. Nothing is
+            # gathered in float8 here.
             changes: dict[str, Any] = {"enable_fsdp_float8_all_gather": "auto"}
             changes |= {"pad_inner_dim": True, "cache_float8_shards": False}
             self._config = dataclasses.replace(config, **changes)
@@ -82,7 +84,7 @@ class Arithmetic:
         weight: nn.Parameter,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The output of a layer with these parameters."""
+        """Compute the output of a layer with these parameters."""
         if self._config is None:
             return F.linear(x, weight, bias)
         stand_in = self._stand_ins.get(layer)
@@ -94,7 +96,7 @@ class Arithmetic:
 
 
 def _stand_in(name: str, layer: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
-    """A float8 layer of the same shape, with copies of the layer's amax histories."""
+    """Return a float8 layer of the same shape, with copies of the layer's amax histories."""
     sizes = layer.in_features, layer.out_features
     made = Float8Linear(*sizes, bias=layer.bias is not None, device="meta", config=config)
     made.fqn = name
@@ -111,7 +113,7 @@ def layers_in(
     seen: Seen,
     seen_call: SeenCall | None = None,
 ) -> Iterator[None]:
-    """Run layers in an arithmetic inside of the block, and tell what they compute."""
+    """Run layers in an arithmetic inside the block, and pass their results to callbacks."""
     forwards = {layer: layer.__dict__.get("forward") for layer in layers.values()}
     for name, layer in layers.items():
         replace_forward(layer, partial(_forward, arithmetic, name, layer, seen, seen_call))
@@ -139,7 +141,7 @@ def _forward(
             "supported: compare before the model is parallelized, or under fully_shard alone "
             "with enable_fsdp_float8_all_gather=False"
         )
-    # Views: nodes of this layer alone, between the hooks of others, such as FSDP2's.
+    # The views are graph nodes of this layer alone, between the hooks of others, such as FSDP2's.
     x = input.view_as(input)
     output = arithmetic(name, layer, x, weight, layer.bias)
     repeats = in_backward()  # activation checkpointing
@@ -158,6 +160,6 @@ def _forward(
 
 
 def _autocast(device: str) -> Any:
-    """The autocast that is in force, to be entered later."""
+    """Return a context manager for the autocast that is in force."""
     enabled = torch.is_autocast_enabled(device)
     return torch.autocast(device, dtype=torch.get_autocast_dtype(device), enabled=enabled)

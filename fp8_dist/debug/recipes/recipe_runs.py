@@ -25,7 +25,7 @@ from fp8_dist.mesh import local_tensor, make_group
 from fp8_dist.names import without_wrappers
 from fp8_dist.torch_internals import resolve_process_group, tree_map_only
 
-# The recipe, the layer or parameter, and what of it is compared.
+# The recipe, the layer or parameter, and the kind of result.
 _Key = tuple[str, str, str]
 
 _GEMMS: tuple[Gemm, ...] = get_args(Gemm)
@@ -33,13 +33,13 @@ _PART = 2**22  # elements that are compared at once, in fp64
 
 
 class _Sums:
-    """Squares of references, and of what results differ from them by, for each key."""
+    """Sums of squares of references and of errors, for each key."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[_Key, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
 
     def add(self, key: _Key, expected: torch.Tensor | None, found: torch.Tensor) -> None:
-        """Add a result. Without a reference of its shape there is no SQNR: it will be NaN."""
+        """Add a result. Without a reference of the same shape its SQNR will be NaN."""
         sums = self._sums[key]
         sums[2] += 1
         if expected is None or expected.shape != found.shape:
@@ -55,7 +55,7 @@ class _Sums:
     def over_ranks(
         self, keys: list[_Key], model: nn.Module
     ) -> dict[_Key, tuple[float, float, float]]:
-        """(signal, noise, number of results) for each key, over the ranks that share parameters.
+        """Sum (signal, noise, number of results) for each key over ranks that share parameters.
 
         Collectives: an all-reduce of 24 bytes per key over the mesh of DTensor parameters.
         """
@@ -70,7 +70,7 @@ class _Sums:
 
 
 class RecipeRuns:
-    """The runs of a comparison, one after the other: one recipe's tensors at a time."""
+    """Runs of a comparison, one after the other, so that one recipe's tensors exist at a time."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class RecipeRuns:
         self._losses: dict[str, float] = {}
 
     def run(self) -> RecipeComparison:
-        """All runs: the first one in high precision, which also finds the layers' own errors."""
+        """Execute all runs. The first, in high precision, also measures the layers' own errors."""
         exact = Arithmetic(None)
         alone = {recipe: Arithmetic(config) for recipe, config in self._configs.items()}
         see_call = partial(self._compare_alone, exact, alone)
@@ -104,7 +104,7 @@ class RecipeRuns:
     def _step(
         self, recipe: str, arithmetic: Arithmetic, seen: Seen, seen_call: SeenCall | None = None
     ) -> dict[str, torch.Tensor]:
-        """A forward and a backward; the local gradients by parameter."""
+        """Run a forward and a backward, and return the local gradients by parameter."""
         batch = tree_map_only(torch.Tensor, _as_leaf, self._batch)
         with (
             untouched(self._model),
@@ -137,7 +137,7 @@ class RecipeRuns:
         what: str,
         tensor: torch.Tensor,
     ) -> None:
-        """Compare a result with that of the same turn in high precision."""
+        """Compare a result with the one of the same call in high precision."""
         references, turn = self._references[name, what], turns[name, what]
         turns[name, what] += 1
         expected = references[turn] if turn < len(references) else None
@@ -206,7 +206,7 @@ class RecipeRuns:
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """An argument of the model whose gradient is not that of the caller's tensor."""
+    """Return an argument of the model as a leaf, so that the caller's tensor gets no gradient."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

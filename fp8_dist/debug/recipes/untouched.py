@@ -1,4 +1,4 @@
-"""A model that runs forward and backward, and is left as it was."""
+"""Context managers that restore a model after a forward and backward."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,11 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Run a model inside of the block; afterwards, also after an error, it is as before.
+    """Restore a model at the end of the block, also after an error.
 
-    Gradients are put aside, and inside of the block there are none. Gradients, buffers, forwards
-    that were replaced on an instance, and torch's generators come back. What FSDP2 has gathered is
-    freed. Parameters must not be written to.
+    Parameters have no gradients at the start of the block. Afterwards, gradients, buffers, forwards
+    that were replaced on an instance, and torch's generators are as before, and parameters that
+    FSDP2 has gathered are freed. Parameters must not be written to.
     """
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = [
@@ -43,7 +43,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what FSDP2 has gathered: the parameters are the sharded ones."""
+    """Free the parameters that FSDP2 has gathered, and put the sharded ones back in place."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -51,7 +51,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def same_randomness(model: nn.Module) -> Iterator[None]:
-    """Afterwards torch's generators, of the CPU and of the model's devices, are as before."""
+    """Restore torch's generators, of the CPU and of the model's devices, after the block."""
     found = {parameter.device for parameter in model.parameters()}
     kinds = {device.type for device in found} - {"cpu", "meta"}
     with ExitStack() as stack:
@@ -63,7 +63,7 @@ def same_randomness(model: nn.Module) -> Iterator[None]:
 
 
 def replace_forward(module: nn.Module, forward: Any) -> None:
-    """Give an instance a forward of its own; None: that of its class."""
+    """Replace the forward of an instance; None restores the forward of its class."""
     if forward is None:
         module.__dict__.pop("forward", None)
     else:

@@ -1,1 +1,1 @@
-"""What casts and GEMMs do to the numbers of a model, measured while it runs."""
+"""Statistics of a model's casts and GEMMs, measured while it runs."""

@@ -1,4 +1,4 @@
-"""What is worth a warning in the statistics of a step."""
+"""Anomalies in the statistics of a step."""
 
 import dataclasses
 import math
@@ -15,17 +15,20 @@ What = Literal["non-finite", "jump", "underflow", "SQNR", "lag"]
 
 @dataclass(frozen=True)
 class AnomalyLimits:
-    """From where on statistics are anomalous; ``None``: never. (Non-finite values always are.)
+    """Limits beyond which statistics are anomalous; ``None``: no limit.
+
+    Non-finite values are always anomalous.
 
     Attributes:
-        underflow: more than so many per cent of the non-zero values become zero.
-        sqnr: fewer dB than this.
-        lag: the amax exceeds what a DELAYED scale was made for by more than so many octaves.
-        jump: the amax exceeds the largest one of the operand's last 16 recorded steps by more than
-            so many octaves.
+        underflow: the largest share of the non-zero values that may become zero, in per cent.
+        sqnr: the lowest SQNR, in dB.
+        lag: the number of octaves by which the amax may exceed the one that a DELAYED scale was
+            made for.
+        jump: the number of octaves by which the amax may exceed the largest one of the operand's
+            last 16 recorded steps.
 
     Raises:
-        TypeError: a limit is no number.
+        TypeError: a limit is not a number.
         ValueError: a limit is NaN, or one other than ``sqnr`` is negative.
     """
 
@@ -49,15 +52,15 @@ class AnomalyLimits:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Something wrong with a layer.
+    """Anomaly in the statistics of a layer.
 
     Attributes:
         what: ``"non-finite"``, ``"jump"``, ``"underflow"``, ``"SQNR"`` or ``"lag"``.
-        value: per cent, dB or octaves.
-        limit: the one that was exceeded, in the same unit.
+        value: the measured value, in per cent, dB or octaves.
+        limit: the limit that it violates, in the same unit.
         row: the statistics that show it, with the layer, the operand and the step.
-        rank: the first rank that met a value that is not finite; None: the anomaly is that of all
-            ranks together.
+        rank: the first rank with a value that is not finite; None: the anomaly is one of all ranks
+            together.
     """
 
     what: What
@@ -84,7 +87,7 @@ class Anomaly:
 
 
 def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:
-    """An anomaly as plain Python values. ``ranks``: those that it is of; none: all together."""
+    """Return an anomaly as plain Python values; ``ranks`` is empty if it is one of all ranks."""
     row = anomaly.row
     return {
         "step": row.step,
@@ -99,9 +102,9 @@ def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:
 
 
 def anomalies_of(row: Row, limits: AnomalyLimits, usual: float = 0.0) -> Iterator[Anomaly]:
-    """What is anomalous in a row, the cause before what follows from it.
+    """Yield the anomalies of a row, causes before effects.
 
-    ``usual`` is the largest amax of the same cast in steps before; 0: there is none.
+    ``usual`` is the largest amax of the same cast in earlier steps, or 0 if there is none.
     """
     if isinstance(row, CastStats):
         if row.nonfinite:

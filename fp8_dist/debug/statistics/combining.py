@@ -15,13 +15,13 @@ from fp8_dist.torch_internals import funcol, resolve_process_group
 
 
 class RanksOfLayers:
-    """For each layer the ranks whose measures are combined.
+    """Ranks of each layer whose measures are combined.
 
     Args:
-        model: with converted layers.
-        mesh: the ranks of all layers; None: for each layer those of the largest mesh that its
-            operands were seen on, for layers on no mesh those of the largest mesh of all, and where
-            there is none all ranks.
+        model: a model with converted layers.
+        mesh: the ranks of all layers. None: a layer has the ranks of the largest mesh that its
+            operands were seen on. Layers on no mesh have the ranks of the largest mesh of all
+            layers, or all ranks if there is no mesh.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -33,7 +33,7 @@ class RanksOfLayers:
         self.look()
 
     def look(self) -> None:
-        """See where operands are now: FSDP2 may exchange a parameter for one on no mesh."""
+        """Update the meshes of the layers. FSDP2 may exchange a parameter for one on no mesh."""
         layers = float8_layers(self._model)
         self.owners = {layer.float8_weight for layer in layers.values()}
         for name, layer in layers.items():
@@ -44,9 +44,9 @@ class RanksOfLayers:
     def combined(
         self, owners: Sequence[Owner], own: Sequence[torch.Tensor | None]
     ) -> list[Measures]:
-        """The measures of all ranks together, for this rank's own of the layers of some owners.
+        """Combine the measures of all ranks, for layers given by their ``owners``.
 
-        All ranks call it with the same layers. None: this rank has none.
+        All ranks call it with the same layers. ``own`` has this rank's measures; None: it has none.
 
         Collectives: an all-gather of 80 bytes per measure for each group of ranks.
         """
@@ -56,7 +56,7 @@ class RanksOfLayers:
         by_owner: dict[Owner, GroupNames] = {
             layer.float8_weight: groups[name] for name, layer in layers.items()
         }
-        # (Where the weights are, but with FSDP2's offload to the CPU.)
+        # The weights are on the mesh's device, except with FSDP2's offload to the CPU.
         device = next(iter(layers.values())).weight.device
         for mesh in self._meshes.values():
             device = torch.device(mesh.device_type)
@@ -75,7 +75,7 @@ class RanksOfLayers:
         return all(resolve_process_group(group).rank() == 0 for group in self._groups_of[name])
 
     def _groups(self) -> dict[str, GroupNames]:
-        """The groups of each layer."""
+        """Return the process groups of each layer."""
         names = list(float8_layers(self._model))
         if self._given is not None:
             return dict.fromkeys(names, make_group([self._given]))
@@ -93,7 +93,7 @@ class RanksOfLayers:
         }
 
     def _check_world(self, names: list[str], world: dist.ProcessGroup) -> None:
-        """Refuse ranks that have different layers, once. Collectives: an all-reduce, 16 bytes."""
+        """Raise if ranks have different layers, once. Collectives: an all-reduce of 16 bytes."""
         if self._agrees:
             return
         layers = float8_layers(self._model)
@@ -109,7 +109,7 @@ class RanksOfLayers:
 
 
 def _over(groups: GroupNames, own: torch.Tensor) -> list[Measures]:
-    """The measures ``[rows, 10]`` of all ranks of some groups together."""
+    """Combine measures ``[rows, 10]`` over all ranks of some groups."""
     for name in groups:
         size = resolve_process_group(name).size()
         parts = funcol.wait_tensor(funcol.all_gather_into_tensor(own, size, name))

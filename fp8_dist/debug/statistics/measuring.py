@@ -1,4 +1,4 @@
-"""Counts and sums over a cast, from which its statistics follow; those of several casts combine."""
+"""Measures of casts: counts and sums from which statistics follow, and that can be combined."""
 
 import math
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ import torch
 from fp8_dist.kernels.cpu.upcast import as_half, upcast
 from fp8_dist.tensor import Quantized
 
-# An operand is read in parts of so many elements: on CPUs they fit into a cache, on GPUs their
-# copies in fp32 take little memory.
+# Elements per part in which an operand is read. On CPUs a part fits into a cache. On GPUs its copy
+# in fp32 takes little memory.
 _CPU_PART, _PART = 2**16, 2**24
-# If the amax lies between these, fp32 squares neither overflow nor lose what matters.
+# If the amax lies between these, fp32 squares neither overflow nor lose relevant values.
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-# All bits but the sign. (A Python number would be made a tensor in each call.)
+# Masks of all bits but the sign, as tensors: a Python number would become one in each call.
 _MAGNITUDE = {
     size: torch.tensor(2 ** (8 * size - 1) - 1, dtype=dtype, device="cpu")
     for size, dtype in _INTEGERS.items()
@@ -24,14 +24,14 @@ _MAGNITUDE = {
 
 
 class Measures(NamedTuple):
-    """What was measured of one cast, or of several; one fp64 number each.
+    """Measures of one or several casts, one fp64 number each.
 
-    The maximum of several casts: ``amax`` (of the operand), ``scale`` (the largest one),
-    ``minus_scale`` (the smallest one, negative), ``minus_rank`` (the first rank that met a value
-    that is not finite, negative; -inf: none).
-    The sum: ``values`` that are not zero in high precision, and those of them that ``underflow``
-    (are zero in float8), that saturate (``saturated``), that are ``nonfinite``; the squares of the
-    operand (``signal``) and of what the cast changes (``noise``).
+    Combined by their maximum: ``amax`` (of the operand), ``scale`` (the largest one),
+    ``minus_scale`` (the smallest one, negated), ``minus_rank`` (the first rank with a value that
+    is not finite, negated; -inf: none).
+    Combined by their sum: the number of ``values`` that are not zero in high precision, and of
+    those that ``underflow`` (are zero in float8), that saturate (``saturated``) and that are
+    ``nonfinite``; the squares of the operand (``signal``) and of the cast's errors (``noise``).
     """
 
     amax: float
@@ -46,26 +46,26 @@ class Measures(NamedTuple):
     noise: float
 
 
-MAXIMA = 4  # so many fields, the first ones
+MAXIMA = 4  # the number of leading fields that are combined by their maximum
 
 
 def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
-    """:func:`measure_casts` of one cast: fp64 ``[10]``."""
+    """Return the :class:`Measures` of one cast, as :func:`measure_casts` does: fp64 ``[10]``."""
     return measure_casts(high, [low], rank)[0]
 
 
 def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> list[torch.Tensor]:
-    """The :class:`Measures` of casts of one operand: fp64 ``[10]`` each, on its device.
+    """Return the :class:`Measures` of casts of one operand: fp64 ``[10]`` each, on its device.
 
-    No host synchronization. What depends on the operand alone is measured once.
+    On a GPU there is no host synchronization. Measures of the operand alone are taken once.
 
-    A value saturates if it lies beyond what rounding brings to the largest float8 number, in either
-    direction. A dynamic scale lets none saturate.
+    A value saturates if it lies beyond the values that round to the largest float8 number, in
+    either direction. No value saturates under a dynamic scale, except by the block rule *floor*.
 
     Args:
         high: ``[..., K]``, local, in high precision.
         lows: its float8 copies.
-        rank: of this process.
+        rank: the rank of this process.
     """
     rows, columns = math.prod(high.shape[:-1]), high.shape[-1] if high.ndim else 1
     if not high.numel():
@@ -84,11 +84,11 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
 
 
 def measure_product(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """The :class:`Measures` of a GEMM's result: ``signal`` and ``noise`` alone.
+    """Return the :class:`Measures` of a GEMM's result: ``signal`` and ``noise`` alone.
 
     Args:
-        exact: of high-precision operands, fp32.
-        found: of float8 ones, of the same shape.
+        exact: the result for high-precision operands, fp32.
+        found: the result for float8 operands, of the same shape.
     """
     total = nothing(exact.device)
     total[1] = total[2] = 0.0
@@ -98,7 +98,7 @@ def measure_product(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 
 
 def nothing(device: torch.device | str) -> torch.Tensor:
-    """The measures of no cast."""
+    """Return the measures of zero casts, the identity of :func:`combine_`."""
     total = torch.zeros(len(Measures._fields), dtype=torch.float64, device=device)
     total[1:MAXIMA] = -math.inf
     return total
@@ -106,13 +106,13 @@ def nothing(device: torch.device | str) -> torch.Tensor:
 
 def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
     """Add the measures ``[..., 10]`` of further casts of the same operands to a total, in place."""
-    maxima = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # of a NaN: NaN
+    maxima = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # propagates NaN
     total[..., MAXIMA:] += more[..., MAXIMA:]
     total[..., :MAXIMA] = maxima
 
 
 class _Operand:
-    """A part of an operand in high precision, ``[M, K]``, and what its casts share."""
+    """Part of an operand in high precision, ``[M, K]``, and the measures that its casts share."""
 
     def __init__(self, high: torch.Tensor) -> None:
         self.high = high
@@ -121,22 +121,22 @@ class _Operand:
         self._bits = _magnitude_bits(high)
 
     def amaxes(self, dims: tuple[int, ...]) -> torch.Tensor:
-        """Over some dims, which are kept; a new tensor of the dtype of ``x``."""
+        """Return the amaxes over ``dims``, which are kept; a new tensor of the dtype of ``x``."""
         return self._bits.amax(dims, keepdim=True).view(self.high.dtype).to(self.x.dtype)
 
     @cached_property
     def amax(self) -> torch.Tensor:
-        """Of all values, 0-dim."""
+        """Amax of all values, 0-dim."""
         return self._bits.max().view(self.high.dtype)
 
     @cached_property
     def values(self) -> torch.Tensor:
-        """How many are not zero."""
+        """Number of values that are not zero."""
         return torch.count_nonzero(self._bits)
 
     @cached_property
     def nonfinite(self) -> torch.Tensor:
-        """How many are not finite."""
+        """Number of values that are not finite."""
         return torch.count_nonzero(torch.sub(self.high, self.high))  # NaN of NaN and Inf
 
     @cached_property
@@ -151,23 +151,23 @@ class _Operand:
 
     @cached_property
     def signal_on_host(self) -> float:
-        """The sum of squares, if they neither overflow nor vanish."""
+        """The sum of squares, which is exact only if they neither overflow nor vanish."""
         return _square_sum(self.x).item()
 
 
 class _Scale(NamedTuple):
-    """The scales of a part of a cast: 0-dim, ``[M, 1]``, ``[1, K]`` or ``[M, K]``."""
+    """Scales of a part of a cast: 0-dim, ``[M, 1]``, ``[1, K]`` or ``[M, K]``."""
 
     scale: torch.Tensor
     reciprocal: torch.Tensor
 
 
 class _Cast(NamedTuple):
-    """A cast, in parts.
+    """Cast, divided into parts.
 
     Attributes:
-        qdata, scales: of each part.
-        covered: the dims of which a scale covers all.
+        qdata, scales: the data and the scales of each part.
+        covered: the dims of a part that a scale covers completely.
     """
 
     qdata: Sequence[torch.Tensor]
@@ -176,7 +176,7 @@ class _Cast(NamedTuple):
 
     @classmethod
     def of(cls, low: Quantized, rows: int, columns: int, size: int) -> "_Cast":
-        """``low`` as a matrix, in parts of so many rows."""
+        """Divide ``low``, as a matrix, into parts of ``size`` rows."""
         qdata = low.qdata.detach().reshape(rows, columns).split(size)
         scale = low.granularity.matrix_scale(low.scale.detach(), (rows, columns))
         reciprocal = scale.reciprocal()
@@ -191,13 +191,13 @@ class _Cast(NamedTuple):
         return cls(qdata, scales, covered)
 
 
-# What is measured of a part: ``amax`` and the fields of :class:`Measures` from ``values`` on. Of
-# CPUs they are read at once, of other devices they are a tensor ``[7]``.
+# Measures of a part: ``amax`` and the fields of :class:`Measures` from ``values`` on. They are
+# Python numbers on CPUs, and a tensor ``[7]`` on other devices.
 _Numbers = tuple[float, ...] | torch.Tensor
 
 
 def _total(parts: list[_Numbers], scale: torch.Tensor, rank: int) -> torch.Tensor:
-    """The measures of a cast from those of its parts."""
+    """Return the measures of a cast, given those of its parts."""
     if scale.is_cpu:
         table = torch.tensor(parts, dtype=torch.float64)
     else:
@@ -213,7 +213,7 @@ def _measure(
     operand: _Operand, qdata: torch.Tensor, scales: _Scale, covered: tuple[int, ...]
 ) -> _Numbers:
     limit = _limit(qdata.dtype)
-    if not operand.high.is_cpu:  # the host would have to wait for the answer
+    if not operand.high.is_cpu:  # reading the amax would synchronize the host
         numbers = _measure_any(operand, qdata, scales, covered, limit)
         return torch.stack([number.to(torch.float64) for number in numbers])
     if _is_normal(operand, scales, covered, limit):
@@ -222,9 +222,9 @@ def _measure(
 
 
 def _is_normal(operand: _Operand, scales: _Scale, covered: tuple[int, ...], limit: float) -> bool:
-    """Whether values are of usual magnitude, and none saturates unless scales are those of blocks.
+    """Whether magnitudes are usual and, unless scales are per block, no value saturates.
 
-    (By the rule *floor* many do, in most parts, by little.)
+    By the block rule *floor*, many values in most parts saturate slightly.
     """
     amax = operand.amax_on_host
     if not (amax == 0 or _SMALLEST <= amax <= _LARGEST):
@@ -238,9 +238,9 @@ def _is_normal(operand: _Operand, scales: _Scale, covered: tuple[int, ...], limi
 def _measure_normal(
     operand: _Operand, qdata: torch.Tensor, scales: _Scale, limit: float
 ) -> tuple[float, ...]:
-    """What is measured of a part on a CPU whose values :func:`_is_normal`.
+    """Measure a part on a CPU for which :func:`_is_normal` is true.
 
-    ``limit``: beyond which values saturate, 0 where none does.
+    Values beyond ``limit`` saturate; 0: no value does.
     """
     scale, saturated = scales.scale, 0
     if limit and operand.x.numel():
@@ -265,10 +265,10 @@ def _measure_any(
     covered: tuple[int, ...],
     limit: float,
 ) -> tuple[torch.Tensor, ...]:
-    """What is measured of a part, 0-dim tensors.
+    """Measure any part, as 0-dim tensors.
 
-    Squares are summed over what each scale covers and in units of it: they neither overflow nor
-    vanish in fp32.
+    Squares are summed over the values that each scale covers, in units of the scale, so that they
+    neither overflow nor vanish in fp32.
     """
     x = operand.x * scales.reciprocal
     values, left = operand.values, torch.count_nonzero(_magnitude_bits(qdata))
@@ -282,12 +282,12 @@ def _measure_any(
 
 
 def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of ``x.abs()`` as integers, which are ordered as they are, with NaN above inf."""
+    """Return the bits of ``x.abs()`` as integers, in the same order, with NaN above inf."""
     return x.view(_INTEGERS[x.itemsize]) & _MAGNITUDE[x.itemsize]
 
 
 def _squares(x: torch.Tensor, covered: tuple[int, ...]) -> torch.Tensor:
-    """The sum of squares over the dims that a scale covers."""
+    """Return the sum of squares over the dims that a scale covers."""
     if len(covered) == 2:
         return _square_sum(x)
     if not covered:
@@ -302,6 +302,6 @@ def _square_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _limit(dtype: torch.dtype) -> float:
-    """Half a step beyond the largest float8 number of a format."""
+    """Return the limit of saturation: half a step beyond the format's largest number."""
     info = torch.finfo(dtype)
     return float(info.max + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2)

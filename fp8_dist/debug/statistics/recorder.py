@@ -1,4 +1,4 @@
-"""``float8_stats``: what the casts of a model do to its numbers, by layer and operand."""
+"""``float8_stats``: statistics of a model's float8 casts, by layer and operand."""
 
 import math
 import warnings
@@ -44,14 +44,14 @@ from fp8_dist.tensor import Quantized
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 
 
-# Whose cast it is, of which operand, for which GEMMs. No operand: the result of the GEMM.
+# The owner, the operand and the GEMMs of a cast. Without an operand: the result of a GEMM.
 _Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
 
 
 class _LastInput(NamedTuple):
-    """The last cast of an input that was measured, in case other layers share it: q, k and v do.
+    """Last measured cast of an input, in case other layers share the input, as q, k and v do.
 
-    (As long as this holds the tensors, no others have their addresses.)
+    As long as this object holds the tensors, no other tensors have their addresses.
     """
 
     high: torch.Tensor
@@ -60,13 +60,13 @@ class _LastInput(NamedTuple):
 
 
 class Float8Stats(StepRecorder[torch.Tensor]):
-    """The context manager that :func:`float8_stats` makes, and the rows that it recorded.
+    """Context manager that :func:`float8_stats` returns, with the rows that it recorded.
 
     Attributes:
-        rows: of all steps that were recorded, the same on all ranks; in the order of the model's
+        rows: the rows of all recorded steps, the same on all ranks, in the order of the model's
             layers.
-        anomalies: of all of them, each layer's first ones. Those of a step are in the order in
-            which this rank cast.
+        anomalies: the first anomaly of each kind in each layer. Those of a step are in the order of
+            this rank's casts.
         step: the number of the last step that was entered.
     """
 
@@ -85,8 +85,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
         self._model, self._every, self._gemms = model, every, gemms
         self._on_anomaly, self._limits = on_anomaly, limits
         self._known: set[tuple[str, str]] = set()
-        # Of each cast the amaxes of the last steps that were recorded, without those that are not
-        # finite: by layer, operand and GEMMs.
+        # The finite amaxes of each cast in the last recorded steps, by layer, operand and GEMMs.
         self._amaxes: dict[tuple[str, ...], deque[float]] = defaultdict(partial(deque, maxlen=16))
         self._measured: dict[_Key, torch.Tensor] = {}
         self._last_inputs: dict[tuple[Gemm, ...], _LastInput] = {}
@@ -106,7 +105,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
         if not failed and self._is_recorded(self.step):
             rows = self._rows_of(measured)
             self.rows += rows.values()
-            # What was cast first comes first: the cause before what follows from it.
+            # In the order of the casts, so that causes come before effects.
             order = {key: i for i, key in enumerate(measured)}
             keys = sorted(rows, key=lambda key: order.get(key, len(order)))
             self._raise_alarms(rows[key] for key in keys)
@@ -118,7 +117,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
         high: torch.Tensor,
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        """A layer has cast an operand: see :class:`~fp8_dist.linear.observing.CastObserver`."""
+        """Measure casts of an operand. See :class:`~fp8_dist.linear.observing.CastObserver`."""
         if owner not in self._ranks.owners:
             return
         new = dict(lows)
@@ -141,7 +140,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
         right: torch.Tensor,
         result: torch.Tensor,
     ) -> None:
-        """A layer has multiplied: see :class:`~fp8_dist.linear.observing.GemmObserver`."""
+        """Measure a GEMM's result. See :class:`~fp8_dist.linear.observing.GemmObserver`."""
         if owner not in self._ranks.owners:
             return
         a, b, found = (whole_matrix(tensor) for tensor in (left, right, result))
@@ -159,20 +158,20 @@ class Float8Stats(StepRecorder[torch.Tensor]):
             self._add((owner, "input", gemms), kept)
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """The rows as plain Python values: see :class:`CastStats`, and ``"kind"``."""
+        """Return the rows as plain Python values, with their ``kind``. See :class:`CastStats`."""
         return [as_dict(row) for row in self.rows]
 
     def append_jsonl(self, path: str | Path) -> None:
-        """Append the rows to a file, one JSON object a line, and forget them.
+        """Append the rows to a file, one JSON object per line, and remove them.
 
-        What JSON has no number for is a string: ``"NaN"``, ``"Infinity"``, ``"-Infinity"``. Call it
-        on one rank.
+        Numbers that JSON lacks are strings: ``"NaN"``, ``"Infinity"``, ``"-Infinity"``. Call it on
+        one rank.
         """
         rows, self.rows = self.to_dicts(), []
         append_jsonl(rows, Path(path))
 
     def to_tensorboard(self, writer: Any) -> None:
-        """Write the rows to a ``torch.utils.tensorboard.SummaryWriter``, and forget them.
+        """Write the rows to a ``torch.utils.tensorboard.SummaryWriter``, and remove them.
 
         The tags are ``float8/OPERAND/LAYER/amax`` and so on, with the GEMM where an operand has
         several casts.
@@ -183,7 +182,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
                 writer.add_scalar(name, value, row.step)
 
     def table(self) -> str:
-        """The rows as text."""
+        """Return the rows as text."""
         return table(self.rows)
 
     def __repr__(self) -> str:
@@ -197,7 +196,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
             combine_(known, found.to(known.device))
 
     def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> dict[_Key, Row]:
-        """The rows of the step that has ended."""
+        """Return the rows of the step that has ended."""
         slots: list[CastSlot | GemmSlot] = [*cast_slots(self._model)]
         if self._gemms:
             slots += gemm_slots(self._model)
@@ -209,7 +208,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
         return {
             key: _row(slot, each, self.step)
             for key, slot, each in zip(keys, slots, found, strict=True)
-            if each.scale != -math.inf  # of some rank
+            if each.scale != -math.inf  # some rank has measured it
         }
 
     def _raise_alarms(self, rows: Iterable[Row]) -> None:
@@ -226,7 +225,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
                     warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
 
     def _usual_amax(self, row: Row) -> float:
-        """The largest amax of a cast in the steps before; its own is remembered. 0: none is."""
+        """Return the largest amax of a cast in earlier steps, or 0, and remember its new amax."""
         if not isinstance(row, CastStats):
             return 0.0
         amaxes = self._amaxes[row.fqn, row.operand, *row.gemms]
@@ -257,7 +256,7 @@ def _row(slot: CastSlot | GemmSlot, found: Measures, step: int) -> Row:
 
 
 def _scalars(row: Row) -> dict[str, float]:
-    """The numbers of a row by the tags under which TensorBoard shows them."""
+    """Return the numbers of a row by their tags in TensorBoard."""
     if not isinstance(row, CastStats):
         return {f"float8/{row.gemm}/{row.fqn}/sqnr": row.sqnr}
     names = ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr")
@@ -274,7 +273,7 @@ def float8_stats(
     on_anomaly: OnAnomaly = None,
     limits: AnomalyLimits | None = None,
 ) -> Float8Stats:
-    """Record what the float8 casts of a model's layers do to its numbers, by name.
+    """Record statistics of the float8 casts of a model's layers, by name.
 
     ::
 
@@ -285,48 +284,47 @@ def float8_stats(
             optimizer.step()
         print(stats.table())
 
-    Entering the block begins a step; ``with stats.at(step):`` gives it a number. What is cast in
-    the block counts, over all micro-batches; a forward that activation checkpointing repeats does
-    not. Numbers are those of the global tensors, as one device would see them that casts what the
-    ranks of a data-parallel axis cast as its micro-batches.
+    Entering the block begins a step; ``with stats.at(step):`` gives it a number. All casts in the
+    block count, over all micro-batches. A forward that activation checkpointing repeats does not.
+    Numbers are those of the global tensors. They are what one device would measure that casts the
+    data of a data-parallel axis's ranks as its micro-batches.
 
     Works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
-    code. Compiled code compiles once more when it is first recorded. Outside of recorded blocks no
-    operator runs, and graphs have none.
+    code. Compiled code is compiled once more when it is first recorded. Outside of recorded blocks
+    there are no additional operators, in eager code or in graphs.
 
     Args:
-        model: converted, and parallelized already.
-        every: record the steps whose numbers it divides; the first one has number 0.
+        model: a model that is already converted and parallelized.
+        every: record the steps whose numbers it divides. The first step is 0.
         gemms: multiply the operands in high precision too, in fp32, and report the SQNR of each
-            float8 GEMM's result. In recorded blocks all code is eager then, every rank gathers
-            whole operands and results, and inputs are kept in high precision until the backward,
-            those of checkpointed blocks too.
+            float8 GEMM's result. All code in recorded blocks is eager then. Every rank gathers
+            whole operands and results. Inputs are kept in high precision until the backward, also
+            those of checkpointed blocks.
         mesh: the ranks whose measures are combined. Default: for each layer the mesh that its
             weight is on; without any mesh (DDP) all ranks, which must have the same layers. Give it
-            where parallelism does not show in the weights: tensor parallelism inside of DDP, a
+            where the weights do not show the parallelism: tensor parallelism inside of DDP, a
             layer on one axis of a mesh of several, pipeline stages without FSDP2.
-        on_anomaly: is called with each :class:`Anomaly`, the first of its kind in a layer, when the
-            block ends, on all ranks; ``"warn"``: they are warned of, on the first of the ranks
-            whose measures are combined.
-        limits: from where on statistics are anomalous.
+        on_anomaly: a function that is called with the first :class:`Anomaly` of each kind in a
+            layer, when the block ends, on all ranks. ``"warn"``: warn of it, on the first of the
+            ranks whose measures are combined.
+        limits: the limits beyond which statistics are anomalous.
 
     Returns:
         A context manager with ``rows``, ``anomalies``, ``table()``, ``to_dicts()``,
-        ``append_jsonl(path)`` and ``to_tensorboard(writer)``; the last two empty ``rows``, which
+        ``append_jsonl(path)`` and ``to_tensorboard(writer)``. The last two empty ``rows``, which
         grow otherwise.
 
     Collectives: when a recorded block ends without an error, one all-gather of 80 bytes per layer
     and cast for each mesh (for each axis where no group spans them), on all ranks; without any
-    mesh an all-reduce of 16 bytes before the first one. With ``gemms``
-    also all-gathers of operands and results in high precision, and of their sizes (8 bytes), in the
-    forward and the backward.
+    mesh an all-reduce of 16 bytes before the first one. With ``gemms`` also all-gathers of operands
+    and results in high precision, and of their sizes (8 bytes), in the forward and the backward.
 
     Raises:
-        TypeError: ``model`` is no module, ``on_anomaly`` not callable, ``limits`` no AnomalyLimits,
-            or ``mesh`` no DeviceMesh.
-        ValueError: the model has no converted layer, or ``every`` is no positive integer. When the
-            first recorded block ends: ranks without a mesh have different layers.
-        RuntimeError: on entering a block of the same object inside its own.
+        TypeError: ``model`` is not a module, ``on_anomaly`` is not callable, ``limits`` is not an
+            AnomalyLimits, or ``mesh`` is not a DeviceMesh.
+        ValueError: the model has no converted layer, or ``every`` is not a positive integer. When
+            the first recorded block ends: ranks without a mesh have different layers.
+        RuntimeError: the context manager is entered again inside its own block.
     """
     if not float8_layers(model):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The rows that ``float8_stats`` reports, as data and as text."""
+"""Rows that ``float8_stats`` reports, as data and as text."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from fp8_dist.dtypes import short_name
 
 @dataclasses.dataclass(frozen=True)
 class CastStats:
-    """One cast of one operand of a layer in one step, over all micro-batches and ranks.
+    """Statistics of one cast of a layer's operand in one step, over all micro-batches and ranks.
 
     Shares are in per cent of the values that are not zero in high precision.
 
@@ -26,18 +26,19 @@ class CastStats:
         operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
         gemms: the GEMMs that multiply this float8 copy: ``"output"``, ``"grad_input"``,
             ``"grad_weight"``.
-        granularity: what one scale covers: ``"tensor"``, ``"row"``, ``"column"``.
-        dtype: of the float8 data.
+        granularity: the name of the granularity, such as ``"tensor"``, ``"row"`` or ``"column"``.
+        dtype: the dtype of the float8 data.
         amax: the largest magnitude that was cast; NaN if there was a NaN.
         scale: the largest dequantization scale.
         scale_min: the smallest one.
         underflow: share that is zero in float8.
-        saturation: share beyond the range of float8 at the given scale. A dynamic scale has none.
+        saturation: share beyond the range of float8 at the given scale. It is 0 for a dynamic
+            scale, except by the block rule *floor*.
         nonfinite: share of NaN and infinity, in high precision.
         sqnr: dB, ``10 log10(sum x^2 / sum (float8 * scale - x)^2)``; infinite for a cast that
             changes nothing, NaN for one with values that are not finite.
-        delayed: the scale follows from the amaxes of earlier steps.
-        nonfinite_rank: the first rank that met a value that is not finite; None: none did.
+        delayed: whether the scale follows from the amaxes of earlier steps.
+        nonfinite_rank: the first rank with a value that is not finite; None if there is none.
     """
 
     step: int
@@ -65,7 +66,7 @@ class CastStats:
         gemms: tuple[Gemm, ...],
         cast: CastSpec,
     ) -> "CastStats":
-        """What follows from the measures of a cast."""
+        """Return the statistics that follow from the measures of a cast."""
         percent = 100 / m.values if m.values else 0.0
         return CastStats(
             step=step,
@@ -77,7 +78,7 @@ class CastStats:
             amax=m.amax,
             scale=m.scale,
             scale_min=-m.minus_scale,
-            # (In float8 zeros become NaN where the scale is NaN.)
+            # The count is negative where the scale is NaN: zeros become NaN in float8.
             underflow=max(0.0, percent * m.underflow),
             saturation=percent * m.saturated,
             nonfinite=percent * m.nonfinite,
@@ -89,12 +90,12 @@ class CastStats:
 
 @dataclasses.dataclass(frozen=True)
 class GemmStats:
-    """One of a layer's three GEMMs in one step, over all micro-batches and ranks.
+    """Statistics of one of a layer's GEMMs in one step, over all micro-batches and ranks.
 
     Attributes:
         step, fqn: as in :class:`CastStats`.
         gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
-        sqnr: dB, of the result against the product of the operands in high precision.
+        sqnr: SQNR in dB of the result, relative to the product of the operands in high precision.
     """
 
     step: int
@@ -104,7 +105,7 @@ class GemmStats:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """The signal-to-noise ratio of two sums of squares in dB."""
+    """Return the signal-to-noise ratio of two sums of squares in dB."""
     if not (math.isfinite(signal) and math.isfinite(noise)):
         return math.nan
     if noise == 0:
@@ -116,7 +117,7 @@ Row = CastStats | GemmStats
 
 
 def as_dict(row: Row) -> dict[str, Any]:
-    """A row as plain Python values, with its ``kind``: ``"cast"`` or ``"gemm"``."""
+    """Return a row as plain Python values, with its ``kind``: ``"cast"`` or ``"gemm"``."""
     values = {"kind": "cast" if isinstance(row, CastStats) else "gemm", **dataclasses.asdict(row)}
     if isinstance(row, CastStats):
         values |= {"gemms": list(row.gemms), "dtype": short_name(row.dtype)}
@@ -124,7 +125,7 @@ def as_dict(row: Row) -> dict[str, Any]:
 
 
 def append_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Append rows to a file, one JSON object a line; NaN and infinities as strings."""
+    """Append rows to a file, one JSON object per line, with NaN and infinities as strings."""
     with path.open("a") as stream:
         stream.writelines(json.dumps(_strict(row), allow_nan=False) + "\n" for row in rows)
 
@@ -140,7 +141,7 @@ def _strict(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Rows as text."""
+    """Return rows as text."""
     lines = [["step", "layer", "operand", "for", "amax", "scale", "underflow", "saturation"]]
     lines[0] += ["non-finite", "SQNR"]
     for row in rows:

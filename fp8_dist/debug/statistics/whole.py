@@ -1,4 +1,4 @@
-"""Global tensors from the local parts of DTensors, whatever sizes these have."""
+"""Global tensors from the local parts of DTensors, for parts of any sizes."""
 
 import torch
 import torch.nn.functional as F
@@ -9,13 +9,14 @@ from fp8_dist.torch_internals import funcol
 
 
 def whole_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor or DTensor ``[..., K]`` as a plain fp32 matrix, on all ranks of its mesh.
+    """Return a tensor or DTensor ``[..., K]`` as a plain fp32 matrix, on all ranks of its mesh.
 
-    The sizes of shards are asked for: the shape of a DTensor that was made of local tensors, as
-    tensor-parallel styles do, is torch's guess, and wrong where the ranks don't divide a dim.
+    The ranks exchange the sizes of their shards. The shape of a DTensor that was made of local
+    tensors, as by tensor-parallel styles, is torch's guess. It is wrong where the ranks don't
+    divide a dim.
 
-    Collectives: for each mesh axis on which a DTensor is sharded an all-gather of its sizes,
-    8 bytes, and one of its parts; an all-reduce for each one on which it is Partial.
+    Collectives: for each mesh axis on which a DTensor is sharded, an all-gather of its sizes,
+    8 bytes, and one of its parts; an all-reduce for each axis on which it is Partial.
     """
     whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
     return whole.reshape(-1, whole.shape[-1]).to(torch.float32)
@@ -26,7 +27,7 @@ def _whole(tensor: DTensor) -> torch.Tensor:
     plain = all(p.is_replicate() or p.is_partial() or type(p) is Shard for p in tensor.placements)
     if not plain:  # a parameter that FSDP2 shards over tensor parallelism: its shape is known
         return tensor.full_tensor()
-    # (The last axis splits what the axes before it have split.)
+    # In reverse order: the last axis divides the parts of the axes before it.
     for axis in reversed(range(mesh.ndim)):
         placement, group = tensor.placements[axis], str(mesh.get_group(axis).group_name)
         if placement.is_partial():
@@ -38,7 +39,7 @@ def _whole(tensor: DTensor) -> torch.Tensor:
 
 
 def _gathered(part: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """The parts of all ranks of a group, one behind the other along ``dim``."""
+    """Concatenate the parts of all ranks of a group along ``dim``."""
     rows = part.movedim(dim, 0)
     sizes = _all_gather(torch.tensor([len(rows)], device=part.device), ranks, group).tolist()
     padding = [0, 0] * (rows.ndim - 1) + [0, max(sizes) - len(rows)]

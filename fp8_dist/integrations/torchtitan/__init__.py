@@ -1,4 +1,7 @@
-"""torchtitan 0.3: its models in float8, with float8 communication. Needs ``torchtitan``."""
+"""Integration with torchtitan 0.3: its models in float8, with float8 communication.
+
+Needs the package ``torchtitan``.
+"""
 
 from fp8_dist.integrations.torchtitan.config import with_float8
 from fp8_dist.integrations.torchtitan.converter import Float8Converter

@@ -1,4 +1,4 @@
-"""torchtitan's trainer config with float8: the converter, parallelism, the step of the scales."""
+"""torchtitan's trainer config with float8: conversion, parallelism, and updates of scales."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,19 +22,20 @@ def with_float8(
     gradient_transport: Transport | None = None,
     reduce_transport: Encoding = None,
 ) -> Any:
-    """A torchtitan ``Trainer.Config`` whose model trains in float8.
+    """Let the model of a torchtitan ``Trainer.Config`` train in float8.
 
     Args:
-        config: of a function in a ``config_registry``; its ``model_spec`` is replaced.
+        config: a config from a function in a ``config_registry``. Its ``model_spec`` is replaced.
         recipe_name: any recipe of ``Float8LinearConfig.from_recipe_name``.
-        filter_fqns: layers with one of these in their name stay as they are.
-        gradient_transport: how FSDP2's gradients travel: of ``set_gradient_transport``.
-        reduce_transport: how the sums of tensor parallelism travel: as in ``llama_tp_plan``. With
-            either of them the result depends on the number of ranks.
+        filter_fqns: layers with one of these in their name stay unconverted.
+        gradient_transport: the transport of FSDP2's gradients, as in ``set_gradient_transport``.
+        reduce_transport: the transport of tensor parallelism's sums, as in ``llama_tp_plan``. With
+            either transport the result depends on the number of ranks.
 
     Returns:
-        ``config``. FSDP2 gathers weights in float8 where the recipe can; tensor parallelism
-        gathers inputs and output gradients; scales are updated after each optimizer step.
+        ``config``. FSDP2 gathers weights in float8 where the recipe allows it, and tensor
+        parallelism gathers inputs and output gradients in float8. Scales are updated after each
+        optimizer step.
     """
     spec = config.model_spec
     converter = Float8Converter.Config(recipe_name=recipe_name, filter_fqns=list(filter_fqns))

@@ -1,4 +1,4 @@
-"""The converter: torchtitan's linear layers become Float8Linear before the model is built."""
+"""Converter that replaces torchtitan's linear layers by Float8Linear before a model is built."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,7 @@ from fp8_dist import Float8Linear, Float8LinearConfig, rewrap_float8_weights
 
 
 class TitanFloat8Linear(Float8Linear, Module):
-    """A Float8Linear that torchtitan builds from a config and parallelizes."""
+    """Float8Linear that torchtitan builds from a config and parallelizes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -26,26 +26,26 @@ class TitanFloat8Linear(Float8Linear, Module):
         self.fqn = config.fqn
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shard the parameters; the weight stays one that FSDP2 gathers in float8."""
+        """Shard the parameters. The weight keeps the type that FSDP2 gathers in float8."""
         super().parallelize(parallel_dims)
         if self.config.fsdp_float8_all_gather:
             rewrap_float8_weights(self)
 
 
 class Float8Converter(QuantizationConverter):
-    """Replace torchtitan's Linear by Float8Linear, by the rule of torchtitan's own converters.
+    """Converter from torchtitan's Linear to Float8Linear, with the filter of torchtitan's own.
 
-    Layers whose sizes are no multiples of 16 stay as they are.
+    Layers whose sizes are not multiples of 16 stay unconverted.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """What is converted, and how.
+        """Config of the conversion.
 
         Attributes:
             recipe_name: as for ``Float8LinearConfig.from_recipe_name``. FSDP2 gathers weights in
-                float8 where the recipe can.
-            filter_fqns: layers with one of these in their name are left out.
+                float8 where the recipe allows it.
+            filter_fqns: layers with one of these in their name stay unconverted.
         """
 
         recipe_name: str = "tensorwise"
@@ -58,13 +58,13 @@ class Float8Converter(QuantizationConverter):
         """Replace the configs of linear layers in a model's config, in place.
 
         Raises:
-            ValueError: an unknown recipe, or no layer to convert.
+            ValueError: the recipe is unknown, or there is no layer to convert.
         """
         recipe = Float8LinearConfig.from_recipe_name(self.config.recipe_name)
         float8 = replace(recipe, enable_fsdp_float8_all_gather="auto")
         found = False
         for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
-            # (Subclasses compute something else.)
+            # Subclasses compute something else.
             if type(linear) is not Linear.Config:
                 continue
             if not module_filter_fn(linear, fqn, self.config.filter_fqns):

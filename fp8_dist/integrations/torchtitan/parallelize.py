@@ -1,9 +1,9 @@
 """Tensor parallelism in float8: gathers move from torchtitan's modules into the float8 layers.
 
-torchtitan declares per module how inputs and outputs move. An attention gathers its input in high
-precision, and ``wo`` reduce-scatters its output outside of the layer, so that the gradient of that
-is gathered outside, too. Here the input is cast before it is gathered (``share_input``), and
-the layer moves its own output and output gradient.
+torchtitan declares per module how inputs and outputs are redistributed. An attention gathers its
+input in high precision. ``wo``'s output is reduce-scattered outside of the layer, and so its
+gradient is gathered outside of the layer too. Here the input is cast before it is gathered
+(``share_input``), and the layer redistributes its own output and output gradient.
 """
 
 from collections.abc import Callable
@@ -32,20 +32,19 @@ def float8_parallelize(
     gradient_transport: Transport | None = None,
     reduce_transport: Encoding = None,
 ) -> Callable[..., nn.Module]:
-    """A model's ``parallelize_fn`` with float8 tensor parallelism.
+    """Return a model's ``parallelize_fn`` with float8 tensor parallelism.
+
+    The function that is returned raises NotImplementedError for tensor parallelism with the back
+    end ``full_dtensor``. With ``spmd_types``, it raises NotImplementedError for converted layers
+    that are not sharded, and for row-parallel ones with a bias. It raises ValueError if some of the
+    layers that share one input are converted and some are not, or if a transport is given that
+    applies to nothing.
 
     Args:
-        parallelize: torchtitan's.
-        gradient_transport: of ``set_gradient_transport``, which is called after it.
-        reduce_transport: how tensor parallelism's sums travel, as in ``llama_tp_plan``. With either
-            of them the result depends on the number of ranks.
-
-    Raises (what is returned):
-        NotImplementedError: tensor parallelism with the back end ``full_dtensor``; with
-            ``spmd_types``, converted layers that it does not shard, or row-parallel ones with a
-            bias.
-        ValueError: some of the layers that take one input are converted, and some are not. Or a
-            transport is given and there is nothing that it applies to.
+        parallelize: torchtitan's ``parallelize_fn``.
+        gradient_transport: the argument of ``set_gradient_transport``, which is called afterwards.
+        reduce_transport: the transport of tensor parallelism's sums, as in ``llama_tp_plan``. With
+            either transport the result depends on the number of ranks.
     """
     check_transport(reduce_transport, "with_float8")
     return partial(_parallelize, parallelize, gradient_transport, reduce_transport)
@@ -68,7 +67,7 @@ def _parallelize(
             )
         if parallel_dims.spmd_backend == "spmd_types":
             _check_local_layers(model)
-        # (Before torchtitan wraps the forwards.)
+        # Before torchtitan wraps the forwards.
         _move_gathers(model, parallel_dims, reduce_transport)
     elif reduce_transport is not None:
         raise ValueError(
@@ -82,7 +81,7 @@ def _parallelize(
 
 
 def _check_local_layers(model: nn.Module) -> None:
-    """Refuse replicated parameters: spmd_types sums their gradients, which layers have summed."""
+    """Raise for replicated parameters: spmd_types would sum gradients that layers have summed."""
     for module in model.modules():
         if isinstance(module, TitanFloat8Linear):
             dim = _weight_dim(module)
@@ -97,7 +96,7 @@ def _check_local_layers(model: nn.Module) -> None:
 
 def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> None:
     mesh, is_local = parallel_dims.get_mesh("tp"), parallel_dims.spmd_backend == "spmd_types"
-    inputs: dict[nn.Module, Any] = {}  # of each layer: its placement before it is gathered
+    inputs: dict[nn.Module, Any] = {}  # the placement of each layer's input before the gather
     for fqn, module in model.named_modules():
         sharding = getattr(module, "_sharding_config", None)
         if sharding is None or not sharding.in_dst_shardings or sharding.local_map is not None:
@@ -108,7 +107,7 @@ def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> 
             source = sharding.in_src_shardings[name]
             inputs |= dict.fromkeys(layers, resolve_placements(source, mesh)[0])
             module._sharding_config = replace(sharding, in_dst_shardings=None)
-            # (Layers with local tensors declare it.)
+            # Layers with local tensors declare the transport themselves.
             share = partial(
                 share_input, layers=layers, reduce_transport=None if is_local else transport
             )
@@ -119,7 +118,7 @@ def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> 
 
 
 def _moved_input(sharding: Any, fqn: str) -> str:
-    """The name of the one input that a module gathers over the tensor-parallel axis."""
+    """Return the name of the one input that a module gathers over the tensor-parallel axis."""
     sources, targets = sharding.in_src_shardings, sharding.in_dst_shardings
     names = [n for n in targets if _on_tp(sources[n]) != _on_tp(targets[n])]
     if len(names) != 1:
@@ -135,14 +134,14 @@ def _on_tp(layout: Any) -> Any:
 
 
 def _weight_dim(layer: nn.Module) -> int | None:
-    """The dim of a weight that tensor parallelism shards."""
+    """Return the dim of a weight that tensor parallelism shards; None if it shards none."""
     sharding: Any = layer._sharding_config
     dim: int | None = getattr(_on_tp(sharding.state_shardings["weight"]), "dim", None)
     return dim
 
 
 def _column_parallel(module: nn.Module, fqn: str) -> list[TitanFloat8Linear]:
-    """The float8 layers that take what ``module`` gathers."""
+    """Return the float8 layers that take the input that ``module`` gathers."""
     every = {
         name: child
         for name, child in module.named_modules()
@@ -178,7 +177,7 @@ def _with_prepared_input(
 def _place(
     layer: Any, mesh: Any, inputs: dict[nn.Module, Any], is_local: bool, transport: Encoding
 ) -> None:
-    """Let a layer move its own output, and, of local tensors, know where they stand."""
+    """Let a layer redistribute its own output, and declare the placements of local tensors."""
     sharding = layer._sharding_config
     dim, moves = _weight_dim(layer), sharding.out_dst_shardings is not None
     output = sharding.out_dst_shardings if moves else sharding.out_src_shardings

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: tensor-parallel plans, its Trainer, and its loading (extra ``hf``)."""
+"""Integration with transformers (extra ``hf``): tensor-parallel plans, the Trainer, loading."""
 
 from importlib.util import find_spec
 

@@ -1,8 +1,8 @@
 """transformers' own tensor parallelism (``DistributedConfig(tp_size=...)``) over float8 layers.
 
-In training it hands layers DTensors, from which they know what their scales cover. Without
-gradients it hands every ``nn.Linear`` local tensors instead. The styles here hand a float8 layer
-DTensors in both cases.
+In training it passes DTensors to layers, which tell them what their scales cover. Without gradients
+it passes local tensors to every ``nn.Linear`` instead. The styles here pass DTensors to float8
+layers in both cases.
 """
 
 import re
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from fp8_dist.linear import Float8Linear, float8_layers
 
-# transformers' names of styles for linear layers, and the names of those that replace them.
+# Names of transformers' styles for linear layers, and of the styles that replace them.
 _FLOAT8_NAMES: dict[str, str] = {}
 # Styles under which a layer's weight stays whole on each rank.
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
@@ -65,13 +65,13 @@ def use_float8_styles(plan: dict[str, str]) -> None:
 
 
 def restore_styles(plan: dict[str, str]) -> None:
-    """The plan as it was: transformers asks it for ``"colwise"`` when it makes a KV cache."""
+    """Restore a plan in place: transformers looks for ``"colwise"`` when it makes a KV cache."""
     plain = {float8: name for name, float8 in _FLOAT8_NAMES.items()}
     plan.update({key: plain.get(style, style) for key, style in plan.items()})
 
 
 def check_plan(model: PreTrainedModel) -> None:
-    """Refuse plans that hand float8 layers local tensors, whose scales would be the rank's own.
+    """Check that no plan passes local tensors to float8 layers: their scales would be per rank.
 
     Raises:
         NotImplementedError: a converted layer has a style that is unknown here, or this release of

@@ -1,8 +1,8 @@
 """``from_pretrained(..., quantization_config=Fp8DistConfig())``: float8 layers from the start.
 
-transformers calls what changes a model's layers before its weights are loaded a quantizer. This one
-makes training layers, whose weights stay in high precision: the model that it returns is not marked
-as quantized, and is saved as any other.
+In transformers, a quantizer changes a model's layers before its weights are loaded. This one makes
+training layers, whose weights stay in high precision. The model is not marked as quantized, and is
+saved like any other.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ METHOD = "fp8_dist"
 
 @register_quantization_config(METHOD)
 class Fp8DistConfig(QuantizationConfigMixin):
-    """Load a model with float8 layers, to train it.
+    """Config for loading a model with float8 layers, for training.
 
     ::
 
@@ -37,11 +37,11 @@ class Fp8DistConfig(QuantizationConfigMixin):
 
     The weights stay in the dtype in which they are loaded. The model is converted on the meta
     device, before transformers distributes it (``distributed_config``) and loads its weights.
-    ``save_pretrained`` writes what it writes for the unconverted model: nothing of this
-    configuration is left in ``config.json``.
+    ``save_pretrained`` writes the same as for the unconverted model: ``config.json`` contains
+    nothing of this configuration.
 
     Args:
-        recipe: a name that ``Float8LinearConfig.from_recipe_name`` knows.
+        recipe: the name of a recipe, as for ``Float8LinearConfig.from_recipe_name``.
         modules_to_not_convert: names of modules whose layers stay in high precision, besides the
             layers that :func:`fp8_dist.skip_head` leaves out: whole names (``"model.layers.0"``)
             or consecutive parts of them (``"down_proj"``, ``"mlp"``, ``"layers.0.mlp"``).
@@ -49,12 +49,12 @@ class Fp8DistConfig(QuantizationConfigMixin):
 
     Raises:
         TypeError: ``modules_to_not_convert`` is a string.
-        ValueError: no recipe has this name, or it can't be gathered in float8 as asked.
-            ``from_pretrained`` raises it if a name in ``modules_to_not_convert`` matches no module,
-            ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the model, or
-            ``DistributedConfig(tp_plan={...})`` gives a converted layer a style for others.
+        ValueError: no recipe has this name, or its weights can't be gathered in float8 as
+            requested. ``from_pretrained`` raises it if a name in ``modules_to_not_convert`` matches
+            no module, ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the
+            model, or ``DistributedConfig(tp_plan={...})`` sets a style for unconverted layers.
         NotImplementedError: in ``from_pretrained``, transformers' tensor parallelism has a style
-            for a converted layer that hands it local tensors (``packed_colwise``).
+            that passes local tensors to a converted layer (``packed_colwise``).
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Fp8DistConfig(QuantizationConfigMixin):
         self.layer_config()
 
     def layer_config(self) -> Float8LinearConfig:
-        """The config of the layers."""
+        """Return the config of the layers."""
         config = Float8LinearConfig.from_recipe_name(self.recipe)
         return replace(config, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather)
 
 
 @register_quantizer(METHOD)
 class Fp8DistQuantizer(HfQuantizer):
-    """What ``from_pretrained`` calls for :class:`Fp8DistConfig`."""
+    """Quantizer that ``from_pretrained`` uses for :class:`Fp8DistConfig`."""
 
     requires_calibration = False
     quantization_config: Fp8DistConfig
@@ -97,12 +97,12 @@ class Fp8DistQuantizer(HfQuantizer):
         convert_to_float8_training(model, config=config, module_filter_fn=layer_filter)
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
-        """Before transformers distributes the converted model: styles for float8 layers."""
+        """Use styles for float8 layers, before transformers distributes the converted model."""
         use_float8_styles(plan)
         check_plan(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
-        """Wrap the weights that loading has rebuilt; leave a model as any other."""
+        """Wrap the weights that loading has rebuilt, and remove all marks of quantization."""
         rewrap_float8_weights(model)
         restore_styles(model.tp_plan)
         self.remove_quantization_config(model)
@@ -111,7 +111,7 @@ class Fp8DistQuantizer(HfQuantizer):
                 module.config.__dict__.pop("_is_quantized", None)
         return model
 
-    # The rest is what transformers asks a quantizer. After loading, nothing does.
+    # The rest is transformers' interface of a quantizer, which it does not use after loading.
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the model can be saved."""

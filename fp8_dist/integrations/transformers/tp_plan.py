@@ -1,4 +1,4 @@
-"""Tensor-parallel plans of transformers' models, from the plans that the models declare."""
+"""Tensor-parallel plans for transformers' models, from the plans that the models declare."""
 
 import warnings
 from typing import Any
@@ -31,34 +31,34 @@ def hf_tp_plan(
     loss_parallel: bool = False,
     reduce_transport: Encoding = None,
 ) -> dict[str, ParallelStyle]:
-    """The tensor-parallel plan of a transformers model: names to styles, for ``apply_tp_plan``.
+    """Make the tensor-parallel plan of a transformers model for ``apply_tp_plan``: names to styles.
 
-    The model declares which layers are divided, and how (``_tp_plan``, ``base_model_tp_plan``).
-    This function adds how activations move. A converted layer (``Float8Linear``) gets a float8
-    style, any other layer torch's style. Layers that read the same input (q, k, v; gate, up) share
-    one gather: in float8 if all of them cast it alike in one copy, else in high precision.
+    The model declares which layers are sharded, and how (``_tp_plan``, ``base_model_tp_plan``).
+    This function adds the redistribution of activations. A converted layer (``Float8Linear``) gets
+    a float8 style, any other layer torch's style. Layers that read the same input (q, k, v; gate,
+    up) share one gather. It is in float8 if one copy serves all of them, else in high precision.
 
     Shapes, for B sequences of S tokens, hidden size D, on ``tp`` ranks:
 
-    * ``input_ids``, ``attention_mask``, ``position_ids``, ``labels`` and rotary tables: whole, and
-      equal on all ranks of the axis.
+    * ``input_ids``, ``attention_mask``, ``position_ids``, ``labels`` and rotary tables: replicated
+      over the axis.
     * between blocks: ``[B, S / tp, D]`` with sequence parallelism, else ``[B, S, D]``. If ``tp``
-      does not divide S, the first ranks have one more token and the last may have none (so in
-      ``generate``, where S is 1): the parts are DTensors then.
-    * in a block: ``[B, S, D]`` in, heads and features divided by ``tp``.
-    * ``logits``: whole, or with ``loss_parallel`` a DTensor sharded along the vocabulary.
+      does not divide S, the parts are DTensors. The first ranks then have one more token, and the
+      last ones may have none, as in ``generate``, where S is 1.
+    * in a block: ``[B, S, D]`` in, heads and features sharded over ``tp``.
+    * ``logits``: replicated, or with ``loss_parallel`` a DTensor sharded along the vocabulary.
 
-    Embeddings are divided along the vocabulary, also where the declared plan leaves them out. Norms
+    Embeddings are sharded along the vocabulary, also where the declared plan leaves them out. Norms
     of queries and keys get the sum of all heads' gradients.
 
-    Routed experts of MoE blocks are not divided: every rank has all of them and computes all
-    tokens, which is right but saves nothing. A warning names these blocks. Linear layers that are
-    shared experts are divided if the model declares it.
+    Routed experts of MoE blocks are not sharded: every rank has all of them and computes all
+    tokens, which is correct but saves nothing. A warning names these blocks. Linear layers that are
+    shared experts are sharded if the model declares it.
 
     Args:
-        model: a ``PreTrainedModel``, as it is made. Convert it before.
-        sequence_parallel: the stream between blocks is divided along the sequence, and norms run
-            on parts. False: it is whole on every rank.
+        model: a ``PreTrainedModel`` that is not parallelized. Convert it before this call.
+        sequence_parallel: shard the stream between blocks along the sequence, and run norms on the
+            shards. False: the stream is replicated.
         loss_parallel: the head returns logits for
             ``torch.distributed.tensor.parallel.loss_parallel``.
         reduce_transport: as in the float8 styles, for all reduce-scatters of converted layers: of
@@ -67,17 +67,18 @@ def hf_tp_plan(
 
     Collectives: with sequence parallelism, per block, an all-gather of the input and a
     reduce-scatter of the output, and their counterparts in the backward; gathers of converted
-    layers take 1 byte per element (see the float8 styles for amaxes). Without, an all-reduce of
-    the output and of the input's gradient per block. One of either kind for the embedding and the
-    head; one all-gather of logits without ``loss_parallel``. Layers with the declared style
-    ``colwise_gather_output`` (``colwise_rep`` in transformers 4) gather their outputs, those with
-    ``rowwise_split_input`` (``rowwise_rep``) the gradient of their inputs, in high precision.
+    layers take 1 byte per element (see the float8 styles for amaxes). Without sequence parallelism,
+    an all-reduce of the output and of the input's gradient per block. One of either kind for the
+    embedding and the head; one all-gather of logits without ``loss_parallel``. In high precision,
+    layers with the declared style ``colwise_gather_output`` (``colwise_rep`` in transformers 4)
+    gather their outputs, and those with ``rowwise_split_input`` (``rowwise_rep``) gather the
+    gradient of their inputs.
 
     Raises:
-        NotImplementedError: the model declares no plan, a style that this function does not know,
-            or has parameters whose place in the model it does not know. All are named.
+        NotImplementedError: the model declares no plan or an unknown style, or it has parameters
+            whose place in the model is unknown. All of them are named.
         ValueError: ``sequence_parallel`` for a model that merges other inputs (images, sound) into
-            its embeddings; ``loss_parallel`` of a model without a divided head;
+            its embeddings; ``loss_parallel`` for a model without a sharded head;
             ``reduce_transport`` without sequence parallelism, or for a model that was not
             converted. From ``apply_tp_plan``, before it changes the model: heads that the ranks
             cannot share evenly.
@@ -105,7 +106,7 @@ def _styles(
     loss_parallel: bool,
     transport: Encoding,
 ) -> dict[str, ParallelStyle]:
-    """The plan of a model whose structure is known."""
+    """Make the plan of a model with a known structure."""
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         structure.embedding: tp_styles.embedding_style(sequence_parallel)
@@ -129,7 +130,7 @@ def _styles(
 
 
 def _stream_styles(structure: Structure) -> dict[str, ParallelStyle]:
-    """What a sequence-parallel stream passes on its way, outside of the divided blocks."""
+    """Make the styles of a sequence-parallel stream, outside of the sharded blocks."""
     plan: dict[str, ParallelStyle] = {structure.layers[0]: tp_styles.StreamInput()}
     plan |= {name: tp_styles.StreamNorm() for name in structure.norms}
     plan |= {name: tp_styles.ReplicatedBlock() for name in structure.replicated}
@@ -140,7 +141,7 @@ def _stream_styles(structure: Structure) -> dict[str, ParallelStyle]:
 def _block_styles(
     model: nn.Module, block: Block, stream: Placement, transport: Encoding
 ) -> dict[str, ParallelStyle]:
-    """A block that reads from and writes to a stream, and its layers."""
+    """Make the styles of a block that reads from and writes to a stream, and of its layers."""
     module = model.get_submodule(block.name)
     readers = {name: module.get_submodule(name) for name in block.readers}
     parts = {} if block.gathers_outputs else _parts(module, readers)
@@ -156,13 +157,13 @@ def _block_styles(
             module.get_submodule(name), transport, input_layouts=inside, output_layouts=stream
         )
     for name in block.head_norms:
-        # The dim is a name for "heads": these norms see whole rows, in any order of dims.
+        # Dim 2 stands for the heads. These norms see whole rows, whatever the order of the dims.
         plan[f"{block.name}.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return plan
 
 
 def _parts(block: nn.Module, readers: dict[str, Any]) -> dict[str, int]:
-    """How many heads (or features) the output of each reader of a block has."""
+    """Return the number of heads (or features) in the output of each reader of a block."""
     head_dim = int(getattr(block, "head_dim", 1))
     return {name: layer.out_features // head_dim for name, layer in readers.items()}
 

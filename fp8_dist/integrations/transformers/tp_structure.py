@@ -1,8 +1,8 @@
-"""What a tensor-parallel plan needs to know of a transformers model, read from the model.
+"""Structure of a transformers model for its tensor-parallel plan, read from the model.
 
-Words: the *stream* is what the layers hand on; a *block* is a module of a layer whose *readers*
-(linear layers, column-parallel) read its input, and whose *writers* (row-parallel) give what is
-added to the stream.
+Terms: the *stream* is the activation that passes from layer to layer. A *block* is a module of a
+layer. Its *readers* are column-parallel linear layers that read its input. Its *writers* are
+row-parallel linear layers whose output is added to the stream.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-# Names of declared styles: of transformers 5, and of 4.
+# Names of declared styles, in transformers 5 and in 4.
 _READER = {"colwise"}
 _GATHERING_READER = {"colwise_gather_output", "colwise_rep"}
 _WRITER = {"rowwise"}
@@ -24,11 +24,11 @@ _EXPERTS = "experts"
 
 @dataclass
 class Block:
-    """Names of its layers are relative to the block.
+    """Block of a layer. The names of its own layers are relative to the block.
 
     Attributes:
         gathers_outputs: the outputs of its readers are gathered, and writers take their part.
-        in_replicated: its input is whole, because it lies in a block that is replicated.
+        in_replicated: its input is replicated, because it lies in a replicated block.
     """
 
     name: str
@@ -41,7 +41,10 @@ class Block:
 
 @dataclass
 class Structure:
-    """Full names of modules; ``norms`` are those of layers, ``last_norm`` "" if none is known."""
+    """Full names of a model's modules.
+
+    ``norms`` are the norms of layers. ``last_norm`` is "" if none is known.
+    """
 
     embedding: str
     layers: list[str]
@@ -56,10 +59,10 @@ _UNKNOWN = Structure("", [], [], [], [], "", None)
 
 
 def read_structure(model: nn.Module, sequence_parallel: bool) -> Structure:
-    """The structure of ``model``, once nothing in it is unknown.
+    """Read the structure of ``model``.
 
     Raises:
-        NotImplementedError: it declares no plan, or something in it is unknown; all is named.
+        NotImplementedError: it declares no plan, or parts of it are unknown. All are named.
     """
     reader = _Reader(model, sequence_parallel)
     structure = reader.read()
@@ -74,7 +77,7 @@ def read_structure(model: nn.Module, sequence_parallel: bool) -> Structure:
 
 
 def declared_plan(model: nn.Module) -> dict[str, str]:
-    """Patterns of names to names of styles, as the model, its class or its config has them."""
+    """Return the plan that a model, its class or its config declares: patterns to style names."""
     prefix = getattr(model, "base_model_prefix", "")
     config = getattr(model, "config", None)
     of_base: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
@@ -88,7 +91,7 @@ def declared_plan(model: nn.Module) -> dict[str, str]:
 def merges_embeddings(model: nn.Module) -> bool:
     """Whether a model builds its decoder's inputs from embeddings of text and of other inputs.
 
-    The config of such a model holds that of its decoder, beside those of its other encoders.
+    The config of such a model contains the config of its decoder, and those of other encoders.
     """
     config: Any = getattr(model, "config", None)
     get_text_config = getattr(config, "get_text_config", lambda: config)
@@ -96,16 +99,16 @@ def merges_embeddings(model: nn.Module) -> bool:
 
 
 def without_numbers(names: str) -> str:
-    """Names of modules with ``*`` for the numbers of layers."""
+    """Replace the numbers of layers in names of modules by ``*``."""
     return re.sub(r"\.\d+\b", ".*", names)
 
 
 class _Reader:
-    """Reads a model.
+    """Reader of a model's structure.
 
     Attributes:
-        problems: what it does not know, without layers' numbers; and whether that is a problem of
-            sequence parallelism alone.
+        problems: descriptions of unknown parts, without layers' numbers; True if only sequence
+            parallelism is affected.
         routed: the blocks that have routed experts.
     """
 
@@ -149,7 +152,7 @@ class _Reader:
             self.problems[without_numbers(problem)] = of_sequences
 
     def matched_styles(self) -> dict[str, str]:
-        """Styles by the names of modules, without those of routed experts and their routers."""
+        """Return styles by the names of modules, without routed experts and their routers."""
         declared = declared_plan(self.model)
         if not declared:
             self.refuse(
@@ -185,13 +188,13 @@ class _Reader:
             self.refuse(f"{name}: the style {style!r} of a {kind}")
 
     def is_routed(self, name: str) -> bool:
-        """Whether it is (part of) routed experts, or the router beside them."""
+        """Whether a module is (part of) routed experts, or the router beside them."""
         parent, _, last = name.rpartition(".")
         router = parent in self.routed and not self.modules.get(name, nn.Module())._modules
         return last == _EXPERTS or f".{_EXPERTS}." in name or router
 
     def stack_of(self, name: str) -> str:
-        """The outermost list of layers that holds a module; "" for none."""
+        """Return the outermost list of layers that contains a module; "" if there is none."""
         parts = name.split(".")
         prefixes = (".".join(parts[:n]) for n in range(1, len(parts)))
         return next((p for p in prefixes if isinstance(self.modules[p], nn.ModuleList)), "")
@@ -243,7 +246,7 @@ class _Reader:
                 )
 
     def check_layers(self, layers: list[str], blocks: set[str]) -> list[str]:
-        """The norms of the layers; what else they hold is a block, or unknown."""
+        """Return the norms of the layers. Anything else in them is a block, or unknown."""
         norms = []
         for layer in layers:
             if layer in blocks:
@@ -262,7 +265,7 @@ class _Reader:
         return norms
 
     def check_ends(self, stack: str, styles: dict[str, str]) -> tuple[str, str]:
-        """The embedding before the layers, and the norm after them."""
+        """Return the embedding before the layers, and the norm after them."""
         base = stack.rpartition(".")[0]
         siblings = {
             f"{base}.{child}" if base else child: module
@@ -288,7 +291,7 @@ class _Reader:
         return next(iter(embeddings), ""), next(iter(norms), "")
 
     def find_head(self, styles: dict[str, str], stack: str, embedding: str) -> str | None:
-        """The divided layer after the last norm. A tied one is, as its embedding is."""
+        """Return the sharded layer after the last norm. A tied one is sharded as its embedding."""
         table = self.modules[embedding]._parameters.get("weight") if embedding else None
         heads = [
             name
@@ -306,7 +309,7 @@ class _Reader:
 
 
 def _is_norm(module: nn.Module, size: int | None = None) -> bool:
-    """Whether a module has vectors alone as parameters, of this size if one is given."""
+    """Whether all parameters of a module are vectors, of the given size if there is one."""
     sizes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
     if module._modules or not sizes:
         return False

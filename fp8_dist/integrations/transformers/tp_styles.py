@@ -1,8 +1,8 @@
-"""Styles of a transformers model: how its blocks and its residual stream are placed.
+"""Parallel styles for the blocks and the residual stream of a transformers model.
 
 Without sequence parallelism the stream between blocks is a plain tensor, equal on all ranks. With
-it, each rank has a part of the sequence (dim 1): a plain tensor where the ranks share the sequence
-evenly, else a DTensor, which knows the lengths of the other ranks' parts.
+it, each rank has a part of the sequence (dim 1). The part is a plain tensor if the ranks share the
+sequence evenly, else a DTensor, which knows the lengths of the other ranks' parts.
 """
 
 import inspect
@@ -28,10 +28,10 @@ _WHOLE = (Replicate(),)
 
 
 class SequenceEmbedding(EmbeddingRowwiseParallel):
-    """A vocabulary-parallel embedding that starts a sequence-parallel stream.
+    """Style of a vocabulary-parallel embedding that starts a sequence-parallel stream.
 
-    The output is a DTensor for every length of the sequence. The model reads from its shape how
-    long the sequence is, for masks and position ids.
+    The output is a DTensor for every length of the sequence. The model reads the length from its
+    shape, for masks and position ids.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -39,9 +39,9 @@ class SequenceEmbedding(EmbeddingRowwiseParallel):
 
 
 class StreamInput(ParallelStyle):
-    """The first layer: its first argument becomes a sequence-parallel stream.
+    """Style of the first layer, whose first argument becomes a sequence-parallel stream.
 
-    A plain tensor (``inputs_embeds`` that the user gave) is taken for the whole sequence.
+    A plain tensor (``inputs_embeds`` from the user) is assumed to be the whole sequence.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -57,7 +57,7 @@ class StreamInput(ParallelStyle):
 
 
 class StreamNorm(SequenceParallel):
-    """A norm of a layer: it runs on the parts of a sequence-parallel stream."""
+    """Style of a layer's norm, which runs on the parts of a sequence-parallel stream."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
@@ -66,11 +66,11 @@ class StreamNorm(SequenceParallel):
 
 
 class LastNorm(SequenceParallel):
-    """The norm after the last layer.
+    """Style of the norm after the last layer.
 
     Args:
         gathered: return the whole sequence as a plain tensor. Otherwise the output is a DTensor
-            that is sharded along the sequence, for a head that the plan divides.
+            that is sharded along the sequence, for a head that the plan shards.
     """
 
     def __init__(self, *, gathered: bool) -> None:
@@ -85,13 +85,13 @@ class LastNorm(SequenceParallel):
 
 
 class BlockInput(ModuleInput, CheckedStyle):
-    """``PrepareModuleInput`` of a module's first argument, however the caller passes it.
+    """``PrepareModuleInput`` for a module's first argument, positional or by keyword.
 
     Args:
-        layout: of the argument. It is gathered.
-        parts: how many parts the output of each linear layer that reads it has (heads, or
-            features), by its name in the module; no part may be divided.
-        may_change_output: the caller may change the module's output, one tensor, in place.
+        layout: the placement of the argument, which is gathered.
+        parts: the number of parts (heads, or features) in the output of each linear layer that
+            reads it, by the layer's name in the module. No part may be split.
+        may_change_output: whether the caller may change the module's output, one tensor, in place.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class BlockInput(ModuleInput, CheckedStyle):
         self.parts, self.may_change_output = parts, may_change_output
 
     def misfits(self, name: str, size: int) -> Iterator[str]:
-        """Layers whose parts the ranks cannot share evenly."""
+        """Yield errors for layers whose parts the ranks cannot share evenly."""
         for layer, count in self.parts.items():
             if count % size:
                 yield (
@@ -126,12 +126,12 @@ class Float8BlockInput(BlockInput, PrepareFloat8ModuleInput):
 
 
 class ReplicatedBlock(ParallelStyle):
-    """A block that every rank computes whole, in a sequence-parallel stream.
+    """Style of a block that every rank computes whole, in a sequence-parallel stream.
 
-    Its first argument is gathered, in high precision; of its (first) output each rank keeps its
-    part of the sequence. All ranks find the same gradients of its parameters, which stay as they
-    are. An output of another shape with as many elements, such as ``[B * S, D]``, gets the shape of
-    the input.
+    Its first argument is gathered in high precision. Each rank keeps its part of the sequence of
+    the (first) output. All ranks compute the same gradients of its parameters, which are not
+    reduced. An output of another shape with as many elements, such as ``[B * S, D]``, gets the
+    shape of the input.
 
     Collectives: an all-gather of the input; in the backward one of the output's gradient.
     """
@@ -157,7 +157,7 @@ class ReplicatedBlock(ParallelStyle):
 
 
 def embedding_style(sequence_parallel: bool) -> ParallelStyle:
-    """The style of the embedding that starts the stream."""
+    """Return the style of the embedding that starts the stream."""
     if sequence_parallel:
         return SequenceEmbedding(input_layouts=Replicate(), output_layouts=Shard(1))
     return EmbeddingRowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
@@ -170,10 +170,10 @@ def block_style(
     may_change_output: bool,
     reduce_transport: Encoding,
 ) -> BlockInput:
-    """The style of a block whose input linear layers read, by their names in the block.
+    """Return the style of a block whose input is read by ``readers``, by their names in the block.
 
-    In float8 if all of them cast it alike, and one copy serves all their GEMMs. The transport is
-    that of the input's gradient, if one of them is converted.
+    The input is gathered in float8 if all readers cast it alike and one copy serves all their
+    GEMMs. The transport applies to the input's gradient, if a reader is converted.
     """
     arguments: dict[str, Any] = {}
     if any(isinstance(layer, Float8Linear) for layer in readers.values()):
@@ -185,12 +185,12 @@ def block_style(
 
 
 def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """The output on the same memory. Autograd forbids to change the view that a style returns."""
+    """Alias the output. Autograd forbids in-place changes of the view that a style returns."""
     return torch.ops.aten._unsafe_view.default(output, output.shape)
 
 
 def _local_if_even(x: DTensor) -> torch.Tensor:
-    """A stream in the form that this module's docstring describes."""
+    """Return a stream in the form that this module's docstring describes."""
     (placement,), size = x.placements, x.device_mesh.size()
     if isinstance(placement, Shard) and x.shape[placement.dim] % size == 0:
         return x.to_local()
@@ -198,7 +198,7 @@ def _local_if_even(x: DTensor) -> torch.Tensor:
 
 
 def _pass_first_argument_alone(module: nn.Module) -> None:
-    """Let a module's first parameter be its one positional argument when its hooks are called."""
+    """Pass only a module's first argument by position when its hooks are called."""
     names = list(inspect.signature(module.forward).parameters)
 
     def rearrange(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer: conversion before it wraps, scales after each step."""
+"""Callback for transformers' Trainer: converts the model, and updates scales after each step."""
 
 import os
 from typing import Any
@@ -19,30 +19,31 @@ from fp8_dist.warn import warn_once
 
 
 class Float8Callback(TrainerCallback, ExportableState):
-    """Trains the model of a transformers Trainer in float8: ``callbacks=[Float8Callback()]``.
+    """Callback that trains a Trainer's model in float8: ``callbacks=[Float8Callback()]``.
 
-    When the Trainer is made, the callback converts its model, before accelerate wraps it in DDP or
-    shards it with FSDP2 and before the optimizer is made. A model that is converted already stays
-    as it is. After each optimizer step, the callback calls :func:`fp8_dist.update_float8_scales`:
-    once for all micro-batches of a step, and before evaluation and saving. Amax histories of
-    DELAYED operands are saved in ``trainer_state.json``; ``resume_from_checkpoint`` restores them.
+    When the Trainer is made, the callback converts its model. This is before accelerate wraps it in
+    DDP or shards it with FSDP2, and before the optimizer is made. A model that is already converted
+    stays as it is. After each optimizer step, the callback calls
+    :func:`fp8_dist.update_float8_scales`: once for all micro-batches of a step, and before
+    evaluation and saving. Amax histories of DELAYED operands are saved in ``trainer_state.json``;
+    ``resume_from_checkpoint`` restores them.
 
     Args:
-        config: of the layers. Defaults to the ``tensorwise`` recipe, whose weights FSDP2 gathers in
-            float8.
-        module_filter_fn: ``(module, fqn) -> bool``, which layers to convert. Defaults to
+        config: the config of the layers. Defaults to the ``tensorwise`` recipe, whose weights FSDP2
+            gathers in float8.
+        module_filter_fn: ``(module, fqn) -> bool``, whether to convert a layer. Defaults to
             :func:`fp8_dist.skip_head` of the model.
 
     Collectives: those of ``update_float8_scales`` (with dynamic scales one all-reduce under FSDP2,
     none under DDP), when training begins, after each step, and after the best model was loaded.
 
     Warns once if the Trainer is asked for FSDP where accelerate leaves it out (CPUs), and if
-    torchrun started several ranks but the Trainer knows of one (CPUs without ``use_cpu=True``).
+    torchrun started several ranks but the Trainer sees only one (CPUs without ``use_cpu=True``).
 
     Raises:
         ValueError: when the Trainer is made: ``convert_to_float8_training`` refuses the model; it
-            is converted already, and ``config`` or ``module_filter_fn`` is given; or it is wrapped
-            in DDP already. When training begins: the model is not converted, because the Trainer
+            is already converted, and ``config`` or ``module_filter_fn`` is given; or it is already
+            wrapped in DDP. When training begins: the model is not converted, because the Trainer
             made a new one (``model_init``) or got the callback after the model
             (``add_callback``); the optimizer updates none of the converted weights; or the Trainer
             has the callback twice.
@@ -58,14 +59,14 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._model: nn.Module | None = None
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer saves with its own state: amax histories, those of rank 0."""
+        """Return the state that the Trainer saves with its own: the amax histories of rank 0."""
         histories = {} if self._model is None else _histories(self._model)
         return {"args": {}, "attributes": {"histories": histories}}
 
     def on_init_end(
         self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Convert the model; the Trainer has not wrapped it, nor made its optimizer."""
+        """Convert the model, before the Trainer wraps it and makes its optimizer."""
         _check_back_end(args)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError(
@@ -90,7 +91,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         optimizer: Any,
         **kwargs: Any,
     ) -> None:
-        """Check what the Trainer has made of the model, and compute the first scales."""
+        """Check the model and optimizer that the Trainer made, and compute the first scales."""
         if not float8_layers(model):
             raise ValueError(
                 "Float8Callback: the model was wrapped for training before the callback could "
@@ -99,8 +100,8 @@ class Float8Callback(TrainerCallback, ExportableState):
                 "again for each training. (Or load the model with "
                 "quantization_config=Fp8DistConfig(...))"
             )
-        # Attached and removed for the sake of its checks: the hook of an optimizer does not run for
-        # steps that a GradScaler skips, while the Trainer's event does.
+        # Attached and removed only for its checks: the hook of an optimizer does not run for steps
+        # that a GradScaler skips, while the Trainer's event does.
         attach_update(optimizer, model).remove()
         self._model = model
         saved = state.stateful_callbacks.get(type(self).__name__, {})
@@ -113,13 +114,13 @@ class Float8Callback(TrainerCallback, ExportableState):
         update_float8_scales(model)
 
     def on_step_end(self, *_: Any, model: nn.Module, **kwargs: Any) -> None:
-        """After the optimizer step and ``zero_grad``, before evaluation and saving."""
+        """Update the scales after the optimizer step, before evaluation and saving."""
         update_float8_scales(model)
 
     def on_train_end(
         self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
-        """The best model may have been loaded since the last step."""
+        """Update the scales if the best model may have been loaded since the last step."""
         if args.load_best_model_at_end:
             update_float8_scales(model)
 
@@ -132,7 +133,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
 
 def _histories(model: nn.Module) -> dict[str, dict[str, list[float]]]:
-    """The amaxes of each layer's DELAYED operands, newest first."""
+    """Return the amaxes of each layer's DELAYED operands, newest first."""
     return {
         name: {
             operand: history.amaxes().tolist()
@@ -151,19 +152,19 @@ def _restore_histories(
         if saved:
             rows, device = saved.get(name, {}), layer.weight.device
             load_histories(layer.histories, rows, layer.meshes(), device, layer.fqn)
-        elif is_new:  # accelerate may have loaded what rank 0 has read: nothing is missing
+        elif is_new:  # a new training has no histories to restore, whatever accelerate loaded
             for history in layer.histories.values():
                 history.restored = None
 
 
 def _default_config() -> Float8LinearConfig:
-    """Weights are gathered in float8 where anything gathers them."""
+    """Return the default config. It gathers weights in float8 if the Trainer uses FSDP."""
     gathered = getattr(AcceleratorState(), "fsdp_plugin", None) is not None
     return Float8LinearConfig(enable_fsdp_float8_all_gather=gathered)
 
 
 def _check_back_end(args: TrainingArguments) -> None:
-    """Refuse what changes parameters in ways that the layers don't know; warn of lone ranks."""
+    """Raise for unsupported back ends, which change parameters unnoticed; warn of lone ranks."""
     state = AcceleratorState()
     fsdp = getattr(state, "fsdp_plugin", None)
     if args.fsdp and fsdp is None:
