@@ -168,7 +168,9 @@ def same_collectives(recipe: str, tp: int, steps: Steps) -> bool:
         pytest.param(2, 2, "tensorwise", True, "aot_eager", LOCAL, None, marks=full_tier),
         pytest.param(1, 2, "delayed", True, "aot_eager", LOCAL, None, marks=full_tier),
         pytest.param(1, 2, "rowwise", True, "counting", DTENSORS, None, marks=full_tier),
-        (2, 1, "rowwise_with_gw_hp", True, "aot_eager", DTENSORS, None),
+        pytest.param(
+            2, 1, "rowwise_with_gw_hp", True, "aot_eager", DTENSORS, None, marks=full_tier
+        ),
         pytest.param(2, 2, "blockwise", True, "aot_eager", DTENSORS, None, marks=full_tier),
         pytest.param(2, 2, "mxfp8", False, "aot_eager", DTENSORS, None, marks=full_tier),
         pytest.param(2, 1, "rowwise", True, "aot_eager", DTENSORS, None, marks=full_tier),

@@ -43,7 +43,7 @@ def compiled(net: nn.Module, backend: str) -> Any:
     ("recipe", "backend"),
     [
         ("rowwise_folded", "aot_eager"),
-        ("delayed", "aot_eager"),
+        pytest.param("delayed", "aot_eager", marks=pytest.mark.full),
         pytest.param("tensorwise", "inductor", marks=pytest.mark.full),
     ],
 )

@@ -139,7 +139,7 @@ def test_no_unsharded_weight_outlives_its_layer(
     ("backend", "recipe"),
     [
         ("aot", "tensorwise"),
-        ("aot", "rowwise"),
+        pytest.param("aot", "rowwise", marks=pytest.mark.full),
         pytest.param("inductor", "tensorwise", marks=pytest.mark.full),
     ],
 )

@@ -47,7 +47,7 @@ CASES = [
     ((2, 1), None, ("rowwise", "mxfp8", "delayed")),
     ((1, 2), None, ("rowwise_with_gw_hp", "blockwise", "delayed")),
     ((2, 2), None, ("tensorwise", "rowwise_folded")),
-    ((2, 2), "aot_eager", ("tensorwise",)),
+    pytest.param((2, 2), "aot_eager", ("tensorwise",), marks=pytest.mark.full),
     pytest.param(
         *((2, 2), "aot_eager", ("rowwise_folded", "mxfp8", "delayed")), marks=pytest.mark.full
     ),

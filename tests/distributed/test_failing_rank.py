@@ -45,6 +45,7 @@ def start(folder: Path, rank: int, how: str, env: dict[str, str]) -> subprocess.
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_does_not_wait_for_the_others(tmp_path: Path) -> None:
     with ending_all() as env:
         failing, other = (start(tmp_path, rank, "raises", env) for rank in (0, 1))

@@ -102,7 +102,7 @@ def differences(dp: int, update: bool, arguments: dict[str, Any]) -> list[str]:
     [
         *((1 + i % 2, True, {"config": of(r), "sequence_parallel": i % 4 < 2}) for i, r in RECIPES),
         (2, False, {}),
-        (2, True, {"gather": False}),
+        pytest.param(2, True, {"gather": False}, marks=pytest.mark.full),
         (2, True, {"gather": False, "config": of("delayed")}),
         (2, True, {"config": Float8LinearConfig(cache_float8_shards=False, amax_scope="rank")}),
         # 45 rows of each part, which FSDP2 shards unevenly.

@@ -130,9 +130,8 @@ if sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize(
-    ("error", "left"), [([], 0), pytest.param(["an error"], 2, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("error", "left"), [([], 0), (["an error"], 2)])
 def test_at_exit_all_are_waited_for_but_after_an_error(error: list[str], left: int) -> None:
     done = run([sys.executable, "-c", ENDS, *error], capture_output=True, text=True)
     assert f"in flight: {left}" in done.stdout, done.stderr

@@ -66,7 +66,11 @@ def distances_to_one_device(
 
 @pytest.mark.parametrize(
     ("dp", "tp", "sequence_parallel", "precompute"),
-    [(3, 1, False, True), (1, 2, False, True), (2, 2, True, False)],
+    [
+        pytest.param(3, 1, False, True, marks=pytest.mark.full),
+        (1, 2, False, True),
+        (2, 2, True, False),
+    ],
 )
 def test_outputs_and_gradients(
     ranks: RankPools, dp: int, tp: int, sequence_parallel: bool, precompute: bool

@@ -85,10 +85,8 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [("llama", "blockwise"), pytest.param("qwen3", "mxfp8", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "recipe"), [("llama", "blockwise"), ("qwen3", "mxfp8")])
 def test_transformers_loads_what_four_ranks_have_trained(
     ranks: RankPools, tmp_path: Path, kind: str, recipe: str
 ) -> None:

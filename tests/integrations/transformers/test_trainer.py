@@ -107,7 +107,7 @@ RUNS: dict[str, tuple[dict[str, Any], float | None]] = {
     "DDP": ({}, 2e-3),
     "LoRA": (FSDP | {"adapters": True}, None),
 }
-SHORT = ("FSDP2", "delayed")
+SHORT = ("FSDP2",)
 
 
 @pytest.mark.parametrize(
