@@ -37,7 +37,7 @@ all=""
 case "${1:-}" in
     --fast)
         shift
-        set -- tests/unit -m "not full" "$@"
+        set -- tests/unit -m "not full" -n 2 --dist loadfile "$@"
         ;;
     --all)
         shift

@@ -75,7 +75,7 @@ def hybrid(tp: int, precompute: bool) -> tuple[list[str], int, int]:
     return wrong, reduces, audit.count("all_reduce", dtype=torch.int32) - activations
 
 
-@pytest.mark.parametrize(("tp", "precompute"), [(1, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("tp", "precompute"), [(1, False), (1, True), (2, False)])
 def test_hybrid_sharding(ranks: RankPools, tp: int, precompute: bool) -> None:
     expected = ([], 1, 0) if precompute else ([], 0, 6)
     assert ranks(4 * tp).run(hybrid, tp, precompute) == [expected] * (4 * tp)
