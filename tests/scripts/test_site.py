@@ -81,7 +81,7 @@ def front_page(built: Path) -> Iterator[BrowserPage]:
 def test_a_reader_follows_the_guides(front_page: BrowserPage) -> None:
     page = front_page
     page.click(".sidebar-tree >> text=fp8_dist: Converting and training")
-    assert page.locator("dt", has_text="convert_to_float8_training").first.is_visible()
+    page.locator("dt", has_text="convert_to_float8_training").first.wait_for()  # or it fails
     page.go_back()
     page.click(".sidebar-tree >> text=FSDP2")
-    assert page.locator("h1").is_visible()
+    page.locator("h1").wait_for()
