@@ -84,4 +84,4 @@ def test_a_reader_follows_the_guides(front_page: BrowserPage) -> None:
     page.locator("dt", has_text="convert_to_float8_training").first.wait_for()  # or it fails
     page.go_back()
     page.click(".sidebar-tree >> text=FSDP2")
-    page.locator("h1").wait_for()
+    page.locator("h1", has_text="FSDP2").wait_for()
