@@ -9,39 +9,13 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from fp8_dist.dtypes import FLOAT8_DTYPES, e4m3, e5m2, short_name
-from fp8_dist.granularity import ROW, TENSOR, Blocks, Granularity
-from fp8_dist.kernels import takes_transposed
-
-Operand = Literal["input", "weight", "grad_output"]
-Gemm = Literal["output", "grad_input", "grad_weight"]
-
-# The left and the right operand of each GEMM. Each operand feeds two GEMMs.
-GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
-    "output": ("input", "weight"),
-    "grad_input": ("grad_output", "weight"),
-    "grad_weight": ("grad_output", "input"),
-}
-
-
-class CastSpec(NamedTuple):
-    """A cast of an operand for a GEMM; ``delayed`` if the scale follows from its history."""
-
-    dtype: torch.dtype
-    granularity: Granularity = TENSOR
-    delayed: bool = False
-
-
-class CopySpec(NamedTuple):
-    """A float8 copy of an operand; ``transposed`` if it is ``[K, M]`` in memory."""
-
-    cast: CastSpec
-    transposed: bool = False
-
+from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, Recipe, is_second
+from fp8_dist.scaling import Blocks, Copy, Dense, Scheme
 
 class ScalingType(enum.Enum):
     """Source of the scale of a cast.
@@ -91,10 +65,10 @@ class CastConfig:
 
     Attributes:
         scaling_type: the source of the scale.
-        scaling_granularity: the values that one scale covers. A
-            :class:`fp8_dist.granularity.Granularity` is accepted too.
-        target_dtype: a float8 dtype; ``None`` means the operand's default (e4m3 for input and
-            weight, e5m2 for grad_output).
+        scaling_granularity: the values that one scale covers, or a
+            :class:`fp8_dist.scaling.Scheme`.
+        target_dtype: a float8 dtype; ``None`` means that of the scheme, or else the operand's
+            default (e4m3 for input and weight, e5m2 for grad_output).
         block_size: (rows, columns) of a block, for BLOCKWISE alone: one row for input and
             grad_output, a square for the weight.
         scale_rule: the rounding of the scales of blocks to MX exponents. ``"ceil"`` rounds them up,
@@ -104,21 +78,22 @@ class CastConfig:
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
-    scaling_granularity: ScalingGranularity | Granularity = ScalingGranularity.TENSORWISE
+    scaling_granularity: ScalingGranularity | Scheme = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
     block_size: tuple[int, int] | None = None
     scale_rule: Literal["ceil", "floor"] | None = None
 
     def __post_init__(self) -> None:
         _check_type(self, "scaling_type", ScalingType)
-        _check_type(self, "scaling_granularity", ScalingGranularity, Granularity)
+        _check_type(self, "scaling_granularity", ScalingGranularity, Scheme)
         if self.target_dtype is not None and self.target_dtype not in FLOAT8_DTYPES:
             raise ValueError(
                 f"CastConfig.target_dtype={self.target_dtype} is not a float8 dtype; use one of "
                 f"{', '.join(map(str, FLOAT8_DTYPES))}, or None for the operand's default"
             )
         self._check_blocks()
-        if self.scaling_type is ScalingType.DELAYED and self.granularity is not TENSOR:
+        tensorwise = self.scaling_granularity is ScalingGranularity.TENSORWISE
+        if self.scaling_type is ScalingType.DELAYED and not tensorwise:
             raise ValueError(
                 "CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor; rows "
                 "and blocks come and go; use TENSORWISE, or ScalingType.DYNAMIC"
@@ -145,14 +120,18 @@ class CastConfig:
                 "positive integers, such as (1, 128)"
             )
 
-    @property
-    def granularity(self) -> Granularity:
-        """The granularity of the scales in the operand's first GEMM."""
-        if isinstance(self.scaling_granularity, Granularity):
-            return self.scaling_granularity
+    def scheme(self, operand: Operand, power_of_2: bool) -> Scheme:
+        """The scaling scheme of ``operand`` in its first GEMM.
+
+        ``power_of_2``: round scales to powers of two.
+        """
+        covers, dtype = self.scaling_granularity, self.dtype_for(operand)
+        if isinstance(covers, Scheme):
+            return covers if self.target_dtype is None else replace(covers, dtype=dtype)
         if self.block_size is not None:
-            return Blocks.of(*self.block_size, self.scale_rule)
-        return TENSOR if self.scaling_granularity is ScalingGranularity.TENSORWISE else ROW
+            return Blocks(dtype, *self.block_size, self.scale_rule)
+        per = "tensor" if covers is ScalingGranularity.TENSORWISE else "row"
+        return Dense(dtype, per, power_of_2)
 
     @property
     def enabled(self) -> bool:
@@ -163,6 +142,8 @@ class CastConfig:
         """The float8 dtype of this cast for ``operand``."""
         if self.target_dtype is not None:
             return self.target_dtype
+        if isinstance(self.scaling_granularity, Scheme):
+            return self.scaling_granularity.dtype
         return e5m2() if operand == "grad_output" else e4m3()
 
     def short_str(self, operand: Operand) -> str:
@@ -171,7 +152,7 @@ class CastConfig:
             return self.scaling_type.short_str()
         dtype = short_name(self.dtype_for(operand))
         covers = self.scaling_granularity
-        shown = covers.name if isinstance(covers, Granularity) else covers.short_str()
+        shown = covers.family if isinstance(covers, Scheme) else covers.short_str()
         shown += f"_{self.scale_rule}" if self.scale_rule else ""
         return f"{self.scaling_type.short_str()}_{shown}_{dtype}"
 
@@ -217,11 +198,6 @@ class Float8LinearRecipeName(enum.Enum):
     DELAYED = "delayed"
     """One scale per tensor, from the history of its amax; float8 gathers as tensorwise, and one
     all-reduce per step in ``sync_float8_amax_and_scale_history``."""
-
-
-def _is_second(operand: Operand, gemm: Gemm) -> bool:
-    """Whether ``gemm`` contracts the rows of the operand."""
-    return gemm == "grad_weight" or (operand, gemm) == ("weight", "grad_input")
 
 
 @dataclass(frozen=True)
@@ -280,12 +256,11 @@ class Float8LinearConfig:
     def __post_init__(self) -> None:
         self._check_fields()
         self._check_gemm_pairs()
-        self._check_operands()
-        self._check_blocks()
-        self._check_folding()
+        self._check_power_of_2()
+        self._check_scaling_types()
+        _ = self.recipe, self._gemm_options
         self._check_fsdp_gather()
         self._check_delayed()
-        _ = self._copies, self._gemm_options
         if self.force_recompute_fp8_weight_in_bwd:
             raise ValueError(
                 "Float8LinearConfig.force_recompute_fp8_weight_in_bwd=True has no meaning here: "
@@ -301,7 +276,7 @@ class Float8LinearConfig:
     def fsdp_float8_all_gather(self) -> bool:
         """Whether FSDP2 gathers the weight as float8, with ``"auto"`` resolved."""
         if self.enable_fsdp_float8_all_gather == "auto":
-            return self.gather_cast("weight") is not None
+            return self.recipe.gather_scheme["weight"] is not None
         return self.enable_fsdp_float8_all_gather
 
     def gemm_enabled(self, gemm: Gemm) -> bool:
@@ -311,38 +286,15 @@ class Float8LinearConfig:
     # Caches of values that each forward needs. They are filled before any graph is traced.
 
     @cached_property
-    def _uses(self) -> dict[Operand, dict[Gemm, CastSpec | None]]:
-        uses: dict[Operand, dict[Gemm, CastSpec | None]] = {o: {} for o in get_args(Operand)}
-        for gemm, operands in GEMM_OPERANDS.items():
-            for operand in operands:
-                uses[operand][gemm] = self._cast_spec(operand, gemm)
-        return uses
-
-    @cached_property
-    def _casts(self) -> dict[Operand, tuple[CastSpec, ...]]:
-        used = {operand: dict.fromkeys(uses.values()) for operand, uses in self._uses.items()}
-        return {operand: tuple(cast for cast in casts if cast) for operand, casts in used.items()}
-
-    @cached_property
-    def _copies(self) -> tuple[dict[Operand, dict[Gemm, CopySpec]], ...]:
-        """The copies without transposition, and with it; see :meth:`copies`."""
-        return tuple(
-            {
-                operand: {
-                    # Input and grad_output in blocks are transposed when they are blocked again.
-                    gemm: CopySpec(
-                        cast,
-                        transposes
-                        and _is_second(operand, gemm)
-                        and (cast.granularity.blocks is None or operand == "weight"),
-                    )
-                    for gemm, cast in uses.items()
-                    if cast
-                }
-                for operand, uses in self._uses.items()
-            }
-            for transposes in (False, True)
-        )
+    def recipe(self) -> Recipe:
+        """The scheme of each operand in each GEMM."""
+        delayed = [o for o in get_args(Operand) if self._is_delayed(o)]
+        table = {
+            (operand, gemm): self._scheme(operand, gemm)
+            for gemm, operands in GEMM_OPERANDS.items()
+            for operand in operands
+        }
+        return Recipe(table, frozenset(delayed), self.fold_row_scales)
 
     @cached_property
     def _gemm_options(self) -> dict[Gemm, tuple[bool, bool, bool]]:
@@ -352,27 +304,9 @@ class Float8LinearConfig:
             options[gemm] = (fast, self.pad_inner_dim or gemm == "grad_weight", self.emulate)
         return options
 
-    def cast(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
-        """The cast of ``operand``, as it is stored, for ``gemm``; ``None``: high precision."""
-        return self._uses[operand][gemm]
-
-    def uses(self, operand: Operand) -> dict[Gemm, CastSpec | None]:
-        """:meth:`cast` of ``operand`` for each of its two GEMMs."""
-        return self._uses[operand]
-
-    def casts(self, operand: Operand) -> tuple[CastSpec, ...]:
-        """The different casts of ``operand`` in its two GEMMs, in their order."""
-        return self._casts[operand]
-
-    def gather_cast(self, operand: Operand) -> CastSpec | None:
-        """The cast of ``operand`` that serves both of its GEMMs; ``None``: gather it uncast."""
-        first, second = self._uses[operand].values()
-        return first if first == second and first and first.granularity.can_gather else None
-
-    def copies(self, operand: Operand, device: torch.device) -> dict[Gemm, CopySpec]:
+    def copies(self, operand: Operand, device: torch.device) -> dict[Gemm, Copy]:
         """The float8 copy of ``operand`` that each GEMM takes; others take it in high precision."""
-        # An int, because dynamo of torch 2.11 does not support a bool as an index.
-        return self._copies[int(not self.emulate and takes_transposed(device))][operand]
+        return self.recipe.copies(operand, device, self.emulate)
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """Options of one of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate).
@@ -382,15 +316,21 @@ class Float8LinearConfig:
         """
         return self._gemm_options[gemm]
 
-    def _cast_spec(self, operand: Operand, gemm: Gemm) -> CastSpec | None:
+    def _scheme(self, operand: Operand, gemm: Gemm) -> Scheme | None:
         config = self.cast_config(operand, gemm)
         if not config.enabled:
             return None
-        granularity = config.granularity
-        if _is_second(operand, gemm) and not self.fold_row_scales:
-            granularity = granularity.second_use
-        delayed = config.scaling_type is ScalingType.DELAYED
-        return CastSpec(config.dtype_for(operand), granularity, delayed)
+        scheme = config.scheme(operand, self.round_scales_to_power_of_2)
+        return scheme.second if is_second(operand, gemm) and not self.fold_row_scales else scheme
+
+    def _types(self, operand: Operand) -> set[ScalingType]:
+        """The scaling types of the casts of ``operand``."""
+        gemms = [gemm for gemm, operands in GEMM_OPERANDS.items() if operand in operands]
+        casts = [self.cast_config(operand, gemm) for gemm in gemms]
+        return {cast.scaling_type for cast in casts if cast.enabled}
+
+    def _is_delayed(self, operand: Operand) -> bool:
+        return ScalingType.DELAYED in self._types(operand)
 
     @staticmethod
     def from_recipe_name(recipe_name: "Float8LinearRecipeName | str") -> "Float8LinearConfig":
@@ -432,70 +372,24 @@ class Float8LinearConfig:
                     f"{off} is DISABLED while {on} is not; disable both or neither"
                 )
 
-    def _check_operands(self) -> None:
+    def _check_scaling_types(self) -> None:
         for operand in get_args(Operand):
-            casts = self.casts(operand)
-            dtypes = {cast.dtype for cast in casts}
-            if len(dtypes) > 1:
-                raise ValueError(
-                    f"Float8LinearConfig: {operand} is cast to {sorted(map(str, dtypes))} in its "
-                    "two GEMMs; both casts need the same target_dtype"
-                )
-            if len({cast.delayed for cast in casts}) > 1:
+            if len(self._types(operand)) > 1:
                 raise ValueError(
                     f"Float8LinearConfig: {operand} has a DELAYED scale in one GEMM and a DYNAMIC "
                     "one in the other; use one scaling_type for both, or DISABLED"
                 )
 
-    def _check_blocks(self) -> None:
-        for operand in get_args(Operand):
-            casts = self.casts(operand)
-            if len(casts) > 1 and any(cast.granularity.blocks is not None for cast in casts):
-                covers = " and one per ".join(cast.granularity.name for cast in casts)
-                raise ValueError(
-                    f"Float8LinearConfig: {operand} has one scale per {covers} in its two GEMMs; "
-                    "one copy with scales of blocks must serve both, or leave one of them DISABLED"
-                )
-            for cast in casts:
-                blocks = cast.granularity.blocks
-                if blocks is None:
-                    continue
-                rows, columns, *_ = blocks
-                wanted = "a square" if operand == "weight" else "one row"
-                if rows != (columns if operand == "weight" else 1):
-                    raise ValueError(
-                        f"Float8LinearConfig: {operand} has blocks of {rows} x {columns}, but one "
-                        f"copy must serve both of its GEMMs; its block_size must be {wanted}"
-                    )
-        for gemm, operands in GEMM_OPERANDS.items():
-            each = [self.cast(operand, gemm) for operand in operands]
-            if len({bool(cast and cast.granularity.blocks) for cast in each}) > 1:
-                raise ValueError(
-                    f"Float8LinearConfig: the GEMM of {gemm} multiplies {operands[0]} by "
-                    f"{operands[1]}, and only one of them has scales of blocks; set "
-                    "ScalingGranularity.BLOCKWISE for both or neither"
-                )
-
-        of_blocks = any(
-            cast.granularity.blocks for o in get_args(Operand) for cast in self.casts(o)
-        )
-        if of_blocks and not self.round_scales_to_power_of_2:
+    def _check_power_of_2(self) -> None:
+        if self.round_scales_to_power_of_2:
+            return
+        casts = [getattr(self, field.name) for field in fields(self) if "cast_config" in field.name]
+        if any(cast and cast.enabled and cast.block_size is not None for cast in casts):
             raise ValueError(
                 "Float8LinearConfig: the scales of BLOCKWISE casts are powers of two; set "
                 "round_scales_to_power_of_2=True"
             )
-
-    def _check_folding(self) -> None:
-        if not self.fold_row_scales:
-            return
-        for operand in get_args(Operand):
-            if any(cast.granularity is not ROW or cast.delayed for cast in self.casts(operand)):
-                raise ValueError(
-                    f"Float8LinearConfig: fold_row_scales=True needs one scale per row, and "
-                    f"{operand} has another cast; use ScalingGranularity.AXISWISE, "
-                    "ScalingType.DYNAMIC (or DISABLED) in all of its GEMMs"
-                )
-        if not self.round_scales_to_power_of_2:
+        if self.fold_row_scales:
             raise ValueError(
                 "Float8LinearConfig: fold_row_scales=True casts a gradient again after its scales "
                 "were folded in, which is exact for powers of two only; set "
@@ -503,18 +397,21 @@ class Float8LinearConfig:
             )
 
     def _check_fsdp_gather(self) -> None:
-        if self.enable_fsdp_float8_all_gather is not True or self.gather_cast("weight"):
+        if self.enable_fsdp_float8_all_gather is not True:
             return
-        for gemm in ("output", "grad_input"):
-            if self.cast("weight", gemm) is None:
+        if self.recipe.gather_scheme["weight"] is not None:
+            return
+        gemms: tuple[Gemm, ...] = ("output", "grad_input")
+        for gemm in gemms:
+            if not self.gemm_enabled(gemm):
                 raise ValueError(
                     "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers the weight "
                     f"in float8 only, but the GEMM of {gemm} has its weight cast DISABLED; leave "
                     "it off, or enable that cast"
                 )
-        casts = self.casts("weight")
-        covers = " and one per ".join(cast.granularity.name for cast in casts)
-        found = "its GEMMs take two" if len(casts) > 1 else "it can't be gathered"
+        schemes = self.recipe.schemes["weight"]
+        covers = " and one per ".join(scheme.covers for scheme in schemes)
+        found = "its GEMMs take two" if len(schemes) > 1 else "it can't be gathered"
         raise ValueError(
             "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy of the "
             f"weight, but {found}, with one scale per {covers}; leave it off (FSDP2 then gathers "
@@ -527,7 +424,7 @@ class Float8LinearConfig:
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length!r}: use an integer of at least 1"
             )
-        delayed = [o for o in get_args(Operand) if any(cast.delayed for cast in self.casts(o))]
+        delayed = [operand for operand in get_args(Operand) if operand in self.recipe.delayed]
         if length != type(self).amax_history_len and not delayed:  # the default
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length} has no effect: it belongs to "

@@ -19,18 +19,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from fp8_dist.cast import (
-    Copies,
-    amax_groups,
-    as_copies,
-    copies_by,
-    flat_copies,
-)
-from fp8_dist.config import CastSpec, CopySpec
+from fp8_dist.cast import Copies, as_copies, cast_by, flat_copies
 from fp8_dist.kernels import Scaling, amax, cast_and_record, empty_copies, scaling_from_amax
-from fp8_dist.linear.scale_query import copies, must_query, owner_of, query, register_handle
+from fp8_dist.linear.scale_query import must_query, owner_of, query, register_handle
 from fp8_dist.linear.streams import keep_for_current_stream
-from fp8_dist.mesh import all_reduce_max, local_tensor, reduce_amax
+from fp8_dist.mesh import Layout, all_reduce_max, local_tensor, reduce_amax
+from fp8_dist.scaling import Copy, Dense, Statistics, reduction_groups
 from fp8_dist.torch_internals import is_captured, is_selectively_checkpointed
 
 # A rank's status of saved histories: 0, it was given none; 1, it was given some; 2, they are
@@ -42,12 +36,12 @@ class AmaxHistory:
     """Amax history of one operand of one layer, and the scale that follows from it.
 
     Attributes:
-        cast_as: the cast of the operand.
+        scheme: the scheme of the operand, with one scale per tensor.
         length: the number of amaxes that are kept.
-        power_of_2: round the quantization multiplier down to a power of two.
         history: fp32 amaxes, the newest first, at most ``length``; ``None`` before the first. A
             step that was left out puts a zero at the end.
-        scaling: (multiplier, scale) that follow from the history; ``None`` without one.
+        statistic: the amax by which the operand is cast, fp32, 0-dim: the largest in the history;
+            ``None`` without one.
         current: fp32, 0-dim, the local amax since the last sync; ``None`` if there was no cast.
         mesh: the mesh of an operand that is a DTensor whatever the layer's weight is; else
             ``None``.
@@ -57,15 +51,13 @@ class AmaxHistory:
 
     restored: bool | None = None
 
-    def __init__(
-        self, cast: CastSpec, length: int, power_of_2: bool, mesh: DeviceMesh | None = None
-    ) -> None:
-        self.cast_as = cast
+    def __init__(self, scheme: Dense, length: int, mesh: DeviceMesh | None = None) -> None:
+        self.scheme = scheme
         self.length = length
-        self.power_of_2 = power_of_2
         self.history: torch.Tensor | None = None
         self.current: torch.Tensor | None = None
-        self.scaling: Scaling | None = None
+        self.statistic: torch.Tensor | None = None
+        self._scaling: Scaling | None = None  # that follows from the statistic
         self.mesh = mesh
         self._last: torch.Tensor | None = None
         self._handle = register_handle(self)
@@ -74,59 +66,61 @@ class AmaxHistory:
         self.__dict__.update(state)
         self._handle = register_handle(self)  # a copy needs a handle of its own
 
-    def scaling_of(self, tensor: torch.Tensor, record: bool = True) -> Scaling:
-        """The (multiplier, scale) to cast a tensor with; both NaN if it holds a non-finite value.
+    def statistics_of(self, tensor: torch.Tensor, record: bool = True) -> Statistics:
+        """The statistics to cast a tensor by; NaN if it holds a non-finite value.
 
         With ``record`` the amax of the tensor is recorded. Otherwise :meth:`recorded` may record it
         later.
 
         Collectives: none once there is a history; those of a dynamic cast before.
         """
-        groups = amax_groups(tensor)
-        local = local_tensor(tensor)
+        groups, local = self._groups(tensor), local_tensor(tensor)
         if must_query():
-            return history_scaling.overload(local, self._handle, record, list(groups))
-        return self._scaling_of_local(local, record, groups)
+            return (history_statistic.overload(local, self._handle, record, groups),)
+        return self._statistics_of_local(local, record, groups)
 
-    def copies_of(self, tensor: torch.Tensor, copies: Sequence[CopySpec], record: bool) -> Copies:
-        """Float8 copies of a tensor's local part, cast and recorded as by :meth:`scaling_of`."""
+    def copies_of(self, tensor: torch.Tensor, copies: Sequence[Copy], record: bool) -> Copies:
+        """Cast a tensor's local part to float8 copies; ``record`` as in :meth:`statistics_of`."""
         if torch.compiler.is_compiling():
             x, transposed = local_tensor(tensor), [copy.transposed for copy in copies]
             scale, *data = history_copies.overload(
-                x, self._handle, self.cast_as.dtype, transposed, record, list(amax_groups(tensor))
+                x, self._handle, self.scheme.dtype, transposed, record, self._groups(tensor)
             )
-            return as_copies(x, copies, data, [scale])
-        return self.scaled_copies_of(tensor, copies, record)[1]
+            return as_copies(x, copies, data, [(scale,)])
+        return self.known_copies_of(tensor, copies, record)[1]
 
-    def scaled_copies_of(
-        self, tensor: torch.Tensor, copies: Sequence[CopySpec], record: bool
-    ) -> tuple[Scaling, Copies]:
-        """The scaling, and the copies of :meth:`copies_of`; outside of compiled graphs."""
+    def known_copies_of(
+        self, tensor: torch.Tensor, copies: Sequence[Copy], record: bool
+    ) -> tuple[Statistics, Copies]:
+        """The statistics, and the copies of :meth:`copies_of`; outside of compiled graphs."""
         x = local_tensor(tensor)
         if is_selectively_checkpointed():
-            scaling = self.scaling_of(tensor, record)
-            return scaling, copies_by(x, copies, {self.cast_as: scaling})
-        return self._copies_of_local(x, copies, record, amax_groups(tensor))
+            statistics = self.statistics_of(tensor, record)
+            return statistics, cast_by(x, copies, {self.scheme: statistics})
+        return self._copies_of_local(x, copies, record, self._groups(tensor))
+
+    def _groups(self, tensor: torch.Tensor) -> list[str]:
+        return list(reduction_groups(self.scheme, Layout.of(tensor)))
 
     def _copies_of_local(
-        self, x: torch.Tensor, copies: Sequence[CopySpec], record: bool, groups: Sequence[str]
-    ) -> tuple[Scaling, Copies]:
+        self, x: torch.Tensor, copies: Sequence[Copy], record: bool, groups: Sequence[str]
+    ) -> tuple[Statistics, Copies]:
         if self.restored:
             self.restored = None
-        if self.scaling is None or is_captured(x):
-            scaling = self._scaling_of_local(x, record, groups)
-            return scaling, copies_by(x, copies, {self.cast_as: scaling})
-        multiplier, scale = (number.to(x.device) for number in self.scaling)
+        if self.statistic is None or self._scaling is None or is_captured(x):
+            statistics = self._statistics_of_local(x, record, groups)
+            return statistics, cast_by(x, copies, {self.scheme: statistics})
+        multiplier, scale = (number.to(x.device) for number in self._scaling)
         transposed = [copy.transposed for copy in copies]
         recorded = self.current.to(x.device) if record and self.current is not None else None
-        dtype, record = self.cast_as.dtype, record and not x.is_meta
+        dtype, record = self.scheme.dtype, record and not x.is_meta
         value, scale, largest, *data = cast_and_record(
             x, multiplier, scale, dtype, transposed, recorded
         )
         self._last = None if record else value
         if record:
             self.current = largest
-        return (multiplier, scale), as_copies(x, copies, data, [scale])
+        return (self.statistic.to(x.device),), as_copies(x, copies, data, [(scale,)])
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """Record the amax of the last cast, if it was not recorded yet, and return ``scale``."""
@@ -135,7 +129,9 @@ class AmaxHistory:
         self.record_later()
         return scale
 
-    def _scaling_of_local(self, x: torch.Tensor, record: bool, groups: Sequence[str]) -> Scaling:
+    def _statistics_of_local(
+        self, x: torch.Tensor, record: bool, groups: Sequence[str]
+    ) -> Statistics:
         if is_captured(x):
             raise NotImplementedError(
                 "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
@@ -144,16 +140,15 @@ class AmaxHistory:
         if self.restored:
             self.restored = None
         value = amax(x)
-        if self.scaling is None:
+        if self.statistic is None:
             value = all_reduce_max(value, groups)
         self._last = value
         if record:
             self._record_last()
-        if self.scaling is None:
-            return scaling_from_amax(value, self.cast_as.dtype, self.power_of_2)
-        multiplier, scale = (t.to(value.device) for t in self.scaling)
+        if self.statistic is None:
+            return (value,)
         poison = value * 0  # 0, or NaN
-        return multiplier + poison, scale + poison
+        return (self.statistic.to(value.device) + poison,)
 
     def _record_last(self) -> None:
         value, self._last = self._last, None
@@ -175,11 +170,12 @@ class AmaxHistory:
 
     def forget_scale(self) -> None:
         """Scale the next casts by their own amaxes, up to the next sync."""
-        self.scaling = None
+        self.statistic = self._scaling = None
 
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to ``length``; an empty one starts anew."""
-        self.current = self.history = self.scaling = self._last = self.restored = None
+        self.current = self.history = self._last = self.restored = None
+        self.forget_scale()
         history = history.detach()[: self.length]
         if len(history):
             advance_to([self], history.to(torch.float32).clone().unsqueeze(0))
@@ -199,7 +195,7 @@ def history_copies(
 ) -> list[torch.Tensor]:
     """The scale and the data of :meth:`AmaxHistory.copies_of` for a local tensor."""
     history = owner_of(handle)
-    copies = [CopySpec(history.cast_as, turned) for turned in transposed]
+    copies = [Copy(history.scheme, turned) for turned in transposed]
     return flat_copies(history._copies_of_local(x, copies, record, groups)[1])
 
 
@@ -215,13 +211,13 @@ def _history_copies_fake(
     return [x.new_empty((), dtype=torch.float32), *empty_copies(x, dtype, transposed)]
 
 
-@query("history_scaling(Tensor x, Tensor handle, bool record, str[] groups) -> (Tensor, Tensor)")
-def history_scaling(
+@query("history_statistic(Tensor x, Tensor handle, bool record, str[] groups) -> Tensor")
+def history_statistic(
     x: torch.Tensor, handle: torch.Tensor, record: bool, groups: list[str]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:meth:`AmaxHistory.scaling_of` for a local tensor."""
-    m, scale = copies([owner_of(handle)._scaling_of_local(x, record, groups)], x.device)
-    return m, scale
+) -> torch.Tensor:
+    """:meth:`AmaxHistory.statistics_of` for a local tensor."""
+    (statistic,) = owner_of(handle)._statistics_of_local(x, record, groups)
+    return statistic.to(x.device, copy=True)
 
 
 @query("record_amax(Tensor scale, Tensor handle) -> Tensor")
@@ -231,9 +227,7 @@ def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return scale.clone()
 
 
-history_scaling.register_fake(
-    lambda x, *_: (x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32))
-)
+history_statistic.register_fake(lambda x, *_: x.new_empty((), dtype=torch.float32))
 record_amax.register_fake(lambda scale, handle: torch.empty_like(scale))
 
 
@@ -365,10 +359,10 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
 def advance_to(histories: Sequence[AmaxHistory], rows: torch.Tensor) -> None:
     """Set the amaxes of histories to ``rows``, ``[histories, amaxes]``, and update their scales."""
     largest = rows.amax(dim=1)
-    kinds = {(history.cast_as.dtype, history.power_of_2) for history in histories}
+    kinds = {(history.scheme.dtype, history.scheme.power_of_2) for history in histories}
     # Each kind computes the scales of all histories: selecting those of a kind would cost more.
     scalings = {kind: scaling_from_amax(largest, *kind) for kind in kinds}
     for i, history in enumerate(histories):
-        multipliers, scales = scalings[history.cast_as.dtype, history.power_of_2]
-        history.history = rows[i]
-        history.scaling = (multipliers[i], scales[i])
+        multipliers, scales = scalings[history.scheme.dtype, history.scheme.power_of_2]
+        history.history, history.statistic = rows[i], largest[i]
+        history._scaling = (multipliers[i], scales[i])

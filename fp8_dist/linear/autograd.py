@@ -11,15 +11,13 @@ Autograd never sees a float8 gradient: the cast and the gather of grad_output ha
 function, so no float8 subclass is ever a backward tangent.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.config import Gemm
-from fp8_dist.granularity import TENSOR, Granularity
-from fp8_dist.kernels import block_scaled_mm, quantize_after, quantize_blocks, scaled_mm
-from fp8_dist.linear.gradient_amax import GradientAmax, Siblings
 from fp8_dist.linear.observing import is_observed, observe
 from fp8_dist.linear.observing_gemms import (
     HighPrecision,
@@ -33,14 +31,12 @@ from fp8_dist.linear.operands import (
     Local,
     WeightCasts,
     as_matrix,
-    find_gradient_amax,
     prepare_gradients,
     prepare_operand,
     redistributed,
     wait_local,
 )
 from fp8_dist.linear.recording import note_gemm
-from fp8_dist.linear.sharded_tokens import BlockMatrix, as_block_matrix, reblocked
 from fp8_dist.mesh import (
     Layout,
     LinearLayouts,
@@ -50,7 +46,7 @@ from fp8_dist.mesh import (
     reduced,
     with_local,
 )
-from fp8_dist.tensor import Quantized
+from fp8_dist.scaling import Quantized, Scheme, Start, cast, multiply
 from fp8_dist.transport import Encoding, Scattering, finish_reduction, reduced_to, start_reduction
 
 
@@ -60,7 +56,6 @@ def float8_linear(
     bias: torch.Tensor | None,
     weight_casts: WeightCasts,
     spec: LinearSpec,
-    siblings: Siblings | None = None,
 ) -> torch.Tensor:
     """``input @ weight^T + bias`` with float8 operands.
 
@@ -71,66 +66,76 @@ def float8_linear(
         bias: ``[N]`` or None.
         weight_casts: the local weight in float8.
         spec: config, placements of a DTensor output, and the amax histories of DELAYED operands.
-        siblings: the calls that may reduce amaxes of their output gradients with this one.
 
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    first_qdata, first_scale = (weight_casts.output or (None, None))[:2]
-    second_qdata, second_scale = (weight_casts.grad_input or (None, None))[:2]
-    either = weight_casts.output or weight_casts.grad_input
-    if either is not None and either.granularity.blocks is not None:
-        spec = spec._replace(weight_blocks=either.granularity)
-    multiplier, scale = weight_casts.recast or (None, None)
-    # Dynamo refuses to pass a tensor twice.
-    second_qdata = None if second_qdata is first_qdata else second_qdata
-    scale = None if scale is first_scale or scale is second_scale else scale
-    second_scale = None if second_scale is first_scale else second_scale
+    flat, kept = _flat_weight(weight_casts)
     # Compiled code uses one function: dynamo assumes that the gradient of an output has the
     # output's placements, but between the two functions it has those of the final output.
-    flat = (first_qdata, first_scale, second_qdata, second_scale, multiplier, scale)
     if not isinstance(input, DTensor) or torch.compiler.is_compiling():
-        return _LinearFunction.apply(input, weight, bias, spec, *flat)
+        return _LinearFunction.apply(input, weight, bias, spec, kept, *flat)
     if spec.output_placements is not None:
         placements = normalized(spec.output_placements, input.ndim)
         spec = spec._replace(output_placements=placements)
-    output = _LinearFunction.apply(input, weight, None, spec, *flat)
-    amax = _gradient_amax(output, bias, spec, siblings) if output.requires_grad else None
-    if amax is None and bias is None and spec.output_placements in (None, output.placements):
+    output = _LinearFunction.apply(input, weight, None, spec, kept, *flat)
+    if bias is None and spec.output_placements in (None, output.placements):
         return output
-    return _FinishOutput.apply(output, bias, spec, amax)
+    return _FinishOutput.apply(output, bias, spec)
 
 
-def _gradient_amax(
-    output: torch.Tensor, bias: torch.Tensor | None, spec: LinearSpec, siblings: Siblings | None
-) -> GradientAmax | None:
-    """The amax of the output gradient, if it is computed ahead of the GEMMs; else None.
+class _Form(NamedTuple):
+    """A float8 operand without its tensors.
 
-    That pays if it can be reduced together with those of siblings, or while the gradient of the
-    bias is computed.
+    Attributes:
+        scheme, start, is_cut: those of the operand.
+        index: for the data and each of the scales its place in a flat list of tensors.
     """
-    cast = spec.config.gather_cast("grad_output")
-    if cast is None or cast.delayed or cast.granularity is not TENSOR:
-        return None
-    gemms: Any = output.grad_fn
-    layouts: LinearLayouts = gemms.layouts
-    if _moves(gemms, spec):
-        siblings = None
-    elif spec.config.amax_scope == "rank":
-        return None  # nothing is reduced
-    if siblings is None and bias is not None and bias.requires_grad:
-        siblings = Siblings()
-    if siblings is None:
-        return None
-    gemms.amax = GradientAmax(siblings, layouts.grad_output, gemms)
-    return gemms.amax
+
+    scheme: Scheme
+    start: Start
+    is_cut: bool
+    index: tuple[int, ...]
+
+    def operand(self, flat: Sequence[torch.Tensor]) -> Quantized:
+        qdata, *scales = [flat[i] for i in self.index]
+        return Quantized(qdata, tuple(scales), self.scheme, self.start, self.is_cut)
 
 
-def _moves(gemms: Any, spec: LinearSpec) -> bool:
-    """Whether a call moved its input for the GEMMs, or will move its output gradient."""
-    layouts: LinearLayouts = gemms.layouts
-    outside = spec.output_placements or layouts.output
-    return gemms.x_layout.placements != layouts.input or outside != layouts.grad_output
+class _Kept(NamedTuple):
+    """Where the casts of a weight are in a flat list of tensors; see :class:`WeightCasts`."""
+
+    output: _Form | None
+    grad_input: _Form | None
+    recast: _Form | None  # of the statistics alone
+
+
+def _flat_weight(casts: WeightCasts) -> tuple[list[torch.Tensor], _Kept]:
+    """The tensors of a weight's casts, each once: dynamo refuses to pass a tensor twice."""
+    flat: list[torch.Tensor] = []
+
+    def indices(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        found = []
+        for tensor in tensors:
+            same = [i for i, known in enumerate(flat) if known is tensor]
+            if not same:
+                same = [len(flat)]
+                flat.append(tensor)
+            found.append(same[0])
+        return tuple(found)
+
+    def form(operand: Quantized | None) -> _Form | None:
+        if operand is None:
+            return None
+        qdata, scales, scheme, start, is_cut = operand
+        return _Form(scheme, start, is_cut, indices((qdata, *scales)))
+
+    output, grad_input, recast = casts
+    again = None
+    if recast is not None:
+        statistics, *others = recast
+        again = _Form(*others, indices(statistics))
+    return flat, _Kept(form(output), form(grad_input), again)
 
 
 def _gemm(
@@ -152,46 +157,13 @@ def _gemm(
         a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
         return torch.mm(a, b.to(a.dtype)).to(out_dtype)
     options = spec.config.gemm_options(gemm)
-    if left.granularity.blocks is not None:
-        return _block_gemm(left, right, gemm, spec, out_dtype, layouts)
-    a, scale_a = _as_gemm_operand(left, gemm == "grad_weight")
-    b, scale_b = _as_gemm_operand(right, gemm == "output")
-    note_gemm(spec.fqn, gemm, (a, scale_a, None), (b, scale_b, None), out_dtype, options)
-    return scaled_mm(a, b, scale_a, scale_b, out_dtype, *options)
-
-
-def _block_gemm(
-    left: Quantized,
-    right: Quantized,
-    gemm: Gemm,
-    spec: LinearSpec,
-    out_dtype: torch.dtype,
-    layouts: tuple[Layout, Layout] | None,
-) -> torch.Tensor:
-    """:func:`_gemm` for operands with block scales along the contraction."""
     if gemm == "grad_weight":
         where = layouts or (None, None)
-        a, b = _turned(reblocked(left, where[0])), reblocked(right, where[1])
-    else:
-        a, b = as_block_matrix(left), as_block_matrix(right)
-        b = _turned(b) if gemm == "output" else b
-    options = spec.config.gemm_options(gemm)
-    note_gemm(spec.fqn, gemm, a, b, out_dtype, options)
-    return block_scaled_mm(a[0], b[0], a[1], b[1], a[2], b[2], out_dtype, options[2])
-
-
-def _turned(matrix: BlockMatrix) -> BlockMatrix:
-    qdata, exponents, (rows, columns, first_row, first_column) = matrix
-    return qdata.t(), exponents.t(), (columns, rows, first_column, first_row)
-
-
-def _as_gemm_operand(operand: Quantized, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data and scale of an operand ``[..., K]`` as a matrix."""
-    qdata, scale, granularity = operand
-    data, scale = as_matrix(qdata), granularity.gemm_scale(scale)
-    if not transpose:
-        return data, scale
-    return data.t(), scale.t() if scale.ndim else scale
+        left = left.scheme.for_rows(left, where[0])
+        right = right.scheme.for_rows(right, where[1])
+    turn = gemm == "grad_weight", gemm == "output"
+    note_gemm(spec.fqn, gemm, left, right, turn, out_dtype, options)
+    return multiply(left, right, turn, out_dtype, options)
 
 
 def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
@@ -219,13 +191,8 @@ class _LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         spec: LinearSpec,
-        # Not *args: dynamo (2.13) tells by the number of arguments whether a forward takes a ctx.
-        first_qdata: torch.Tensor | None,
-        first_scale: torch.Tensor | None,
-        second_qdata: torch.Tensor | None,
-        second_scale: torch.Tensor | None,
-        recast_multiplier: torch.Tensor | None,
-        recast_scale: torch.Tensor | None,
+        kept: _Kept,
+        *flat: torch.Tensor,
     ) -> torch.Tensor:
         x_layout, w_layout, layouts = Layout.of(input), Layout.of(weight), None
         if x_layout is not None and w_layout is not None:
@@ -236,26 +203,28 @@ class _LinearFunction(torch.autograd.Function):
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         whole = _with_features(input, weight.shape[1])
         x = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
-        w = _as_operand(first_qdata, first_scale, "output", weight, spec)
+        w = local_tensor(weight) if kept.output is None else kept.output.operand(flat)
         # Wait for the gather of the input only here, after the weight's cast was issued.
         left = wait_local(x["output"])
         product = _gemm(left, w, "output", spec, input.dtype)
         output = _unflattened(product, input if layouts is None else left)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
-        ctx.amax = None
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
-        multiplier = recast_multiplier if needs_input else None
-        uses_cast = needs_input and multiplier is None
-        qdata = first_qdata if second_qdata is None else second_qdata
-        scale = first_scale if second_scale is None else second_scale
-        right = _as_operand(qdata, scale, "grad_input", weight, spec) if uses_cast else None
-        saved_x, ctx.input_cast = _flat(wait_local(x["grad_weight"]) if needs_weight else None)
-        saved_w, ctx.weight_cast = _flat(right)
-        if multiplier is not None:
-            saved_w = [weight, first_scale if recast_scale is None else recast_scale]
+        right: Local | None = None
+        if needs_input and kept.recast is None:
+            right = local_tensor(weight)
+            if kept.grad_input is not None:
+                right = kept.grad_input.operand(flat)
+        recast: list[torch.Tensor] = []
+        if needs_input and kept.recast is not None:
+            recast = [weight, *[flat[i] for i in kept.recast.index]]
         # Plain tensors: hooks on saved tensors see the real bytes.
-        ctx.save_for_backward(*saved_x, *saved_w, multiplier)
+        of_input = wait_local(x["grad_weight"]) if needs_weight else None
+        saved, ctx.saved_forms = _saved(of_input, right)
+        ctx.recast = kept.recast if recast else None
+        ctx.unused = (None,) * (2 + len(flat))
+        ctx.save_for_backward(*saved, *recast)
         ctx.bias_layout = Layout.of(bias)
         if are_gemms_observed():
             ctx.high = high_precision(spec.owner, input, weight)
@@ -273,7 +242,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
-        unused = (None,) * 7
+        unused = ctx.unused
         if grad is None:
             return None, None, None, *unused
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -282,27 +251,14 @@ class _LinearFunction(torch.autograd.Function):
         if not (needs_input or needs_weight):
             return None, None, grad_bias, *unused
         spec, layouts = ctx.spec, ctx.layouts
-        x_data, x_scale, w_data, w_scale, multiplier = ctx.saved_tensors
+        saved, (x_form, w_form) = ctx.saved_tensors, ctx.saved_forms
         # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
-        x = _unflat(x_data, x_scale, ctx.input_cast) if needs_weight else None
-        w = _unflat(w_data, w_scale, ctx.weight_cast) if needs_input else None
-        if needs_input and multiplier is not None:
-            # FSDP2 has gathered the weight again. The cast depends on the gradient, because a
-            # graph would otherwise compute it in the forward and keep the float8 copy.
-            cast = spec.config.cast("weight", "grad_input")
-            local, after = local_tensor(w_data), local_tensor(grad)
-            granularity = spec.weight_blocks or cast.granularity
-            if granularity.blocks is not None:
-                blocks = granularity.blocks
-                qdata = quantize_blocks(local, multiplier, cast.dtype, blocks, after)
-            else:
-                grouped = cast.granularity.grouped(local)
-                qdata = quantize_after(grouped, multiplier, cast.dtype, after)
-            w = Quantized(qdata.view(local.shape), w_scale, granularity)
-            if is_observed() and cast != spec.config.cast("weight", "output"):
-                scale = observe(spec.owner, "weight", ("grad_input",), local, w, repeats=False)
-                w = w._replace(scale=scale)
-        operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec, ctx.amax)
+        x = _unsaved(saved, x_form) if needs_weight else None
+        w = _unsaved(saved, w_form) if needs_input else None
+        if needs_input and ctx.recast is not None:
+            n = len(saved) - len(ctx.recast.index)
+            w = _recast(saved[n - 1], saved[n:], ctx.recast, grad, spec)
+        operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
         grad_input = grad_weight = moving = None
         if needs_input:
             left, right = operands["grad_input"]
@@ -353,36 +309,61 @@ def _with_features(input: torch.Tensor, features: int) -> torch.Tensor:
     return layout._replace(shape=shape).wrap(local_tensor(input))
 
 
-def _as_operand(
-    qdata: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    gemm: Gemm,
+# The place of an operand in high precision among saved tensors, or what a float8 one consists of.
+_SavedForm = int | _Form | None
+
+
+def _saved(
+    x: Local | None, w: Local | None
+) -> tuple[list[torch.Tensor], tuple[_SavedForm, _SavedForm]]:
+    """The tensors of two operands, and where each is among them."""
+    flat: list[torch.Tensor] = []
+    forms: list[_SavedForm] = []
+    for operand in (x, w):
+        n = len(flat)
+        if isinstance(operand, Quantized):
+            qdata, scales, scheme, start, is_cut = operand
+            flat += [qdata, *scales]
+            forms.append(_Form(scheme, start, is_cut, tuple(range(n, len(flat)))))
+        elif operand is not None:
+            flat.append(operand)
+            forms.append(n)
+        else:
+            forms.append(None)
+    return flat, (forms[0], forms[1])
+
+
+def _unsaved(saved: Sequence[torch.Tensor], form: _SavedForm) -> Local | None:
+    """The inverse of :func:`_saved`, for one operand."""
+    if form is None:
+        return None
+    return saved[form] if isinstance(form, int) else form.operand(saved)
+
+
+def _recast(
     weight: torch.Tensor,
+    statistics: Sequence[torch.Tensor],
+    form: _Form,
+    grad: torch.Tensor,
     spec: LinearSpec,
-) -> Local:
-    """The copy of the weight that a GEMM takes, or its local tensor in high precision."""
-    cast = spec.config.cast("weight", gemm)
-    if cast is None or qdata is None or scale is None:
-        return local_tensor(weight)
-    return Quantized(qdata, scale, spec.weight_blocks or cast.granularity)
+) -> Quantized:
+    """Cast a weight again that FSDP2 has gathered again.
 
-
-def _flat(operand: Local | None) -> tuple[list[torch.Tensor | None], Granularity | None]:
-    """The tensors of an operand, and its granularity."""
-    if operand is None or isinstance(operand, torch.Tensor):
-        return [operand, None], None
-    return [operand.qdata, operand.scale], operand.granularity
-
-
-def _unflat(data: Any, scale: Any, granularity: Granularity | None) -> Any:
-    """The inverse of :func:`_flat`."""
-    return data if granularity is None else Quantized(data, scale, granularity)
+    The cast depends on the gradient, because a graph would otherwise compute it in the forward and
+    keep the float8 copy.
+    """
+    scheme, start, is_cut, _ = form
+    local, known, after = local_tensor(weight), [tuple(statistics)], local_tensor(grad)
+    _, (scales,), (qdata,) = cast(local, (scheme,), known, start, [0], [False], after=after)
+    w = Quantized(qdata, scales, scheme, start, is_cut)
+    if is_observed() and scheme != spec.config.recipe.uses["weight"]["output"]:
+        first = observe(spec.owner, "weight", ("grad_input",), local, w, repeats=False)
+        w = w._replace(scales=(first, *scales[1:]))
+    return w
 
 
 class _FinishOutput(torch.autograd.Function):
     """Add the bias to a DTensor output, and reduce or move it to ``spec.output_placements``.
-
-    The backward computes the local amax of the gradient (``amax``, see :mod:`.gradient_amax`).
 
     This is a function of its own because it saves nothing for backward. Full activation
     checkpointing ends a recomputation as soon as the last tensor is saved. A reduction issued by
@@ -398,9 +379,8 @@ class _FinishOutput(torch.autograd.Function):
         output: DTensor,
         bias: torch.Tensor | None,
         spec: LinearSpec,
-        amax: GradientAmax | None,
     ) -> torch.Tensor:
-        ctx.spec, ctx.bias_layout, ctx.amax = spec, Layout.of(bias), amax
+        ctx.spec, ctx.bias_layout = spec, Layout.of(bias)
         ctx.set_materialize_grads(False)
         finished = _finished(output, bias, spec)
         # Autograd would make a view of an input that is returned, through DTensor's dispatch.
@@ -410,13 +390,10 @@ class _FinishOutput(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
         if grad is None:
-            return None, None, None, None
+            return None, None, None
         grad = reduced(grad)
-        if ctx.amax is not None and ctx.needs_input_grad[0]:
-            find_gradient_amax(grad, ctx.spec, ctx.amax)
-        # This hides the all-reduce of the amax, if that has started.
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if ctx.needs_input_grad[1] else None
-        return grad, grad_bias, None, None
+        return grad, grad_bias, None
 
 
 def _finished(output: DTensor, bias: torch.Tensor | None, spec: LinearSpec) -> torch.Tensor:

@@ -5,11 +5,11 @@ from typing import get_args
 import torch
 from torch.distributed.tensor import Shard
 
-from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm
+from fp8_dist.config import Float8LinearConfig, Gemm
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
 from fp8_dist.mesh import Layout, local_sizes
+from fp8_dist.scaling import Scheme
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.tensor.float8_tensor import granularity_of
 
 
 def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
@@ -49,49 +49,33 @@ def check_reduces_input_gradient(
             )
 
 
-def check_prepared(
-    config: Float8LinearConfig, input: Float8Tensor, power_of_2: bool | None, fqn: str
-) -> None:
-    """Raise ValueError if the cast of a prepared input is not the one that the layer takes.
-
-    ``power_of_2``: whether the input's scales were rounded; None if that is not known.
-    """
-    rounds = config.round_scales_to_power_of_2
-    if power_of_2 is not None and power_of_2 != rounds:
-        raise ValueError(
-            f"{fqn}: PrepareFloat8ModuleInput cast the input with round_scales_to_power_of_2="
-            f"{power_of_2}, but the layer has {rounds}; give the layers that share an input one "
-            "config"
-        )
-    cast = config.gather_cast("input")
-    if cast is None or not _is_cast_as(cast, input):
+def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) -> None:
+    """Raise ValueError if the cast of a prepared input is not the one that the layer takes."""
+    scheme = config.recipe.gather_scheme["input"]
+    if scheme is None or scheme != input.scheme:
         wanted = "two different casts of it, or high precision"
-        if cast is not None:
-            wanted = f"{cast.dtype} with one scale per {cast.granularity.name}"
+        if scheme is not None:
+            wanted = _described(scheme)
         raise ValueError(
-            f"{fqn}: the input is float8 already, {_description(input)}, but the layer takes "
+            f"{fqn}: the input is float8 already, {_described(input.scheme)}, but the layer takes "
             f"{wanted}; pass it in high precision (PrepareModuleInput instead of "
-            "PrepareFloat8ModuleInput), or prepare it as the layer takes it"
+            "PrepareFloat8ModuleInput), or prepare it as the layer takes it: give the layers that "
+            "share an input one config"
         )
 
 
 def check_gathered(config: Float8LinearConfig, weight: Float8Tensor, fqn: str) -> None:
     """Raise ValueError if FSDP2 gathered a shared weight in the cast of another layer."""
-    cast = config.gather_cast("weight")
-    if cast is None or not _is_cast_as(cast, weight):
+    scheme = config.recipe.gather_scheme["weight"]
+    if scheme is None or scheme != weight.scheme:
         raise ValueError(
-            f"{fqn}: FSDP2 gathered the weight as {_description(weight)}, as another layer that "
-            "shares it takes it; convert layers that share a weight with one config"
+            f"{fqn}: FSDP2 gathered the weight as {_described(weight.scheme)}, as another layer "
+            "that shares it takes it; convert layers that share a weight with one config"
         )
 
 
-def _is_cast_as(cast: CastSpec, tensor: Float8Tensor) -> bool:
-    found = granularity_of(tensor).whole
-    return (cast.dtype, cast.granularity.name) == (tensor.qdata.dtype, found.name)
-
-
-def _description(tensor: Float8Tensor) -> str:
-    return f"{tensor.qdata.dtype} with one scale per {tensor.granularity}"
+def _described(scheme: Scheme) -> str:
+    return f"{scheme.dtype} with one scale per {scheme.covers} ({scheme.key})"
 
 
 def takes_any_size(config: Float8LinearConfig) -> bool:

@@ -45,7 +45,6 @@ _OWN_ATTRIBUTES = (
     "histories",
     "float8_weight",
     "prepared_by",
-    "prepared_power_of_2",
 )
 
 
@@ -78,14 +77,11 @@ class Float8Linear(nn.Linear):
         float8_weight: casts the weight, and caches its scales.
         prepared_by: a name for each ``PrepareFloat8ModuleInput`` around the layer: the ``fqn`` of
             the first layer whose config it follows.
-        prepared_power_of_2: whether the ``PrepareFloat8ModuleInput`` around the layer rounds scales
-            to powers of two; None if there is none.
         histories: the amax history of each operand whose scaling is DELAYED, and of an input that
             ``PrepareFloat8ModuleInput`` casts by the layer's config.
     """
 
     prepared_by: frozenset[str] = frozenset()
-    prepared_power_of_2: bool | None = None
 
     def __init__(
         self,
@@ -141,14 +137,12 @@ class Float8Linear(nn.Linear):
         self.fqn = fqn or type(self).__name__
         self.output_placements: Placements | None = None
         self.reduce_transport: Encoding = None
-        self.siblings: Siblings | None = None
         self.local_placements: LocalPlacements | None = None
-        length, power_of_2 = self.config.amax_history_len, self.config.round_scales_to_power_of_2
+        recipe, length = self.config.recipe, self.config.amax_history_len
         self.histories = {
-            str(operand): AmaxHistory(cast, length, power_of_2)
+            str(operand): AmaxHistory(recipe.schemes[operand][0], length)
             for operand in get_args(Operand)
-            for cast in self.config.casts(operand)
-            if cast.delayed
+            if operand in recipe.delayed
         }
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
         if self.config.fsdp_float8_all_gather:
@@ -220,10 +214,9 @@ class Float8Linear(nn.Linear):
             if self.histories:
                 self.float8_weight.cache.warn_if_not_synced(self.fqn)
         weight_casts = self.float8_weight.forward_casts(self.weight, input.requires_grad)
-        local, siblings = local_tensor(input), None
+        local = local_tensor(input)
         if isinstance(local, Float8Tensor):
-            check_prepared(self.config, local, self.prepared_power_of_2, self.fqn)
-            siblings = None if compiling else self.siblings
+            check_prepared(self.config, local, self.fqn)
         else:
             input = autocast(input)
             input = input if plain else reduced(input)
@@ -235,7 +228,7 @@ class Float8Linear(nn.Linear):
         owner = self.float8_weight
         spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, owner, training)
         spec = spec._replace(reduce_transport=transport)
-        return float8_linear(input, weight, bias, weight_casts, spec, siblings)
+        return float8_linear(input, weight, bias, weight_casts, spec)
 
     def extra_repr(self) -> str:
         """nn.Linear's text, the recipe, the operands gathered in float8, and the scale's state.
@@ -252,7 +245,7 @@ class Float8Linear(nn.Linear):
         if "float8_weight" not in self.__dict__:  # the layer is being constructed
             return shown
         shown += f", {config_text(self.config)}"
-        if self.config.casts("weight"):
+        if self.config.recipe.schemes["weight"]:
             history = self.histories.get("weight")
             scale = scale_text(self._parameters.get("weight"), self.float8_weight.cache, history)
             shown += f", scale={scale}"
@@ -295,12 +288,10 @@ class Float8Linear(nn.Linear):
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"float8_weight": None, "siblings": None}
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {name: value for name, value in self.__dict__.items() if name != "float8_weight"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.siblings = None
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":

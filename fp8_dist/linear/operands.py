@@ -12,12 +12,9 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import Copies, as_float8_of, copies_over
-from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig, Gemm, Operand
-from fp8_dist.granularity import Granularity
-from fp8_dist.kernels import Scaling
+from fp8_dist.cast import Copies, as_float8_of, cast_copies
+from fp8_dist.config import Float8LinearConfig, Gemm, Operand
 from fp8_dist.linear.amax_history import AmaxHistory
-from fp8_dist.linear.gradient_amax import GradientAmax
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies
 from fp8_dist.linear.observing_prepared import observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
@@ -30,7 +27,8 @@ from fp8_dist.mesh import (
     sharded_dim,
     with_local,
 )
-from fp8_dist.tensor import Float8Tensor, Quantized
+from fp8_dist.scaling import Copy, Quantized, Scheme, Start, Statistics
+from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
 from fp8_dist.transport import Encoding
 from fp8_dist.warn import warn_once
@@ -45,9 +43,16 @@ class LinearSpec(NamedTuple):
     histories: Mapping[str, AmaxHistory]
     owner: Owner  # the layer's float8_weight
     record: bool  # whether the forward's casts belong to a training step
-    # The granularity of this rank's part of the weight, for scales of blocks.
-    weight_blocks: Granularity | None = None
     reduce_transport: Encoding = None  # of the reduce-scatters of the output and of grad_input
+
+
+class Recast(NamedTuple):
+    """A cast of the local weight in the backward, by the statistics of its global tensor."""
+
+    statistics: Statistics
+    scheme: Scheme
+    start: Start
+    is_cut: bool
 
 
 class WeightCasts(NamedTuple):
@@ -56,13 +61,13 @@ class WeightCasts(NamedTuple):
     Attributes:
         output, grad_input: the copies that these GEMMs take, perhaps the same; ``None``: they take
             the weight in high precision, or by ``recast``.
-        recast: (multiplier, scale) of a cast in the backward. The weight is then FSDP2's
+        recast: the cast for grad_input, made in the backward. The weight is then FSDP2's
             high-precision copy, which FSDP2 frees in between; a float8 copy would outlive it.
     """
 
     output: Quantized | None = None
     grad_input: Quantized | None = None
-    recast: Scaling | None = None
+    recast: Recast | None = None
 
 
 # An operand on this rank, [..., K] or [M, K]: in float8, or a plain tensor in high precision.
@@ -75,20 +80,20 @@ class OperandPlan(NamedTuple):
     """Plan of an operand's cast and redistribution.
 
     Attributes:
-        first_cast: the one cast for all GEMMs, made before the operand moves; ``None``: the operand
-            moves in high precision, and is cast for each GEMM where it arrives.
+        first: the one scheme for all GEMMs, in which the operand is cast before it moves; ``None``:
+            it moves in high precision, and is cast for each GEMM where it arrives.
         moves: the operand is redistributed.
-        amax_axes: the mesh axes over which amaxes may be reduced; ``None``: all.
+        within: the mesh axes over which statistics may be reduced; ``None``: all.
     """
 
-    first_cast: CastSpec | None
+    first: Scheme | None
     moves: bool
-    amax_axes: tuple[int, ...] | None
+    within: tuple[int, ...] | None
 
 
 @lru_cache(maxsize=4096)
 def plan_operand(
-    casts: tuple[CastSpec | None, ...],
+    schemes: tuple[Scheme | None, ...],
     now: Placements | None,
     then: Placements | None,
     ndim: int,
@@ -97,10 +102,11 @@ def plan_operand(
     """Plan an operand's cast and redistribution from facts that all ranks share.
 
     Args:
-        casts: the cast that each GEMM takes; ``None``: high precision.
+        schemes: the scheme that each GEMM takes; ``None``: high precision.
         now: the placements of a DTensor operand; ``None`` for a plain tensor.
         then: the placements that the GEMMs need.
-        amax_scope: with ``"rank"`` amaxes are reduced only over axes on which float8 data moves.
+        amax_scope: with ``"rank"`` statistics are reduced only over axes on which float8 data
+            moves.
     """
     axes: tuple[int, ...] = ()
     dims: list[int] = []
@@ -111,10 +117,9 @@ def plan_operand(
             dims.append(dim)
     moves, everywhere = now != then, amax_scope == "global"
     # Shards of several pieces are not redistributed as float8.
-    first = None if has_pieces(now) else casts[0]
-    if first is not None and all(cast == first for cast in casts):
-        granularity = first.granularity
-        if granularity.can_move(dims, ndim) and (granularity.can_gather or not moves):
+    first = None if has_pieces(now) else schemes[0]
+    if first is not None and all(scheme == first for scheme in schemes):
+        if first.can_move(dims, ndim) and (first.can_gather or not moves):
             return OperandPlan(first, moves, None if everywhere else axes)
     return OperandPlan(None, moves, None if everywhere else ())
 
@@ -122,7 +127,7 @@ def plan_operand(
 def _plan_of(
     tensor: torch.Tensor,
     operand: Operand,
-    casts: tuple[CastSpec | None, ...],
+    schemes: tuple[Scheme | None, ...],
     placements: Placements | None,
     spec: LinearSpec,
 ) -> OperandPlan:
@@ -130,10 +135,10 @@ def _plan_of(
     scope = spec.config.amax_scope
     if torch.compiler.is_compiling():
         # Dynamo warns about functions with a cache.
-        return plan_operand.__wrapped__(casts, now, placements, tensor.ndim, scope)
-    plan = plan_operand(casts, now, placements, tensor.ndim, scope)
-    one_copy = spec.config.gather_cast(operand)
-    if plan.first_cast is None and one_copy is not None:
+        return plan_operand.__wrapped__(schemes, now, placements, tensor.ndim, scope)
+    plan = plan_operand(schemes, now, placements, tensor.ndim, scope)
+    one_copy = spec.config.recipe.gather_scheme[operand]
+    if plan.first is None and one_copy is not None:
         if has_pieces(now):
             why = (
                 "ranks have several pieces of it (_StridedShard); redistribute it to Shard or "
@@ -141,7 +146,7 @@ def _plan_of(
             )
         else:
             why = (
-                f"it has one scale per {one_copy.granularity.name} and is sharded along its last "
+                f"it has one scale per {one_copy.covers} and is sharded along its last "
                 "dim (Shard(-1)); shard the sequence or the batch instead (Shard(0), Shard(1)), or "
                 "use a recipe with one scale per tensor"
             )
@@ -158,14 +163,12 @@ def prepare_operand(
     gemms: tuple[Gemm, ...],
     placements: Placements | None,
     spec: LinearSpec,
-    amax: GradientAmax | None = None,
 ) -> Operands:
     """Cast an operand for the given GEMMs, and redistribute it to ``placements``, by its plan.
 
     Args:
         tensor: ``[..., K]``, in high precision or cast already; no Partial placements.
         placements: the placements of a DTensor that the GEMMs need.
-        amax: the amax of ``tensor``, if it was computed ahead.
     """
     prepared = local_tensor(tensor)
     if isinstance(prepared, Float8Tensor):
@@ -174,16 +177,16 @@ def prepare_operand(
         return dict.fromkeys(gemms, _moved(tensor, placements))
     if not isinstance(tensor, DTensor):
         return _cast_here(tensor, operand, gemms, spec, None, tensor)
-    casts = tuple(spec.config.cast(operand, gemm) for gemm in gemms)
-    plan = _plan_of(tensor, operand, casts, placements, spec)
-    if plan.first_cast is not None and plan.moves:
-        copy = CopySpec(plan.first_cast)
-        quantized = _copies(tensor, operand, (copy,), spec, plan.amax_axes, amax)[copy]
+    uses = spec.config.recipe.uses[operand]
+    plan = _plan_of(tensor, operand, tuple([uses[gemm] for gemm in gemms]), placements, spec)
+    if plan.first is not None and plan.moves:
+        copy = Copy(plan.first)
+        quantized = _copies(tensor, operand, (copy,), spec, plan.within)[copy]
         return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
     high = local_tensor(tensor)
     if plan.moves:
         high, tensor = _moved_in_high_precision(tensor, placements)
-    return _cast_here(tensor, operand, gemms, spec, plan.amax_axes, high, amax)
+    return _cast_here(tensor, operand, gemms, spec, plan.within, high)
 
 
 def _cast_here(
@@ -191,15 +194,14 @@ def _cast_here(
     operand: Operand,
     gemms: tuple[Gemm, ...],
     spec: LinearSpec,
-    axes: tuple[int, ...] | None,
+    within: tuple[int, ...] | None,
     high: torch.Tensor,
-    amax: GradientAmax | None = None,
 ) -> Operands:
     """Cast an operand for the given GEMMs without moving it; ``high`` is its local tensor."""
     by_gemm = spec.config.copies(operand, tensor.device)
     taken = {gemm: by_gemm.get(gemm) for gemm in gemms}
     wanted = tuple(dict.fromkeys(filter(None, taken.values())))
-    made = _copies(tensor, operand, wanted, spec, axes, amax) if wanted else {}
+    made = _copies(tensor, operand, wanted, spec, within) if wanted else {}
     return {gemm: made[copy] if copy else high for gemm, copy in taken.items()}
 
 
@@ -209,7 +211,6 @@ def prepare_gradients(
     input: Local | None,
     weight: Local | None,
     spec: LinearSpec,
-    amax: GradientAmax | None = None,
 ) -> dict[Gemm, tuple[Local, Local]]:
     """The left and the right operand of each gradient GEMM.
 
@@ -218,7 +219,6 @@ def prepare_gradients(
         placements: the placements of a DTensor that the GEMMs need.
         input: the right operand of grad_weight; None: that GEMM is left out.
         weight: the right operand of grad_input; None: that GEMM is left out.
-        amax: the amax of ``grad``, if :func:`find_gradient_amax` was called.
     """
     right: Operands = {}
     if weight is not None:
@@ -226,72 +226,61 @@ def prepare_gradients(
     if input is not None:
         right["grad_weight"] = input
     gemms, folds = tuple(right), {}
-    if spec.config.fold_row_scales:
+    if spec.config.recipe.folds:
         folds = {gemm: x for gemm, x in right.items() if isinstance(x, Quantized)}
     if not folds:
-        left = prepare_operand(grad, "grad_output", gemms, placements, spec, amax)
+        left = prepare_operand(grad, "grad_output", gemms, placements, spec)
         return {gemm: (left[gemm], right[gemm]) for gemm in gemms}
-    cast = spec.config.cast("grad_output", next(iter(folds)))
-    assert cast is not None
-    _plan_of(grad, "grad_output", (cast,), placements, spec)  # for its warning
+    scheme = spec.config.recipe.uses["grad_output"][next(iter(folds))]
+    assert scheme is not None
+    _plan_of(grad, "grad_output", (scheme,), placements, spec)  # for its warning
     operands: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
         # One GEMM is in high precision, so grad_output moves in high precision, once.
         high, grad = _moved_in_high_precision(grad, placements)
         operands = {gemm: (high, right[gemm]) for gemm in gemms}
-    axes = () if spec.config.amax_scope == "rank" else None
+    within = () if spec.config.amax_scope == "rank" else None
     w, x = folds.get("grad_input"), folds.get("grad_weight")
     second = spec.config.copies("grad_output", grad.device).get("grad_weight")
     transposed = second is not None and second.transposed
-    return operands | folded_gradients(grad, cast, placements, w, x, axes, transposed, spec.owner)
-
-
-def find_gradient_amax(grad: torch.Tensor, spec: LinearSpec, amax: GradientAmax) -> None:
-    """Compute the amax by which :func:`prepare_gradients` will cast ``grad``, a DTensor."""
-    gemms: tuple[Gemm, ...] = ("grad_input", "grad_weight")
-    casts = tuple(spec.config.cast("grad_output", gemm) for gemm in gemms)
-    amax.find(grad, _plan_of(grad, "grad_output", casts, amax.placements, spec).amax_axes)
+    folded = folded_gradients(grad, scheme, placements, w, x, within, transposed, spec.owner)
+    return operands | folded
 
 
 def _copies(
     tensor: torch.Tensor,
     operand: Operand,
-    copies: tuple[CopySpec, ...],
+    copies: tuple[Copy, ...],
     spec: LinearSpec,
-    axes: tuple[int, ...] | None,
-    amax: GradientAmax | None = None,
+    within: tuple[int, ...] | None,
 ) -> Copies:
     """Float8 copies of the local part of an operand; a plain tensor is cast as a matrix."""
     matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
-    made = _copies_of_matrix(tensor, matrix, operand, copies, spec, axes, amax)
+    made = _copies_of_matrix(tensor, matrix, operand, copies, spec, within)
     if not is_observed():
         return made
-    repeats = operand == "input"
-    high = local_tensor(matrix)
-    return observe_copies(spec.owner, operand, high, made, repeats)
+    return observe_copies(spec.owner, operand, local_tensor(matrix), made, operand == "input")
 
 
 def _copies_of_matrix(
     tensor: torch.Tensor,
     matrix: torch.Tensor,
     operand: Operand,
-    copies: tuple[CopySpec, ...],
+    copies: tuple[Copy, ...],
     spec: LinearSpec,
-    axes: tuple[int, ...] | None,
-    amax: GradientAmax | None,
+    within: tuple[int, ...] | None,
 ) -> Copies:
     """:func:`_copies` without observers; ``matrix`` is a plain ``tensor`` as a matrix."""
-    if copies[0].cast.delayed:  # both casts are the same: they have one scale per tensor
+    history = spec.histories.get(operand)
+    if history is not None:
         record = spec.record or operand == "grad_output"
-        return spec.histories[operand].copies_of(matrix, copies, record)
-    power_of_2 = spec.config.round_scales_to_power_of_2
+        return history.copies_of(matrix, copies, record)
     if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
-        known_amax = None if amax is None else amax.take()
-        return copies_over(matrix, copies, power_of_2, axes, known_amax=known_amax)[1]
-    key = cast_key(tensor, (copies, power_of_2))
+        return cast_copies(matrix, copies, within)[1]
+    key = cast_key(tensor, copies)
     known = last_cast(tensor, key)
     if known is None:
-        known = copies_over(matrix, copies, power_of_2, axes)[1]
+        known = cast_copies(matrix, copies, within)[1]
         note_cast(tensor, key, known)
     return known
 
@@ -325,7 +314,7 @@ def wait_local(operand: Local) -> Local:
     if isinstance(operand, Quantized):
         return operand
     local = local_tensor(operand)
-    return Quantized.of(local) if isinstance(local, Float8Tensor) else local
+    return local.quantized if isinstance(local, Float8Tensor) else local
 
 
 def redistributed(tensor: DTensor, placements: Placements) -> DTensor:

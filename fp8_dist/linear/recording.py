@@ -7,11 +7,8 @@ from typing import NamedTuple
 import torch
 
 from fp8_dist.config import Gemm
-from fp8_dist.granularity import Blocks
+from fp8_dist.scaling import GemmOptions, Quantized, matrices
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-
-# Data, scale, and the blocks of block scales. (The shape of other scales tells what they cover.)
-Operand = tuple[torch.Tensor, torch.Tensor, tuple[int, int, int, int] | None]
 
 
 class GemmRecord(NamedTuple):
@@ -29,7 +26,7 @@ class GemmRecord(NamedTuple):
     gemm: Gemm
     a: Float8Tensor
     b: Float8Tensor
-    options: tuple[bool, bool, bool]
+    options: GemmOptions
 
 
 # The lists of active recordings. A recording removes its list when it ends.
@@ -58,24 +55,15 @@ def record_gemms() -> Iterator[list[GemmRecord]]:
 def note_gemm(
     fqn: str,
     gemm: Gemm,
-    a: Operand,
-    b: Operand,
+    left: Quantized,
+    right: Quantized,
+    turn: tuple[bool, bool],
     out_dtype: torch.dtype,
-    options: tuple[bool, bool, bool],
+    options: GemmOptions,
 ) -> None:
-    """Add a GEMM of two matrices to the active recordings."""
+    """Add a GEMM to the active recordings; arguments as of :func:`fp8_dist.scaling.multiply`."""
     if not _recordings:
         return
-    left, right = (
-        Float8Tensor(qdata, scale, out_dtype, _name_of(blocks)).clone()
-        for qdata, scale, blocks in (a, b)
-    )
+    a, b = (Float8Tensor.of(each, out_dtype).clone() for each in matrices(left, right, turn))
     for records in _recordings:
-        records.append(GemmRecord(fqn, gemm, left, right, options))  # type: ignore[arg-type]
-
-
-def _name_of(blocks: tuple[int, int, int, int] | None) -> str | None:
-    if blocks is None:
-        return None
-    rows, columns, *start = blocks
-    return Blocks.of(rows, columns, start=(start[0], start[1])).name
+        records.append(GemmRecord(fqn, gemm, a, b, options))  # type: ignore[arg-type]

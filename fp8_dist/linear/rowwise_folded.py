@@ -40,24 +40,23 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import global_amax, local_amax
-from fp8_dist.config import CastSpec, Gemm
-from fp8_dist.granularity import COLUMN, ROW
-from fp8_dist.kernels import quantize, scaling_from_amax
+from fp8_dist.config import Gemm
+from fp8_dist.kernels import amax, quantize, scaling_from_amax
 from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes, unit_scales
 from fp8_dist.linear.observing import Owner, is_observed, observe
 from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, sharded_dim
-from fp8_dist.tensor import Float8Tensor, Quantized
+from fp8_dist.scaling import Dense, Quantized, Scheme, reduced_statistics
+from fp8_dist.tensor import Float8Tensor
 from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
 
 
 def folded_gradients(
     grad: torch.Tensor,
-    cast: CastSpec,
+    scheme: Scheme,
     placements: Placements | None,
     weight: Quantized | None,
     input: Quantized | None,
-    axes: tuple[int, ...] | None,
+    within: tuple[int, ...] | None,
     transposed: bool,
     owner: Owner,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
@@ -65,12 +64,12 @@ def folded_gradients(
 
     Args:
         grad: grad_output ``[..., N]``, local or a DTensor without Partial placements.
-        cast: the cast of grad_output, with one scale per row.
+        scheme: the scheme of grad_output, with one scale per row.
         placements: the placements of a DTensor that the GEMMs need.
         weight: the local weight ``[N, K]`` with scales s; ``None`` where g1 is not needed.
         input: the local input ``[..., K]`` with scales t, as the GEMM of grad_weight takes it;
             ``None`` where g2 is not needed.
-        axes: as in :func:`fp8_dist.cast.scaling_over`.
+        within: as in :func:`fp8_dist.cast.cast_copies`.
         transposed: write g2 transposed, if the gradient is local.
         owner: the layer's ``float8_weight``.
 
@@ -83,9 +82,9 @@ def folded_gradients(
     grad = _with_whole_rows(grad, placements)
     if isinstance(grad, DTensor):
         assert placements is not None
-        operands = _folded(grad, cast, placements, weight, input, axes)
+        operands = _folded(grad, scheme, placements, weight, input, within)
     else:
-        operands = _folded_locally(grad, cast, weight, input, transposed)
+        operands = _folded_locally(grad, scheme, weight, input, transposed)
     if is_observed():
         operands = _observed(operands, grad, placements, weight, input, owner)
     return operands
@@ -93,19 +92,21 @@ def folded_gradients(
 
 def _folded(
     grad: DTensor,
-    cast: CastSpec,
+    scheme: Scheme,
     placements: Placements,
     weight: Quantized | None,
     input: Quantized | None,
-    axes: tuple[int, ...] | None,
+    within: tuple[int, ...] | None,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
     """:func:`folded_gradients` for a DTensor whose rows are whole on each rank."""
     local, layout = local_tensor(grad), Layout.of(grad)
     assert layout is not None
-    weight_fold = None if weight is None else weight.scale.reshape(-1) * UNIT
-    value = global_amax(row_amaxes(local, weight_fold), grad, ROW, axes)
-    multipliers, scales = scaling_from_amax(value, cast.dtype, True)
-    qdata = quantize(local, multipliers[..., :1], cast.dtype, fits=True)
+    dtype, column = scheme.dtype, Dense(scheme.dtype, "column", True)
+    weight_fold = None if weight is None else weight.scales[0].reshape(-1) * UNIT
+    rows = (row_amaxes(local, weight_fold),)
+    (value,) = reduced_statistics(scheme, rows, layout, within)
+    multipliers, scales = scaling_from_amax(value, dtype, True)
+    qdata = quantize(local, multipliers[..., :1], dtype, fits=True)
     # For each row its scale in g0, and the multiplier of g1.
     numbers = torch.cat([scales[..., :1], multipliers[..., 1:]], dim=-1)
 
@@ -113,22 +114,18 @@ def _folded(
         qdata, numbers = _moved(qdata, numbers, layout, placements)
     layout = layout._replace(placements=placements)
 
-    one = _unit_scale(weight, input)
     g0 = qdata.to(torch.float32) * numbers[..., :1]
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     if weight is not None and weight_fold is not None:
-        g1, scale = first_fold(g0, weight_fold, numbers[..., 1:], cast.dtype)
-        operands["grad_input"] = (
-            Quantized(g1, scale, ROW),
-            weight._replace(scale=one, granularity=COLUMN),
-        )
+        g1, scale = first_fold(g0, weight_fold, numbers[..., 1:], dtype)
+        operands["grad_input"] = Quantized(g1, (scale,), scheme), _unscaled(weight)
     if input is not None:
-        folded = g0 * (input.scale * UNIT)
-        value = global_amax(local_amax(folded, COLUMN), layout.wrap(folded), COLUMN, axes)
-        multiplier, scale = scaling_from_amax(value, cast.dtype, True)
-        g2 = quantize(folded, multiplier, cast.dtype, fits=True)
-        left = Quantized(g2, scale / UNIT, COLUMN)
-        operands["grad_weight"] = (left, input._replace(scale=one, granularity=COLUMN))
+        folded = g0 * (input.scales[0] * UNIT)
+        columns = (amax(folded, column.levels[0].covered_dims(folded.ndim)),)
+        (value,) = reduced_statistics(column, columns, layout, within)
+        multiplier, scale = scaling_from_amax(value, dtype, True)
+        g2 = quantize(folded, multiplier, dtype, fits=True)
+        operands["grad_weight"] = Quantized(g2, (scale / UNIT,), column), _unscaled(input)
     return operands
 
 
@@ -155,46 +152,50 @@ def _observed(
 
     shown = {}
     for gemm, (left, right) in operands.items():
-        qdata, scale, granularity = left
+        qdata, (scale,) = left.qdata, left.scales
         if gemm == "grad_input":
             assert weight is not None
-            folds, scale = weight.scale.reshape(-1), own(scale)
+            folds, scale = weight.scales[0].reshape(-1), own(scale)
         else:
             assert input is not None
-            folds = own(input.scale.reshape(*qdata.shape[:-1], 1))
+            folds = own(input.scales[0].reshape(*qdata.shape[:-1], 1))
         part = own(as_bytes(qdata)).view(qdata.dtype)
-        folded, low = high.reshape(part.shape) * folds, Quantized(part, scale, granularity)
-        carrier = observe(owner, "grad_output", (gemm,), folded, low, False, left.scale)
-        shown[gemm] = (left._replace(scale=carrier), right)
+        folded, low = high.reshape(part.shape) * folds, Quantized(part, (scale,), left.scheme)
+        carrier = observe(owner, "grad_output", (gemm,), folded, low, False, left.scales[0])
+        shown[gemm] = (left._replace(scales=(carrier,)), right)
     return shown
 
 
 def _folded_locally(
     grad: torch.Tensor,
-    cast: CastSpec,
+    scheme: Scheme,
     weight: Quantized | None,
     input: Quantized | None,
     transposed: bool,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    s = None if weight is None else weight.scale.reshape(-1)
-    t = None if input is None else input.scale.reshape(-1)
+    s = None if weight is None else weight.scales[0].reshape(-1)
+    t = None if input is None else input.scales[0].reshape(-1)
     matrix = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
-    one = _unit_scale(weight, input)
-    made = iter(fold_gradient(matrix, cast.dtype, s, t, transposed))
+    made = iter(fold_gradient(matrix, scheme.dtype, s, t, transposed))
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     if weight is not None:
-        left = Quantized(next(made), next(made), ROW)
-        operands["grad_input"] = (left, weight._replace(scale=one, granularity=COLUMN))
+        left = Quantized(next(made), (next(made),), scheme)
+        operands["grad_input"] = left, _unscaled(weight)
     if input is not None:
         g2 = next(made)
-        left = Quantized(g2.t() if transposed else g2, next(made), COLUMN)
-        operands["grad_weight"] = (left, input._replace(scale=one, granularity=COLUMN))
+        column = Dense(scheme.dtype, "column", True)
+        left = Quantized(g2.t() if transposed else g2, (next(made),), column)
+        operands["grad_weight"] = left, _unscaled(input)
     return operands
 
 
-def _unit_scale(*operands: Quantized | None) -> torch.Tensor:
-    """A scale of 1, in a shape that a GPU's GEMM accepts together with the scales of rows."""
-    return unit_scales(next(each for each in operands if each is not None).qdata)
+def _unscaled(operand: Quantized) -> Quantized:
+    """The right operand of a gradient GEMM, whose scales were folded into the left one.
+
+    It has scales of 1, in a shape that a GPU's GEMM accepts together with the scales of rows.
+    """
+    one, column = unit_scales(operand.qdata), Dense(operand.scheme.dtype, "column", True)
+    return operand._replace(scales=(one,), scheme=column)
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:
@@ -217,10 +218,14 @@ def _moved(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Redistribute rows of float8 data together with their numbers, in one message."""
     # Most of the bytes are float8. Wrap them as such, so that comm_audit counts them as float8.
-    packed = pack_rows(qdata, numbers)
+    packed = pack_rows(qdata, [numbers])
     shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
     carrier = Float8Tensor(packed, numbers.new_ones(()), torch.float32)
     wrapped = layout._replace(shape=shape).wrap(carrier)
     moved = local_tensor(wrapped.redistribute(placements=placements))
     assert isinstance(moved, Float8Tensor)
-    return unpack_rows(as_bytes(moved.qdata.contiguous()), qdata.dtype, qdata.shape[-1])
+    like = [(numbers.shape[-1], numbers.dtype)]
+    data, (arrived,) = unpack_rows(
+        as_bytes(moved.qdata.contiguous()), qdata.dtype, qdata.shape[-1], like
+    )
+    return data, arrived

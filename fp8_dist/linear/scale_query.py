@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fp8_dist.kernels import CustomOp, Scaling
+from fp8_dist.kernels import CustomOp
 from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed
 
 P = ParamSpec("P")
@@ -68,6 +68,6 @@ def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     return define
 
 
-def copies(scalings: Iterable[Scaling], device: torch.device) -> list[torch.Tensor]:
-    """Copies of scalings, flat, for a query to return: a graph may write into its results."""
-    return [tensor.to(device, copy=True) for scaling in scalings for tensor in scaling]
+def copied(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies of tensors for a query to return: a graph may write into its results."""
+    return [tensor.to(device, copy=True) for tensor in tensors]

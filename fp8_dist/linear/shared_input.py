@@ -13,8 +13,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from fp8_dist.cast import Copies
-from fp8_dist.config import CopySpec
-from fp8_dist.tensor import Quantized
+from fp8_dist.scaling import Copy, Quantized
 from fp8_dist.torch_internals import is_captured
 
 
@@ -22,9 +21,9 @@ class _LastCast(NamedTuple):
     source: ReferenceType[torch.Tensor]  # for an identity check alone
     key: Any
     first: Copies  # the copies that only the forward takes
-    saved: CopySpec
+    saved: Copy
     data: ReferenceType[torch.Tensor]
-    scale: torch.Tensor
+    rest: Quantized  # the other fields
 
 
 _last: _LastCast | None = None
@@ -48,7 +47,7 @@ def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
     if data is None:
         return None
     # TensorWeakRef revives the Python object of a tensor that autograd alone still owns.
-    saved = Quantized(TensorWeakRef(data)(), last.scale, last.saved.cast.granularity)
+    saved = last.rest._replace(qdata=TensorWeakRef(data)())
     return {**last.first, last.saved: saved}
 
 
@@ -58,7 +57,8 @@ def note_cast(x: torch.Tensor, key: Any, copies: Copies) -> None:
     _last = None
     if key is not None:
         *first, (copy, saved) = copies.items()
-        _last = _LastCast(ref(x), key, dict(first), copy, ref(saved.qdata, _forget), saved.scale)
+        rest = saved._replace(qdata=saved.scales[0])
+        _last = _LastCast(ref(x), key, dict(first), copy, ref(saved.qdata, _forget), rest)
 
 
 def _forget(data: ReferenceType[torch.Tensor]) -> None:

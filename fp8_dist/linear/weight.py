@@ -5,9 +5,8 @@ Terms:
 * *parameter*: the tensor that is registered as ``layer.weight`` now. FSDP2 exchanges it: it is the
   *sharded parameter* between uses and the *unsharded parameter* while the layer runs.
 * *shard*: the parameter's local tensor, plain and in high precision.
-* *scaling*: (quantization multiplier, scale) of the shard for one cast. The amax is that of the
-  global weight, or of its global rows or columns.
-* *casts*: the shard in float8, one for each of ``config.casts("weight")``.
+* *known*: the statistics of the shard for each scheme, which are those of the global weight.
+* *casts*: the shard in float8, one for each of ``config.recipe.schemes["weight"]``.
 
 The owner of the parameter determines where it is cast:
 
@@ -19,45 +18,43 @@ The owner of the parameter determines where it is cast:
 * FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
   backward casts it again, because FSDP2 frees it in between.
 
-Scalings come from ``cache`` if it has them for the current values of the parameter, from precompute
+Statistics come from ``cache`` if it has them for the current values of the parameter, from precompute
 or from an earlier use. Otherwise they are computed and stored there. Compiled graphs and selective
 activation checkpointing query them by operators (``scale_query``).
 """
 
 import weakref
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import (
-    Copies,
-    Scalings,
-    as_copies,
-    copies_by,
-    copies_over,
-    exponents_of_matrix,
-    flat_copies,
-    scaling_over,
-)
-from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig
-from fp8_dist.cut_blocks import are_cut, granularity_at
-from fp8_dist.kernels import Scaling
+from fp8_dist.cast import Copies, Known, as_copies, cast_by, cast_copies, flat_copies, statistics_of
+from fp8_dist.config import Float8LinearConfig
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.observing import is_observed, observe_copies
-from fp8_dist.linear.operands import WeightCasts
+from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.scale_query import must_query, register_handle
 from fp8_dist.linear.streams import keep_for_current_stream
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
-from fp8_dist.linear.weight_queries import shard_scalings, weight_copies, weight_scalings
+from fp8_dist.linear.weight_queries import shard_statistics, weight_copies, weight_statistics
 from fp8_dist.mesh import Layout, local_tensor, with_local
-from fp8_dist.tensor import Float8Tensor, Quantized
+from fp8_dist.scaling import (
+    Copy,
+    Quantized,
+    Scales,
+    Scheme,
+    Statistics,
+    measure,
+    scheme_named,
+    whole_statistics,
+)
+from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     dtensor_local,
@@ -89,7 +86,7 @@ class Float8Weight:
     Attributes:
         config, fqn: those of the layer.
         handle: identifies this object in operators (``scale_query``).
-        cache: scalings and float8 casts, while they are known to be fresh.
+        cache: statistics and float8 casts, while they are known to be fresh.
         is_exchanged: FSDP2 has put an unsharded parameter in the place of the sharded one.
         made: on a GPU, an event for streams other than the one that ran precompute or sync: after
             it, the scales and batched casts of the weight are ready.
@@ -129,6 +126,15 @@ class Float8Weight:
         if layout is not None:
             check_placed({self.fqn: layer}, layout.mesh, f"{caller} of {self.fqn}")
 
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The schemes of the weight, in the order of its GEMMs."""
+        return self.config.recipe.schemes["weight"]
+
+    @property
+    def _history(self) -> AmaxHistory | None:
+        return self._histories.get("weight")
+
     def parameter(self) -> torch.Tensor:
         """The parameter that is registered now."""
         layer = self._layer()
@@ -156,14 +162,12 @@ class Float8Weight:
         Collectives: for each cast one all-reduce of 4 bytes per scale (1 per block), if the values
         that a scale covers are sharded and the scales are not known.
         """
-        casts = self.config.casts("weight")
-        if not casts:
+        if not self.schemes:
             return WeightCasts()
         local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self.config, local, self.fqn)
-            gathered = Quantized.of(local)
-            gathered = gathered._replace(scale=self._recorded(gathered.scale))
+            gathered = self._recorded(local.quantized)
             return WeightCasts(gathered, gathered)
         compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
         # No end_of_evaluation follows in a graph, so scales found without gradients are not kept.
@@ -187,9 +191,9 @@ class Float8Weight:
         else:
             float8 = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD, training)
             float8 = {copy: float8[copy] for copy in copies}
-            if "weight" in self._histories:
-                scale = self._recorded(next(iter(float8.values())).scale)
-                float8 = {copy: q._replace(scale=scale) for copy, q in float8.items()}
+            if self._history is not None:
+                scales = self._recorded(next(iter(float8.values()))).scales
+                float8 = {copy: q._replace(scales=scales) for copy, q in float8.items()}
         if is_observed() and not torch.compiler.is_exporting():
             float8 = observe_copies(self, "weight", shard, float8)
         first, second = by_gemm.get("output"), by_gemm.get("grad_input")
@@ -204,16 +208,32 @@ class Float8Weight:
         """
         if not is_captured(shard):
             self.wait_until_made()
-        (cast,) = self.config.casts("weight")
-        copies = (CopySpec(cast),)
+        (scheme,) = self.schemes
+        copies = (Copy(scheme),)
         found = self._casts(self.parameter(), shard, copies, ScaleState.FROM_GATHER)[copies[0]]
         if is_observed():
             observe_copies(self, "weight", shard, {copies[0]: found})
         if not is_captured(shard):
             # The cache may drop its tensors while this stream still reads them.
-            kept = self.cache.scaling or {}
-            keep_for_current_stream([found.qdata, found.scale, *kept.get(cast, ())])
+            kept = (self.cache.known or {}).get(scheme, ())
+            keep_for_current_stream([found.qdata, *found.scales, *kept])
         return found
+
+    def whole_scales(self, shard: torch.Tensor) -> Scales:
+        """All scales of the global weight, for a gather that can't carry them.
+
+        Collectives: none if they are known, else those of
+        :func:`fp8_dist.scaling.whole_statistics`.
+        """
+        # A CUDA graph neither uses cached scales nor caches its own.
+        captured = is_captured(shard)
+        known = None if captured else self.cache.whole_scales
+        if known is None:
+            (scheme,), layout = self.schemes, self.layout()
+            assert layout is not None
+            known = scheme.scales_from(self._whole_statistics(shard, scheme, layout))
+            self.cache.whole_scales = self.cache.whole_scales if captured else known
+        return known
 
     def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
         """Whether a write to ``parameter`` may go unnoticed for ever.
@@ -305,7 +325,7 @@ class Float8Weight:
         self,
         parameter: torch.Tensor,
         shard: torch.Tensor,
-        copies: tuple[CopySpec, ...],
+        copies: tuple[Copy, ...],
         source: ScaleState,
         record: bool = False,
     ) -> Copies:
@@ -325,15 +345,14 @@ class Float8Weight:
         ):
             if queried:
                 # A recomputation takes saved results in order, so it must query as the forward did.
-                self._scalings(shard, source)
+                self._known(shard, source)
             return float8
         if fresh or queried:
-            # Cached scalings may be stale unnoticed, so values may exceed their amax.
-            scalings = self._scalings(shard, source)
-            float8 = copies_by(shard, copies, scalings, layout=self.layout(parameter))
+            # Known statistics may be stale unnoticed, so values may exceed them.
+            float8 = cast_by(shard, copies, self._known(shard, source), self.layout(parameter))
         else:
-            scalings, float8, whole = self._new_casts(parameter, shard, copies, record)
-            self._note(parameter, shard, scalings, source, whole)
+            known, float8, whole = self._new_casts(parameter, shard, copies, record, source)
+            self._note(parameter, shard, known, source, whole)
         keeps = _is_parameter(parameter) and self.config.cache_float8_shards
         keeps &= not is_captured(shard)
         cache.float8 = float8 if keeps and shard.device == parameter.device else None
@@ -343,46 +362,64 @@ class Float8Weight:
         self,
         parameter: torch.Tensor,
         shard: torch.Tensor,
-        copies: tuple[CopySpec, ...],
+        copies: tuple[Copy, ...],
         record: bool,
-    ) -> tuple[Scalings, Copies, torch.Tensor | None]:
-        """Compute the scaling for each cast of a shard, and its float8 copies.
+        source: ScaleState | None = None,
+    ) -> tuple[Known, Copies, Scales | None]:
+        """Cast a shard by statistics that are not known yet.
 
-        The third result is the scales of the whole weight if shards cut blocks, else None.
+        Returns:
+            The statistics, the copies, and the scales of the whole weight where a gather needs
+            them.
         """
-        cast = copies[0].cast
-        if cast.delayed:
-            tensor, history = self._distributed(parameter, shard), self._history_of(parameter)
-            scaling, float8 = history.scaled_copies_of(tensor, copies, record)
-            return {cast: scaling}, float8, None
+        scheme, tensor = copies[0].scheme, self._distributed(parameter, shard)
+        if self._history is not None:
+            history = self._history_of(parameter)
+            statistics, float8 = history.known_copies_of(tensor, copies, record)
+            return {scheme: statistics}, float8, None
         layout = self.layout(parameter)
-        if layout is not None and cast.granularity.blocks and are_cut(layout, cast.granularity):
-            scaling, whole = self._scaling_of(parameter, shard, cast)
-            return {cast: scaling}, copies_by(shard, copies, {cast: scaling}, layout=layout), whole
-        power_of_2 = self.config.round_scales_to_power_of_2
-        tensor = self._distributed(parameter, shard)
-        return *copies_over(tensor, copies, power_of_2, local=shard), None
+        if source is ScaleState.FROM_GATHER and self.needs_whole_scales(layout):
+            statistics, whole = self._statistics_of(parameter, shard, scheme, source)
+            known = {scheme: statistics}
+            return known, cast_by(shard, copies, known, layout), whole
+        return *cast_copies(tensor, copies, local=shard), None
+
+    def needs_whole_scales(self, layout: Layout | None) -> bool:
+        """Whether FSDP2 can't gather the scales of the weight's parts with its data."""
+        (scheme,) = self.schemes
+        if layout is None or all(level.is_scalar for level in scheme.levels):
+            return False
+        return not scheme.rides_in_gather(layout)
 
     def _casts_of_graph(
-        self, shard: torch.Tensor, copies: tuple[CopySpec, ...], keep: bool
+        self, shard: torch.Tensor, copies: tuple[Copy, ...], keep: bool
     ) -> Copies:
         """:meth:`_casts` in a compiled graph, by one operator.
 
         An exported graph outlives this object, so it computes scales itself.
 
-        ``keep``: the forward belongs to a training step, and new scalings are kept.
+        ``keep``: the forward belongs to a training step, and new statistics are kept.
         """
         if torch.compiler.is_exporting():
             return self._new_casts(self.parameter(), shard, copies, False)[1]
-        casts, layout = list(dict.fromkeys(copy.cast for copy in copies)), self.layout()
-        names = [granularity_at(cast.granularity, layout).name for cast in casts]
-        of, transposed = [casts.index(copy.cast) for copy in copies], [c.transposed for c in copies]
-        dtype = casts[0].dtype
-        flat = weight_copies.overload(shard, self.handle, dtype, names, of, transposed, keep)
-        return as_copies(shard, copies, flat[len(casts) :], flat[: len(casts)], layout)
+        schemes, layout = list(dict.fromkeys(copy.scheme for copy in copies)), self.layout()
+        keys, start = [scheme.key for scheme in schemes], schemes[0].start(layout)
+        of = [schemes.index(copy.scheme) for copy in copies]
+        transposed = [copy.transposed for copy in copies]
+        flat = weight_copies.overload(shard, self.handle, keys, start, of, transposed, keep)
+        scales: list[Scales] = []
+        for scheme in schemes:
+            scales.append(tuple(flat[: len(scheme.levels)]))
+            flat = flat[len(scheme.levels) :]
+        return as_copies(shard, copies, flat, scales, layout)
 
     def copies_for_graph(
-        self, shard: torch.Tensor, of: list[int], transposed: list[bool], keep: bool
+        self,
+        shard: torch.Tensor,
+        schemes: Sequence[str],
+        of: Sequence[int],
+        transposed: Sequence[bool],
+        keep: bool,
     ) -> list[torch.Tensor]:
         """The results of :func:`weight_copies`.
 
@@ -391,86 +428,82 @@ class Float8Weight:
         """
         self.compare("the first forward")
         is_own = self._is_own(shard)
-        shard, parameter, casts = shard.detach(), self.parameter(), self.config.casts("weight")
+        shard, parameter, layout = shard.detach(), self.parameter(), self.layout()
         leaves_something = self.leaves_something(parameter, keep)
         if not leaves_something:
             self.begin_evaluation()
-        copies = tuple(CopySpec(casts[i], t) for i, t in zip(of, transposed, strict=True))
-        history = self._histories.get("weight")
-        known = self.cache.scaling if is_own and self._is_fresh(parameter, shard) else None
+        each = zip(of, transposed, strict=True)
+        copies = tuple(Copy(scheme_named(schemes[i]), turned) for i, turned in each)
+        history = self._history
+        known = self.cache.known if is_own and self._is_fresh(parameter, shard) else None
         if known is not None:
-            if not all(copy.cast in known for copy in copies):
-                known = self.answer(shard, ScaleState.FROM_FORWARD if keep else None)
-            own = {
-                cast: (multiplier.to(shard.device), scale.to(shard.device, copy=True))
-                for cast, (multiplier, scale) in known.items()
-            }
-            float8 = copies_by(shard, copies, own, layout=self.layout(parameter))
+            if not all(copy.scheme in known for copy in copies):
+                known = self.known_for(shard, ScaleState.FROM_FORWARD if keep else None)
+            on_device = {s: tuple(n.to(shard.device) for n in own) for s, own in known.items()}
+            float8 = cast_by(shard, copies, on_device, layout)
         else:
             # A scale that follows from its history costs nothing to find again, so it is not kept.
-            keeps = keep and is_own and (history is None or history.scaling is None)
-            scalings, float8, whole = self._new_casts(parameter, shard, copies, keep)
-            # Exponents are multiplier and scale at once. Tensors given to the graph must not be
-            # kept.
-            multipliers = {cast: m.clone() if m is s else m for cast, (m, s) in scalings.items()}
-            later = partial(_scalings_by, multipliers)
-            self._note(parameter, shard, later, ScaleState.FROM_FORWARD if keeps else None, whole)
+            keeps = keep and is_own and (history is None or history.statistic is None)
+            found, float8, whole = self._new_casts(parameter, shard, copies, keep)
+            self._note(parameter, shard, found, ScaleState.FROM_FORWARD if keeps else None, whole)
             if keeps and not leaves_something:
                 self.end_of_evaluation(parameter)
         if history is not None and keep:
             history.record_later()
-        return flat_copies(float8)
+        # Statistics that are kept may be scales, and the graph may write to what it is given.
+        return [t.clone() if t.dtype is torch.uint8 else t for t in flat_copies(float8)]
 
     def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
         """The casts of a parameter that FSDP2 gathered in high precision.
 
-        These are the cast for the output, and the scaling by which the backward casts again.
+        These are the cast for the output, and the statistics by which the backward casts again.
         """
-        of_output = self.config.cast("weight", "output")
-        of_grad_input = self.config.cast("weight", "grad_input")
+        uses, layout = self.config.recipe.uses["weight"], self.layout()
+        of_output, of_grad_input = uses["output"], uses["grad_input"]
         with torch.inference_mode(False), torch.no_grad():
-            scalings = self._scalings(shard, source)
+            known = self._known(shard, source)
             output = None
             if of_output is not None:
-                copy = CopySpec(of_output)
-                made = copies_by(shard, (copy,), scalings, layout=self.layout())
+                copy = Copy(of_output)
+                made = cast_by(shard, (copy,), known, layout)
                 if is_observed():
                     made = observe_copies(self, "weight", shard, made)
-                output = made[copy]
-        if output is not None:
-            output = output._replace(scale=self._recorded(output.scale))
+                output = self._recorded(made[copy])
         if of_grad_input is None:
             return WeightCasts(output)
-        multiplier, scale = scalings[of_grad_input]
-        scale = output.scale if output and of_grad_input == of_output else self._recorded(scale)
-        return WeightCasts(output, recast=(multiplier, scale))
+        start, is_cut = of_grad_input.start(layout), of_grad_input.is_cut(layout)
+        recast = Recast(known[of_grad_input], of_grad_input, start, is_cut)
+        return WeightCasts(output, recast=recast)
 
-    def _scalings(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
-        """The scaling of the shard for each cast, cached or new; by an operator where required.
+    def _known(self, shard: torch.Tensor, source: ScaleState | None) -> Known:
+        """The statistics of the shard, cached or new; by an operator where required.
 
         One call finds all of them. In a graph, a call for the casts of the backward would move to
         the backward, where FSDP2 has gathered the weight again and nothing is cached. ``source`` is
-        the state under which new scalings are kept; None: they are not kept.
+        the state under which new statistics are kept; None: they are not kept.
         """
         if not must_query():
-            found, device = self.answer(shard, source), shard.device
-            return {cast: (m.to(device), scale.to(device)) for cast, (m, scale) in found.items()}
-        casts, layout = self.config.casts("weight"), self.layout()
-        names = [granularity_at(cast.granularity, layout).name for cast in casts]
+            found, device = self.known_for(shard, source), shard.device
+            return {s: tuple([n.to(device) for n in own]) for s, own in found.items()}
+        keys, start = [scheme.key for scheme in self.schemes], self.schemes[0].start(self.layout())
         if source is ScaleState.FROM_GATHER:
-            flat = shard_scalings.overload(shard, self.handle, names)
+            flat = shard_statistics.overload(shard, self.handle, keys, start)
         else:
-            flat = weight_scalings.overload(shard, self.handle, names, source is not None)
-        return dict(zip(casts, zip(flat[::2], flat[1::2], strict=True), strict=True))
+            flat = weight_statistics.overload(shard, self.handle, keys, start, source is not None)
+        known: Known = {}
+        for scheme in self.schemes:
+            known[scheme] = tuple(flat[: len(scheme.levels)])
+            flat = flat[len(scheme.levels) :]
+        return known
 
-    def answer_for_graph(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
-        """:meth:`_scalings` for the tensor that a graph reads as the weight."""
+    def known_for_graph(self, shard: torch.Tensor, source: ScaleState | None) -> Known:
+        """The statistics of the tensor that a graph reads as the weight."""
         self.compare("the first forward")
         if source is None:
             self.begin_evaluation()
         if self._is_own(shard):
-            return self.answer(shard, source)
-        return self._new_scalings(self.parameter(), shard, None, {})
+            return self.known_for(shard, source)
+        return self._new_statistics(self.parameter(), shard, None, {})
 
     def _is_own(self, shard: torch.Tensor) -> bool:
         """Whether a tensor that a graph read is the layer's parameter.
@@ -486,13 +519,13 @@ class Float8Weight:
             own.storage_offset() == shard.storage_offset() and own.shape == shard.shape
         )
 
-    def answer(self, shard: torch.Tensor, source: ScaleState | None) -> Scalings:
-        """:meth:`_scalings` without the operator."""
+    def known_for(self, shard: torch.Tensor, source: ScaleState | None) -> Known:
+        """The statistics of the parameter's ``shard``, cached or new."""
         parameter = self.parameter()
-        known = (self.cache.scaling if self._is_fresh(parameter, shard) else None) or {}
-        if all(cast in known for cast in self.config.casts("weight")):
+        known = (self.cache.known if self._is_fresh(parameter, shard) else None) or {}
+        if all(scheme in known for scheme in self.schemes):
             return known
-        return self._new_scalings(parameter, shard, source, known)
+        return self._new_statistics(parameter, shard, source, known)
 
     def _is_fresh(self, parameter: torch.Tensor, shard: torch.Tensor) -> bool:
         """Whether the cached scales and casts of a parameter may be used.
@@ -502,27 +535,24 @@ class Float8Weight:
         """
         return not is_captured(shard) and self.cache.is_fresh(parameter)
 
-    def _new_scalings(
+    def _new_statistics(
         self,
         parameter: torch.Tensor,
         shard: torch.Tensor,
         source: ScaleState | None,
-        known: Scalings,
-    ) -> Scalings:
-        """Compute the scaling for each cast from values or history, and store it in the cache.
+        known: Known,
+    ) -> Known:
+        """Find the statistics for each scheme, from values or a history, and store them.
 
-        It is not stored for a tensor in the parameter's place, such as FSDP1's view of the gathered
-        tensor, which changes unnoticed.
+        They are not stored for a tensor in the parameter's place, such as FSDP1's view of the
+        gathered tensor, which changes unnoticed.
 
-        ``known``: scalings that are known. A forward without grad_input finds one of two.
+        ``known``: statistics that are known. A forward without grad_input finds one of two.
         """
-        casts = self.config.casts("weight")
-        found = {
-            cast: (known[cast], None) if cast in known else self._scaling_of(parameter, shard, cast)
-            for cast in casts
-        }
-        new = {cast: scaling for cast, (scaling, _) in found.items()}
-        whole = next((whole for _, whole in found.values() if whole is not None), None)
+        new, whole = dict(known), None
+        for scheme in self.schemes:
+            if scheme not in new:
+                new[scheme], whole = self._statistics_of(parameter, shard, scheme, source)
         self._note(parameter, shard, new, source, whole)
         return new
 
@@ -530,11 +560,11 @@ class Float8Weight:
         self,
         parameter: torch.Tensor,
         shard: torch.Tensor,
-        new: Scalings | Callable[[], Scalings],
+        new: Known,
         source: ScaleState | None,
-        whole: torch.Tensor | None,
+        whole: Scales | None,
     ) -> None:
-        """Store the scaling for each cast of a parameter's values in the cache.
+        """Store the statistics of a parameter's values in the cache.
 
         ``whole``: the scales of the whole weight, if they are known.
         """
@@ -544,18 +574,31 @@ class Float8Weight:
         if source is not None and _is_parameter(parameter):
             self.cache.store(parameter, new, source, whole)
 
-    def _scaling_of(
-        self, parameter: torch.Tensor, shard: torch.Tensor, cast: CastSpec
-    ) -> tuple[Scaling, torch.Tensor | None]:
-        """The scaling of a shard, and the scales of the whole weight if shards cut blocks."""
-        tensor = self._distributed(parameter, shard)
-        if cast.delayed:
-            return self._history_of(parameter).scaling_of(tensor, record=False), None
-        if cast.granularity.blocks is not None:
-            exponents, whole = exponents_of_matrix(tensor, cast, shard)
-            return (exponents, exponents), whole
-        power_of_2 = self.config.round_scales_to_power_of_2
-        return scaling_over(tensor, cast, power_of_2, local=shard), None
+    def _statistics_of(
+        self,
+        parameter: torch.Tensor,
+        shard: torch.Tensor,
+        scheme: Scheme,
+        source: ScaleState | None,
+    ) -> tuple[Statistics, Scales | None]:
+        """The statistics of a shard, and the scales of the whole weight where a gather needs them.
+
+        """
+        if self._history is not None:
+            tensor = self._distributed(parameter, shard)
+            return self._history_of(parameter).statistics_of(tensor, record=False), None
+        layout = self.layout(parameter)
+        if source is not ScaleState.FROM_GATHER or not self.needs_whole_scales(layout):
+            return statistics_of(shard, scheme, layout), None
+        assert layout is not None
+        whole = self._whole_statistics(shard, scheme, layout)
+        return scheme.local_part(whole, layout, shard.shape), scheme.scales_from(whole)
+
+    def _whole_statistics(
+        self, shard: torch.Tensor, scheme: Scheme, layout: Layout
+    ) -> Statistics:
+        (local,) = measure(shard.detach(), (scheme,), scheme.start(layout))
+        return whole_statistics(scheme, local, layout)
 
     def _distributed(self, parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         """The shard, as a DTensor if the parameter is distributed."""
@@ -568,20 +611,21 @@ class Float8Weight:
         A step changes a weight by little, so the scale of its history still fits. A merge of
         adapters may change a frozen weight by much.
         """
-        history = self._histories["weight"]
+        history = self._history
+        assert history is not None
         if not parameter.requires_grad:
             history.forget_scale()
         return history
 
-    def _recorded(self, scale: torch.Tensor) -> torch.Tensor:
-        """The weight's scale; in a training step a delayed scale records its amax.
+    def _recorded(self, weight: Quantized) -> Quantized:
+        """The weight; in a training step a delayed scale records its amax.
 
         The cast of the weight can't record it, because FSDP2 gathers without gradients in training
         too.
         """
-        if "weight" not in self._histories or not torch.is_grad_enabled():
-            return scale
-        return self._histories["weight"].recorded(scale)
+        if self._history is None or not torch.is_grad_enabled():
+            return weight
+        return weight._replace(scales=(self._history.recorded(weight.scales[0]),))
 
     def _warn_if_type_is_lost(self, sharded: torch.Tensor | None) -> None:
         local = None if sharded is None else local_tensor(sharded)
@@ -619,10 +663,3 @@ class Float8Weight:
 def _is_parameter(tensor: torch.Tensor) -> bool:
     # isinstance with Parameter is slow.
     return type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
-
-
-def _scalings_by(multipliers: Mapping[CastSpec, torch.Tensor]) -> Scalings:
-    return {
-        cast: (m, torch.reciprocal(m) if cast.granularity.blocks is None else m)
-        for cast, m in multipliers.items()
-    }

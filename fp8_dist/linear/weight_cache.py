@@ -40,9 +40,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8_dist.cast import Copies, Scalings
+from fp8_dist.cast import Copies, Known
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
+from fp8_dist.scaling import Scales
 from fp8_dist.torch_internals import in_backward, innermost, storage_address
 from fp8_dist.warn import warn_once
 
@@ -86,11 +87,11 @@ class PendingScales:
     """Scales of several weights that depend on a collective in flight.
 
     Args:
-        find: waits for the collective, and returns for each cache its scaling by cast, and
-            ``all_scales``.
+        find: waits for the collective, and returns for each cache its statistics by scheme, and
+            ``whole_scales``.
     """
 
-    def __init__(self, find: Callable[[], list[tuple["WeightCache", Scalings, Any]]]) -> None:
+    def __init__(self, find: Callable[[], list[tuple["WeightCache", Known, Any]]]) -> None:
         self._find: Callable[[], Any] | None = find
 
     def wait(self) -> None:
@@ -100,8 +101,8 @@ class PendingScales:
             # Autograd can't save inference tensors, and an evaluation may be the first use.
             with torch.inference_mode(False), torch.no_grad():
                 found = find()
-            for cache, scaling, all_scales in found:
-                cache.resolve(self, scaling, all_scales)
+            for cache, known, whole_scales in found:
+                cache.resolve(self, known, whole_scales)
 
 
 class WeightCache:
@@ -133,8 +134,7 @@ class WeightCache:
     Attributes:
         state: see the table.
         float8: the float8 copies of the local shard that were used, if they are kept.
-        all_scales: the scales of the global weight, where FSDP2's gather can't carry them (0 for
-            parts that it does not gather).
+        whole_scales: the scales of the global weight, where FSDP2's gather can't carry them.
         is_cast_ahead: the current evaluation has begun for this weight, whose cast is batched with
             those of other layers, but FSDP2 has not gathered it yet.
     """
@@ -142,9 +142,9 @@ class WeightCache:
     def __init__(self) -> None:
         self.state = ScaleState.UNKNOWN
         self.float8: Copies | None = None
-        self.all_scales: torch.Tensor | None = None
+        self.whole_scales: Scales | None = None
         self.is_cast_ahead = False
-        self._scaling: Scalings | PendingScales | Callable[[], Scalings] | None = None
+        self._known: Known | PendingScales | None = None
         # The parameter, with its version and that of its local tensor. A strong reference, because
         # swap_tensors, which module.to() may use, refuses tensors with weak references.
         self._param: torch.Tensor | None = None
@@ -162,25 +162,19 @@ class WeightCache:
         self._steps_since_sync = 0
 
     @property
-    def scaling(self) -> Scalings | None:
-        """The scaling of the local shard for each cast. Waits for one that is PENDING."""
-        scaling = self._scaling  # another thread may drop it
-        if isinstance(scaling, PendingScales):
-            scaling.wait()
-            scaling = self._scaling
-        if callable(scaling):
-            # Autograd can't save inference tensors.
-            with torch.inference_mode(False), torch.no_grad():
-                self._scaling = scaling = scaling()
-        return None if isinstance(scaling, PendingScales) else scaling
+    def known(self) -> Known | None:
+        """The statistics of the local shard for each scheme. Waits for PENDING ones."""
+        known = self._known  # another thread may drop it
+        if isinstance(known, PendingScales):
+            known.wait()
+            known = self._known
+        return None if isinstance(known, PendingScales) else known
 
-    def resolve(
-        self, pending: PendingScales, scaling: Scalings, all_scales: torch.Tensor | None
-    ) -> None:
-        """Take the scales that were waited for, unless they were dropped in the meantime."""
-        if self._scaling is pending:
+    def resolve(self, pending: PendingScales, known: Known, whole_scales: Scales | None) -> None:
+        """Take the statistics that were waited for, unless they were dropped in the meantime."""
+        if self._known is pending:
             self.state = ScaleState.PRECOMPUTED
-            self._scaling, self.all_scales = scaling, all_scales
+            self._known, self.whole_scales = known, whole_scales
 
     def store_pending(self, param: torch.Tensor, pending: PendingScales) -> None:
         """Store scales that are being precomputed for the current values of ``param``."""
@@ -189,19 +183,18 @@ class WeightCache:
     def store(
         self,
         param: torch.Tensor,
-        scaling: Scalings | PendingScales | Callable[[], Scalings],
+        known: Known | PendingScales,
         state: ScaleState,
-        all_scales: torch.Tensor | None = None,
+        whole_scales: Scales | None = None,
     ) -> None:
-        """Store the scaling for the current values of ``param``.
+        """Store the statistics for the current values of ``param``.
 
-        ``state`` is FROM_GATHER or FROM_FORWARD, or PENDING for :meth:`store_pending`. A scaling
-        that may not be used again can be given as a function that computes it.
+        ``state`` is FROM_GATHER or FROM_FORWARD, or PENDING for :meth:`store_pending`.
         """
         origin = self._origin
         self.drop()
         self._origin = origin
-        self.state, self._scaling, self.all_scales = state, scaling, all_scales
+        self.state, self._known, self.whole_scales = state, known, whole_scales
         self._note_values(param)
         if self._param is not param:
             self._param = param
@@ -285,7 +278,7 @@ class WeightCache:
     def _forget_found(self) -> None:
         """Drop the scale that a forward or a gather has computed."""
         self.state, self._of_evaluation = ScaleState.UNKNOWN, False
-        self._scaling = self.float8 = self.all_scales = None
+        self._known = self.float8 = self.whole_scales = None
 
     def parameter_replaced(self, by: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
         """Called when the layer's parameter is replaced; it may come back with other values.
@@ -323,13 +316,13 @@ class WeightCache:
 
         ``change``: the kind of change of the values, if there was one.
         """
-        if isinstance(self._scaling, PendingScales):
-            self._scaling.wait()  # torch wants every collective waited for
+        if isinstance(self._known, PendingScales):
+            self._known.wait()  # torch wants every collective waited for
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
         self._change = change or self._change
         self._is_noted &= change is not Change.LOAD
-        self._scaling = self.float8 = self.all_scales = self._origin = None
+        self._known = self.float8 = self.whole_scales = self._origin = None
         self._of_evaluation = False
 
     def reset(self) -> None:

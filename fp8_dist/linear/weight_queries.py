@@ -2,77 +2,78 @@
 
 import torch
 
-from fp8_dist.granularity import granularity_named
 from fp8_dist.kernels import empty_copies
-from fp8_dist.linear.scale_query import copies, owner_of, query
+from fp8_dist.linear.scale_query import copied, owner_of, query
 from fp8_dist.linear.weight_cache import ScaleState
+from fp8_dist.scaling import empty_scales, empty_statistics, scheme_named
 
 
-@query("weight_scalings(Tensor x, Tensor handle, str[] granularities, bool keep) -> Tensor[]")
-def weight_scalings(
-    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool
+@query("weight_statistics(Tensor x, Tensor handle, str[] schemes, int[] start, bool keep) -> Tensor[]")
+def weight_statistics(
+    x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int], keep: bool
 ) -> list[torch.Tensor]:
-    """The (multiplier, scale) of each cast of a weight, flat, for a forward."""
+    """The statistics of a weight for each scheme, flat, for a forward."""
     source = ScaleState.FROM_FORWARD if keep else None
-    return copies(owner_of(handle).answer_for_graph(x, source).values(), x.device)
+    known = owner_of(handle).known_for_graph(x, source)
+    return copied([each for key in schemes for each in known[scheme_named(key)]], x.device)
 
 
 @query(
-    "weight_copies(Tensor x, Tensor handle, ScalarType dtype, str[] granularities, int[] of, "
+    "weight_copies(Tensor x, Tensor handle, str[] schemes, int[] start, int[] of, "
     "bool[] transposed, bool keep) -> Tensor[]"
 )
 def weight_copies(
     x: torch.Tensor,
     handle: torch.Tensor,
-    dtype: torch.dtype,
-    granularities: list[str],
+    schemes: list[str],
+    start: list[int],
     of: list[int],
     transposed: list[bool],
     keep: bool,
 ) -> list[torch.Tensor]:
-    """The scale of each cast of a weight, and then its copies, for a forward.
+    """The scales of a weight for each scheme, flat, and then its copies, for a forward.
 
     Args:
-        of: the index of each copy's cast.
+        start: where the local part begins in its first blocks.
+        of: the index of each copy's scheme.
         transposed: whether each copy is ``[K, N]`` in memory.
-        keep: whether new scalings serve later forwards and an amax is recorded.
+        keep: whether new statistics serve later forwards and an amax is recorded.
     """
-    return owner_of(handle).copies_for_graph(x, of, transposed, keep)
+    return owner_of(handle).copies_for_graph(x, schemes, of, transposed, keep)
 
 
 # An operator of its own, because selective checkpointing must not save its results: FSDP2 may
 # gather in a checkpointed forward and not in its recomputation.
-@query("shard_scalings(Tensor x, Tensor handle, str[] granularities) -> Tensor[]")
-def shard_scalings(
-    x: torch.Tensor, handle: torch.Tensor, granularities: list[str]
+@query("shard_statistics(Tensor x, Tensor handle, str[] schemes, int[] start) -> Tensor[]")
+def shard_statistics(
+    x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int]
 ) -> list[torch.Tensor]:
-    """The (multiplier, scale) of each cast of a weight, flat, for FSDP2's gather."""
-    return copies(owner_of(handle).answer(x, ScaleState.FROM_GATHER).values(), x.device)
+    """The statistics of a weight for each scheme, flat, for FSDP2's gather."""
+    known = owner_of(handle).known_for(x, ScaleState.FROM_GATHER)
+    return copied([each for key in schemes for each in known[scheme_named(key)]], x.device)
 
 
-def _fake_scalings(
-    x: torch.Tensor, handle: torch.Tensor, granularities: list[str], keep: bool = False
+def _fake_statistics(
+    x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int], keep: bool = False
 ) -> list[torch.Tensor]:
-    return [scale for name in granularities for scale in (_scale(x, name), _scale(x, name))]
-
-
-def _scale(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    known = granularity_named(granularity)
-    return x.new_empty(known.scale_shape(x.shape), dtype=known.scale_dtype)
+    at = (start[0], start[1])
+    return [s for key in schemes for s in empty_statistics(scheme_named(key), x, at)]
 
 
 @weight_copies.register_fake
 def _fake_copies(
     x: torch.Tensor,
     handle: torch.Tensor,
-    dtype: torch.dtype,
-    granularities: list[str],
+    schemes: list[str],
+    start: list[int],
     of: list[int],
     transposed: list[bool],
     keep: bool,
 ) -> list[torch.Tensor]:
-    return [*(_scale(x, name) for name in granularities), *empty_copies(x, dtype, transposed)]
+    each, at = [scheme_named(key) for key in schemes], (start[0], start[1])
+    scales = [scale for scheme in each for scale in empty_scales(scheme, x, at)]
+    return [*scales, *empty_copies(x, each[0].dtype, transposed)]
 
 
-weight_scalings.register_fake(_fake_scalings)
-shard_scalings.register_fake(_fake_scalings)
+weight_statistics.register_fake(_fake_statistics)
+shard_statistics.register_fake(_fake_statistics)

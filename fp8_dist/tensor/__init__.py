@@ -3,6 +3,5 @@
 # Importing ops registers the operators.
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.ops import scaled_mm
-from fp8_dist.tensor.quantized import Quantized
 
-__all__ = ["Float8Tensor", "Quantized", "scaled_mm"]
+__all__ = ["Float8Tensor", "scaled_mm"]

@@ -1,18 +1,17 @@
-"""``Float8Tensor``: float8 bytes, their scale, and the dtype they stand for.
+"""``Float8Tensor``: float8 data, its scales, and the dtype it stands for.
 
 DTensor is outermost: a distributed float8 tensor is ``DTensor(Float8Tensor(qdata, scale))``. A
-scale covers the *global* tensor, or a whole row or column of it. A tensorwise scale is the same on
-every rank, so a float8 gather moves only the bytes. Rowwise scales travel with their rows.
+scale covers values of the *global* tensor. One that covers all of it is the same on every rank, so
+a float8 gather moves only the data. Scales of rows travel with their rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fp8_dist.dtypes import is_float8, short_name
-from fp8_dist.granularity import ROW, TENSOR, Granularity, covering, granularity_named
-from fp8_dist.kernels import powers_of_2, scaled_by
+from fp8_dist.scaling import Dense, Quantized, Scales, Scheme, Start, covering, scheme_named
 from fp8_dist.torch_internals import (
     STAND_INS,
     disabled_torch_function,
@@ -26,64 +25,75 @@ FLOAT8_OPS: dict[Any, Callable[..., Any]] = {}
 
 
 class Float8Tensor(torch.Tensor):
-    """A tensor that is stored in float8: ``dequantize()`` is ``qdata * scale``.
+    """A tensor that is stored in float8: ``dequantize()`` is ``qdata`` times its scales.
 
     Attributes:
-        qdata: the float8 bytes, of this tensor's shape and strides.
-        scale: fp32 dequantization scale. It is 0-dim for the whole (global) tensor, or has as many
-            dims as ``qdata`` and size 1 along those that one scale covers, such as ``[..., 1]``.
-            Several scales per row are ``[..., C]``, as :meth:`Granularity.to_rows` returns them.
-            Block scales are powers of two: uint8, ``[..., C]`` or ``[R, C]``, the bytes of e8m0
-            exponents (``scale.view(torch.float8_e8m0fnu)``).
+        qdata: the float8 data, of this tensor's shape and strides.
+        scale: the dequantization scale; the first of ``scales`` where a scheme has several levels.
+            For a :class:`fp8_dist.scaling.Dense` scheme it is fp32: 0-dim for the whole (global)
+            tensor, or of size 1 along the dims that one scale covers, such as ``[..., 1]``. Block
+            scales are powers of two: uint8, ``[..., C]`` or ``[R, C]``, the bytes of e8m0 exponents
+            (``scale.view(torch.float8_e8m0fnu)``).
+        scales: the scales of all levels of the scheme.
         orig_dtype: the high-precision dtype it was cast from, which is also its ``dtype``.
-        granularity: name of the granularity; :func:`granularity_of` returns the object. It is a
-            name because a tensor in a graph may only have attributes of plain data.
+        scheme: the scaling scheme. (The tensor holds its key: a tensor in a graph may only have
+            attributes of plain data.)
+        start: where this part of a tensor begins in its first blocks.
+        is_cut: see :class:`fp8_dist.scaling.Quantized`.
         cast_number: a 0-dim int64 CPU tensor that distinguishes this cast from others on this rank,
             for recorders such as ``fp8_dist.debug.float8_stats``. Tensors made from this one keep
             it. None if nothing records.
 
-    The constructor takes these attributes. It raises TypeError for other dtypes, and ValueError for
-    a scale that does not fit. ``granularity=None`` means a scale per row if the shape allows it,
-    otherwise a scale that covers the dims of size 1 in ``scale``. Operators that move or multiply
-    float8 data support it (``fp8_dist.tensor.ops``); any other raises NotImplementedError.
+    Args:
+        scale: the scale, or a sequence of the scales of all levels.
+        scheme: a scheme or its key. ``None``: the dense scheme that the shape of the scale says.
+
+    The other arguments are the attributes. The constructor raises TypeError for other dtypes, and
+    ValueError for scales that do not fit. Operators that move or multiply float8 data support the
+    tensor (``fp8_dist.tensor.ops``); any other raises NotImplementedError.
     """
 
     qdata: torch.Tensor
     scale: torch.Tensor
     orig_dtype: torch.dtype
-    granularity: str
+    key: str
+    start: Start
+    is_cut: bool
     cast_number: torch.Tensor | None
 
-    # The one declaration of the fields: flatten, unflatten and rewrap follow from it.
-    _TENSOR_FIELDS = ("qdata", "scale", "cast_number")  # the last may be None
-    _STATIC_FIELDS = ("orig_dtype", "granularity")
-    __slots__ = _TENSOR_FIELDS + _STATIC_FIELDS
+    # The attributes that are not tensors: flatten, unflatten and rewrap follow from them.
+    _STATIC_FIELDS = ("orig_dtype", "key", "start", "is_cut")
 
     @staticmethod
     def __new__(
         cls,
         qdata: torch.Tensor,
-        scale: torch.Tensor,
+        scale: torch.Tensor | Scales,
         orig_dtype: torch.dtype,
-        granularity: str | None = None,
+        scheme: Scheme | str | None = None,
         cast_number: torch.Tensor | None = None,
+        start: Start = (0, 0),
+        is_cut: bool = False,
     ) -> "Float8Tensor":
+        scales = (scale,) if isinstance(scale, torch.Tensor) else tuple(scale)
         if not is_float8(qdata.dtype):
             raise TypeError(f"Float8Tensor: qdata must have a float8 dtype, got {qdata.dtype}")
-        blocks = granularity is not None and granularity_named(granularity).blocks is not None
-        wanted = torch.uint8 if blocks else torch.float32
-        if scale.dtype is not wanted or not orig_dtype.is_floating_point:
-            kind = "uint8, the exponents of blocks," if blocks else "fp32"
+        if scheme is None:
+            scheme = _scheme_from(qdata, scales[0])
+        elif isinstance(scheme, str):
+            scheme = scheme_named(scheme)
+        wanted, found = [level.scale for level in scheme.levels], [each.dtype for each in scales]
+        if found != wanted or not orig_dtype.is_floating_point:
             raise TypeError(
-                f"Float8Tensor: scale must be {kind} and orig_dtype floating point, got "
-                f"{scale.dtype} and {orig_dtype}"
+                f"Float8Tensor: scales must be {_listed(wanted)} for one scale per {scheme.covers}, "
+                f"and orig_dtype floating point, got {_listed(found)} and {orig_dtype}"
             )
-        if granularity is None or (scale.ndim == 0 and not blocks):
-            granularity = _granularity_from(qdata, scale).name
-        if (scale.ndim or blocks) and not _fits(qdata, scale, granularity_named(granularity)):
+        shapes = scheme.scale_shapes(qdata.shape, start)
+        if [list(each.shape) for each in scales] != shapes:
+            shown = [tuple(each.shape) for each in scales]
             raise ValueError(
-                f"Float8Tensor: a scale of shape {tuple(scale.shape)} does not cover qdata of "
-                f"shape {tuple(qdata.shape)}; it must be 0-dim, or of size 1 along what it covers"
+                f"Float8Tensor: scales of the shapes {shown} do not cover qdata of shape "
+                f"{tuple(qdata.shape)} with one scale per {scheme.covers}; they must be {shapes}"
             )
         self = make_wrapper_subclass(
             cls,
@@ -94,20 +104,54 @@ class Float8Tensor(torch.Tensor):
             layout=qdata.layout,
             device=qdata.device,
         )
-        self.qdata = qdata
-        self.scale = scale
-        self.orig_dtype = orig_dtype
-        self.granularity = granularity
-        self.cast_number = cast_number
+        self.qdata, self.orig_dtype, self.cast_number = qdata, orig_dtype, cast_number
+        self.key, self.start, self.is_cut = scheme.key, start, is_cut
+        self._set_scales(scales)
         return self
 
+    def _set_scales(self, scales: Scales) -> None:
+        self._levels = len(scales)
+        self.scale, *others = scales
+        for i, scale in enumerate(others, 1):
+            setattr(self, f"scale_{i}", scale)
+
+    @property
+    def scales(self) -> Scales:
+        """The scales of all levels of the scheme, the coarsest first."""
+        names = _SCALES[: self._levels]
+        return tuple([getattr(self, name) for name in names])
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scaling scheme."""
+        return scheme_named(self.key)
+
+    @staticmethod
+    def of(quantized: Quantized, orig_dtype: torch.dtype) -> "Float8Tensor":
+        """Wrap the cast of a local tensor of ``orig_dtype``."""
+        qdata, scales, scheme, start, is_cut = quantized
+        return Float8Tensor(qdata, scales, orig_dtype, scheme, None, start, is_cut)
+
+    @property
+    def quantized(self) -> Quantized:
+        """The data with its scales."""
+        return Quantized(self.qdata, self.scales, self.scheme, self.start, self.is_cut)
+
     def rewrap(self, **changes: Any) -> "Float8Tensor":
-        """Return a new Float8Tensor with the fields of this one, except for those given."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return Float8Tensor(**(fields | changes))
+        """Return a new Float8Tensor with the arguments of this one, except for those given."""
+        given = {
+            "qdata": self.qdata,
+            "scale": self.scales,
+            "orig_dtype": self.orig_dtype,
+            "scheme": self.key,
+            "cast_number": self.cast_number,
+            "start": self.start,
+            "is_cut": self.is_cut,
+        }
+        return Float8Tensor(**(given | changes))
 
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]
-        """``qdata * scale`` in ``orig_dtype`` (computed in fp32, rounded once).
+        """``qdata`` times its scales in ``orig_dtype`` (computed in fp32, rounded once).
 
         This is differentiable: the gradient passes unchanged, as it does through the cast. On a
         DTensor(Float8Tensor) the method is torch's, which has no gradient. Use
@@ -116,26 +160,32 @@ class Float8Tensor(torch.Tensor):
         return _Dequantize.apply(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        scale = "?"
-        if self.scale.ndim:
-            kind = "fp32" if self.scale.dtype is torch.float32 else "e8m0"
-            scale = f"{kind}{list(self.scale.shape)}"
-        elif type(self.scale) is torch.Tensor and not self.scale.is_meta:
-            scale = f"{self.scale.item():.6g}"
+        shown = ", ".join([_shown(scale) for scale in self.scales])
         return (
             f"Float8Tensor(shape={tuple(self.shape)}, qdata={short_name(self.qdata.dtype)}, "
-            f"scale={scale}, orig_dtype={short_name(self.orig_dtype)}, device={self.device})"
+            f"scale={shown}, orig_dtype={short_name(self.orig_dtype)}, device={self.device})"
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        tensors = [name for name in self._TENSOR_FIELDS if getattr(self, name) is not None]
+        tensors = ["qdata", *_SCALES[: self._levels]]
+        if self.cast_number is not None:
+            tensors.append("cast_number")
         return tensors, {name: getattr(self, name) for name in self._STATIC_FIELDS}
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], static: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> "Float8Tensor":
-        return Float8Tensor(**(inner | static))
+        scales = tuple([inner[name] for name in _SCALES if name in inner])
+        return Float8Tensor(
+            inner["qdata"],
+            scales,
+            static["orig_dtype"],
+            static["key"],
+            inner.get("cast_number"),
+            static["start"],
+            static["is_cut"],
+        )
 
     _stable_hash_for_caching = stable_hash
     __torch_function__ = disabled_torch_function
@@ -165,38 +215,35 @@ class Float8Tensor(torch.Tensor):
         return handler(func, args, kwargs or {})
 
 
-def granularity_of(x: Float8Tensor) -> Granularity:
-    """Return the granularity of the scales of a tensor."""
-    return granularity_named(x.granularity)
+# Names of the scales as attributes, by level.
+_SCALES = ("scale", *(f"scale_{i}" for i in range(1, 8)))
 
 
-def _granularity_from(qdata: torch.Tensor, scale: torch.Tensor) -> Granularity:
-    """Granularity of a scale, from its shape."""
+def _scheme_from(qdata: torch.Tensor, scale: torch.Tensor) -> Scheme:
+    """The dense scheme of a scale, from its shape."""
+    tensor = Dense(qdata.dtype)
     if scale.ndim == 0:
-        return TENSOR
+        return tensor
     if scale.shape == (*qdata.shape[:-1], 1):
-        return ROW
-    return covering(tuple(dim for dim, n in enumerate(scale.shape) if n == 1), qdata.ndim)
+        return Dense(qdata.dtype, "row")
+    covered = tuple(dim for dim, n in enumerate(scale.shape) if n == 1)
+    return covering(covered, tensor, qdata.ndim)
 
 
-def _fits(qdata: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> bool:
-    if granularity.blocks is not None:
-        return [*scale.shape] == granularity.scale_shape(qdata.shape)
-    if granularity.is_grouped:
-        return scale.shape[:-1] == qdata.shape[:-1]
-    return scale.ndim == qdata.ndim and all(
-        n in (1, size) for n, size in zip(scale.shape, qdata.shape, strict=True)
-    )
+def _listed(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(map(str, dtypes))
+
+
+def _shown(scale: torch.Tensor) -> str:
+    if scale.ndim:
+        kind = {torch.float32: "fp32", torch.uint8: "e8m0"}.get(scale.dtype, str(scale.dtype))
+        return f"{kind.removeprefix('torch.')}{list(scale.shape)}"
+    return f"{scale.item():.6g}" if type(scale) is torch.Tensor and not scale.is_meta else "?"
 
 
 def dequantized(x: Float8Tensor) -> torch.Tensor:
     """``dequantize()`` outside of autograd."""
-    granularity = granularity_of(x)
-    if granularity.blocks is not None:
-        wide = scaled_by(x.qdata.to(torch.float32), powers_of_2(x.scale), granularity.blocks)
-        return wide.to(x.orig_dtype)
-    values = granularity.grouped(x.qdata.to(torch.float32)) * granularity.from_rows(x.scale)
-    return values.to(x.orig_dtype).view(x.shape)
+    return x.scheme.dequantize(x.qdata, x.scales, x.start).to(x.orig_dtype)
 
 
 class _Dequantize(torch.autograd.Function):

@@ -1,20 +1,20 @@
 """Operators on a local ``Float8Tensor``: the table behind its ``__torch_dispatch__``.
 
-An operator that only moves elements runs on the bytes, and on the scale as if it were expanded to
-their shape. A tensorwise scale stays as it is, and rowwise scales move with their rows.
-Collectives, ``cat`` and padding move bytes as ``uint8``, because some backends lack float8.
+An operator that only moves elements runs on the data, and on each scale as if it were expanded to
+the shape of the data. A scale of the whole tensor stays as it is, and scales of rows move with
+their rows. Collectives, ``cat`` and padding move bytes as ``uint8``, because some backends lack
+float8.
 """
 
-from collections.abc import Callable
-from itertools import repeat
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fp8_dist import kernels
 from fp8_dist.dtypes import is_float8
-from fp8_dist.granularity import Blocks, covering
-from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantized, granularity_of
+from fp8_dist.scaling import Level, Scheme, covering
+from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantized
 from fp8_dist.torch_internals import (
     STAND_INS,
     AsyncCollectiveTensor,
@@ -64,13 +64,19 @@ def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
 def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rest = args[0], args[1:]
     moved = func(x.qdata, *rest, **kwargs)
-    if isinstance(granularity_of(x), Blocks):
-        return _move_blocks(func, x, moved, rest, kwargs)
-    scales = func(_expanded(x), *rest, **kwargs) if x.scale.ndim else None
+    scheme = x.scheme
+    if func in (aten.alias.default, aten.detach.default):
+        return x.rewrap(qdata=moved, scale=tuple([func(scale) for scale in x.scales]))
+    if func in _PARTS and any(level.has_blocks for level in scheme.levels):
+        return _parts_in_blocks(func, x, moved, rest, kwargs)
+    if func in (aten.t.default, aten.transpose.int, aten.permute.default) and x.ndim == 2:
+        return _turn(x, moved, scheme)
     if isinstance(moved, torch.Tensor):
-        return _with_expanded_scale(func, x, moved, scales)
-    parts = zip(moved, scales or repeat(None), strict=False)
-    return [_with_expanded_scale(func, x, qdata, scale) for qdata, scale in parts]
+        return _with_moved_scales(func, x, moved, [func(e, *rest, **kwargs) for e in _expanded(x)])
+    scales = [func(e, *rest, **kwargs) for e in _expanded(x)]
+    parts = [list(each) for each in zip(*scales, strict=True)] or [[]] * len(moved)
+    pairs = zip(moved, parts, strict=True)
+    return [_with_moved_scales(func, x, qdata, scales) for qdata, scales in pairs]
 
 
 _PARTS = (
@@ -81,103 +87,111 @@ _PARTS = (
 )
 
 
-def _move_blocks(
-    func: Any, x: Float8Tensor, moved: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Result of :func:`_move` for block scales; ``moved`` is the data."""
-    granularity = granularity_of(x)
-    assert isinstance(granularity, Blocks)
-    if func in (aten.alias.default, aten.detach.default):
-        return x.rewrap(qdata=moved, scale=func(x.scale))
-    if func in (aten.t.default, aten.transpose.int, aten.permute.default) and x.ndim == 2:
-        if moved.shape == x.shape and moved.stride() == x.qdata.stride():
-            return x.rewrap(qdata=moved)
-        name = granularity.transposed().name
-        return x.rewrap(qdata=moved, scale=x.scale.t(), granularity=name)
-    if func in _PARTS:
-        return _parts_of_blocks(func, x, moved, rest, kwargs)
-    if granularity.rows > 1:
-        raise _no_scale_for(func, x)
-    scales = func(_expanded(x), *rest, **kwargs)
-    if isinstance(moved, torch.Tensor):
-        return _with_expanded_scale(func, x, moved, scales)
-    pairs = zip(moved, scales, strict=True)
-    return [_with_expanded_scale(func, x, qdata, scale) for qdata, scale in pairs]
+def _turn(x: Float8Tensor, moved: torch.Tensor, scheme: Scheme) -> Float8Tensor:
+    """A matrix whose data was transposed, or permuted to what it was."""
+    if moved.shape == x.shape and moved.stride() == x.qdata.stride():
+        return x.rewrap(qdata=moved)
+    turned = scheme.turned()
+    if turned is None:
+        covered = scheme.levels[0].covered_dims(2) or ()
+        turned = covering(tuple(sorted(1 - dim for dim in covered)), scheme, 2)
+    scales = tuple([scale.t() if scale.ndim else scale for scale in x.scales])
+    return x.rewrap(qdata=moved, scale=scales, scheme=turned, start=x.start[::-1])
 
 
-def _parts_of_blocks(
+def _parts_in_blocks(
     func: Any, x: Float8Tensor, moved: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Parts along a dim, each with the scales of its blocks, which it may cut."""
-    granularity = granularity_of(x)
-    assert isinstance(granularity, Blocks)
     at = 0 if func is aten.slice.Tensor else 1
     dim = (rest[at] if len(rest) > at else kwargs.get("dim", 0)) % x.ndim
-    parts, start = [moved] if isinstance(moved, torch.Tensor) else moved, 0
+    parts, begin = [moved] if isinstance(moved, torch.Tensor) else moved, 0
     if func is aten.slice.Tensor:
-        start, _, step = slice(*[*rest[1:], None, None, None][:3]).indices(x.shape[dim])
+        begin, _, step = slice(*[*rest[1:], None, None, None][:3]).indices(x.shape[dim])
         if step != 1:
             raise _no_scale_for(func, x)
     found = []
     for part in parts:
         length = part.shape[dim]
-        scale = granularity.part_of_scales(x.scale, dim, start, length)
-        offset = [start if d == dim else 0 for d in range(x.ndim)]
-        name = granularity.at(offset).name
-        found.append(x.rewrap(qdata=part, scale=scale, granularity=name))
-        start += length
+        scales = x.scheme.part_of_scales(x.scales, x.start, dim, begin, length, x.ndim)
+        start = x.scheme.moved(x.start, dim, begin, x.ndim)
+        found.append(x.rewrap(qdata=part, scale=scales, start=start))
+        begin += length
     return found[0] if isinstance(moved, torch.Tensor) else found
 
 
-def _expanded(x: Float8Tensor) -> torch.Tensor:
-    """The scale as a view of the data's shape: stride 0 along the dims that it covers."""
-    fixed = granularity_of(x).fixed_dims(x.ndim)
-    stride = [0 if dim in fixed else n for dim, n in enumerate(x.scale.stride())]
-    return x.scale.as_strided(x.qdata.shape, stride, x.scale.storage_offset())
+def _fixed_dims(level: Level, ndim: int) -> tuple[int, ...]:
+    """The dims along which the scales of a level can't be sliced like the data."""
+    return tuple(dim for dim in range(ndim) if level.block(dim, ndim) != 1)
 
 
-def _with_expanded_scale(
-    func: Any, x: Float8Tensor, qdata: torch.Tensor, expanded: torch.Tensor | None
+def _moving_levels(x: Float8Tensor) -> list[tuple[Level, torch.Tensor]]:
+    """The levels whose scales cover parts of the tensor, with these scales."""
+    pairs = zip(x.scheme.levels, x.scales, strict=True)
+    return [(level, scale) for level, scale in pairs if not level.is_scalar]
+
+
+def _expanded(x: Float8Tensor) -> list[torch.Tensor]:
+    """The scales as views of the data's shape: stride 0 along the dims that they cover."""
+    views = []
+    for level, scale in _moving_levels(x):
+        fixed = _fixed_dims(level, x.ndim)
+        stride = [0 if dim in fixed else n for dim, n in enumerate(scale.stride())]
+        views.append(scale.as_strided(x.qdata.shape, stride, scale.storage_offset()))
+    return views
+
+
+def _with_moved_scales(
+    func: Any, x: Float8Tensor, qdata: torch.Tensor, expanded: Sequence[torch.Tensor]
 ) -> Float8Tensor:
-    """Rewrap ``x`` with data moved by ``func`` and a scale that was expanded and moved alike."""
-    if expanded is None:  # one scale for all
+    """Rewrap ``x`` with data moved by ``func`` and scales that were expanded and moved alike."""
+    if not expanded:  # one scale for all
         return x.rewrap(qdata=qdata)
-    granularity = granularity_of(x)
-    covered = tuple(dim for dim, stride in enumerate(expanded.stride()) if stride == 0)
-    size = [1 if dim in covered else n for dim, n in enumerate(expanded.shape)]
-    # A stride of 0 would also be correct, but graphs are compiled for given strides.
-    strides = [max(stride, 1) for stride in expanded.stride()]
-    if granularity.is_grouped:  # several scales for each row, which must stay whole
-        if covered != (qdata.ndim - 1,) or qdata.shape[-1] != x.shape[-1]:
-            raise _no_scale_for(func, x)
-        size[-1], strides[-1] = x.scale.shape[-1], x.scale.stride(-1)
-    else:
-        granularity = covering(covered, qdata.ndim)
-    scale = expanded.as_strided(size, strides, expanded.storage_offset())
-    return x.rewrap(qdata=qdata, scale=scale, granularity=granularity.name)
+    scheme, scales, moved = x.scheme, list(x.scales), iter(expanded)
+    for i, level in enumerate(scheme.levels):
+        if level.is_scalar:
+            continue
+        view, scale = next(moved), scales[i]
+        covered = tuple(dim for dim, stride in enumerate(view.stride()) if stride == 0)
+        size = [1 if dim in covered else n for dim, n in enumerate(view.shape)]
+        # A stride of 0 would also be correct, but graphs are compiled for given strides.
+        strides = [max(stride, 1) for stride in view.stride()]
+        if level.has_blocks or len(scales) > 1:  # rows must stay whole
+            rows_stay = level.follows_rows and covered == (qdata.ndim - 1,)
+            if not rows_stay or qdata.shape[-1] != x.shape[-1]:
+                raise _no_scale_for(func, x)
+            size[-1], strides[-1] = scale.shape[-1], scale.stride(-1)
+        else:
+            scheme = covering(covered, scheme, qdata.ndim)
+        scales[i] = view.as_strided(size, strides, view.storage_offset())
+    return x.rewrap(qdata=qdata, scale=tuple(scales), scheme=scheme)
 
 
 @implements(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x, size = args
-    if x.scale.ndim and (not size or size[-1] not in (-1, x.shape[-1])):
+    moving = _moving_levels(x)
+    if moving and (not size or size[-1] not in (-1, x.shape[-1])):
         # DTensor joins the parts of a tensor of a single row in this way.
         raise NotImplementedError(
-            f"{func} of a Float8Tensor of shape {tuple(x.shape)} with a scale of shape "
-            f"{tuple(x.scale.shape)} to {tuple(size)}: its rows would be others; if one row "
-            "was sharded, redistribute the high-precision tensor and cast it then, else call "
+            f"{func} of a Float8Tensor of shape {tuple(x.shape)} with one scale per "
+            f"{x.scheme.covers} to {tuple(size)}: its rows would be others; if one row was "
+            "sharded, redistribute the high-precision tensor and cast it then, else call "
             ".dequantize() first"
         )
     qdata = func(x.qdata, size, **kwargs)
-    if x.scale.ndim == 0 or qdata.shape == x.shape:
+    if not moving or qdata.shape == x.shape:
         return x.rewrap(qdata=qdata)
-    if len(granularity_of(x).fixed_dims(x.ndim)) > 1 and granularity_of(x).blocks is not None:
-        raise _no_scale_for(func, x)
-    last, fixed = x.ndim - 1, granularity_of(x).fixed_dims(x.ndim)
-    if fixed not in ((last,), tuple(range(last))):
-        raise _no_scale_for(func, x)
-    rows = qdata.shape[:-1] if fixed == (last,) else [1] * (qdata.ndim - 1)
-    return x.rewrap(qdata=qdata, scale=x.scale.reshape(*rows, x.scale.shape[-1]))
+    scales, last = [], x.ndim - 1
+    for level, scale in zip(x.scheme.levels, x.scales, strict=True):
+        if not level.is_scalar:
+            fixed = _fixed_dims(level, x.ndim)
+            if fixed not in ((last,), tuple(range(last))) or (level.rows or 1) > 1:
+                raise _no_scale_for(func, x)
+            rows = qdata.shape[:-1] if fixed == (last,) else [1] * (qdata.ndim - 1)
+            scale = scale.reshape(*rows, scale.shape[-1])
+        scales.append(scale)
+    return x.rewrap(qdata=qdata, scale=tuple(scales))
 
 
 @implements(aten.as_strided.default, aten._reshape_alias.default)
@@ -186,24 +200,24 @@ def _restride(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float
     qdata = func(x.qdata, *args[1:], **kwargs)
     # FSDP2 restrides gathered tensors to the strides that they already have.
     same = qdata.shape == x.qdata.shape and qdata.stride() == x.qdata.stride()
-    if x.scale.ndim and not (same and qdata.storage_offset() == x.qdata.storage_offset()):
+    same = same and qdata.storage_offset() == x.qdata.storage_offset()
+    if not same and _moving_levels(x):
         raise _no_scale_for(func, x)
     return x.rewrap(qdata=qdata)
 
 
 def _no_scale_for(func: Any, x: Float8Tensor) -> NotImplementedError:
     return NotImplementedError(
-        f"{func} of a Float8Tensor of shape {tuple(x.shape)} with a scale of shape "
-        f"{tuple(x.scale.shape)} ({granularity_of(x)!r}): its result has no such scales; call "
-        ".dequantize() first"
+        f"{func} of a Float8Tensor of shape {tuple(x.shape)} with one scale per {x.scheme.covers}: "
+        "its result has no such scales; call .dequantize() first"
     )
 
 
 @implements(aten.clone.default)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x = args[0]
-    scale = func(x.scale) if x.scale.ndim else x.scale
-    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scale)
+    scales = tuple([func(scale) if scale.ndim else scale for scale in x.scales])
+    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scales)
 
 
 @implements(aten.cat.default)
@@ -218,27 +232,27 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
                 "or cast_to_float8 the second"
             )
         _check_same_kind("torch.cat", first, x)
-    scales = [x.scale for x in tensors]
-    fixed = granularity_of(first).fixed_dims(first.ndim)
-    along_scales = first.scale.ndim and dim % first.ndim not in fixed
-    if first.scale.ndim and not along_scales and isinstance(granularity_of(first), Blocks):
-        _check_whole_blocks(func, tensors, dim % first.ndim)
-        along_scales = True
-    scale = func(scales, dim) if along_scales else _common_scale(scales)
+    dim, scales = dim % first.ndim, []
+    for i, level in enumerate(first.scheme.levels):
+        each, block = [x.scales[i] for x in tensors], level.block(dim, first.ndim)
+        if level.is_scalar or block is None:
+            scales.append(_common_scale(each))
+        else:
+            if block > 1:
+                _check_whole_blocks(func, tensors, dim, block)
+            scales.append(func(each, dim))
     out = func([as_bytes(x.qdata) for x in tensors], dim)
     of_one_cast = all(x.cast_number is first.cast_number for x in tensors)
     cast_number = first.cast_number if of_one_cast else None
-    return first.rewrap(qdata=out.view(first.qdata.dtype), scale=scale, cast_number=cast_number)
+    return first.rewrap(
+        qdata=out.view(first.qdata.dtype), scale=tuple(scales), cast_number=cast_number
+    )
 
 
-def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int) -> None:
+def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int, block: int) -> None:
     """Raise NotImplementedError if tensors to be concatenated begin or end inside blocks."""
     for i, x in enumerate(tensors):
-        granularity = granularity_of(x)
-        assert isinstance(granularity, Blocks)
-        of_rows = dim == x.ndim - 2
-        block = granularity.rows if of_rows else granularity.columns
-        start = granularity.start[0 if of_rows else 1]
+        start = x.start[dim - x.ndim] % block
         ends_inside = i + 1 < len(tensors) and (start + x.shape[dim]) % block
         if (i and start) or ends_inside:
             raise _no_scale_for(func, x)
@@ -249,19 +263,20 @@ def _check_same_kind(name: str, x: Float8Tensor, y: Float8Tensor) -> None:
         raise ValueError(
             f"{name} of float8 tensors of {x.qdata.dtype} and {y.qdata.dtype}; .dequantize() them"
         )
-    if x.granularity != y.granularity:
-        raise ValueError(
-            f"{name} of float8 tensors with one scale per {x.granularity} and per {y.granularity}; "
-            ".dequantize() them"
-        )
+    if x.scheme.levels != y.scheme.levels:
+        covers = f"one scale per {x.scheme.covers} and per {y.scheme.covers}"
+        raise ValueError(f"{name} of float8 tensors with {covers}; .dequantize() them")
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size in bytes
 
 
 def _common_scale(scales: list[torch.Tensor]) -> torch.Tensor:
     first = scales[0]
-    # Chunks of one tensor share its 0-dim scale, so no values are compared and there is no sync.
-    # Bits are compared, because a NaN is not equal to itself.
-    bits = first.view(torch.int32)
-    if not all(s is first or torch.equal(s.view(torch.int32), bits) for s in scales):
+    # Chunks of one tensor share its scale, so no values are compared and there is no sync. Bits
+    # are compared, because a NaN is not equal to itself.
+    bits = first.view(_BITS[first.itemsize])
+    if not all(s is first or torch.equal(s.view(bits.dtype), bits) for s in scales):
         raise ValueError(
             "float8 tensors that were cast with different scales can't be put together; "
             "dequantize() them, or cast them together"
@@ -279,21 +294,34 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
             "scale; call .dequantize() first"
         )
     _check_not_cut(func, x)  # DTensor pads the parts of some ranks before it gathers them
-    scale = x.scale
-    if scale.ndim:
-        # pad has a pair for each dim, the last dim first. Dims that a scale covers are not padded.
-        fixed = granularity_of(x).fixed_dims(x.ndim)
-        added = [0 if x.ndim - 1 - i // 2 in fixed else n for i, n in enumerate(pad)]
-        scale = func(scale, added, 0)
-    qdata = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype)
-    granularity = granularity_of(x)
-    if isinstance(granularity, Blocks):
-        # The last blocks may have room for padding at the end.
-        fixed = granularity.fixed_dims(x.ndim)
-        in_front = any(n for i, n in enumerate(pad[::2]) if x.ndim - 1 - i in fixed)
-        if in_front or [*scale.shape] != granularity.scale_shape(qdata.shape):
-            raise _no_scale_for(func, x)
-    return x.rewrap(qdata=qdata, scale=scale)
+    # pad has a pair for each dim, the last dim first.
+    before, after = list(pad[::2]), list(pad[1::2])
+    qdata, scales = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype), []
+    for level, scale in zip(x.scheme.levels, x.scales, strict=True):
+        if not level.is_scalar:
+            fixed = _fixed_dims(level, x.ndim)
+            sides = [[0, 0] if x.ndim - 1 - i in fixed else [*n] for i, n in _pairs(before, after)]
+            # Scales are padded as bytes, too: some dtypes of scales have no padding.
+            scale = _padded(func, scale, [n for side in sides for n in side])
+        scales.append(scale)
+    blocked = {d for level in x.scheme.levels for d in _fixed_dims(level, x.ndim)}
+    in_front = any(n for i, n in enumerate(before) if x.ndim - 1 - i in blocked)
+    has_blocks = any(level.has_blocks for level in x.scheme.levels)
+    # The last blocks may have room for padding at the end.
+    shapes = x.scheme.scale_shapes(qdata.shape, x.start)
+    if has_blocks and (in_front or [[*scale.shape] for scale in scales] != shapes):
+        raise _no_scale_for(func, x)
+    return x.rewrap(qdata=qdata, scale=tuple(scales))
+
+
+def _pairs(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
+    return list(enumerate(zip(before, after, strict=True)))
+
+
+def _padded(func: Any, scale: torch.Tensor, pad: list[int]) -> torch.Tensor:
+    if scale.dtype is torch.float32:
+        return func(scale, pad, 0)
+    return func(scale.view(torch.uint8), pad, 0).view(scale.dtype)
 
 
 @implements(aten._to_copy.default)
@@ -305,9 +333,8 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8
             f"a Float8Tensor cannot become {dtype}; call .dequantize() and convert the result"
         )
     scale_kwargs = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking")}
-    return x.rewrap(
-        qdata=func(x.qdata, **kwargs), scale=func(x.scale, **scale_kwargs), orig_dtype=dtype
-    )
+    scales = tuple([func(scale, **scale_kwargs) for scale in x.scales])
+    return x.rewrap(qdata=func(x.qdata, **kwargs), scale=scales, orig_dtype=dtype)
 
 
 @implements(aten.copy_.default)
@@ -320,7 +347,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
         )
     _check_same_kind("copy_", dst, src)
     func(dst.qdata, src.qdata, *args[2:], **kwargs)
-    func(dst.scale, src.scale, *args[2:], **kwargs)
+    for mine, other in zip(dst.scales, src.scales, strict=True):
+        func(mine, other, *args[2:], **kwargs)
     return dst
 
 
@@ -338,19 +366,13 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     x = args[0]
     if kwargs.get("dtype") is not None:
         return func(x.qdata, *args[1:], **kwargs)
-    scale = x.scale
-    if scale.ndim:
-        size = args[1]
-        if len(size) != scale.ndim:
-            raise _no_scale_for(func, x)
-        granularity = granularity_of(x)
-        fixed = granularity.fixed_dims(x.ndim)
-        sizes = zip(size, scale.shape, strict=True)
-        shape = [c if d in fixed else n for d, (n, c) in enumerate(sizes)]
-        if granularity.blocks is not None:
-            shape = granularity.scale_shape(size)
-        scale = scale.new_zeros(shape)
-    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scale)
+    size, scales = args[1], list(x.scales)
+    for i, level in enumerate(x.scheme.levels):
+        if not level.is_scalar:
+            if len(size) != x.ndim:
+                raise _no_scale_for(func, x)
+            scales[i] = scales[i].new_zeros(level.shape(size, x.start))
+    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=tuple(scales))
 
 
 @implements(aten.dequantize.self)
@@ -371,31 +393,36 @@ def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 )
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x, rest = args[0], args[1:]
-    if x.scale.ndim == 0 or x.ndim == 1:
+    moving = _moving_levels(x)
+    if not moving or x.ndim == 1:
         # Every rank cast with the scale of the global tensor, so only bytes are sent.
         out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
     dims = [d % x.ndim for d in rest[:2]] if func is shard_dim_alltoall else [0]
     _check_not_cut(func, x)
-    if not (granularity_of(x).scales_move and granularity_of(x).can_move(dims, x.ndim)):
+    if not x.scheme.can_move(dims, x.ndim):
         raise NotImplementedError(
-            f"{func} of a Float8Tensor of shape {tuple(x.shape)} with {granularity_of(x)!r}: only "
-            "whole rows travel, each with its scale; redistribute the high-precision tensor and "
-            "cast it then"
+            f"{func} of a Float8Tensor of shape {tuple(x.shape)} with one scale per "
+            f"{x.scheme.covers}: only whole rows travel, each with its scale; redistribute the "
+            "high-precision tensor and cast it then"
         )
-    packed = func(as_bytes(pack_rows(x.qdata, x.scale)), *rest, **kwargs)
+    packed = func(as_bytes(pack_rows(x.qdata, [scale for _, scale in moving])), *rest, **kwargs)
     traced = _is_traced(x)
-    if traced:  # in a graph one wait would not cover the two views
+    if traced:  # in a graph one wait would not cover the views
         packed = funcol.wait_tensor(packed)
-    qdata, scale = unpack_rows(packed, x.qdata.dtype, x.shape[-1], x.scale.dtype)
+    like = [(scale.shape[-1], scale.dtype) for _, scale in moving]
+    qdata, arrived = unpack_rows(packed, x.qdata.dtype, x.shape[-1], like)
     # Inductor (2.13) misreads a view of bytes as fp32 that is restrided.
-    return x.rewrap(qdata=qdata, scale=scale.clone() if traced else scale)
+    numbers = iter([scale.clone() if traced else scale for scale in arrived])
+    pairs = zip(x.scheme.levels, x.scales, strict=True)
+    scales = [scale if level.is_scalar else next(numbers) for level, scale in pairs]
+    return x.rewrap(qdata=qdata, scale=tuple(scales))
 
 
 @implements(funcol.wait_tensor.default)
 def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x = args[0]
-    if x.scale.ndim and x.ndim > 1 and _is_traced(x):
+    if x.ndim > 1 and _moving_levels(x) and _is_traced(x):
         return x  # waited for before it was unpacked
     out = func(as_bytes(x.qdata), **kwargs)
     # A scale that travelled came in the same message.
@@ -404,12 +431,11 @@ def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
 
 def _check_not_cut(func: Any, x: Float8Tensor) -> None:
     """Raise NotImplementedError, on all ranks, if the parts of a tensor cut its blocks."""
-    granularity = granularity_of(x)
-    if isinstance(granularity, Blocks) and granularity.is_cut:
+    if x.is_cut:
         raise NotImplementedError(
-            f"{func} of a part of a float8 tensor, {tuple(x.shape)}, with {granularity!r}: ranks "
-            "have unequal parts, or parts of one block, which can't be gathered as float8; "
-            "redistribute the high-precision tensor and cast it then"
+            f"{func} of a part of a float8 tensor, {tuple(x.shape)}, with one scale per "
+            f"{x.scheme.covers}: ranks have unequal parts, or parts of one block, which can't be "
+            "gathered as float8; redistribute the high-precision tensor and cast it then"
         )
 
 
@@ -418,39 +444,61 @@ def _is_traced(x: Float8Tensor) -> bool:
     return isinstance(x.qdata, STAND_INS)
 
 
-@kernels.custom_op("pack_rows(Tensor qdata, Tensor numbers) -> Tensor")
-def pack_rows(qdata: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Pack rows of float8 data ``[..., K]`` and of numbers ``[..., C]`` into one message.
+@kernels.custom_op("pack_rows(Tensor qdata, Tensor[] numbers) -> Tensor")
+def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Pack rows of float8 data ``[..., K]`` and of numbers, ``[..., C]`` each, into one message.
 
-    The message is ``[..., K']`` of the dtype of the data. A row has the data, zeros up to a
-    multiple of the size of a number (fp32, or uint8 for exponents), and the bytes of each number.
-    This is an operator so that ``comm_audit`` knows the parts of a message in a compiled graph.
+    The message is ``[..., K']`` of the dtype of the data. A row has the data, the bytes of its
+    numbers, the widest first, and zeros up to multiples of the widest number's size before and
+    after them. This is an operator so that ``comm_audit`` knows the parts of a message in a
+    compiled graph.
     """
-    data, missing = as_bytes(qdata), -qdata.shape[-1] % numbers.itemsize
-    if missing:  # padding by nothing would copy
-        data = torch.nn.functional.pad(data, (0, missing))
-    # Flat first: a column is contiguous with any stride in its last dim, which view() refuses.
-    flat = numbers.reshape(-1).contiguous().view(torch.uint8)
-    tail = flat.view(*numbers.shape[:-1], numbers.itemsize * numbers.shape[-1])
-    return torch.cat([data, tail], dim=-1).view(qdata.dtype)
+    size = max(each.itemsize for each in numbers)
+    parts = [_rounded_up(as_bytes(qdata), size)]
+    for each in _widest_first(numbers):
+        # Flat first: a column is contiguous with any stride in its last dim, which view() refuses.
+        flat = each.reshape(-1).contiguous().view(torch.uint8)
+        parts.append(flat.view(*each.shape[:-1], each.itemsize * each.shape[-1]))
+    return _rounded_up(torch.cat(parts, dim=-1), size).view(qdata.dtype)
+
+
+def _rounded_up(rows: torch.Tensor, size: int) -> torch.Tensor:
+    missing = -rows.shape[-1] % size
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows  # 0 would copy
+
+
+def _widest_first(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return sorted(numbers, key=lambda each: -each.itemsize)
 
 
 @pack_rows.register_fake
-def _pack_rows_fake(qdata: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    size = numbers.itemsize
-    columns = qdata.shape[-1] + -qdata.shape[-1] % size + size * numbers.shape[-1]
-    return qdata.new_empty((*qdata.shape[:-1], columns))
+def _pack_rows_fake(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    size, columns = max(each.itemsize for each in numbers), qdata.shape[-1]
+    columns += -columns % size + sum(each.itemsize * each.shape[-1] for each in numbers)
+    return qdata.new_empty((*qdata.shape[:-1], columns + -columns % size))
 
 
 def unpack_rows(
-    packed: torch.Tensor, dtype: torch.dtype, columns: int, numbers: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
+    packed: torch.Tensor,
+    dtype: torch.dtype,
+    columns: int,
+    like: Sequence[tuple[int, torch.dtype]] = ((1, torch.float32),),
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Unpack a message of :func:`pack_rows` into views of the data and the numbers.
 
-    ``packed`` is uint8 and may still be in flight.
+    Args:
+        packed: the message as uint8, which may still be in flight.
+        dtype, columns: the dtype and the last size of the data.
+        like: for each of the numbers their count per row, and their dtype.
     """
-    start = columns + -columns % numbers.itemsize
-    return packed[..., :columns].view(dtype), packed[..., start:].view(numbers)
+    size = max(dtype.itemsize for _, dtype in like)
+    begin, found = columns + -columns % size, [torch.empty(0)] * len(like)
+    for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
+        count, number = like[i]
+        end = begin + count * number.itemsize
+        found[i] = packed[..., begin:end].view(number)
+        begin = end
+    return packed[..., :columns].view(dtype), found
 
 
 # torch >= 2.13 wraps the result of a collective by an operator, older ones by a plain call.
@@ -473,24 +521,23 @@ def scaled_mm(
     """Matrix product ``[M, N]`` of two local float8 matrices, with no collectives.
 
     The scale of ``a`` is 0-dim or ``[M, 1]``, and the scale of ``b`` is 0-dim or ``[1, N]``, or
-    both have block scales. Options and errors are those of :func:`fp8_dist.kernels.scaled_mm`. It
-    also raises a ValueError if only one of them has block scales.
+    their schemes fit together in another way. Options and errors are those of
+    :func:`fp8_dist.kernels.scaled_mm`.
+
+    Raises:
+        ValueError: matrices of these schemes can't be multiplied.
     """
-    options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
-    blocks = [granularity_of(x).blocks for x in (a, b)]
-    if blocks[0] is not None and blocks[1] is not None:
-        return kernels.block_scaled_mm.overload(
-            a.qdata, b.qdata, a.scale, b.scale, blocks[0], blocks[1], out_dtype, emulate
-        )
-    if blocks != [None, None]:
+    left, right = a.quantized, b.quantized
+    if why := left.scheme.unfit_beside(right.scheme):
         raise ValueError(
-            f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: only one of them has scales of "
-            "blocks; cast both of them so, or neither"
+            f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: one scale per "
+            f"{left.scheme.covers} and per {right.scheme.covers}: {why}; cast both of them alike"
         )
-    # Not the direct call, which may cache data derived from an operand: a collective may write into
-    # the data of a Float8Tensor unnoticed by autograd.
-    run = kernels.scaled_mm.overload
-    return run(a.qdata, b.qdata, a.scale, b.scale, *options)
+    # Another object: an implementation may cache data derived from this one, and a collective may
+    # write into the data of a Float8Tensor unnoticed by autograd.
+    left = left._replace(qdata=left.qdata.detach())
+    options = (use_fast_accum, pad_inner_dim, emulate)
+    return left.scheme.multiply(left, right, out_dtype, options)
 
 
 @implements(aten.mm.default, aten.addmm.default)

@@ -1,0 +1,130 @@
+"""Recipes: for each operand and GEMM a scaling scheme, and where its statistics come from."""
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import torch
+
+from fp8_dist.kernels import takes_transposed
+from fp8_dist.scaling import Copy, Dense, Scheme
+
+Operand = Literal["input", "weight", "grad_output"]
+Gemm = Literal["output", "grad_input", "grad_weight"]
+
+# The left and the right operand of each GEMM. Each operand feeds two GEMMs.
+GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+
+
+def is_second(operand: Operand, gemm: Gemm) -> bool:
+    """Whether ``gemm`` contracts the rows of the operand."""
+    return gemm == "grad_weight" or (operand, gemm) == ("weight", "grad_input")
+
+
+class Recipe:
+    """The table that a :class:`fp8_dist.Float8LinearConfig` makes.
+
+    Args:
+        table: the scheme of each operand in each of its two GEMMs; ``None``: high precision.
+        delayed: the operands whose statistic follows from the amaxes of earlier steps.
+        folds: the scales that run along a contraction are folded into grad_output
+            (:mod:`fp8_dist.linear.rowwise_folded`).
+
+    Attributes:
+        uses: the table, by operand.
+        schemes: the different schemes of each operand, in the order of its GEMMs.
+        gather_scheme: the one scheme that serves both GEMMs of an operand and can be gathered;
+            ``None``: it is gathered in high precision.
+
+    Raises:
+        ValueError: the schemes do not fit together.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[tuple[Operand, Gemm], Scheme | None],
+        delayed: frozenset[Operand] = frozenset(),
+        folds: bool = False,
+    ) -> None:
+        self.delayed, self.folds = delayed, folds
+        self.uses: dict[Operand, dict[Gemm, Scheme | None]] = {o: {} for o in get_args(Operand)}
+        for gemm, operands in GEMM_OPERANDS.items():
+            for operand in operands:
+                self.uses[operand][gemm] = table[operand, gemm]
+        used = {operand: dict.fromkeys(uses.values()) for operand, uses in self.uses.items()}
+        self.schemes = {o: tuple(scheme for scheme in each if scheme) for o, each in used.items()}
+        self._check_operands()
+        self._check_gemms()
+        if folds:
+            self._check_folding()
+        self.gather_scheme = {operand: self._gather_scheme(operand) for operand in self.uses}
+        self._copies = tuple(self._copies_of(transposes) for transposes in (False, True))
+
+    def copies(
+        self, operand: Operand, device: torch.device, emulate: bool
+    ) -> dict[Gemm, Copy]:
+        """The float8 copy of ``operand`` that each GEMM takes; others take it in high precision."""
+        # An int, because dynamo of torch 2.11 does not support a bool as an index.
+        return self._copies[int(not emulate and takes_transposed(device))][operand]
+
+    def _copies_of(self, transposes: bool) -> dict[Operand, dict[Gemm, Copy]]:
+        return {
+            operand: {
+                gemm: Copy(
+                    scheme,
+                    transposes and is_second(operand, gemm) and not scheme.is_recast_for_rows,
+                )
+                for gemm, scheme in uses.items()
+                if scheme
+            }
+            for operand, uses in self.uses.items()
+        }
+
+    def _gather_scheme(self, operand: Operand) -> Scheme | None:
+        first, second = self.uses[operand].values()
+        return first if first and first == second and first.can_gather else None
+
+    def _check_operands(self) -> None:
+        for operand, schemes in self.schemes.items():
+            dtypes = {scheme.dtype for scheme in schemes}
+            if len(dtypes) > 1:
+                raise ValueError(
+                    f"Float8LinearConfig: {operand} is cast to {sorted(map(str, dtypes))} in its "
+                    "two GEMMs; both casts need the same target_dtype"
+                )
+            in_blocks = any(level.has_blocks for scheme in schemes for level in scheme.levels)
+            if len(schemes) > 1 and in_blocks:
+                covers = " and one per ".join(scheme.covers for scheme in schemes)
+                raise ValueError(
+                    f"Float8LinearConfig: {operand} has one scale per {covers} in its two GEMMs; "
+                    "one copy with scales of blocks must serve both, or leave one of them DISABLED"
+                )
+            for scheme in schemes:
+                if why := scheme.unfit_for(operand):
+                    raise ValueError(f"Float8LinearConfig: {why}")
+
+    def _check_gemms(self) -> None:
+        for gemm, operands in GEMM_OPERANDS.items():
+            left, right = (self.uses[operand][gemm] for operand in operands)
+            if left is None or right is None:
+                continue
+            if why := left.unfit_beside(right):
+                raise ValueError(
+                    f"Float8LinearConfig: the GEMM of {gemm} multiplies {operands[0]} (one scale "
+                    f"per {left.covers}) by {operands[1]} (one per {right.covers}), but {why}; use "
+                    "one scaling_granularity for both, such as ScalingGranularity.BLOCKWISE, or "
+                    "leave both DISABLED"
+                )
+
+    def _check_folding(self) -> None:
+        for operand, schemes in self.schemes.items():
+            rows = all(isinstance(scheme, Dense) and scheme.per == "row" for scheme in schemes)
+            if not rows or operand in self.delayed:
+                raise ValueError(
+                    f"Float8LinearConfig: fold_row_scales=True needs one scale per row, and "
+                    f"{operand} has another cast; use ScalingGranularity.AXISWISE, "
+                    "ScalingType.DYNAMIC (or DISABLED) in all of its GEMMs"
+                )

@@ -1,0 +1,53 @@
+"""Scaling schemes: what a scale covers, and how data is cast, moved and multiplied with scales."""
+
+from fp8_dist.scaling.blocks import Blocks, as_matrix, turned
+from fp8_dist.scaling.dense import Dense, covering
+from fp8_dist.scaling.operators import cast, empty_scales, empty_statistics, matrices, measure, multiply
+from fp8_dist.scaling.reduction import (
+    Placed,
+    message_dtype,
+    reduced_statistics,
+    reduction_groups,
+    sharded_axes,
+    whole_statistics,
+)
+from fp8_dist.scaling.scheme import (
+    Copy,
+    GemmOptions,
+    Level,
+    Quantized,
+    Scales,
+    Scheme,
+    Start,
+    Statistics,
+    scheme_named,
+)
+
+__all__ = [
+    "Blocks",
+    "Copy",
+    "Dense",
+    "GemmOptions",
+    "Level",
+    "Placed",
+    "Quantized",
+    "Scales",
+    "Scheme",
+    "Start",
+    "Statistics",
+    "as_matrix",
+    "cast",
+    "covering",
+    "empty_scales",
+    "empty_statistics",
+    "matrices",
+    "measure",
+    "message_dtype",
+    "multiply",
+    "reduced_statistics",
+    "reduction_groups",
+    "scheme_named",
+    "sharded_axes",
+    "turned",
+    "whole_statistics",
+]

@@ -1,0 +1,182 @@
+"""Schemes with one fp32 scale per tensor, matrix, row, column, or slice of other dims."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fp8_dist.kernels import (
+    amax,
+    amax_of_each,
+    amaxes,
+    cast_copies,
+    cast_rows,
+    fuses_rows,
+    quantize_copies,
+    quantize_each,
+    scaled_mm,
+    scaling_from_amax,
+)
+from fp8_dist.scaling.scheme import (
+    DimsLevel,
+    GemmOptions,
+    Level,
+    Quantized,
+    Scales,
+    Scheme,
+    Start,
+    Statistics,
+)
+
+_LEVELS = {
+    "tensor": Level(None, None, None),
+    "matrix": Level(None, None),
+    "row": Level(1, None),
+    "column": Level(None, 1, None),
+}
+_TURNED = {"row": "column", "column": "row"}
+_IN_ONE_PASS = ("tensor", "row", "column")
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Scheme):
+    """One fp32 scale, by the formula of :mod:`fp8_dist.kernels.scale`, from an amax.
+
+    Attributes:
+        per: what a scale covers: ``"tensor"``, ``"matrix"`` (the last two dims), ``"row"``,
+            ``"column"``, or ``"slice"``, all of the dims in ``dims``.
+        power_of_2: round the quantization multiplier down to a power of two.
+        dims: the dims that a scale of a slice covers.
+    """
+
+    family: ClassVar[str] = "dense"
+
+    per: str = "tensor"
+    power_of_2: bool = False
+    dims: tuple[int, ...] = ()
+
+    def make_levels(self) -> tuple[Level, ...]:
+        if self.per == "slice":
+            return (DimsLevel(1, 1, covered=self.dims),)
+        return (_LEVELS[self.per],)
+
+    @property
+    def can_gather(self) -> bool:  # type: ignore[override]
+        return self.per in ("tensor", "row", "matrix")
+
+    @property
+    def covers(self) -> str:
+        return f"slice of dims {' '.join(map(str, self.dims))}" if self.dims else self.per
+
+    @property
+    def second(self) -> "Dense":
+        return replace(self, per="column") if self.per == "row" else self
+
+    def turned(self) -> "Dense | None":
+        if self.per == "slice":
+            return None
+        return replace(self, per=_TURNED.get(self.per, self.per))
+
+    def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
+        return (amax(x, self.levels[0].covered_dims(x.ndim)),)
+
+    def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
+        if self.per not in ("tensor", "row"):
+            return super().measure_each(xs, starts)
+        shapes = [self.levels[0].shape(x.shape) for x in xs]
+        flat = amax_of_each(xs[0], list(xs[1:]), self.per == "row")
+        parts = flat.split([math.prod(shape) for shape in shapes])
+        return [(part.view(shape),) for part, shape in zip(parts, shapes, strict=True)]
+
+    def scales_from(self, statistics: Statistics) -> Scales:
+        return (scaling_from_amax(statistics[0], self.dtype, self.power_of_2)[1],)
+
+    def cast(
+        self,
+        x: Tensor,
+        statistics: Statistics | None,
+        start: Start,
+        transposed: Sequence[bool],
+        fits: bool = False,
+    ) -> tuple[Statistics, Scales, list[Tensor]]:
+        of = [0] * len(transposed)
+        if statistics is None and self.fuses(x):
+            value, scale, *data = cast_rows(x, self.dtype, self.power_of_2, transposed)
+            return (value,), (scale,), data
+        fits, statistics = fits or statistics is None, statistics or self.measure(x)
+        if fits:
+            values = list(statistics)
+            _, scale, *data = cast_copies(x, values, self.dtype, self.power_of_2, of, transposed)
+        else:
+            multiplier, scale = scaling_from_amax(statistics[0], self.dtype, self.power_of_2)
+            data = quantize_copies(x, [multiplier], self.dtype, of, transposed)
+        return statistics, (scale,), data
+
+    def cast_each(
+        self, xs: Sequence[Tensor], statistics: Sequence[Statistics], starts: Sequence[Start]
+    ) -> list[tuple[Scales, Tensor]]:
+        if self.per not in ("tensor", "row"):
+            return super().cast_each(xs, statistics, starts)
+        values = torch.cat([value.reshape(-1) for (value,) in statistics])
+        multipliers, scales = scaling_from_amax(values, self.dtype, self.power_of_2)
+        flat = quantize_each(xs[0], list(xs[1:]), multipliers, self.dtype, self.per == "row")
+        data = flat.split([x.numel() for x in xs])
+        each = scales.split([value.numel() for (value,) in statistics])
+        return [
+            ((scale.view(value.shape),), qdata.view(x.shape))
+            for x, (value,), scale, qdata in zip(xs, statistics, each, data, strict=True)
+        ]
+
+    def fuses(self, x: Tensor) -> bool:
+        return self.per == "row" and fuses_rows(x)
+
+    def measure_with(self, x: Tensor, schemes: Sequence[Scheme]) -> list[Statistics]:
+        kinds = _in_one_pass(schemes)
+        if kinds is None:
+            return super().measure_with(x, schemes)
+        return [(value,) for value in amaxes(x, [each.per for each in kinds])]
+
+    def cast_with(
+        self,
+        x: Tensor,
+        schemes: Sequence[Scheme],
+        statistics: Sequence[Statistics],
+        of: Sequence[int],
+        transposed: Sequence[bool],
+        fits: bool,
+    ) -> tuple[list[Scales], list[Tensor]] | None:
+        kinds = _in_one_pass(schemes)
+        if kinds is None or len({(each.dtype, each.power_of_2) for each in kinds}) > 1:
+            return None
+        values = [value for (value,) in statistics]
+        if fits:
+            flat = cast_copies(x, values, self.dtype, self.power_of_2, of, transposed)
+            n = 2 * len(kinds)
+            return [(each,) for each in flat[1:n:2]], flat[n:]
+        found = [scaling_from_amax(value, self.dtype, self.power_of_2) for value in values]
+        data = quantize_copies(x, [m for m, _ in found], self.dtype, of, transposed)
+        return [(scale,) for _, scale in found], data
+
+    def multiply(
+        self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
+    ) -> Tensor:
+        (a,), (b,) = left.scales, right.scales
+        return scaled_mm(left.qdata, right.qdata, a, b, out_dtype, *options)
+
+
+def _in_one_pass(schemes: Sequence[Scheme]) -> list[Dense] | None:
+    """The schemes, if one pass over a tensor can serve all of them."""
+    kinds = [each for each in schemes if isinstance(each, Dense) and each.per in _IN_ONE_PASS]
+    return kinds if len(kinds) == len(schemes) else None
+
+
+def covering(dims: tuple[int, ...], like: Scheme, ndim: int) -> Dense:
+    """The dense scheme whose scales cover the given dims of a tensor of ``ndim`` dims."""
+    power_of_2 = isinstance(like, Dense) and like.power_of_2
+    for per in ("row", "column"):
+        if _LEVELS[per].covered_dims(ndim) == dims:
+            return Dense(like.dtype, per, power_of_2)
+    return Dense(like.dtype, "slice", power_of_2, dims)

@@ -1,0 +1,252 @@
+"""The stages of a scheme as operators, for compiled graphs: one operator each, for all schemes.
+
+A graph holds the key of a scheme. So eager code and every backend run the same methods and produce
+the same bits, and dynamo does not trace them.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8_dist.kernels import custom_op, empty_copies
+from fp8_dist.scaling.blocks import as_matrix, turned
+from fp8_dist.scaling.scheme import (
+    GemmOptions,
+    Quantized,
+    Scales,
+    Scheme,
+    Start,
+    Statistics,
+    scheme_named,
+)
+
+
+def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list[Statistics]:
+    """:meth:`Scheme.measure` for one or several schemes, by an operator in a graph.
+
+    ``start`` is that of one scheme; several are for tensors that are not parts of others.
+    """
+    if not torch.compiler.is_compiling():
+        return _measure(x, schemes, start)
+    flat = measure_operator.overload(x, [scheme.key for scheme in schemes], start)
+    return _by_scheme(schemes, flat)[0]
+
+
+def _measure(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
+    first = schemes[0]
+    return [first.measure(x, start)] if len(schemes) == 1 else first.measure_with(x, schemes)
+
+
+def cast(
+    x: Tensor,
+    schemes: Sequence[Scheme],
+    statistics: Sequence[Statistics] | None,
+    start: Start,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+    *,
+    fits: bool = False,
+    after: Tensor | None = None,
+) -> tuple[Sequence[Statistics] | None, list[Scales], list[Tensor]]:
+    """Cast a local tensor to copies, by an operator in a graph.
+
+    Args:
+        schemes, statistics: the schemes of the copies, and the statistics of each.
+        start, transposed, fits: as in :meth:`Scheme.cast`.
+        of: for each copy the index of its scheme.
+        after: a tensor before which a graph must not cast. Nor does it merge this cast with another.
+
+    Returns:
+        The statistics of each scheme (``None`` in a graph that did not pass them), its scales, and
+        the data of the copies.
+    """
+    if not torch.compiler.is_compiling():
+        return _cast(x, schemes, statistics, start, of, transposed, fits)
+    if statistics is None and not (len(schemes) == 1 and schemes[0].fuses(x)):
+        # An operator of its own: selective checkpointing saves statistics.
+        statistics, fits = measure(x, schemes, start), True
+    known, keys = [each for own in statistics or () for each in own], [s.key for s in schemes]
+    flat = cast_operator.overload(x, known, keys, start, of, transposed, fits, after)
+    return statistics, *_by_scheme(schemes, flat)
+
+
+def _cast(
+    x: Tensor,
+    schemes: Sequence[Scheme],
+    statistics: Sequence[Statistics] | None,
+    start: Start,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+    fits: bool,
+) -> tuple[Sequence[Statistics], list[Scales], list[Tensor]]:
+    first = schemes[0]
+    if len(schemes) == 1:
+        known = None if statistics is None else statistics[0]
+        found, scales, data = first.cast(x, known, start, transposed, fits)
+        return [found], [scales], data
+    if statistics is None:
+        statistics, fits = first.measure_with(x, schemes), True
+    made = first.cast_with(x, schemes, statistics, of, transposed, fits)
+    if made is not None:
+        return statistics, *made
+    every: list[Scales] = []
+    copies: dict[int, Tensor] = {}
+    for i, (scheme, known) in enumerate(zip(schemes, statistics, strict=True)):
+        own = [n for n, index in enumerate(of) if index == i]
+        _, scales, data = scheme.cast(x, known, start, [transposed[n] for n in own], fits)
+        every.append(scales)
+        copies.update(zip(own, data, strict=True))
+    return statistics, every, [copies[n] for n in range(len(of))]
+
+
+def _by_scheme(
+    schemes: Sequence[Scheme], flat: Sequence[Tensor]
+) -> tuple[list[tuple[Tensor, ...]], list[Tensor]]:
+    """The first tensors of ``flat``, one for each level of each scheme, and the others."""
+    found, begin = [], 0
+    for scheme in schemes:
+        end = begin + len(scheme.levels)
+        found.append(tuple(flat[begin:end]))
+        begin = end
+    return found, list(flat[begin:])
+
+
+def multiply(
+    left: Quantized,
+    right: Quantized,
+    turn: tuple[bool, bool],
+    out_dtype: torch.dtype,
+    options: GemmOptions,
+) -> Tensor:
+    """The product of two local operands ``[..., K]`` as matrices, each transposed or not.
+
+    By an operator in a graph; see :meth:`Scheme.multiply`.
+    """
+    if not torch.compiler.is_compiling():
+        a, b = matrices(left, right, turn)
+        return a.scheme.multiply(a, b, out_dtype, options)
+    return multiply_operator.overload(
+        *(left.qdata, list(left.scales), left.scheme.key, left.start),
+        *(right.qdata, list(right.scales), right.scheme.key, right.start),
+        turn,
+        out_dtype,
+        options,
+    )
+
+
+def matrices(
+    left: Quantized, right: Quantized, turn: tuple[bool, bool]
+) -> tuple[Quantized, Quantized]:
+    """The operands of :func:`multiply` as the matrices ``[M, K]`` and ``[K, N]``."""
+    a, b = as_matrix(left), as_matrix(right)
+    return turned(a) if turn[0] else a, turned(b) if turn[1] else b
+
+
+@custom_op("measure(Tensor x, str[] schemes, int[] start) -> Tensor[]")
+def measure_operator(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
+    """:func:`measure` in a graph."""
+    each = [scheme_named(key) for key in schemes]
+    return [s for own in _measure(x, each, (start[0], start[1])) for s in own]
+
+
+@measure_operator.register_fake
+def _measure_fake(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
+    at = (start[0], start[1])
+    return [s for key in schemes for s in empty_statistics(scheme_named(key), x, at)]
+
+
+def empty_statistics(scheme: Scheme, x: Tensor, start: Start) -> list[Tensor]:
+    """Uninitialized statistics of a local tensor."""
+    shapes = zip(scheme.levels, scheme.scale_shapes(x.shape, start), strict=True)
+    return [x.new_empty(shape, dtype=level.statistic) for level, shape in shapes]
+
+
+def empty_scales(scheme: Scheme, x: Tensor, start: Start) -> list[Tensor]:
+    """Uninitialized scales of a local tensor."""
+    shapes = zip(scheme.levels, scheme.scale_shapes(x.shape, start), strict=True)
+    return [x.new_empty(shape, dtype=level.scale) for level, shape in shapes]
+
+
+@custom_op(
+    "cast(Tensor x, Tensor[] statistics, str[] schemes, int[] start, int[] of, bool[] transposed, "
+    "bool fits, Tensor? after) -> Tensor[]"
+)
+def cast_operator(
+    x: Tensor,
+    statistics: Sequence[Tensor],
+    schemes: Sequence[str],
+    start: Sequence[int],
+    of: Sequence[int],
+    transposed: Sequence[bool],
+    fits: bool,
+    after: Tensor | None,
+) -> list[Tensor]:
+    """:func:`cast` in a graph. Returns the scales of each scheme, flat, and the data."""
+    each = [scheme_named(key) for key in schemes]
+    known = _by_scheme(each, statistics)[0] if statistics else None
+    _, scales, data = _cast(x, each, known, (start[0], start[1]), of, transposed, fits)
+    # A result must not be an argument: statistics may be scales.
+    numbers = [s.clone() if any(s is t for t in statistics) else s for own in scales for s in own]
+    return [*numbers, *data]
+
+
+@cast_operator.register_fake
+def _cast_fake(
+    x: Tensor,
+    statistics: Sequence[Tensor],
+    schemes: Sequence[str],
+    start: Sequence[int],
+    of: Sequence[int],
+    transposed: Sequence[bool],
+    fits: bool,
+    after: Tensor | None,
+) -> list[Tensor]:
+    each, at = [scheme_named(key) for key in schemes], (start[0], start[1])
+    scales = [scale for scheme in each for scale in empty_scales(scheme, x, at)]
+    return [*scales, *empty_copies(x, each[0].dtype, transposed)]
+
+
+@custom_op(
+    "multiply(Tensor a, Tensor[] scales_a, str scheme_a, int[] start_a, Tensor b, "
+    "Tensor[] scales_b, str scheme_b, int[] start_b, bool[] turn, ScalarType out_dtype, "
+    "bool[] options) -> Tensor"
+)
+def multiply_operator(
+    a: Tensor,
+    scales_a: Sequence[Tensor],
+    scheme_a: str,
+    start_a: Sequence[int],
+    b: Tensor,
+    scales_b: Sequence[Tensor],
+    scheme_b: str,
+    start_b: Sequence[int],
+    turn: Sequence[bool],
+    out_dtype: torch.dtype,
+    options: Sequence[bool],
+) -> Tensor:
+    """:func:`multiply` in a graph."""
+    left = Quantized(a, tuple(scales_a), scheme_named(scheme_a), (start_a[0], start_a[1]))
+    right = Quantized(b, tuple(scales_b), scheme_named(scheme_b), (start_b[0], start_b[1]))
+    first, second = matrices(left, right, (turn[0], turn[1]))
+    return first.scheme.multiply(first, second, out_dtype, (options[0], options[1], options[2]))
+
+
+@multiply_operator.register_fake
+def _multiply_fake(
+    a: Tensor,
+    scales_a: Sequence[Tensor],
+    scheme_a: str,
+    start_a: Sequence[int],
+    b: Tensor,
+    scales_b: Sequence[Tensor],
+    scheme_b: str,
+    start_b: Sequence[int],
+    turn: Sequence[bool],
+    out_dtype: torch.dtype,
+    options: Sequence[bool],
+) -> Tensor:
+    rows = a.shape[-1] if turn[0] else math.prod(a.shape[:-1])
+    columns = math.prod(b.shape[:-1]) if turn[1] else b.shape[-1]
+    return a.new_empty((rows, columns), dtype=out_dtype)

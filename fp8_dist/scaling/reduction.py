@@ -1,0 +1,188 @@
+"""Statistics of the global tensor, from those of the ranks' parts."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8_dist.mesh import GroupNames, Layout, all_reduce_max, global_offset, groups_over, narrowed
+from fp8_dist.mesh import sharded_dim
+from fp8_dist.scaling.scheme import Level, Scheme, Statistics, cut_blocks
+
+
+class Placed(NamedTuple):
+    """One level's statistics of a rank's part of a tensor, at their place among those of others.
+
+    Attributes:
+        local: the statistics of the part.
+        shape, offset: the shape of the statistics that ranks reduce, and where ``local`` begins.
+    """
+
+    local: Tensor
+    shape: list[int]
+    offset: list[int]
+
+    @staticmethod
+    def of(local: Tensor, level: Level, layout: Layout, axes: Sequence[int]) -> "Placed":
+        """Place statistics for a reduction over mesh axes, which shard some dims of the tensor."""
+        ndim, shape, offset = len(layout.shape), list(local.shape), [0] * local.ndim
+        dims = {sharded_dim(layout.placements[axis], ndim) for axis in axes}
+        in_parts = [d for d in range(local.ndim) if d in dims and level.block(d, ndim) is not None]
+        if in_parts:  # the ranks of a mesh have no values under FakeTensorMode
+            whole, begin = level.shape(layout.shape), level.offset(global_offset(layout))
+            for dim in in_parts:
+                shape[dim], offset[dim] = whole[dim], begin[dim]
+        return Placed(local, shape, offset)
+
+    @property
+    def size(self) -> int:
+        """The number of statistics that ranks reduce."""
+        return math.prod(self.shape)
+
+    def flat(self, dtype: torch.dtype) -> Tensor:
+        """All statistics of the message, 1-D integers, with zeros for those of other ranks."""
+        added: list[int] = []
+        for n, start, size in zip(self.local.shape, self.offset, self.shape, strict=True):
+            added = [start, size - start - n, *added]  # from the last dim on
+        whole = pad(self.local, added) if any(added) else self.local
+        return as_integers(whole, dtype).reshape(-1)
+
+    def whole(self, reduced: Tensor) -> Tensor:
+        """The global statistics, from the reduced message."""
+        return from_integers(reduced, self.local.dtype).view(self.shape)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of the global statistics, in the shape of the local ones."""
+        return narrowed(whole, self.offset, self.local.shape)
+
+
+def message_dtype(statistics: Sequence[Tensor]) -> torch.dtype:
+    """The integers in which statistics are reduced together: uint8 if all are, else int32."""
+    return torch.uint8 if all(s.dtype is torch.uint8 for s in statistics) else torch.int32
+
+
+def as_integers(statistics: Tensor, dtype: torch.dtype) -> Tensor:
+    """Statistics as integers of the same order: the bits of fp32, or bytes, zero-extended."""
+    if statistics.dtype is torch.uint8:
+        return statistics.to(dtype)
+    return statistics.contiguous().view(torch.int32)
+
+
+def from_integers(integers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`as_integers`."""
+    return integers.to(torch.uint8) if dtype is torch.uint8 else integers.view(torch.float32)
+
+
+def reduced_statistics(
+    scheme: Scheme, local: Statistics, layout: Layout | None, within: Sequence[int] | None = None
+) -> Statistics:
+    """Reduce the statistics of a rank's part of a tensor to those of the whole tensor.
+
+    Args:
+        scheme: the scheme that measured them.
+        local: the statistics of this rank's part.
+        layout: the layout of the tensor.
+        within: the mesh axes over which they may be reduced; ``None``: all.
+
+    Returns:
+        This rank's part of the global statistics.
+
+    Collectives: none if ranks share no block. Otherwise an all-reduce (MAX) for each of
+    :func:`reduction_groups`, of 4 bytes per fp32 statistic of a level that ranks share. It has 1
+    byte per statistic if all are uint8, and only the blocks that shards cut if that is all.
+    """
+    if layout is None:
+        return local
+    axes = [
+        tuple([axis for axis in over if within is None or axis in within])
+        for over in scheme.axes(layout)
+    ]
+    groups = reduction_groups(scheme, layout, within)
+    if not groups:
+        return local
+    union = sorted({axis for over in axes for axis in over})
+    if len(local) == 1:
+        level, own = scheme.levels[0], local[0]
+        if (cut := _cut_columns(level, layout, union)) is not None:
+            return (_reduced_columns(own, level, layout, cut, groups),)
+        placed = Placed.of(own, level, layout, union)
+        if placed.shape == list(own.shape):  # every rank has a part of each block
+            return (all_reduce_max(own, groups),)
+    sent = [i for i, over in enumerate(axes) if over]
+    places = [Placed.of(local[i], scheme.levels[i], layout, union) for i in sent]
+    dtype = message_dtype([place.local for place in places])
+    message = torch.cat([place.flat(dtype) for place in places])
+    found = all_reduce_max(message, groups).view(dtype).split([place.size for place in places])
+    result = list(local)
+    for i, place, part in zip(sent, places, found, strict=True):
+        result[i] = place.part(place.whole(part)).contiguous()
+    return tuple(result)
+
+
+def sharded_axes(layout: Layout) -> tuple[int, ...]:
+    """The mesh axes that shard a tensor."""
+    ndim = len(layout.shape)
+    dims = [sharded_dim(placement, ndim) for placement in layout.placements]
+    return tuple(i for i, d in enumerate(dims) if d is not None and layout.mesh.size(i) > 1)
+
+
+def whole_statistics(scheme: Scheme, local: Statistics, layout: Layout) -> Statistics:
+    """Combine the statistics of all ranks' parts of a tensor to those of the whole tensor.
+
+    Collectives: an all-reduce (MAX) for each of the groups of the axes that shard the tensor, of 4
+    bytes per statistic of the whole tensor, or 1 if all are uint8.
+    """
+    axes = sharded_axes(layout)
+    levels = zip(local, scheme.levels, strict=True)
+    places = [Placed.of(own, level, layout, axes) for own, level in levels]
+    dtype = message_dtype(local)
+    message = torch.cat([place.flat(dtype) for place in places])
+    reduced = all_reduce_max(message, groups_over(layout.mesh, axes)).view(dtype)
+    parts = reduced.split([place.size for place in places])
+    return tuple([place.whole(part) for place, part in zip(places, parts, strict=True)])
+
+
+def reduction_groups(
+    scheme: Scheme, layout: Layout | None, within: Sequence[int] | None = None
+) -> GroupNames:
+    """The groups over which statistics are reduced; arguments as in :func:`reduced_statistics`."""
+    if layout is None:
+        return ()
+    over = [a for a in range(layout.mesh.ndim) if any(a in axes for axes in scheme.axes(layout))]
+    if within is not None:
+        over = [axis for axis in over if axis in within]
+    if not over:
+        return ()
+    same = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
+    return groups_over(layout.mesh, over, same)
+
+
+def _cut_columns(level: Level, layout: Layout, axes: Sequence[int]) -> tuple[int, ...] | None:
+    """The blocks along the last dim that shards cut, if reducing these alone is enough."""
+    last = len(layout.shape) - 1
+    if level.rows != 1 or (level.columns or 1) == 1 or level.leading != 1:
+        return None
+    if any(sharded_dim(layout.placements[axis], last + 1) != last for axis in axes):
+        return None
+    assert level.columns is not None
+    return cut_blocks(layout, last, level.columns)
+
+
+def _reduced_columns(
+    local: Tensor, level: Level, layout: Layout, cut: Sequence[int], groups: GroupNames
+) -> Tensor:
+    """Reduce the statistics of the blocks ``cut`` of each row."""
+    first = level.offset(global_offset(layout))[-1]
+    # For each cut block of the part: its index among all cut blocks, and in the part. Indexing by
+    # a list would copy the list to the device.
+    ends = [(i, n - first) for i, n in enumerate(cut) if first <= n < first + local.shape[-1]]
+    parts = local.new_zeros((*local.shape[:-1], len(cut)))
+    for slot, column in ends:
+        parts[..., slot] = local[..., column]
+    found, whole = all_reduce_max(parts, groups), local.clone()
+    for slot, column in ends:
+        whole[..., column] = found[..., slot]
+    return whole

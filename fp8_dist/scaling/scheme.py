@@ -1,0 +1,530 @@
+"""Scaling schemes: what scales cover, how they are found, stored, moved and multiplied with.
+
+A *statistic* is measured on data and reduced over ranks by MAX: an amax (fp32) or an exponent
+(uint8). A *scale* is what float8 data is multiplied with. Statistics are what caches, precompute
+and collectives hold: a cast follows from them alone, on any rank with the same bits. (From an fp32
+scale it does not: ``1 / (1 / m) != m``.) Scales are stored beside the data and move with it.
+
+An operand ``[..., K]`` is a matrix whose rows are along its last dim. CONTRIBUTING.md explains how
+to write a scheme.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8_dist.kernels import blocks_along, expanded, powers_of_2, transposed_copy
+from fp8_dist.mesh import Layout, global_offset, is_packed, local_sizes, narrowed, shard_starts
+from fp8_dist.mesh import sharded_dim
+from fp8_dist.torch_internals import cached_but_in_graphs
+
+Statistics = tuple[Tensor, ...]  # one per level, fp32 or uint8
+Scales = tuple[Tensor, ...]  # one per level, in the dtype of that level
+# Where a part of a tensor begins in its first blocks: (row, column).
+Start = tuple[int, int]
+# Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate).
+GemmOptions = tuple[bool, bool, bool]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One statistic, and one scale, for each block of a tensor ``[..., M, K]``.
+
+    Attributes:
+        rows, columns: the size of a block along M and K; ``None``: the whole dim.
+        leading: the size of a block along each dim before these: 1, or ``None`` for the whole dim.
+        statistic: fp32, or uint8. The order of its bits must be the order of its values.
+        scale: the dtype of the scale.
+
+    Examples: ``Level(None, None, None)`` has one scale per tensor, 0-dim; ``Level(1, None)`` one
+    per row, ``[..., M, 1]``; ``Level(1, 16)`` one per 16 values of a row, ``[..., M, K / 16]``;
+    ``Level(None, None)`` one per matrix, ``[..., 1, 1]``.
+    """
+
+    rows: int | None
+    columns: int | None
+    leading: int | None = 1
+    statistic: torch.dtype = torch.float32
+    scale: torch.dtype = torch.float32
+
+    def block(self, dim: int, ndim: int) -> int | None:
+        """The size of a block along a dim of a tensor; ``None``: the whole dim."""
+        if dim == ndim - 1:
+            return self.columns
+        return self.rows if dim == ndim - 2 else self.leading
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether one 0-dim scale covers the whole tensor."""
+        return self.rows is None and self.columns is None and self.leading is None
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a block is neither a single index nor a whole dim along M or K."""
+        return (self.rows or 1) > 1 or (self.columns or 1) > 1
+
+    @property
+    def follows_rows(self) -> bool:
+        """Whether scales are those of single rows, ``[..., C]``, and can move with them."""
+        return self.rows == 1 and self.leading == 1
+
+    def shape(self, shape: Sequence[int], start: Start = (0, 0)) -> list[int]:
+        """The shape of the statistics and scales of a tensor, or of a part beginning at ``start``."""
+        if self.is_scalar:
+            return []
+        ndim, counts = len(shape), []
+        for dim, n in enumerate(shape):
+            block = self.block(dim, ndim)
+            if block is None or block == 1:
+                counts.append(1 if block is None else n)
+            else:
+                counts.append(blocks_along(n, block, start[dim - ndim] % block))
+        return counts
+
+    def offset(self, offset: Sequence[int]) -> list[int]:
+        """The offset of a part's scales among those of the tensor; the part begins at ``offset``."""
+        if self.is_scalar:
+            return []
+        blocks = [self.block(dim, len(offset)) for dim in range(len(offset))]
+        return [0 if b is None else n // b for n, b in zip(offset, blocks, strict=True)]
+
+    def covered_dims(self, ndim: int) -> tuple[int, ...] | None:
+        """The dims that a scale covers completely; ``None``: all."""
+        if self.is_scalar:
+            return None
+        return tuple([dim for dim in range(ndim) if self.block(dim, ndim) is None])
+
+
+@dataclass(frozen=True)
+class DimsLevel(Level):
+    """One scale for each index of the dims that are not ``covered``, fp32."""
+
+    covered: tuple[int, ...] = ()
+
+    def block(self, dim: int, ndim: int) -> int | None:
+        return None if dim in self.covered else 1
+
+    @property
+    def is_scalar(self) -> bool:
+        return False
+
+    @property
+    def follows_rows(self) -> bool:
+        return False
+
+
+class Quantized(NamedTuple):
+    """A local tensor in float8, which costs less than a Float8Tensor.
+
+    Attributes:
+        qdata: the float8 data, any shape and strides.
+        scales: one per level of the scheme, in the shapes of :meth:`Scheme.scale_shapes`.
+        scheme: the scheme of the whole tensor.
+        start: where this part of the tensor begins in its first blocks.
+        is_cut: ranks have parts of one block, or parts of unequal size along a dim in blocks, which
+            can't be joined as float8. The same on all ranks.
+    """
+
+    qdata: Tensor
+    scales: Scales
+    scheme: "Scheme"
+    start: Start = (0, 0)
+    is_cut: bool = False
+
+
+class Copy(NamedTuple):
+    """A float8 copy of an operand; ``transposed`` if it is ``[K, M]`` in memory."""
+
+    scheme: "Scheme"
+    transposed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Scheme:
+    """Base class of scaling schemes.
+
+    A subclass is a frozen dataclass of plain values, with a unique ``family`` and the methods
+    :meth:`make_levels`, :meth:`measure` and :meth:`scales_from`. Everything else has an
+    implementation in terms of these, in portable code; a subclass overrides what it has kernels
+    for. Methods are local and issue no collectives, except for :meth:`for_rows`.
+
+    Attributes:
+        dtype: the float8 dtype of the data.
+        family: the name of the class in keys.
+        can_gather: one float8 copy may be gathered.
+        key: names the scheme in operators, flattened tensors and files (see :func:`scheme_named`).
+        levels: the levels of scales, the coarsest first.
+    """
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+    family: ClassVar[str]
+    can_gather: ClassVar[bool] = False
+    key: ClassVar[str]
+    levels: ClassVar[tuple[Level, ...]]
+    _hash: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        values = json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=_encoded)
+        # Attributes, because dynamo does not trace a cached_property.
+        object.__setattr__(self, "key", f"{self.family} {values}")
+        object.__setattr__(self, "levels", self.make_levels())
+        object.__setattr__(self, "_hash", hash(self.key))
+        _BY_KEY.setdefault(self.key, self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Scheme) and self.key == other.key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __init_subclass__(cls) -> None:
+        family = cls.__dict__.get("family")
+        if family is not None:
+            other = _FAMILIES.setdefault(family, cls)
+            if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(f"two scaling schemes have the family {family!r}; rename one")
+            _FAMILIES[family] = cls
+
+    def __reduce__(self) -> Any:
+        return scheme_named, (self.key,)
+
+    # What a subclass must have
+
+    def make_levels(self) -> tuple[Level, ...]:
+        """The levels of scales, the coarsest first."""
+        raise NotImplementedError
+
+    def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
+        """The statistics of a local tensor, in the shapes of :meth:`scale_shapes`.
+
+        A NaN in ``x`` must give a NaN, and infinity one of the two. Without elements they are 0.
+        """
+        raise NotImplementedError
+
+    def scales_from(self, statistics: Statistics) -> Scales:
+        """The scales, positive, from the statistics of the whole tensor, elementwise per block."""
+        raise NotImplementedError
+
+    # Relations to other schemes
+
+    @property
+    def is_recast_for_rows(self) -> bool:
+        """Whether :meth:`for_rows` makes new data, so that no transposed copy is needed for it."""
+        return False
+
+    @property
+    def second(self) -> "Scheme":
+        """The scheme of the operand in the GEMM that contracts its rows; ``self``: one copy."""
+        return self
+
+    def turned(self) -> "Scheme | None":
+        """The scheme of the transposed matrix; ``None``: it has none."""
+        return None
+
+    def unfit_for(self, operand: str) -> str | None:
+        """The reason why a layer's operand can't have this scheme, or ``None``."""
+        return None
+
+    def unfit_beside(self, other: "Scheme") -> str | None:
+        """The reason why ``self`` can't be multiplied by ``other`` in one GEMM, or ``None``."""
+        return None if self.family == other.family else "their scaling schemes are not of one kind"
+
+    @property
+    def covers(self) -> str:
+        """What one scale covers, for messages: "one scale per ...". """
+        return self.key
+
+    # Geometry: the same on all ranks, but for offsets
+
+    def scale_shapes(self, shape: Sequence[int], start: Start = (0, 0)) -> list[list[int]]:
+        """The shapes of the statistics and of the scales of a tensor, or of a part of one."""
+        return [level.shape(shape, start) for level in self.levels]
+
+    def start(self, layout: Layout | None) -> Start:
+        """Where this rank's part of a tensor begins in its first blocks.
+
+        Raises:
+            NotImplementedError: the part has several pieces, which cut blocks; on all ranks.
+        """
+        if layout is None or not _sharded_block_dims(self, layout):
+            return (0, 0)
+        _check_pieces(self, layout)
+        return self._start_at(global_offset(layout))
+
+    def is_cut(self, layout: Layout | None) -> bool:
+        """See :attr:`Quantized.is_cut`."""
+        return layout is not None and _is_cut(self, layout)
+
+    def axes(self, layout: Layout | None) -> tuple[tuple[int, ...], ...]:
+        """For each level the mesh axes along which ranks share blocks: reduce over these."""
+        return ((),) * len(self.levels) if layout is None else _axes(self, layout)
+
+    def rides_in_gather(self, layout: Layout) -> bool:
+        """Whether FSDP2's gather can carry scales: equal parts of dim 0, which cut no block."""
+        # The axes of FSDP2 come before that of tensor parallelism.
+        ndim = len(layout.shape)
+        dims = [sharded_dim(p, ndim) for p in layout.placements]
+        first = next((dim for dim in dims if dim is not None), 0)
+        return first == 0 and len(local_sizes(layout, 0)) == 1 and not _cuts_blocks(self, layout)
+
+    def can_move(self, dims: Sequence[int], ndim: int) -> bool:
+        """Whether float8 data that is sharded along these dims can be redistributed.
+
+        Whole rows can, each with its scales. A scale of the whole tensor is known everywhere.
+        """
+        levels = [level for level in self.levels if not level.is_scalar]
+        whole = self.can_gather and all(level.follows_rows for level in levels)
+        return not dims or (whole and not (levels and ndim - 1 in dims))
+
+    # Casts
+
+    def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
+        """:meth:`measure` of many tensors of one dtype and device."""
+        return [self.measure(x, start) for x, start in zip(xs, starts, strict=True)]
+
+    def cast(
+        self,
+        x: Tensor,
+        statistics: Statistics | None,
+        start: Start,
+        transposed: Sequence[bool],
+        fits: bool = False,
+    ) -> tuple[Statistics, Scales, list[Tensor]]:
+        """Cast a local tensor to copies in the given memory layouts.
+
+        Args:
+            statistics: those of the whole tensor. ``None``: those of ``x``, which has all of it.
+            start: where ``x`` begins in its first blocks.
+            transposed: for each copy whether it is written as the matrix ``[K, M]``.
+            fits: no value exceeds the statistics, so that none can saturate.
+
+        Returns:
+            The statistics, the scales and the data of each copy.
+        """
+        if statistics is None:
+            statistics = self.measure(x, start)
+        scales, limit = self.scales_from(statistics), torch.finfo(self.dtype).max
+        multiplier = self.element_scales(scales, x.shape, start).reciprocal()
+        qdata = (x.to(torch.float32) * multiplier).clamp_(-limit, limit).to(self.dtype)
+        matrix = qdata.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if any(transposed) else qdata
+        return statistics, scales, [transposed_copy(matrix) if t else qdata for t in transposed]
+
+    def cast_each(
+        self, xs: Sequence[Tensor], statistics: Sequence[Statistics], starts: Sequence[Start]
+    ) -> list[tuple[Scales, Tensor]]:
+        """:meth:`cast` many tensors of one dtype and device by known statistics."""
+        each = zip(xs, statistics, starts, strict=True)
+        return [(s, d) for x, known, at in each for _, s, (d,) in [self.cast(x, known, at, [False])]]
+
+    def fuses(self, x: Tensor) -> bool:
+        """Whether :meth:`cast` without statistics reads a tensor once on its device."""
+        return False
+
+    def measure_with(self, x: Tensor, schemes: Sequence["Scheme"]) -> list[Statistics]:
+        """:meth:`measure` for several schemes, of which ``self`` is the first."""
+        return [scheme.measure(x) for scheme in schemes]
+
+    def cast_with(
+        self,
+        x: Tensor,
+        schemes: Sequence["Scheme"],
+        statistics: Sequence[Statistics],
+        of: Sequence[int],
+        transposed: Sequence[bool],
+        fits: bool,
+    ) -> tuple[list[Scales], list[Tensor]] | None:
+        """:meth:`cast` to copies of several schemes in one pass; ``None``: it takes several.
+
+        ``of[i]`` is the index of the scheme of copy i. Returns the scales of each scheme and the
+        data of each copy.
+        """
+        return None
+
+    # Reading and multiplying
+
+    def element_scales(
+        self, scales: Scales, shape: Sequence[int], start: Start = (0, 0)
+    ) -> Tensor:
+        """The product of all levels' scales, fp32, in a shape that broadcasts to ``shape``."""
+        total: Tensor | None = None
+        for level, scale in zip(self.levels, scales, strict=True):
+            wide = powers_of_2(scale) if scale.dtype is torch.uint8 else scale.to(torch.float32)
+            if level.has_blocks:
+                rows, columns = level.rows or 1, level.columns or 1
+                wide = expanded(wide, shape, (rows, columns, start[0] % rows, start[1] % columns))
+            total = wide if total is None else total * wide
+        assert total is not None, f"{self} has no levels"
+        return total
+
+    def dequantize(self, qdata: Tensor, scales: Scales, start: Start = (0, 0)) -> Tensor:
+        """``qdata`` times its scales, fp32."""
+        return qdata.to(torch.float32) * self.element_scales(scales, qdata.shape, start)
+
+    def for_rows(self, operand: Quantized, layout: Layout | None) -> Quantized:
+        """The copy that the GEMM of grad_weight takes, which contracts the rows of an operand.
+
+        ``layout`` is the operand's. Collectives: those of the scheme, over the axes that shard its
+        rows; none by default.
+        """
+        return operand
+
+    def multiply(
+        self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
+    ) -> Tensor:
+        """The product ``[M, N]`` of two local matrices ``[M, K]`` and ``[K, N]``.
+
+        ``self`` is the scheme of ``left``. The default multiplies in fp32.
+        """
+        a, b = (each.scheme.dequantize(each.qdata, each.scales, each.start) for each in (left, right))
+        with torch.autocast(a.device.type, enabled=False):
+            return torch.mm(a, b).to(out_dtype)
+
+    # Parts
+
+    def part_of_scales(
+        self, scales: Scales, start: Start, dim: int, begin: int, length: int, ndim: int
+    ) -> Scales:
+        """Slice the scales for a part of a tensor along ``dim``, which may cut blocks."""
+        parts = []
+        for level, scale in zip(self.levels, scales, strict=True):
+            block = level.block(dim, ndim)
+            if not level.is_scalar and block is not None:
+                first = begin + (start[dim - ndim] % block if dim >= ndim - 2 else 0)
+                count = blocks_along(length, block, first % block)
+                scale = scale.narrow(dim, first // block if count else 0, count)
+            parts.append(scale)
+        return tuple(parts)
+
+    def local_part(self, whole: Statistics, layout: Layout, shape: Sequence[int]) -> Statistics:
+        """This rank's part, of ``shape``, of the statistics or scales of a whole tensor."""
+        offset, start, parts = global_offset(layout), self.start(layout), []
+        for level, each in zip(self.levels, whole, strict=True):
+            size = level.shape(shape, start)
+            parts.append(narrowed(each, level.offset(offset), size) if size else each)
+        return tuple(parts)
+
+    def _start_at(self, offset: Sequence[int]) -> Start:
+        row = offset[-2] % _period(self, -2) if len(offset) > 1 else 0
+        return row, offset[-1] % _period(self, -1)
+
+    def moved(self, start: Start, dim: int, by: int, ndim: int) -> Start:
+        """``start`` of a part that begins ``by`` further along ``dim``."""
+        offset = [start[0], start[1]]
+        if dim >= ndim - 2:
+            offset[dim - ndim] += by
+        return self._start_at(offset)
+
+
+_FAMILIES: dict[str, type[Scheme]] = {}
+_BY_KEY: dict[str, Scheme] = {}
+
+
+def scheme_named(key: str) -> Scheme:
+    """The scheme with this key, which may have been made in another process.
+
+    Raises:
+        ValueError: no scheme of that family is defined here.
+    """
+    if key not in _BY_KEY:
+        family, _, values = key.partition(" ")
+        if family not in _FAMILIES:
+            raise ValueError(
+                f"the scaling scheme {key} is not defined here; import the module that defines it"
+            )
+        given = json.loads(values, object_hook=_decoded)
+        return _FAMILIES[family](**{name: _hashable(value) for name, value in given.items()})
+    return _BY_KEY[key]
+
+
+def _encoded(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    raise TypeError(f"a field of a scaling scheme must be plain data, got {value!r}")
+
+
+def _decoded(value: dict[str, Any]) -> Any:
+    is_dtype = list(value) == ["dtype"] and isinstance(value["dtype"], str)
+    return getattr(torch, value["dtype"]) if is_dtype else value
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def _period(scheme: Scheme, dim: int) -> int:
+    """The size after which blocks of all levels begin anew along dim -1 or -2."""
+    sizes = [level.columns if dim == -1 else level.rows for level in scheme.levels]
+    return math.lcm(*[size or 1 for size in sizes])
+
+
+def _blocked_dims(scheme: Scheme) -> tuple[int, ...]:
+    """The dims, -1 and -2, along which a block is neither one index nor all of them."""
+    return tuple([dim for dim in (-1, -2) if _period(scheme, dim) > 1])
+
+
+@cached_but_in_graphs
+def _sharded_block_dims(scheme: Scheme, layout: Layout) -> bool:
+    ndim = len(layout.shape)
+    sharded = {sharded_dim(p, ndim) for p in layout.placements}
+    return any(dim % ndim in sharded for dim in _blocked_dims(scheme) if ndim + dim >= 0)
+
+
+def cut_blocks(layout: Layout, dim: int, block: int) -> tuple[int, ...]:
+    """Indices of the blocks along a dim that shards cut; the same on all ranks."""
+    starts = shard_starts(layout, dim)
+    return tuple(sorted({start // block for start in starts if start % block}))
+
+
+@cached_but_in_graphs
+def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
+    """Whether shards cut blocks; the same on all ranks."""
+    return any(
+        cut_blocks(layout, dim, _period(scheme, dim))
+        for dim in _blocked_dims(scheme)
+        if len(layout.shape) + dim >= 0
+    )
+
+
+@cached_but_in_graphs
+def _is_cut(scheme: Scheme, layout: Layout) -> bool:
+    if not _sharded_block_dims(scheme, layout):
+        return False
+    return _cuts_blocks(scheme, layout) or any(
+        is_packed(layout, dim) or len(local_sizes(layout, dim)) > 1
+        for dim in _blocked_dims(scheme)
+        if len(layout.shape) + dim >= 0
+    )
+
+
+@cached_but_in_graphs
+def _check_pieces(scheme: Scheme, layout: Layout) -> None:
+    packed = any(is_packed(layout, dim) for dim in _blocked_dims(scheme))
+    if packed and _cuts_blocks(scheme, layout):
+        raise NotImplementedError(
+            f"a tensor of shape {tuple(layout.shape)} placed as {list(layout.placements)} can't be "
+            f"cast with one scale per {scheme.covers}: ranks have several pieces of it "
+            "(_StridedShard), and some begin inside of a block; redistribute it to Shard or "
+            "Replicate first, or choose sizes of which all pieces have whole blocks"
+        )
+
+
+@cached_but_in_graphs
+def _axes(scheme: Scheme, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return tuple([_axes_of_level(level, layout) for level in scheme.levels])
+
+
+def _axes_of_level(level: Level, layout: Layout) -> tuple[int, ...]:
+    ndim = len(layout.shape)
+    dims = [sharded_dim(p, ndim) for p in layout.placements]
+    blocks = {dim: level.block(dim, ndim) for dim in dims if dim is not None}
+    in_blocks = {dim: block for dim, block in blocks.items() if block is not None and block > 1}
+    shared = {dim for dim, block in blocks.items() if block is None}
+    if any(cut_blocks(layout, dim, block) for dim, block in in_blocks.items()):
+        shared |= set(in_blocks)  # a cut block may have parts along both dims
+    return tuple([i for i, dim in enumerate(dims) if dim in shared and layout.mesh.size(i) > 1])
