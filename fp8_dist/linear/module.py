@@ -21,7 +21,6 @@ from fp8_dist.linear.checks import (
     check_reduces_input_gradient,
     check_summed_in_fp32,
 )
-from fp8_dist.linear.gradient_amax import Siblings
 from fp8_dist.linear.layer_repr import config_text, scale_text
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
@@ -40,7 +39,6 @@ _OWN_ATTRIBUTES = (
     "fqn",
     "output_placements",
     "reduce_transport",
-    "siblings",
     "local_placements",
     "histories",
     "float8_weight",
@@ -71,7 +69,6 @@ class Float8Linear(nn.Linear):
             leaves. The tensor-parallel styles set it.
         reduce_transport: encoding of the summands where the output or grad_input is
             reduce-scattered. The styles and ``declare_placements`` set it.
-        siblings: the calls that reduce amaxes together, during a forward of the module around them.
         local_placements: placements of plain local tensors on a mesh, if they are declared;
             ``fp8_dist.tensor_parallel.declare_placements`` sets it.
         float8_weight: casts the weight, and caches its scales.
