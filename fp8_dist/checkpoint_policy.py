@@ -17,8 +17,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_dist.kernels import amax, amaxes, block_exponents, block_scaled_mm, scaled_mm
-from fp8_dist.linear.amax_history import history_scaling, record_amax
-from fp8_dist.linear.weight_queries import weight_scalings
+from fp8_dist.linear.amax_history import history_statistic, record_amax
+from fp8_dist.linear.weight_queries import weight_statistics
+from fp8_dist.scaling.operators import measure_operator, multiply_operator
 from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten
@@ -30,10 +31,12 @@ _SAVED: set[Any] = {
     amaxes.overload,
     block_exponents.overload,
     block_scaled_mm.overload,
-    history_scaling.overload,
+    history_statistic.overload,
+    measure_operator.overload,
+    multiply_operator.overload,
     record_amax.overload,
     scaled_mm.overload,
-    weight_scalings.overload,
+    weight_statistics.overload,
     aten.mm.default,
     aten.addmm.default,
     aten._scaled_dot_product_flash_attention.default,

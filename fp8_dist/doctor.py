@@ -249,9 +249,9 @@ def _gathers(
 
 
 def _precision(config: Float8LinearConfig, operand: Operand) -> str:
-    if config.gather_cast(operand):
+    if config.recipe.gather_scheme[operand]:
         return "in float8 (1 byte per element)"
-    two = len(config.casts(operand)) > 1
+    two = len(config.recipe.schemes[operand]) > 1
     why = "the two GEMMs take different casts" if two else "a GEMM takes high precision"
     return f"in high precision ({why})"
 

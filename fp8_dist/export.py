@@ -14,15 +14,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist.cast import amax_groups, local_exponents, quantize_local
-from fp8_dist.config import CastSpec
-from fp8_dist.cut_blocks import part_of_exponents, whole_exponents
-from fp8_dist.granularity import Blocks
 from fp8_dist.kernels import powers_of_2
 from fp8_dist.linear.layer_repr import config_text
 from fp8_dist.linear.module import Float8Linear, float8_layers, other_users
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.names import without_wrappers
+from fp8_dist.scaling import Blocks, whole_statistics
 from fp8_dist.torch_internals import fsdp_parameter_uses
 
 
@@ -140,7 +137,7 @@ def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
                 'state dict into a model that was converted with the recipe "blockwise", and '
                 "export that"
             )
-        if blocks is not _blocks_of(of_first):
+        if blocks != _blocks_of(of_first):
             raise ValueError(
                 f"{caller}: {first} and {name} have weights in blocks of different sizes or rules, "
                 "but a checkpoint has one weight_block_size; convert all layers with one recipe"
@@ -169,19 +166,14 @@ def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
     }
 
 
-def _cast_of(layer: Float8Linear) -> CastSpec | None:
-    """The one cast of a layer's weight, if there is one."""
-    casts = layer.config.casts("weight")
-    return casts[0] if len(casts) == 1 else None
-
-
 def _blocks_of(layer: Float8Linear) -> Blocks | None:
-    """The blocks of a layer's weight, if they are those of an FP8 block checkpoint."""
-    cast = _cast_of(layer)
-    if cast is None or cast.dtype is not torch.float8_e4m3fn:
+    """The scheme of a layer's weight, if it is that of an FP8 block checkpoint."""
+    schemes = layer.float8_weight.schemes
+    if len(schemes) != 1 or not isinstance(schemes[0], Blocks):
         return None
-    blocks = cast.granularity
-    return blocks if isinstance(blocks, Blocks) and blocks.rows == blocks.columns else None
+    (blocks,) = schemes
+    is_square = blocks.rows == blocks.columns and blocks.dtype is torch.float8_e4m3fn
+    return blocks if is_square else None
 
 
 def _is_left_out(module: nn.Module) -> bool:
@@ -198,21 +190,21 @@ def _export(layer: Float8Linear, gathered_as: torch.dtype | None) -> _Exported:
 
     ``gathered_as``: the dtype in which FSDP2 gathers the weight, if not in float8.
     """
-    weight, parameter, cast = layer.float8_weight, layer.weight, _cast_of(layer)
-    assert cast is not None
+    weight, parameter, scheme = layer.float8_weight, layer.weight, _blocks_of(layer)
+    assert scheme is not None
     shard, layout = weight.shard().detach(), Layout.of(parameter)
     home = shard.device
     if layout is not None:  # collectives run on the mesh's device; FSDP2 may offload to the CPU
         shard = shard.to(layout.mesh.device_type)
     if gathered_as is not None and weight.shard() is local_tensor(parameter):
         shard = shard.to(gathered_as)
-    every = exponents = local_exponents(shard, cast, layout)
+    start = scheme.start(layout)
+    every = statistics = scheme.measure(shard, start)
     if layout is not None:
-        groups = amax_groups(parameter, cast.granularity)
-        every = whole_exponents(exponents, layout, cast.granularity, groups)
-        exponents = part_of_exponents(every, shard.shape, layout, cast.granularity)
-    qdata = quantize_local(shard, (exponents, exponents), cast, layout=layout).qdata
-    scales = powers_of_2(every).to(home)
+        every = whole_statistics(scheme, statistics, layout)
+        statistics = scheme.local_part(every, layout, shard.shape)
+    _, _, (qdata,) = scheme.cast(shard, statistics, start, [False])
+    scales = powers_of_2(every[0]).to(home)
     if layout is not None:
         everywhere = (Replicate(),) * layout.mesh.ndim
         scales = Layout(layout.mesh, everywhere, scales.shape).wrap(scales)

@@ -1,10 +1,10 @@
 """Scales of all weights from one all-reduce, after the optimizer step.
 
-Each process has one fp32 vector of the local amaxes of all float8 weights that need amaxes of other
-ranks. One MAX all-reduce over the union of the axes on which any of them is sharded gives the
-global amaxes. A weight whose own mesh lacks some of those axes may have other values at other
+Each process has one vector of the local statistics of all float8 weights that need those of other
+ranks, as integers. One MAX all-reduce over the union of the axes on which any of them is sharded
+gives the global ones. A weight whose own mesh lacks some of those axes may have other values at other
 coordinates on them. It gets a part (slot) of the vector per coordinate there, and fills in only its
-own. Amaxes of rows and columns are at their global positions, so that all ranks get all scales.
+own. Statistics of parts of a weight are at their global positions, so that all ranks get all of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,19 +20,17 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fp8_dist.config import CastSpec
+from fp8_dist.cast import Known
 from fp8_dist.fsdp.attach import attach
 from fp8_dist.fsdp.groups import common_groups
-from fp8_dist.fsdp.joining import joined
-from fp8_dist.fsdp.local_amaxes import Amaxes, local_amaxes
+from fp8_dist.fsdp.local_amaxes import Key, WeightStatistics, local_statistics
 from fp8_dist.fsdp.resharding import check_outside_of_backward, check_sharded_module
 from fp8_dist.fsdp.streams import note_made
-from fp8_dist.granularity import Granularity
-from fp8_dist.kernels import Scaling, powers_of_2, scaling_from_amax
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
 from fp8_dist.mesh import AmaxReduction, local_tensor
+from fp8_dist.scaling import Placed, Scales, message_dtype
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import fsdp_init_shards
 
@@ -40,8 +38,9 @@ from fp8_dist.torch_internals import fsdp_init_shards
 class _Reduction(NamedTuple):
     """All-reduce that is under way, and the sizes of the parts of its vector."""
 
-    amaxes: AmaxReduction
-    sizes: list[int]  # three for each weight: slots before this rank's, its own, slots after
+    vector: AmaxReduction
+    dtype: torch.dtype
+    sizes: list[int]  # three for each level: slots before this rank's, its own, slots after
 
 
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
@@ -99,21 +98,20 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
     _check_weights(layers)
     # The id of the parameter that each layer has now: FSDP2 will replace it by another one.
     weights = {
-        layer: id(layer.weight)
+        layer: id(layer.float8_weight.parameter())
         for layer in layers.values()
         if not layer.float8_weight.may_change_unnoticed(layer.weight)
     }
-    amaxes = local_amaxes(weights)
-    reduction = _start(list(amaxes.values()))
+    local = local_statistics(weights)
+    reduction = _start(list(local.values()))
 
-    def find() -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
-        reduced = _reduced(list(amaxes.values()), reduction)
-        return _scalings(weights, dict(zip(amaxes, reduced, strict=True)))
+    def find() -> list[tuple[WeightCache, Known, Scales | None]]:
+        return _known(weights, local, _reduced(list(local.values()), reduction))
 
     pending = PendingScales(find)
     for layer in weights:
         layer.float8_weight.cache.store_pending(layer.weight, pending)
-    if reduction is None or not reduction.amaxes.blocks_host:
+    if reduction is None or not reduction.vector.blocks_host:
         # On a GPU this only queues the wait. Later it would be queued on the first stream that
         # needs a scale, such as FSDP2's for gathers, and other streams would not wait for that one.
         pending.wait()
@@ -174,7 +172,7 @@ def _float8_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
     layers = {
         name or layer.fqn: layer
         for name, layer in every.items()
-        if any(not cast.delayed for cast in layer.config.casts("weight"))
+        if layer.float8_weight.schemes and "weight" not in layer.config.recipe.delayed
     }
     if not layers:
         what = "convert_to_float8_training first"
@@ -205,30 +203,29 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
         )
 
 
-def _start(amaxes: Sequence[Amaxes]) -> _Reduction | None:
-    """Start the one all-reduce of the amaxes that need it."""
-    chosen = [a for a in amaxes if a.axes]
+def _start(weights: Sequence[WeightStatistics]) -> _Reduction | None:
+    """Start the one all-reduce of the statistics that need it."""
+    chosen = [(w, place) for w in weights for place in w.places if place is not None]
     if not chosen:
         return None
-    pairs = [(a.mesh, a.axes) for a in chosen if a.mesh is not None]
+    pairs = [(w.mesh, over) for w in weights for over in w.axes if w.mesh is not None and over]
     groups, missing = common_groups(_axes_by_mesh(pairs))
     rank = dist.get_rank()
     sizes: list[int] = []
     parts: list[torch.Tensor] = []
-    of_bytes = all(a.local.dtype is torch.uint8 for a in chosen)
-    for a in chosen:
+    dtype = message_dtype([place.local for _, place in chosen])
+    for w, place in chosen:
         # Along the axes of its own mesh a weight is one tensor; along the others there may be
         # as many as there are coordinates.
         slots, slot = 1, 0
-        assert a.mesh is not None
-        for axis in missing.get(a.mesh, ()):
+        assert w.mesh is not None
+        for axis in missing.get(w.mesh, ()):
             slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
-        before, after = slot * a.size, (slots - slot - 1) * a.size
-        whole = a.at_global_positions()
-        whole = whole if of_bytes else _as_amaxes(whole)
+        before, after = slot * place.size, (slots - slot - 1) * place.size
+        whole = place.flat(dtype)
         parts.append(pad(whole, (before, after)) if slots > 1 else whole)
-        sizes += [before, a.size, after]
-    return _Reduction(AmaxReduction(joined(parts), groups), sizes)
+        sizes += [before, place.size, after]
+    return _Reduction(AmaxReduction(torch.cat(parts), groups), dtype, sizes)
 
 
 def _axes_by_mesh(
@@ -245,61 +242,42 @@ def _axes_by_mesh(
 
 
 def _reduced(
-    amaxes: Sequence[Amaxes], reduction: _Reduction | None
-) -> list[tuple[Amaxes, torch.Tensor | None]]:
-    """Pair each with all amaxes of the global weight ``[size]``, or None if local ones suffice."""
+    weights: Sequence[WeightStatistics], reduction: _Reduction | None
+) -> list[tuple[torch.Tensor | None, ...]]:
+    """For each weight the statistics of all ranks by level; None where local ones suffice."""
     if reduction is None:
-        return [(a, None) for a in amaxes]
-    parts = iter(reduction.amaxes.wait().split(reduction.sizes)[1::3])
-    found = [(a, next(parts) if a.axes else None) for a in amaxes]
-    return [
-        (a, part if part is None or part.dtype is a.local.dtype else _as_exponents(part))
-        for a, part in found
-    ]
+        return [(None,) * len(w.places) for w in weights]
+    vector = reduction.vector.wait().view(reduction.dtype)
+    parts = iter(vector.split(reduction.sizes)[1::3])
+
+    def whole(place: Placed | None) -> torch.Tensor | None:
+        return None if place is None else place.whole(next(parts))
+
+    return [tuple([whole(place) for place in w.places]) for w in weights]
 
 
-def _as_amaxes(values: torch.Tensor) -> torch.Tensor:
-    """Convert exponents to powers of two, so that they can be reduced with fp32 amaxes."""
-    return powers_of_2(values) if values.dtype is torch.uint8 else values
-
-
-def _as_exponents(amaxes: torch.Tensor) -> torch.Tensor:
-    return (amaxes.view(torch.int32) >> 23).to(torch.uint8)
-
-
-def _scalings(
-    weights: dict[Float8Linear, int],
-    reduced: dict[tuple[int, Granularity], tuple[Amaxes, torch.Tensor | None]],
-) -> list[tuple[WeightCache, dict[CastSpec, Scaling], torch.Tensor | None]]:
-    """Compute each layer's scaling by cast, and the scales of the global weight where needed."""
-    # Grouped by the parameters of the formula, so that all scales of a kind are computed at once.
-    wanted: dict[tuple[Any, ...], list[tuple[Float8Linear, CastSpec]]] = {}
-    scalings: dict[tuple[Float8Linear, CastSpec], Scaling] = {}
-    for layer in weights:
-        for cast in layer.config.casts("weight"):
-            if cast.granularity.blocks is not None:
-                amaxes, whole = reduced[weights[layer], cast.granularity]
-                exponents = amaxes.local.reshape(-1) if whole is None else whole
-                scalings[layer, cast] = exponents, exponents
-                continue
-            device = reduced[weights[layer], cast.granularity][0].local.device
-            kind = (cast.dtype, layer.config.round_scales_to_power_of_2, device)
-            wanted.setdefault(kind, []).append((layer, cast))
-    for (dtype, power_of_2, _), same in wanted.items():
-        found = [reduced[weights[layer], cast.granularity] for layer, cast in same]
-        values = [a.local.reshape(-1) if whole is None else whole for a, whole in found]
-        sizes = [len(value) for value in values]
-        multipliers, scales = scaling_from_amax(joined(values), dtype, power_of_2)
-        each = zip(same, multipliers.split(sizes), scales.split(sizes), strict=True)
-        scalings |= {key: (m, scale) for key, m, scale in each}
-    results = []
-    for layer, weight in weights.items():
-        local, all_scales = dict[CastSpec, Scaling](), None
-        for cast in layer.config.casts("weight"):
-            amaxes, whole = reduced[weight, cast.granularity]
-            m, scale = scalings[layer, cast]
-            local[cast] = (amaxes.local_part(m), amaxes.local_part(scale))
-            if cast.granularity.scales_move and whole is not None:
-                all_scales = scale.view(amaxes.shape)
-        results.append((layer.float8_weight.cache, local, all_scales))
-    return results
+def _known(
+    layers: dict[Float8Linear, int],
+    local: dict[Key, WeightStatistics],
+    reduced: list[tuple[torch.Tensor | None, ...]],
+) -> list[tuple[WeightCache, Known, Scales | None]]:
+    """Each layer's statistics by scheme, and the scales of the global weight where needed."""
+    by_key, found = dict(zip(local, reduced, strict=True)), []
+    for layer, weight in layers.items():
+        known: Known = {}
+        whole_scales: Scales | None = None
+        for scheme in layer.float8_weight.schemes:
+            own, wholes = local[weight, scheme], by_key[weight, scheme]
+            each = zip(own.local, own.places, wholes, strict=True)
+            known[scheme] = tuple(
+                [n if p is None or whole is None else p.part(whole) for n, p, whole in each]
+            )
+            moving = scheme.moving_levels(own.layout)
+            needed = own.layout is not None and not scheme.rides_in_gather(own.layout)
+            if needed and moving and all([wholes[i] is not None for i in moving]):
+                every = zip(known[scheme], wholes, strict=True)
+                whole_scales = scheme.scales_from(
+                    tuple([n if whole is None else whole for n, whole in every])
+                )
+        found.append((layer.float8_weight.cache, known, whole_scales))
+    return found

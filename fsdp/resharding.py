@@ -5,9 +5,8 @@ as a parameter. Here the output is float8 bytes, and FSDP2 would fail with an er
 that require gradients.
 """
 
-from collections.abc import Iterable
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
@@ -17,7 +16,6 @@ from fp8_dist.torch_internals import (
     fsdp_groups,
     fsdp_groups_of_module,
     fsdp_is_running,
-    fsdp_modules_sharing,
     fsdp_modules_with_extensions,
     fsdp_reshards_to_smaller_mesh,
     in_backward,
@@ -26,7 +24,6 @@ from fp8_dist.torch_internals import (
 # FSDP2's parameter group of each layer whose weight it gathers in float8. The layer itself, a child
 # of the sharded module, has no reference to its group.
 _groups: "WeakKeyDictionary[nn.Module, ReferenceType[Any]]" = WeakKeyDictionary()
-_compared: "WeakSet[nn.Module]" = WeakSet()  # layers compared with others that share their weight
 
 
 def check_sharded_module(module: FSDPModule, name: str) -> None:
@@ -60,27 +57,6 @@ def check_layer(layer: Float8Linear, name: str) -> None:
         return
     group = _groups[layer]()
     _check(group, name)
-    if layer not in _compared:
-        _check_rounding(layer, fsdp_modules_sharing(group, layer))
-        _compared.add(layer)
-
-
-def _check_rounding(layer: Float8Linear, others: Iterable[nn.Module]) -> None:
-    """Raise if layers share a weight, but round its scale differently.
-
-    Whether they use the same cast is checked by each layer when it gets the gathered weight.
-    """
-    own = layer.config
-    for other in others:
-        if not isinstance(other, Float8Linear):
-            continue
-        same_cast = other.config.gather_cast("weight") == own.gather_cast("weight")
-        if same_cast and other.config.round_scales_to_power_of_2 != own.round_scales_to_power_of_2:
-            raise ValueError(
-                f"{layer.fqn} and {other.fqn} share a weight that FSDP2 gathers in float8, but "
-                "one config has round_scales_to_power_of_2 and the other has not; convert layers "
-                "that share a weight with one config"
-            )
 
 
 def group_of(layer: nn.Module) -> Any:

@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 
-from fp8_dist.cast import as_copies, flat_blocks
-from fp8_dist.config import CopySpec
-from fp8_dist.cut_blocks import granularity_at
-from fp8_dist.fsdp.joining import joined
+from fp8_dist.cast import placed
 from fp8_dist.fsdp.resharding import group_of
 from fp8_dist.fsdp.streams import note_made
-from fp8_dist.granularity import ROW, TENSOR
-from fp8_dist.kernels import fuses_many, quantize_blocks_of_each, quantize_each
+from fp8_dist.kernels import fuses_many
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.streams import keep_for_current_stream
 from fp8_dist.linear.weight_cache import ScaleState
+from fp8_dist.scaling import Copy
 from fp8_dist.torch_internals import (
     fsdp_groups_of_same_root,
     fsdp_modules_asked,
@@ -54,8 +51,8 @@ def cast_together(layer: Float8Linear, evaluates: bool) -> None:
             cache.begin_evaluation()
             cache.is_cast_ahead = True
         if _lacks_cast(other):
-            (cast,), shard = other.config.casts("weight"), other.float8_weight.shard()
-            alike.setdefault((cast, shard.dtype, shard.device), []).append(other)
+            (scheme,), shard = other.float8_weight.schemes, other.float8_weight.shard()
+            alike.setdefault((scheme, shard.dtype, shard.device), []).append(other)
     for same in alike.values():
         for part in _parts(same):
             _cast_alike(part)
@@ -75,12 +72,11 @@ def _gathered_with(group: Any) -> Iterator[Float8Linear]:
 def _lacks_cast(layer: Float8Linear) -> bool:
     """Whether a cast of the shard is cacheable but missing, and is cheaper in a batch."""
     weight = layer.float8_weight
-    cache, casts = weight.cache, layer.config.casts("weight")
+    cache = weight.cache
     if (
         cache.float8 is not None
         or cache.state is not ScaleState.PRECOMPUTED
         or not layer.config.cache_float8_shards
-        or not all(cast.granularity in (TENSOR, ROW) or cast.granularity.blocks for cast in casts)
     ):
         return False
     shard = weight.shard()
@@ -104,27 +100,16 @@ def _parts(layers: list[Float8Linear]) -> Iterator[list[Float8Linear]]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _cast_alike(layers: Sequence[Float8Linear]) -> None:
-    """Cast the shards of layers with the same cast, and with the same shard dtype and device."""
-    (cast,) = layers[0].config.casts("weight")
+    """Cast the shards of layers with the same scheme, and with the same shard dtype and device."""
     weights = [layer.float8_weight for layer in layers]
+    (scheme,) = weights[0].schemes
     shards = [weight.shard().detach() for weight in weights]
-    scalings = [(weight.cache.scaling or {})[cast] for weight in weights]
+    statistics = [(weight.cache.known or {})[scheme] for weight in weights]
     for weight in weights:
         weight.wait_until_made()
-    keep_for_current_stream([number for scaling in scalings for number in scaling])
-    multipliers = joined([multiplier.reshape(-1) for multiplier, _ in scalings])
+    keep_for_current_stream([number for own in statistics for number in own])
     layouts = [weight.layout() for weight in weights]
-    first, others = shards[0], shards[1:]
-    if cast.granularity.blocks is None:
-        flat = quantize_each(first, others, multipliers, cast.dtype, cast.granularity is ROW)
-    else:
-        blocks = flat_blocks([granularity_at(cast.granularity, layout) for layout in layouts])
-        flat = quantize_blocks_of_each(first, others, multipliers, cast.dtype, blocks)
-    data = flat.split([shard.numel() for shard in shards])
-    copies = [CopySpec(cast)]
-    for weight, shard, qdata, (_, scale), layout in zip(
-        weights, shards, data, scalings, layouts, strict=True
-    ):
-        made = as_copies(shard, copies, [qdata.view(shard.shape)], [scale], layout)
-        weight.cache.float8 = made
+    made = scheme.cast_each(shards, statistics, [scheme.start(layout) for layout in layouts])
+    for weight, layout, (scales, qdata) in zip(weights, layouts, made, strict=True):
+        weight.cache.float8 = {Copy(scheme): placed(qdata, scales, scheme, layout)}
     note_made(layers)

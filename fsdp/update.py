@@ -89,7 +89,7 @@ def _layers_to_precompute(
     users = {user for part in fsdp_modules for user in fsdp_parameter_users(part)}
 
     def takes_precomputed_scale(layer: Float8Linear) -> bool:
-        if all(cast.delayed for cast in layer.config.casts("weight")):
+        if not layer.float8_weight.schemes or "weight" in layer.config.recipe.delayed:
             return False
         distributed = layer.float8_weight.layout() is not None
         tensor_parallel = distributed and (layer, "weight") not in users

@@ -30,18 +30,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.cut_blocks import granularity_at, scales_fit_into_gather
 from fp8_dist.fsdp.resharding import check_layer, group_of
 from fp8_dist.fsdp.shard_casts import cast_together
-from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import TransposedTogether, takes_transposed
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.mesh import Layout, global_offset, local_sizes, local_tensor, narrowed, reduce_amax
-from fp8_dist.tensor import Float8Tensor, Quantized
+from fp8_dist.mesh import Layout, local_sizes, local_tensor
+from fp8_dist.scaling import Quantized
+from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import (
     disabled_torch_function,
     in_backward,
-    is_captured,
     make_wrapper_subclass,
     stable_hash,
     tensor_data,
@@ -70,10 +68,9 @@ _SAME_WEIGHT = {
 class _Metadata(NamedTuple):
     """Metadata for :meth:`Float8AllGatherWeight.fsdp_post_all_gather`."""
 
-    scale: torch.Tensor | None  # None: gathered too
-    dtype: torch.dtype
+    weight: Quantized  # this rank's cast, with the start of the unsharded weight and its scales
     size: torch.Size
-    granularity: Granularity
+    gathered: tuple[int, ...]  # the levels whose scales are gathered too
     refilled: Callable[[torch.Tensor], None]  # callback with the gathered data
 
 
@@ -268,21 +265,25 @@ class Float8AllGatherWeight(torch.Tensor):
             cache.begin_evaluation()
         cache.is_cast_ahead = False
         cast_together(module, evaluates)
-        cast = module.float8_weight.gather_cast(self._tensor)
-        inputs: tuple[torch.Tensor, ...] = (_padded_bytes(cast.qdata, outer_size, mesh.size()),)
-        whole_rows = self.size()[1:] == outer_size[1:]
-        layout, granularity = module.float8_weight.layout(), cast.granularity.whole
-        of_blocks = granularity.blocks is not None
-        if mesh.size() == 1 or not (granularity.scales_move and (whole_rows or of_blocks)):
-            scale: torch.Tensor | None = cast.scale  # the same on all ranks
-        elif _fit_into_gather(granularity, layout, outer_size, mesh):
-            inputs, scale = (*inputs, cast.scale.reshape(-1)), None
-        else:
-            scale = _gathered_scales(module, cast, outer_size, mesh)
-        if of_blocks and layout is not None:
-            granularity = granularity_at(granularity, _unsharded_layout(layout, mesh))
-        refilled = partial(_refilled, module)
-        return inputs, _Metadata(scale, cast.qdata.dtype, outer_size, granularity, refilled)
+        weight = module.float8_weight
+        cast = weight.gather_cast(self._tensor)
+        data, layout = _padded_bytes(cast.qdata, outer_size, mesh.size()), weight.layout()
+        refilled, scales = partial(_refilled, module), cast.scales
+        scheme = cast.scheme
+        moving = scheme.moving_levels(layout)
+        if layout is None:
+            return (data,), _Metadata(cast, outer_size, (), refilled)
+        unsharded = _unsharded_layout(layout, mesh)
+        gathered: tuple[int, ...] = ()
+        if moving and mesh.size() > 1 and scheme.rides_in_gather(layout):
+            gathered = moving
+        elif moving and mesh.size() > 1:
+            scales = scheme.local_part(weight.whole_scales(self._tensor), unsharded, outer_size)
+            scales = tuple([scale.to(cast.qdata.device) for scale in scales])
+        start, is_cut = scheme.start(unsharded), scheme.is_cut(unsharded)
+        whole = cast._replace(scales=scales, start=start, is_cut=is_cut)
+        inputs = (data, *[_as_input(cast.scales[i]) for i in gathered])
+        return inputs, _Metadata(whole, outer_size, gathered, refilled)
 
     def fsdp_post_all_gather(
         self,
@@ -293,23 +294,26 @@ class Float8AllGatherWeight(torch.Tensor):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, over the gathered bytes without a copy."""
-        data, *scales = all_gather_outputs
-        granularity, scale = metadata.granularity, metadata.scale
-        if scale is None:
-            scale = scales[0].reshape(granularity.scale_shape(metadata.size))
+        data, *arrived = all_gather_outputs
+        weight, size = metadata.weight, metadata.size
+        scheme, scales = weight.scheme, list(weight.scales)
+        shapes = scheme.scale_shapes(size, weight.start)
+        for i, scale in zip(metadata.gathered, arrived, strict=True):
+            scales[i] = scale.view(scheme.levels[i].scale).reshape(shapes[i])
         if out is not None:
-            # FSDP2 refilled the same storage: only the scale is new.
+            # FSDP2 refilled the same storage: only the scales are new.
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
-            unsharded.scale = granularity.to_rows(scale)
+            unsharded.set_scales(tuple(scales))
             metadata.refilled(unsharded.qdata)
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs. The output is the
         # padded weight, in another shape if another dim than the first is sharded.
-        qdata = data.view(metadata.dtype)
-        qdata = qdata.as_strided(metadata.size, torch.empty(metadata.size, device="meta").stride())
+        qdata = data.view(scheme.dtype)
+        qdata = qdata.as_strided(size, torch.empty(size, device="meta").stride())
         metadata.refilled(qdata)
-        return Quantized(qdata, scale, granularity).as_tensor(param_dtype), ()
+        weight = weight._replace(qdata=qdata, scales=tuple(scales))
+        return Float8Tensor.of(weight, param_dtype), ()
 
 
 def _rebuilt(plain: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
@@ -318,35 +322,10 @@ def _rebuilt(plain: torch.Tensor, requires_grad: bool, attributes: dict[str, Any
     return weight
 
 
-def _fit_into_gather(
-    granularity: Granularity, layout: Layout | None, size: torch.Size, mesh: DeviceMesh
-) -> bool:
-    """Whether FSDP2 gathers the scales of a weight, of local ``size``, with its data."""
-    if granularity.blocks is None:
-        return size[0] % mesh.size() == 0
-    assert layout is not None
-    return scales_fit_into_gather(layout, granularity)
-
-
-def _gathered_scales(
-    module: Float8Linear, cast: Quantized, size: torch.Size, mesh: DeviceMesh
-) -> torch.Tensor:
-    """Return all scales of a weight, of local ``size``, if FSDP2 gathers unequal parts of it."""
-    layout, cache = module.float8_weight.layout(), module.float8_weight.cache
-    granularity, scale = cast.granularity.whole, cast.scale
-    assert layout is not None
-    # A CUDA graph neither uses cached scales nor caches its own.
-    captured = is_captured(scale)
-    every = None if captured else cache.all_scales
-    if every is None:
-        every = scale.new_zeros(granularity.scale_shape(layout.shape))
-        narrowed(every, granularity.offset(global_offset(layout)), scale.shape).copy_(scale)
-        every = reduce_amax(every, mesh, range(mesh.ndim))
-        cache.all_scales = cache.all_scales if captured else every
-    unsharded = _unsharded_layout(layout, mesh)
-    offset = granularity.offset(global_offset(unsharded))
-    part = granularity_at(granularity, unsharded)
-    return narrowed(every, offset, part.scale_shape(size)).to(scale.device)
+def _as_input(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as an all-gather input: FSDP2 needs a dtype that every backend sends."""
+    flat = scale.contiguous().reshape(-1)
+    return flat if flat.dtype in (torch.float32, torch.uint8) else flat.view(torch.uint8)
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.mesh import layout_over
 from fp8_dist.tensor_parallel.reductions import check_transport, gathered
-from fp8_dist.tensor_parallel.shared_casts import cast_input, shared_input_cast
+from fp8_dist.tensor_parallel.shared_casts import cast_input
 from fp8_dist.transport import Encoding
 
 
@@ -143,15 +143,15 @@ def share_input(
     if not torch.compiler.is_compiling():
         _check_shared(input, layers, reduce_transport)
     first = layers[0]
-    declared, cast = first.local_placements, shared_input_cast(first)
+    declared, scheme = first.local_placements, first.config.recipe.gather_scheme["input"]
     if isinstance(input, DTensor):
         placed = input
     else:
         assert declared is not None
         placed = DTensor.from_local(input, declared.mesh, (declared.input,), run_check=False)
-    if cast is not None:
+    if scheme is not None:
         at, mesh, history = placed.placements[0], placed.device_mesh, first.histories.get("input")
-        placed = cast_input(placed, at, mesh, *cast, history, first.float8_weight)
+        placed = cast_input(placed, at, mesh, scheme, history, first.float8_weight)
     transport = reduce_transport if declared is None else first.reduce_transport
     return gathered(placed, transport, "share_input")
 
@@ -169,10 +169,11 @@ def _check_shared(
         )
     names = [layer.fqn for layer in layers]
     declared = layers[0].local_placements if layers else None
+    scheme = layers[0].config.recipe.gather_scheme["input"] if layers else None
     if not layers or any(
         layer.local_placements != declared
         or (declared is not None and declared.weight != Shard(0))
-        or shared_input_cast(layer) != shared_input_cast(layers[0])
+        or layer.config.recipe.gather_scheme["input"] != scheme
         or layer.reduce_transport != layers[0].reduce_transport
         for layer in layers
     ):

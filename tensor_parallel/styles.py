@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.config import CastSpec
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.scaling import Scheme
 from fp8_dist.tensor_parallel.reductions import ModuleInput, check_transport
-from fp8_dist.tensor_parallel.shared_casts import cast_input, shared_input_cast
+from fp8_dist.tensor_parallel.shared_casts import cast_input
 from fp8_dist.transport import Encoding
 
 # Attributes of torch's styles and ours that say where tensors go.
@@ -185,16 +185,14 @@ class PrepareFloat8ModuleInput(ModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_placed(self, module, device_mesh)
         layers = self._followed_layers(module)
-        cast, power_of_2 = self._agreed_cast(layers)
+        scheme = self._agreed_scheme(layers)
         name, first = next(iter(layers.items()))
         for each in float8_layers(module).values():
-            each.prepared_power_of_2 = power_of_2
             each.prepared_by |= {first.fqn}
-        if cast.delayed:
+        if "input" in first.config.recipe.delayed:
             # Among a layer's histories, because sync reduces them and a state_dict contains them.
-            first.histories[_PREPARED_INPUT] = AmaxHistory(
-                cast, first.config.amax_history_len, power_of_2, device_mesh
-            )
+            length = first.config.amax_history_len
+            first.histories[_PREPARED_INPUT] = AmaxHistory(scheme, length, device_mesh)
 
         def cast_inputs(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -202,7 +200,7 @@ class PrepareFloat8ModuleInput(ModuleInput):
             # Looked up by name, because a copy of the module has the same hooks.
             layer: Any = module.get_submodule(name)
             history, owner = layer.histories.get(_PREPARED_INPUT), layer.float8_weight
-            how = (device_mesh, cast, power_of_2, history, owner)
+            how = (device_mesh, scheme, history, owner)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
             cast_args = [cast_input(x, at, *how) for x, at in zip(args, layouts, strict=False)]
             cast_kwargs = {k: cast_input(x, by_name.get(k), *how) for k, x in kwargs.items()}
@@ -226,28 +224,30 @@ class PrepareFloat8ModuleInput(ModuleInput):
             )
         return layers if fqn is None else {fqn: layers[fqn]}
 
-    def _agreed_cast(self, layers: dict[str, Float8Linear]) -> tuple[CastSpec, bool]:
-        """Return the one :func:`shared_input_cast` of the layers, or raise if they differ."""
-        casts = set()
+    def _agreed_scheme(self, layers: dict[str, Float8Linear]) -> Scheme:
+        """Return the one scheme in which all layers take their input, or raise if they differ."""
+        found = set()
         for name, layer in layers.items():
-            if (found := shared_input_cast(layer)) is None:
+            recipe = layer.config.recipe
+            scheme = recipe.gather_scheme["input"]
+            if scheme is None:
                 raise ValueError(
                     f"PrepareFloat8ModuleInput: {', '.join(layers)} take their input in two "
                     "different casts, or in high precision in some GEMM, which no single float8 "
                     f"copy can serve ({name}: {layer.extra_repr()}); use torch's PrepareModuleInput"
                 )
-            casts.add(found)
-        agreed = casts.pop()
-        if casts:
+            found.add((scheme, "input" in recipe.delayed))
+        agreed, _ = found.pop()
+        if found:
             raise ValueError(
                 "PrepareFloat8ModuleInput: the layers that share this input cast it differently: "
                 f"{ {n: layer.extra_repr() for n, layer in layers.items()} }; give them one "
                 "config, or name the one to follow in fwd_config_submodule_fqn"
             )
-        if self.float8_dtype not in (None, agreed[0].dtype):
+        if self.float8_dtype not in (None, agreed.dtype):
             raise ValueError(
                 f"PrepareFloat8ModuleInput: float8_dtype={self.float8_dtype}, but the layers "
-                f"({', '.join(layers)}) cast their input to {agreed[0].dtype}; drop the argument"
+                f"({', '.join(layers)}) cast their input to {agreed.dtype}; drop the argument"
             )
         return agreed
 

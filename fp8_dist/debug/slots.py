@@ -7,10 +7,11 @@ from typing import NamedTuple, get_args
 
 from torch import nn
 
-from fp8_dist.config import CastSpec, Gemm, Operand
+from fp8_dist.config import Gemm, Operand
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner, casts_of
 from fp8_dist.names import without_wrappers
+from fp8_dist.scaling import Scheme
 
 # One fnmatch pattern or several; None matches everything.
 Patterns = str | Iterable[str] | None
@@ -25,7 +26,8 @@ class CastSlot(NamedTuple):
     owner: Owner
     operand: Operand
     gemms: tuple[Gemm, ...]
-    cast: CastSpec
+    scheme: Scheme
+    delayed: bool
 
 
 def cast_slots(model: nn.Module) -> list[CastSlot]:
@@ -34,8 +36,9 @@ def cast_slots(model: nn.Module) -> list[CastSlot]:
     for name, layer in float8_layers(model).items():
         fqn, owner = without_wrappers(name) or layer.fqn, layer.float8_weight
         for operand in get_args(Operand):
-            for gemms, cast in casts_of(layer.config, operand).items():
-                slots.append(CastSlot(fqn, owner, operand, gemms, cast))
+            delayed = operand in layer.config.recipe.delayed
+            for gemms, scheme in casts_of(layer.config, operand).items():
+                slots.append(CastSlot(fqn, owner, operand, gemms, scheme, delayed))
     return slots
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fp8_dist.config import Gemm, Operand
 from fp8_dist.linear.observing import Owner, observed_by
-from fp8_dist.tensor import Quantized
+from fp8_dist.scaling import Quantized
 
 # The data that a recorder keeps of a prepared input until layers take it.
 Kept = TypeVar("Kept")

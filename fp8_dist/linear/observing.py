@@ -12,10 +12,9 @@ from typing import Protocol
 import torch
 
 from fp8_dist.cast import Copies
-from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm, Operand
-from fp8_dist.granularity import COLUMN, granularity_named
+from fp8_dist.config import Float8LinearConfig, Gemm, Operand
 from fp8_dist.linear.scale_query import owner_of, query
-from fp8_dist.tensor import Quantized
+from fp8_dist.scaling import Dense, Quantized, Scheme, Start, scheme_named
 from fp8_dist.torch_internals import STAND_INS, in_backward, without_dispatch_modes
 
 
@@ -90,23 +89,26 @@ def observed_by(observer: CastObserver) -> Iterator[None]:
         _is_observed = bool(_observers)
 
 
-def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, ...], CastSpec]:
-    """The casts of an operand that observers are shown, by the GEMMs that take them."""
-    if config.fold_row_scales and operand == "grad_output":
+def casts_of(
+    config: Float8LinearConfig, operand: Operand
+) -> dict[tuple[Gemm, ...], Scheme]:
+    """The schemes of the casts of an operand that observers are shown, by the GEMMs of each."""
+    recipe = config.recipe
+    if recipe.folds and operand == "grad_output":
         # Each cast has the scales of another operand folded in. The one of grad_weight has one
         # scale per column.
-        uses = config.uses(operand).items()
+        uses = recipe.uses[operand].items()
         return {
-            (gemm,): cast if gemm == "grad_input" else cast._replace(granularity=COLUMN)
-            for gemm, cast in uses
-            if cast is not None
+            (gemm,): scheme if gemm == "grad_input" else Dense(scheme.dtype, "column", True)
+            for gemm, scheme in uses
+            if scheme is not None
         }
-    return {_gemms_of(config, operand, cast): cast for cast in config.casts(operand)}
+    return {_gemms_of(config, operand, each): each for each in recipe.schemes[operand]}
 
 
-def _gemms_of(config: Float8LinearConfig, operand: Operand, cast: CastSpec) -> tuple[Gemm, ...]:
+def _gemms_of(config: Float8LinearConfig, operand: Operand, scheme: Scheme) -> tuple[Gemm, ...]:
     # A list, because dynamo supports no generator here.
-    return tuple([gemm for gemm, each in config.uses(operand).items() if each == cast])
+    return tuple([gemm for gemm, each in config.recipe.uses[operand].items() if each == scheme])
 
 
 def observe(
@@ -125,26 +127,18 @@ def observe(
         operand, gemms, high, low: as for :meth:`CastObserver.on_casts`.
         repeats: a backward may repeat the cast (activation checkpointing, FSDP2's second gather).
             It is shown once.
-        carrier: a tensor that the layer uses afterwards; None: the scale of ``low``.
+        carrier: a tensor that the layer uses afterwards; None: the first scale of ``low``.
 
     Returns:
         The tensor to use in place of the carrier. A graph would drop the operator otherwise.
     """
-    carrier = low.scale if carrier is None else carrier
+    carrier = low.scales[0] if carrier is None else carrier
     if not torch.compiler.is_compiling():
         _show(owner, operand, high, {gemms: low}, repeats)
         return carrier
-    qdata, scale, granularity = low
+    of, (qdata, scales, scheme, start, _) = (operand, list(gemms), high.detach()), low
     return observe_cast.overload(
-        carrier,
-        owner.handle,
-        operand,
-        list(gemms),
-        high.detach(),
-        qdata,
-        scale,
-        granularity.name,
-        repeats,
+        carrier, owner.handle, *of, qdata, list(scales), scheme.key, start, repeats
     )
 
 
@@ -159,16 +153,17 @@ def observe_copies(
     if not torch.compiler.is_compiling():
         lows: dict[tuple[Gemm, ...], Quantized] = {}
         for copy, quantized in made.items():
-            lows.setdefault(_gemms_of(owner.config, operand, copy.cast), quantized)
+            lows.setdefault(_gemms_of(owner.config, operand, copy.scheme), quantized)
         _show(owner, operand, high, lows, repeats)
         return made
     found: Copies = {}
-    scales = {}
+    shown: dict[Scheme, torch.Tensor] = {}
     for copy, quantized in made.items():
-        if copy.cast not in scales:
-            gemms = _gemms_of(owner.config, operand, copy.cast)
-            scales[copy.cast] = observe(owner, operand, gemms, high, quantized, repeats)
-        found[copy] = quantized._replace(scale=scales[copy.cast])
+        if copy.scheme not in shown:
+            gemms = _gemms_of(owner.config, operand, copy.scheme)
+            shown[copy.scheme] = observe(owner, operand, gemms, high, quantized, repeats)
+        scales = (shown[copy.scheme], *quantized.scales[1:])
+        found[copy] = quantized._replace(scales=scales)
     return found
 
 
@@ -206,7 +201,7 @@ def who_has_not_seen(what: Hashable, repeats: bool) -> list[CastObserver]:
 
 @query(
     "observe_cast(Tensor carrier, Tensor handle, str operand, str[] gemms, Tensor high, "
-    "Tensor qdata, Tensor scale, str granularity, bool repeats) -> Tensor"
+    "Tensor qdata, Tensor[] scales, str scheme, int[] start, bool repeats) -> Tensor"
 )
 def observe_cast(
     carrier: torch.Tensor,
@@ -215,12 +210,13 @@ def observe_cast(
     gemms: list[Gemm],
     high: torch.Tensor,
     qdata: torch.Tensor,
-    scale: torch.Tensor,
-    granularity: str,
+    scales: list[torch.Tensor],
+    scheme: str,
+    start: Start,
     repeats: bool,
 ) -> torch.Tensor:
     """:func:`observe` in a compiled graph."""
-    low = Quantized(qdata, scale, granularity_named(granularity))
+    low = Quantized(qdata, tuple(scales), scheme_named(scheme), (start[0], start[1]))
     _show(owner_of(handle), operand, high, {tuple(gemms): low}, repeats)
     return carrier.clone()
 

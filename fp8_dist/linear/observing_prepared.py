@@ -8,12 +8,12 @@ import itertools
 
 import torch
 
-from fp8_dist.granularity import granularity_named
 from fp8_dist.linear.observing import Owner, who_has_not_seen
 from fp8_dist.linear.observing_gemms import keep_prepared
 from fp8_dist.linear.scale_query import owner_of, query
 from fp8_dist.mesh import local_tensor, with_local
-from fp8_dist.tensor import Float8Tensor, Quantized
+from fp8_dist.scaling import Quantized, Start, scheme_named
+from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import STAND_INS, without_dispatch_modes
 
 _cast_numbers = itertools.count()
@@ -30,15 +30,17 @@ def observe_prepared_cast(owner: Owner, input: torch.Tensor, low: Quantized) -> 
     Returns:
         The Float8Tensor of ``low``, or a DTensor of it, with the number of this cast.
     """
-    high, (qdata, scale, granularity) = local_tensor(input).detach(), low
+    high = local_tensor(input).detach()
     if torch.compiler.is_compiling():
-        scale, number = observe_preparation.overload(
-            scale, owner.handle, high, qdata, granularity.name
+        qdata, (first, *others), scheme, start, _ = low
+        first, number = observe_preparation.overload(
+            first, owner.handle, high, qdata, others, scheme.key, start
         )
+        low = low._replace(scales=(first, *others))
     else:
         number = _show_preparation(owner, high, low)
         keep_prepared(number, input)
-    prepared = low._replace(scale=scale).as_tensor(input.dtype).rewrap(cast_number=number)
+    prepared = Float8Tensor.of(low, input.dtype).rewrap(cast_number=number)
     return with_local(input, prepared)
 
 
@@ -49,7 +51,7 @@ def observe_prepared_use(owner: Owner, prepared: Float8Tensor) -> Float8Tensor:
         return prepared
     if torch.compiler.is_compiling():
         scale = observe_use.overload(prepared.scale, owner.handle, number)
-        return prepared.rewrap(scale=scale)
+        return prepared.rewrap(scale=(scale, *prepared.scales[1:]))
     _show_use(owner, number)
     return prepared
 
@@ -74,21 +76,25 @@ def _show_use(owner: Owner, number: torch.Tensor) -> None:
 
 
 @query(
-    "observe_preparation(Tensor scale, Tensor handle, Tensor high, Tensor qdata, str granularity) "
-    "-> (Tensor, Tensor)"
+    "observe_preparation(Tensor scale, Tensor handle, Tensor high, Tensor qdata, Tensor[] others, "
+    "str scheme, int[] start) -> (Tensor, Tensor)"
 )
 def observe_preparation(
     scale: torch.Tensor,
     handle: torch.Tensor,
     high: torch.Tensor,
     qdata: torch.Tensor,
-    granularity: str,
+    others: list[torch.Tensor],
+    scheme: str,
+    start: Start,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`observe_prepared_cast` in a compiled graph.
 
-    Returns the scale to use, and the number of the cast.
+    ``scale`` is that of the first level, ``others`` are those of others. Returns the scale to use,
+    and the number of the cast.
     """
-    low = Quantized(qdata, scale, granularity_named(granularity))
+    scales = (scale, *others)
+    low = Quantized(qdata, scales, scheme_named(scheme), (start[0], start[1]))
     return scale.clone(), _show_preparation(owner_of(handle), high, low)
 
 

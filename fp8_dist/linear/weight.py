@@ -387,7 +387,7 @@ class Float8Weight:
     def needs_whole_scales(self, layout: Layout | None) -> bool:
         """Whether FSDP2 can't gather the scales of the weight's parts with its data."""
         (scheme,) = self.schemes
-        if layout is None or all(level.is_scalar for level in scheme.levels):
+        if layout is None or not scheme.moving_levels(layout):
             return False
         return not scheme.rides_in_gather(layout)
 

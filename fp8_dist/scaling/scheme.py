@@ -265,13 +265,18 @@ class Scheme:
         """For each level the mesh axes along which ranks share blocks: reduce over these."""
         return ((),) * len(self.levels) if layout is None else _axes(self, layout)
 
+    def moving_levels(self, layout: Layout | None) -> tuple[int, ...]:
+        """The levels of which FSDP2's shards of a weight have different scales."""
+        if layout is None:
+            return ()
+        dim, ndim = _fsdp_dim(layout), len(layout.shape)
+        each = enumerate(self.levels)
+        return tuple([i for i, l in each if not l.is_scalar and l.block(dim, ndim) is not None])
+
     def rides_in_gather(self, layout: Layout) -> bool:
         """Whether FSDP2's gather can carry scales: equal parts of dim 0, which cut no block."""
-        # The axes of FSDP2 come before that of tensor parallelism.
-        ndim = len(layout.shape)
-        dims = [sharded_dim(p, ndim) for p in layout.placements]
-        first = next((dim for dim in dims if dim is not None), 0)
-        return first == 0 and len(local_sizes(layout, 0)) == 1 and not _cuts_blocks(self, layout)
+        even = len(local_sizes(layout, 0)) == 1
+        return _fsdp_dim(layout) == 0 and even and not _cuts_blocks(self, layout)
 
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
         """Whether float8 data that is sharded along these dims can be redistributed.
@@ -455,6 +460,12 @@ def _decoded(value: dict[str, Any]) -> Any:
 
 def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def _fsdp_dim(layout: Layout) -> int:
+    """The dim that FSDP2 shards: its axes come before that of tensor parallelism."""
+    dims = [sharded_dim(p, len(layout.shape)) for p in layout.placements]
+    return next((dim for dim in dims if dim is not None), 0)
 
 
 def _period(scheme: Scheme, dim: int) -> int:

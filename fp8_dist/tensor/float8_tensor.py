@@ -106,10 +106,11 @@ class Float8Tensor(torch.Tensor):
         )
         self.qdata, self.orig_dtype, self.cast_number = qdata, orig_dtype, cast_number
         self.key, self.start, self.is_cut = scheme.key, start, is_cut
-        self._set_scales(scales)
+        self.set_scales(scales)
         return self
 
-    def _set_scales(self, scales: Scales) -> None:
+    def set_scales(self, scales: Scales) -> None:
+        """Replace the scales of all levels, which must have the shapes of the old ones."""
         self._levels = len(scales)
         self.scale, *others = scales
         for i, scale in enumerate(others, 1):

@@ -57,7 +57,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 def gathers_float8(recipe: str) -> bool:
     """Whether all gathers for float8 layers are float8: one copy serves both uses of an operand."""
     return recipe != BF16 and all(
-        config_of(recipe).gather_cast(operand) is not None for operand in get_args(Operand)
+        config_of(recipe).recipe.gather_scheme[operand] is not None for operand in get_args(Operand)
     )
 
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.tensor_parallel.reductions import ModuleInput, check_transport
-from fp8_dist.tensor_parallel.shared_casts import shared_input_cast
 from fp8_dist.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -123,8 +122,9 @@ def check_plan_transport(
 
 def cast_alike(layers: Iterable[nn.Module]) -> bool:
     """Whether all of these layers cast their input alike, in one float8 copy."""
-    casts = {shared_input_cast(x) if isinstance(x, Float8Linear) else None for x in layers}
-    return len(casts) == 1 and None not in casts
+    recipes = [x.config.recipe if isinstance(x, Float8Linear) else None for x in layers]
+    schemes = {r and (r.gather_scheme["input"], "input" in r.delayed) for r in recipes}
+    return len(schemes) == 1 and None not in schemes and (None, False) not in schemes
 
 
 def prepare_style(

@@ -20,18 +20,17 @@ from zipfile import ZipFile
 
 import torch
 
-from fp8_dist.config import CastSpec, Gemm, Operand
+from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug.statistics.measuring import Measures, measure
 from fp8_dist.debug.statistics.rows import CastStats
 from fp8_dist.dtypes import is_float8
-from fp8_dist.granularity import granularity_named
-from fp8_dist.tensor import Quantized
+from fp8_dist.scaling import Quantized, Scales, Start, scheme_named
 
 FileFormat = Literal["torch", "safetensors"]
 SUFFIXES: dict[FileFormat, str] = {"torch": ".pt", "safetensors": ".safetensors"}
 
 _KEY = "fp8_dist_capture"  # key of the JSON string
-_TENSORS = ("high", "qdata", "scale")
+_TENSORS = ("high", "qdata")  # and "scale0", "scale1", ... by level
 _LONGEST = 120  # characters of the layer's name in a file name; file systems allow 255 in all
 
 
@@ -50,8 +49,9 @@ class CapturedCast:
         delayed: whether the scale follows from the amaxes of earlier steps.
         high: the local tensor before the cast, ``[..., K]``.
         qdata: its float8 copy, of the same shape.
-        scale: the dequantization scale, in the shape and dtype of the granularity.
-        granularity: the name of the granularity, such as ``"tensor"``, ``"row"`` or ``"column"``.
+        scales: the dequantization scales of each level of the scheme.
+        scheme: the key of the scaling scheme.
+        start: where this part of the operand begins in its first blocks.
     """
 
     step: int
@@ -63,24 +63,35 @@ class CapturedCast:
     delayed: bool
     high: torch.Tensor
     qdata: torch.Tensor
-    scale: torch.Tensor
-    granularity: str
+    scales: Scales
+    scheme: str
+    start: Start = (0, 0)
 
     @property
     def low(self) -> Quantized:
-        """The float8 copy with its scale."""
-        return Quantized(self.qdata, self.scale, granularity_named(self.granularity))
+        """The float8 copy with its scales."""
+        return Quantized(self.qdata, self.scales, scheme_named(self.scheme), self.start)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scale of the first level of the scheme."""
+        return self.scales[0]
+
+    @property
+    def granularity(self) -> str:
+        """What one scale covers, such as ``"tensor"``, ``"row"`` or ``"column"``."""
+        return self.low.scheme.covers
 
     @property
     def nbytes(self) -> int:
-        """Size of the three tensors in bytes."""
-        return self.high.nbytes + self.qdata.nbytes + self.scale.nbytes
+        """Size of the tensors in bytes."""
+        return sum(tensor.nbytes for tensor in (self.high, self.qdata, *self.scales))
 
     def stats(self) -> CastStats:
         """Return the statistics that ``float8_stats`` would report for this cast alone."""
         found = Measures(*measure(self.high, self.low, self.rank).tolist())
-        spec = CastSpec(self.qdata.dtype, self.low.granularity, self.delayed)
-        return CastStats.of(found, self.step, self.fqn, self.operand, self.gemms, spec)
+        of = self.step, self.fqn, self.operand, self.gemms
+        return CastStats.of(found, *of, self.low.scheme, self.delayed)
 
     def file_name(self, format: FileFormat) -> str:
         """Return the name of the file, with special characters of the layer percent-encoded.
@@ -114,7 +125,8 @@ def save_capture(captured: CapturedCast, folder: Path, format: FileFormat) -> Pa
     """
     path = folder / captured.file_name(format)
     tensors = {name: getattr(captured, name) for name in _TENSORS}
-    others = {k: v for k, v in vars(captured).items() if k not in _TENSORS}
+    tensors |= {f"scale{i}": scale for i, scale in enumerate(captured.scales)}
+    others = {k: v for k, v in vars(captured).items() if k not in (*_TENSORS, "scales")}
     text = json.dumps(others)
     buffer = io.BytesIO()
     if format == "torch":
@@ -160,14 +172,14 @@ def _read_torch(content: bytes) -> tuple[str, dict[str, Any]]:
         if damaged := file.testzip():
             raise ValueError(f"the checksum of a part is wrong: {damaged}")
     found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    return found[_KEY], {name: found[name] for name in _TENSORS}
+    return found.pop(_KEY), found
 
 
 def _read_safetensors(content: bytes) -> tuple[str, dict[str, Any]]:
     found = _safetensors("safetensors.torch").load(content)
     length = int.from_bytes(content[:8], "little")
     metadata = json.loads(content[8 : 8 + length])["__metadata__"]
-    return metadata[_KEY], {name: found[name] for name in _TENSORS}
+    return metadata[_KEY], found
 
 
 def _safetensors(module: str) -> Any:
@@ -184,7 +196,8 @@ _VALUES: dict[str, Callable[[Any], bool]] = {
     "gemms": lambda v: v in [[*some] for n in (1, 2) for some in permutations(get_args(Gemm), n)],
     "call": lambda v: _is_count(v),
     "delayed": lambda v: isinstance(v, bool),
-    "granularity": lambda v: isinstance(v, str),
+    "scheme": lambda v: isinstance(v, str),
+    "start": lambda v: isinstance(v, list) and len(v) == 2 and all(map(_is_count, v)),
 }
 
 
@@ -200,18 +213,22 @@ def _checked(others: dict[str, Any], tensors: dict[str, Any]) -> CapturedCast:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if not plain or tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"{name} is not a plain, contiguous tensor with data")
-    high, qdata, scale = (tensors[name] for name in _TENSORS)
-    granularity = granularity_named(others["granularity"])
+    high, qdata = (tensors[name] for name in _TENSORS)
+    scheme, start = scheme_named(others["scheme"]), tuple(others["start"])
+    scales = tuple(tensors[f"scale{i}"] for i in range(len(scheme.levels)))
     if not high.dtype.is_floating_point or not is_float8(qdata.dtype) or high.shape != qdata.shape:
         raise ValueError(
             f"qdata, {qdata.dtype} {list(qdata.shape)}, is no float8 copy of high, {high.dtype} "
             f"{list(high.shape)}"
         )
-    shape = granularity.scale_shape(high.shape)
-    dtype = granularity.scale_dtype
-    if scale.dtype != dtype or list(scale.shape) != shape:
-        raise ValueError(f"the scales are {scale.dtype} {list(scale.shape)}, not {dtype} {shape}")
-    if dtype is torch.float32 and (scale <= 0).any():
-        raise ValueError(f"a scale is {scale.min().item():g}; all of them must be positive")
-    known = {name: others[name] for name in _VALUES} | {"gemms": tuple(others["gemms"])}
-    return CapturedCast(**known, **tensors)
+    shapes = scheme.scale_shapes(high.shape, start)
+    for level, shape, scale in zip(scheme.levels, shapes, scales, strict=True):
+        if scale.dtype != level.scale or list(scale.shape) != shape:
+            raise ValueError(
+                f"the scales are {scale.dtype} {list(scale.shape)}, not {level.scale} {shape}"
+            )
+        if scale.dtype is torch.float32 and (scale <= 0).any():
+            raise ValueError(f"a scale is {scale.min().item():g}; all of them must be positive")
+    known = {name: others[name] for name in _VALUES}
+    known |= {"gemms": tuple(others["gemms"]), "start": start}
+    return CapturedCast(**known, high=high, qdata=qdata, scales=scales)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8_dist.debug.captures.files import CapturedCast
+from fp8_dist.scaling import as_matrix
 from fp8_dist.tensor.ops import as_bytes
 
 
@@ -79,10 +80,11 @@ def histogram(cast: CapturedCast) -> Histogram:
     range of float8 applies. Each value is then divided by its own scale, and the range is that of
     the format.
     """
-    dtype, relative = cast.qdata.dtype, cast.scale.ndim > 0
+    dtype, relative = cast.qdata.dtype, any(scale.ndim for scale in cast.scales)
     columns = cast.high.shape[-1] if cast.high.ndim else 1
     shape = math.prod(cast.high.shape[:-1]), columns
-    scale = cast.low.granularity.matrix_scale(cast.scale, shape).double()
+    matrix = as_matrix(cast.low)
+    scale = matrix.scheme.element_scales(matrix.scales, shape, matrix.start).double()
     high = cast.high.reshape(shape).double()
     units = high / scale
     counted = units.isfinite() & (units != 0)

@@ -17,7 +17,7 @@ from fp8_dist.debug.slots import CastSlot, Patterns, choose_slots
 from fp8_dist.debug.step_recorder import StepRecorder
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner
-from fp8_dist.tensor import Quantized
+from fp8_dist.scaling import Quantized, Scales, Start
 
 Numbers = int | Collection[int] | None
 
@@ -27,8 +27,9 @@ class _Copies(NamedTuple):
 
     high: torch.Tensor
     qdata: torch.Tensor
-    scale: torch.Tensor
-    granularity: str
+    scales: Scales
+    scheme: str
+    start: Start
 
 
 class Capture(StepRecorder[_Copies]):
@@ -95,7 +96,7 @@ class Capture(StepRecorder[_Copies]):
         """Save casts of an operand. See :class:`~fp8_dist.linear.observing.CastObserver`."""
         for gemms, low in lows.items() if self._is_chosen_rank() else ():
             if slot := self._slots.get((owner, operand, gemms)):
-                size = high.nbytes + low.qdata.nbytes + low.scale.nbytes
+                size = high.nbytes + low.qdata.nbytes + sum(s.nbytes for s in low.scales)
                 if self._has_room(slot, size):
                     self._write(slot, _copies(high, low))
 
@@ -109,7 +110,7 @@ class Capture(StepRecorder[_Copies]):
         slot = self._inputs.get(owner)
         if slot is None or not self._is_chosen_rank():
             return
-        size = sum(t.nbytes for t in kept[:3]) if kept else 0
+        size = sum(t.nbytes for t in (*kept[:2], *kept.scales)) if kept else 0
         if self._has_room(slot, size) and kept:
             self._write(slot, kept)
 
@@ -140,7 +141,7 @@ class Capture(StepRecorder[_Copies]):
             operand=slot.operand,
             gemms=slot.gemms,
             call=self._calls[slot],
-            delayed=slot.cast.delayed,
+            delayed=slot.delayed,
             **copies._asdict(),
         )
         self._calls[slot] += 1
@@ -161,7 +162,8 @@ def _rank() -> int:
 
 def _copies(high: torch.Tensor, low: Quantized) -> _Copies:
     qdata = _on_cpu(low.qdata.reshape(high.shape))
-    return _Copies(_on_cpu(high), qdata, _on_cpu(low.scale), low.granularity.name)
+    scales = tuple([_on_cpu(scale) for scale in low.scales])
+    return _Copies(_on_cpu(high), qdata, scales, low.scheme.key, low.start)
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

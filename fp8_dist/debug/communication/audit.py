@@ -164,7 +164,7 @@ class CommAudit(CommTable):
         for tensor in tensors:
             parts = [tensor]
             if isinstance(tensor, Float8Tensor):  # the scales of rows travel in the same message
-                parts = [tensor.qdata, tensor.scale] if tensor.scale.ndim else [tensor.qdata]
+                parts = [tensor.qdata, *[scale for scale in tensor.scales if scale.ndim]]
             for part in parts:
                 for dtype, nbytes in self._payloads(part):
                     sizes[dtype] = sizes.get(dtype, 0) + nbytes
@@ -285,7 +285,7 @@ class _Recorder(TorchDispatchMode):
             self._audit._note_copy_in(inputs=args[0], output=args[1])
         elif func is pack_rows.overload:
             message = func(*args, **kwargs)
-            self._audit._note_joined(message, args)
+            self._audit._note_joined(message, [args[0], *args[1]])
             return message
         elif func is encode_float8.overload:
             codes, exponents = func(*args, **kwargs)

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import torch
 
 from fp8_dist.kernels.cpu.upcast import as_half, upcast
-from fp8_dist.tensor import Quantized
+from fp8_dist.scaling import Quantized, as_matrix
 
 # Elements per part in which an operand is read. On CPUs a part fits into a cache. On GPUs its copy
 # in fp32 takes little memory.
@@ -75,12 +75,10 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
     found: list[list[_Numbers]] = [[] for _ in lows]
     for i, part in enumerate(high.detach().reshape(rows, columns).split(size)):
         operand = _Operand(part)
-        for numbers, (qdata, scales, covered) in zip(found, casts, strict=True):
-            numbers.append(_measure(operand, qdata[i], scales[i], covered))
-    return [
-        _total(numbers, low.granularity.scale_values(low.scale), rank)
-        for numbers, low in zip(found, lows, strict=True)
-    ]
+        for numbers, made in zip(found, casts, strict=True):
+            numbers.append(_measure(operand, made.qdata[i], made.scales[i], made.covered))
+    each = zip(found, casts, strict=True)
+    return [_total(numbers, made.scale, rank) for numbers, made in each]
 
 
 def measure_product(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -166,10 +164,12 @@ class _Cast(NamedTuple):
     """Cast, divided into parts.
 
     Attributes:
+        scale: all scales.
         qdata, scales: the data and the scales of each part.
         covered: the dims of a part that a scale covers completely.
     """
 
+    scale: torch.Tensor
     qdata: Sequence[torch.Tensor]
     scales: Sequence[_Scale]
     covered: tuple[int, ...]
@@ -177,8 +177,10 @@ class _Cast(NamedTuple):
     @classmethod
     def of(cls, low: Quantized, rows: int, columns: int, size: int) -> "_Cast":
         """Divide ``low``, as a matrix, into parts of ``size`` rows."""
-        qdata = low.qdata.detach().reshape(rows, columns).split(size)
-        scale = low.granularity.matrix_scale(low.scale.detach(), (rows, columns))
+        matrix = as_matrix(low)
+        qdata = matrix.qdata.detach().reshape(rows, columns).split(size)
+        values = tuple([scale.detach() for scale in matrix.scales])
+        scale = low.scheme.element_scales(values, (rows, columns), low.start)
         reciprocal = scale.reciprocal()
         by_row = scale.ndim > 0 and scale.shape[0] == rows
         if by_row:
@@ -188,7 +190,7 @@ class _Cast(NamedTuple):
         covered: tuple[int, ...] = (0, 1)
         if scale.ndim:
             covered = tuple(d for d in (0, 1) if scale.shape[d] == 1 and (d == 1 or not by_row))
-        return cls(qdata, scales, covered)
+        return cls(scale, qdata, scales, covered)
 
 
 # Measures of a part: ``amax`` and the fields of :class:`Measures` from ``values`` on. They are

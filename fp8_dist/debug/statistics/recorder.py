@@ -39,7 +39,7 @@ from fp8_dist.debug.step_recorder import StepRecorder
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner, casts_of
 from fp8_dist.linear.observing_gemms import gemms_observed_by
-from fp8_dist.tensor import Quantized
+from fp8_dist.scaling import Quantized
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 
@@ -252,7 +252,7 @@ def _is_same(x: torch.Tensor, other: torch.Tensor) -> bool:
 def _row(slot: CastSlot | GemmSlot, found: Measures, step: int) -> Row:
     if isinstance(slot, GemmSlot):
         return GemmStats(step, slot.fqn, slot.gemms[0], decibels(found.signal, found.noise))
-    return CastStats.of(found, step, slot.fqn, slot.operand, slot.gemms, slot.cast)
+    return CastStats.of(found, step, slot.fqn, slot.operand, slot.gemms, slot.scheme, slot.delayed)
 
 
 def _scalars(row: Row) -> dict[str, float]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from fp8_dist.config import CastSpec, Gemm, Operand
+from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug.statistics.measuring import Measures
+from fp8_dist.scaling import Scheme
 from fp8_dist.dtypes import short_name
 
 
@@ -26,7 +27,7 @@ class CastStats:
         operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
         gemms: the GEMMs that multiply this float8 copy: ``"output"``, ``"grad_input"``,
             ``"grad_weight"``.
-        granularity: the name of the granularity, such as ``"tensor"``, ``"row"`` or ``"column"``.
+        granularity: what one scale covers, such as ``"tensor"``, ``"row"`` or ``"column"``.
         dtype: the dtype of the float8 data.
         amax: the largest magnitude that was cast; NaN if there was a NaN.
         scale: the largest dequantization scale.
@@ -64,7 +65,8 @@ class CastStats:
         fqn: str,
         operand: Operand,
         gemms: tuple[Gemm, ...],
-        cast: CastSpec,
+        scheme: Scheme,
+        delayed: bool,
     ) -> "CastStats":
         """Return the statistics that follow from the measures of a cast."""
         percent = 100 / m.values if m.values else 0.0
@@ -73,8 +75,8 @@ class CastStats:
             fqn=fqn,
             operand=operand,
             gemms=gemms,
-            granularity=cast.granularity.name,
-            dtype=cast.dtype,
+            granularity=scheme.covers,
+            dtype=scheme.dtype,
             amax=m.amax,
             scale=m.scale,
             scale_min=-m.minus_scale,
@@ -83,7 +85,7 @@ class CastStats:
             saturation=percent * m.saturated,
             nonfinite=percent * m.nonfinite,
             sqnr=decibels(m.signal, m.noise),
-            delayed=cast.delayed,
+            delayed=delayed,
             nonfinite_rank=int(-m.minus_rank) if m.nonfinite else None,
         )
 
