@@ -26,10 +26,10 @@ RECIPES = [r.value for r in Float8LinearRecipeName if r is not Float8LinearRecip
 
 
 def scales(net: nn.Module) -> list[torch.Tensor]:
-    """All that is known about scales of weights: multipliers and scales, by layer and cast."""
-    known = [layer.float8_weight.cache.scaling for layer in float8_layers(net).values()]
+    """All that is known of weights: the statistics of each layer and scheme."""
+    known = [layer.float8_weight.cache.known for layer in float8_layers(net).values()]
     assert all(each is not None for each in known)
-    return [tensor for each in known if each for scaling in each.values() for tensor in scaling]
+    return [tensor for each in known if each for own in each.values() for tensor in own]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -66,7 +66,7 @@ def test_what_a_graph_wrote_is_what_it_sees() -> None:
     for layer in float8_layers(net).values():
         assert layer.float8_weight.cache.is_fresh(layer.weight)
         cast = layer.float8_weight.forward_casts(layer.weight).output
-        assert same_bits(cast.scale, cast_to_float8(layer.weight, CastConfig()).scale)
+        assert same_bits(cast.scales[0], cast_to_float8(layer.weight, CastConfig()).scale)
 
 
 def test_a_full_graph_is_refused() -> None:

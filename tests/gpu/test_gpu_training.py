@@ -23,7 +23,7 @@ from fp8_dist.debug import CastStats, float8_stats
 from fp8_dist.debug.statistics.measuring import Measures, measure
 from fp8_dist.debug.statistics.rows import decibels
 from fp8_dist.linear.observing import Owner, observed_by
-from fp8_dist.tensor import Quantized
+from fp8_dist.scaling import Quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -216,7 +216,8 @@ class CastsOnCpu:
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
         for gemms, low in lows.items():
-            copied = low._replace(qdata=low.qdata.cpu(), scale=low.scale.cpu())
+            scales = tuple(scale.cpu() for scale in low.scales)
+            copied = low._replace(qdata=low.qdata.cpu(), scales=scales)
             measured = measure(high.cpu(), copied, 0)
             self.found[owner.fqn, operand, gemms] = Measures(*measured.tolist())
 

@@ -32,16 +32,19 @@ from fp8_dist.kernels import (
 )
 from fp8_dist.linear.amax_history import history_copies
 from fp8_dist.linear.scale_query import QUERIES
-from fp8_dist.linear.weight_queries import shard_scalings, weight_copies
+from fp8_dist.linear.weight_queries import shard_statistics, weight_copies
+from fp8_dist.scaling.operators import cast_operator
 
 # The queries of scales, passes over tensors, GEMMs, and collectives.
 OPS = ("scale_query", "amax", "quantize", "reblock", "scaled_mm", "mm")
 OPS += ("all_gather", "reduce_scatter", "all_reduce")
 
-# Each is one cast of a tensor, to one copy or to several. The last two ask for the scale, too.
+# Each is one cast of a tensor, to one copy or to several. The last two ask for the scale, too; a graph
+# has the first of them.
 CASTS = {
     each.overload
     for each in (
+        cast_operator,
         quantize,
         quantize_after,
         quantize_copies,
@@ -56,11 +59,13 @@ CASTS = {
 }
 
 
-# The operators of scales of blocks, by the ones whose work they do.
-OF_BLOCKS = {
+# Operators of blocks, and of graphs, by the ones whose work they do.
+ALIKE = {
     "block_exponents": "amax",
+    "measure": "amax",
     "quantize_blocks": "quantize",
     "block_scaled_mm": "scaled_mm",
+    "multiply": "scaled_mm",
 }
 
 
@@ -71,9 +76,9 @@ def counted(func: Any) -> str | None:
     if func in CASTS:
         return "quantize"
     if func in QUERIES:
-        return None if func is shard_scalings.overload else "scale_query"
+        return None if func is shard_statistics.overload else "scale_query"
     name = func._schema.name.partition("::")[2]
-    name = OF_BLOCKS.get(name, name)
+    name = ALIKE.get(name, name)
     names = ((op, (op, f"{op}es", f"{op}_into_tensor", f"{op}_tensor")) for op in OPS)
     return next((op for op, every in names if name in every), None)
 

@@ -123,8 +123,8 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def scale_of_elements(x: Float8Tensor) -> torch.Tensor:
     """The scale of each element, fp32, of the shape of a tensor with scales of blocks."""
-    rows, columns, *start = map(int, re.findall(r"\d+", x.granularity))
-    first_row, first_column = start or (0, 0)
+    rows, columns = map(int, re.findall(r"\d+", x.scheme.covers))
+    first_row, first_column = x.start
     j = (torch.arange(x.shape[-1]) + first_column).div(columns, rounding_mode="floor")
     exponents = x.scale[..., j]
     if rows > 1:

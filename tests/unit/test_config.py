@@ -15,7 +15,8 @@ from fp8_dist import (
     ScalingGranularity,
     ScalingType,
 )
-from fp8_dist.config import GEMM_OPERANDS, CastSpec, Operand
+from fp8_dist.recipe import Operand
+from fp8_dist.scaling import Dense
 
 AXISWISE, BLOCKWISE = ScalingGranularity.AXISWISE, ScalingGranularity.BLOCKWISE
 OFF = CastConfig(ScalingType.DISABLED)
@@ -27,8 +28,9 @@ def test_none_means_the_operands_default_and_is_not_filled_in() -> None:
     config = Float8LinearConfig(
         cast_config_input=shared, cast_config_weight=shared, cast_config_grad_output=shared
     )
-    assert config.casts("input") == config.casts("weight") == (CastSpec(E4M3),)
-    assert config.casts("grad_output") == (CastSpec(E5M2),)
+    schemes = config.recipe.schemes
+    assert schemes["input"] == schemes["weight"] == (Dense(E4M3),)
+    assert schemes["grad_output"] == (Dense(E5M2),)
     assert shared.target_dtype is None
     assert config.cast_config_input_for_grad_weight is None
     assert config.cast_config("input", "grad_weight") is shared
@@ -52,7 +54,7 @@ def test_gemms_can_be_disabled_one_by_one() -> None:
     everything = Float8LinearConfig(
         cast_config_input=OFF, cast_config_weight=OFF, cast_config_grad_output=OFF
     )
-    assert everything.casts("weight") == ()
+    assert everything.recipe.schemes["weight"] == ()
 
 
 def test_recipes_by_name() -> None:
@@ -66,9 +68,9 @@ def test_recipes_by_name() -> None:
         assert config.round_scales_to_power_of_2 is not of_tensors
         two_copies = recipe.value in ("rowwise", "rowwise_with_gw_hp")
         for operand in operands:
-            uses = [config.cast(operand, g) for g, pair in GEMM_OPERANDS.items() if operand in pair]
-            assert (uses[0] != uses[1]) is two_copies
-            assert config.gather_cast(operand) == (None if two_copies else uses[0])
+            first, second = config.recipe.uses[operand].values()
+            assert (first != second) is two_copies
+            assert config.recipe.gather_scheme[operand] == (None if two_copies else first)
 
 
 def test_configs_are_frozen_and_hashable() -> None:
@@ -112,7 +114,7 @@ HISTORY = "keeps the history of one amax per tensor"
 SIZE = "BLOCKWISE needs (rows, columns) of a block, two positive integers"
 DROP = "are for ScalingGranularity.BLOCKWISE; drop them"
 SERVE = "but one copy must serve both of its GEMMs; its block_size must be"
-ONE = "and only one of them has scales of blocks; set"
+ONE = "but their scaling schemes are not of one kind; use"
 TWICE = "one copy with scales of blocks must serve both"
 ROWS = "fold_row_scales=True needs one scale per row, and"
 TWO = "but its GEMMs take two, with one scale per row and one per"

@@ -139,5 +139,8 @@ def test_the_table_of_recipes() -> None:
         for operand, shown in zip(get_args(Operand), casts, strict=True):
             cast = getattr(config, f"cast_config_{operand}")
             assert short_name(cast.dtype_for(operand)).startswith(shown.split()[0]), (name, operand)
-            assert ("then" in shown) == (config.gather_cast(operand) is None), (name, operand)
-        assert ("float8" in gathers) == (config.gather_cast("weight") is not None), name
+            assert ("then" in shown) == (config.recipe.gather_scheme[operand] is None), (
+                name,
+                operand,
+            )
+        assert ("float8" in gathers) == (config.recipe.gather_scheme["weight"] is not None), name

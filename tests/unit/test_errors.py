@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 
 import torch
-from granularities import ROW_QUADS, RowQuads
 from reference import raised
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
@@ -44,24 +43,22 @@ TYPES: Refused = {
     "cast_config must be a CastConfig, got 'e4m3'": lambda: cast_to_float8(ONE, "e4m3"),  # type: ignore[arg-type]
     "from_float: expected an nn.Linear, got <": lambda: Float8Linear.from_float(nn.ReLU()),  # type: ignore[arg-type]
     "config must be a Float8LinearConfig, got 'x'": lambda: Float8Linear(16, 16, config="x"),  # type: ignore[arg-type]
-    "must be fp32 and orig_dtype floating": lambda: Float8Tensor(BYTES, ONE.half(), torch.float32),
+    "must be torch.float32 for one scale per tensor, and orig_dtype floating": lambda: Float8Tensor(
+        BYTES, ONE.half(), torch.float32
+    ),
 }
 VALUES: Refused = {
     "comes from the history that a Float8Linear keeps": lambda: cast_to_float8(
         ONE, CastConfig(ScalingType.DELAYED)
     ),
-    "4 values of a row> is for layers; use ScalingGranularity.TENSOR": lambda: cast_to_float8(
-        ONE, CastConfig(scaling_granularity=ROW_QUADS)
-    ),
-    "there is a granularity called '4 values of a row' already": RowQuads,
     "this device multiplies none but torch.float8_e4m3fn by any; set": lambda: _native(
         E5M2, E5M2, ONE, ONE, torch.float32, False, transposed_copy
     ),
     "layer: a weight placed as P(sum) can't be multiplied; distribute it": lambda: linear_layouts(
         [Replicate()], [Partial()], 2, "layer"
     ),
-    "shape (3, 1) does not cover qdata of shape (2, 4)": lambda: Float8Tensor(
-        BYTES, torch.ones(3, 1), torch.float32
+    "scales of the shapes [(3, 1)] do not cover qdata of shape (2, 4) with one": lambda: (
+        Float8Tensor(BYTES, torch.ones(3, 1), torch.float32)
     ),
     "torch.cat of float8 tensors with one scale per row and per column": lambda: torch.cat(
         [lines(-1), lines(0)]
@@ -71,7 +68,7 @@ VALUES: Refused = {
 }
 OPERATIONS: Refused = {
     "its rows would be others; if one row was sharded": lambda: lines(-1).view(8, 4),
-    "slice of dims 1>): its result has no such scales": lambda: lines(1, (2, 4, 8)).view(8, 8),
+    "slice of dims 1: its result has no such scales": lambda: lines(1, (2, 4, 8)).view(8, 8),
     "aten.as_strided.default of a Float8Tensor": lambda: lines(-1).as_strided((8, 4), (4, 1)),
     "only whole rows travel, each with its scale": lambda: gather(lines(0), 1, "no group"),
 }

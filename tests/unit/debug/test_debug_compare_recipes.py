@@ -164,7 +164,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     found["generator"] = torch.get_rng_state()
     for name, layer in float8_layers(model).items():
         for operand, history in layer.histories.items():
-            values = [history.history, history.current, *(history.scaling or ())]
+            values = [history.history, history.current, history.statistic]
             found |= {
                 f"{name} {operand} {i}": v.clone() for i, v in enumerate(values) if v is not None
             }

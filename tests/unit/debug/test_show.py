@@ -15,6 +15,7 @@ from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float
 from fp8_dist.debug import CapturedCast, show
 from fp8_dist.debug.captures.files import save_capture
 from fp8_dist.debug.captures.octaves import Float8Range, histogram
+from fp8_dist.scaling import Dense
 
 ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 E5M2 = CastConfig(target_dtype=torch.float8_e5m2)
@@ -24,14 +25,14 @@ def cast_of(high: torch.Tensor, config: CastConfig | None = None) -> CapturedCas
     by_rows = config is ROWS
     made = cast_to_float8(high, config or CastConfig(), dim=-1 if by_rows else None)
     assert isinstance(made, Float8Tensor)
-    others = (made.qdata, made.scale, "row" if by_rows else "tensor")
+    others = (made.qdata, made.scales, made.scheme.key)
     return CapturedCast(7, 0, "layers.1.w2", "input", ("output",), 0, False, high, *others)
 
 
 def saturating(high: torch.Tensor, scale: float) -> CapturedCast:
     """Cast by a scale of earlier steps."""
     qdata = (high / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    others = (high, qdata, torch.tensor(scale), "tensor")
+    others = (high, qdata, (torch.tensor(scale),), Dense(qdata.dtype).key)
     return CapturedCast(7, 1, "layers.1.w2", "input", ("output",), 2, True, *others)
 
 

@@ -25,12 +25,10 @@ from fp8_dist import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
-from fp8_dist.cast import quantize_over
-from fp8_dist.config import CastSpec
+from fp8_dist.cast import quantize
 from fp8_dist.debug import AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
 from fp8_dist.debug.statistics.measuring import Measures, combine_, measure, measure_casts, nothing
-from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity
-from fp8_dist.tensor import Quantized
+from fp8_dist.scaling import Dense, Quantized
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -57,8 +55,12 @@ def cast_rows(stats: Float8Stats) -> list[CastStats]:
 # What was measured, against plain fp64 arithmetic.
 
 
+def of_tensor(qdata: torch.Tensor, scale: torch.Tensor) -> Quantized:
+    return Quantized(qdata, (scale,), Dense(qdata.dtype))
+
+
 def expected(x: torch.Tensor, low: Quantized) -> Measures:
-    values, scale = x.double(), low.granularity.gemm_scale(low.scale).double()
+    values, scale = x.double(), low.scales[0].double()
     found = low.qdata.double() * scale
     limit = {E4M3: 464.0, E5M2: 61440.0}[low.qdata.dtype]
     counted = values != 0
@@ -85,8 +87,8 @@ def check(x: torch.Tensor, low: Quantized) -> Measures:
     return exact
 
 
-@pytest.mark.parametrize("granularity", [TENSOR, ROW, COLUMN])
-def test_measures(granularity: Granularity) -> None:
+@pytest.mark.parametrize("per", ["tensor", "row", "column"])
+def test_measures(per: str) -> None:
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     for rows, dtype, float8 in product(
         (300, 129), dtypes, (E4M3, E5M2)
@@ -95,16 +97,17 @@ def test_measures(granularity: Granularity) -> None:
         x[:, ::3] *= 1e-9
         x[::7, ::5] = 0.0
         x = x.to(dtype)
-        exact = check(x, quantize_over(x, CastSpec(float8, granularity), False))
+        exact = check(x, quantize(x, Dense(float8, per)))
         assert exact.underflow
         assert not exact.saturated
     for amax in (1e-30, 1e30):  # squares are out of range
         x = amax * torch.randn(300, 512).clamp(-1, 1)
-        scale = torch.full(granularity.scale_shape(x.shape), amax / 448)
-        check(x, Quantized((x / scale).to(E4M3), scale, granularity))
+        (shape,) = Dense(E4M3, per).scale_shapes(x.shape)
+        scale = torch.full(shape, amax / 448)
+        check(x, Quantized((x / scale).to(E4M3), (scale,), Dense(E4M3, per)))
     # The host reads nothing of other devices: a meta tensor has no value to be read.
     x = torch.randn(300, 512, device="meta")
-    low = quantize_over(x, CastSpec(E4M3, granularity), False)
+    low = quantize(x, Dense(E4M3, per))
     for measured in measure_casts(x, [low, low], 0):
         assert (measured.device.type, measured.shape) == ("meta", (10,))
 
@@ -113,9 +116,9 @@ def test_casts_of_one_operand() -> None:
     """Each is measured as it is alone, also where others saturate."""
     x = torch.randn(300, 512).bfloat16()
     x[::7, ::5] = 0.0
-    lows = [quantize_over(x, CastSpec(E4M3, each), False) for each in (ROW, COLUMN, TENSOR)]
+    lows = [quantize(x, Dense(E4M3, per)) for per in ("row", "column", "tensor")]
     small = torch.tensor(1e-3)
-    lows.append(Quantized((x.float() / small).clamp(-448, 448).to(E4M3), small))
+    lows.append(of_tensor((x.float() / small).clamp(-448, 448).to(E4M3), small))
     together = torch.stack(measure_casts(x, lows, 0))
     assert torch.equal(together, torch.stack([measure(x, low, 0) for low in lows]))
     assert check(x, lows[-1]).saturated
@@ -128,7 +131,7 @@ def test_saturation(transposed: bool) -> None:
     qdata = x.clamp(-448, 448).to(E4M3)
     if transposed:
         qdata = qdata.t().contiguous().t()
-    found = Measures(*measure(x, Quantized(qdata, torch.tensor(1.0)), 0).tolist())
+    found = Measures(*measure(x, of_tensor(qdata, torch.tensor(1.0)), 0).tolist())
     assert (found.saturated, found.nonfinite) == (3, 0)
 
 
@@ -136,7 +139,7 @@ def test_saturation(transposed: bool) -> None:
 def test_values_that_are_not_finite(value: float) -> None:
     x, ones = torch.randn(4, 8), torch.ones(4, 8)
     x[1, 2] = value
-    low, low_ones = (quantize_over(each, CastSpec(E4M3, TENSOR), False) for each in (x, ones))
+    low, low_ones = (quantize(each, Dense(E4M3)) for each in (x, ones))
     found = Measures(*measure(x, low, 3).tolist())
     assert (found.nonfinite, found.minus_rank) == (1, -3)
     assert math.isnan(found.amax) is math.isnan(value)
@@ -149,7 +152,7 @@ def test_values_that_are_not_finite(value: float) -> None:
 def test_shapes_zeros_and_exact_values() -> None:
     for shape in ((0, 8), (3, 0), (0, 4, 8), (2, 3, 4, 8), (8,)):
         x = torch.ones(shape)
-        found = Measures(*measure(x, Quantized(x.to(E4M3), torch.tensor(1.0)), 0).tolist())
+        found = Measures(*measure(x, of_tensor(x.to(E4M3), torch.tensor(1.0)), 0).tolist())
         assert (found.values, found.signal, found.noise) == (x.numel(), x.numel(), 0)
     layer = Float8Linear(16, 16, bias=False)
     with torch.no_grad():

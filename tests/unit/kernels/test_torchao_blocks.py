@@ -13,25 +13,22 @@ from torchao.prototype.blockwise_fp8_training.kernels import (
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
 from fp8_dist import Float8LinearConfig
-from fp8_dist.cast import quantize_over
-from fp8_dist.config import CastSpec
-from fp8_dist.granularity import Blocks
+from fp8_dist.cast import quantize
 from fp8_dist.kernels import powers_of_2
+from fp8_dist.scaling import Blocks, Scheme
 
 E4M3 = torch.float8_e4m3fn
-BY_FORMULA = CastSpec(E4M3, Blocks.of(1, 32))
-CEIL = CastSpec(E4M3, Blocks.of(1, 32, "ceil"))
-FLOOR = CastSpec(E4M3, Blocks.of(1, 32, "floor"))
-MX = Float8LinearConfig.from_recipe_name("mxfp8").cast("input", "output")
+BY_FORMULA, CEIL, FLOOR = (Blocks(E4M3, 1, 32, rule) for rule in (None, "ceil", "floor"))
+MX = Float8LinearConfig.from_recipe_name("mxfp8").recipe.uses["input"]["output"]
 EPS = 1e-12
 
 Cast = tuple[torch.Tensor, torch.Tensor]  # qdata, the bytes of the scales
 
 
-def ours(x: torch.Tensor, cast: CastSpec | None) -> Cast:
-    assert cast is not None
-    made = quantize_over(x, cast, False)
-    return made.qdata, made.scale
+def ours(x: torch.Tensor, scheme: Scheme | None) -> Cast:
+    assert scheme is not None
+    made = quantize(x, scheme)
+    return made.qdata, made.scales[0]
 
 
 def theirs(x: torch.Tensor, mode: str) -> Cast:
@@ -117,8 +114,8 @@ def test_blockwise_scales_are_torchaos_rounded_up_to_powers_of_two(blocks: tuple
     }[blocks]
     x = torch.randn(256, 384) * torch.logspace(-6, 6, 384)
     x[:128, :128] = 0
-    spec = CastSpec(E4M3, Blocks.of(*blocks))
-    (qdata, scale), (its_qdata, its_scale) = ours(x, spec), cast(x)
+    scheme = Blocks(E4M3, *blocks)
+    (qdata, scale), (its_qdata, its_scale) = ours(x, scheme), cast(x)
     ratio = powers_of_2(scale) / its_scale
     assert scale.shape == its_scale.shape
     assert ratio.min() >= 1
@@ -129,6 +126,6 @@ def test_blockwise_scales_are_torchaos_rounded_up_to_powers_of_two(blocks: tuple
     wide = its_scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     x = (x / wide).clamp(-448, 448) * 2.0**-3
     x[::rows, ::columns] = 448 * 2.0**-3
-    (qdata, scale), (its_qdata, its_scale) = ours(x, spec), cast(x)
+    (qdata, scale), (its_qdata, its_scale) = ours(x, scheme), cast(x)
     assert same_bits(powers_of_2(scale), its_scale.contiguous())
     assert same_bits(qdata, its_qdata.contiguous())

@@ -28,17 +28,17 @@ def layer_of(recipe: str) -> Float8Linear:
 
 def arguments_of(layer: Float8Linear) -> tuple[Any, ...]:
     """To ask for all copies of the weight, each in both layouts."""
-    names = [cast.granularity.name for cast in layer.config.casts("weight")]
-    of = [i for i in range(len(names)) for _ in range(2)]
-    handle, layouts = layer.float8_weight.handle, [False, True] * len(names)
-    return layer.weight, handle, E4M3, names, of, layouts, True
+    keys = [scheme.key for scheme in layer.config.recipe.schemes["weight"]]
+    of = [i for i in range(len(keys)) for _ in range(2)]
+    handle, layouts = layer.float8_weight.handle, [False, True] * len(keys)
+    return layer.weight, handle, keys, [0, 0], of, layouts, True
 
 
 def kept(layer: Float8Linear) -> Iterator[torch.Tensor]:
-    for scaling in (layer.float8_weight.cache.scaling or {}).values():
-        yield from scaling
+    for statistics in (layer.float8_weight.cache.known or {}).values():
+        yield from statistics
     for history in layer.histories.values():
-        yield from (*(history.scaling or ()), *(t for t in vars(history).values() if t is not None))
+        yield from (*(history._scaling or ()), *vars(history).values())
 
 
 def memory(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> set[int]:
@@ -66,7 +66,7 @@ def test_a_weight(recipe: str, precomputed: bool) -> None:
     assert set(computing) <= {"fp8_dist.cast_and_record.default"}
     scales = first[: len(first) // 3]
     assert found.output is not None
-    assert same_bits(found.output.scale, scales[0])
+    assert same_bits(found.output.scales[0], scales[0])
     assert same_bits(found.output.qdata, first[len(scales)])
     assert same_bits(found.output.qdata, first[len(scales) + 1].t())
     torch.library.opcheck(weight_copies.overload, arguments_of(layer), test_utils="test_faketensor")
@@ -80,7 +80,7 @@ def test_an_operand_with_a_history(synced: bool) -> None:
         layer(x).sum().backward()
         sync_float8_amax_and_scale_history(layer)
     history = layer.histories["input"]
-    arguments = (x, history._handle, E4M3, [False, True], True, "")
+    arguments = (x, history._handle, E4M3, [False, True], True, [])
     first, second = (history_copies.overload(*arguments) for _ in range(2))
     assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
     assert not memory(first) & (memory(second) | memory(kept(layer)))

@@ -22,11 +22,10 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
     update_float8_scales,
 )
-from fp8_dist.config import CastSpec, CopySpec
 from fp8_dist.fsdp import Float8AllGatherWeight
 from fp8_dist.linear.recording import record_gemms
 from fp8_dist.linear.shared_input import last_cast, note_cast
-from fp8_dist.tensor import Quantized
+from fp8_dist.scaling import Copy, Dense, Quantized
 
 
 def twins(
@@ -203,8 +202,10 @@ def test_an_input_that_was_written_to_is_cast_anew() -> None:
 
 def test_the_last_cast_is_read_at_once() -> None:
     ones, sevens = torch.ones(4), torch.full((4,), 7.0)
-    copy = CopySpec(CastSpec(torch.float8_e4m3fn))
-    casts = [{copy: Quantized(x.to(torch.float8_e4m3fn), torch.ones(()))} for x in (ones, sevens)]
+    scheme = Dense(torch.float8_e4m3fn)
+    data = [x.to(scheme.dtype) for x in (ones, sevens)]
+    copy = Copy(scheme)
+    casts = [{copy: Quantized(qdata, (torch.ones(()),), scheme)} for qdata in data]
 
     class Interrupted:
         """While it is compared another thread takes over."""

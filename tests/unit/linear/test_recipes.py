@@ -81,7 +81,7 @@ def test_powers_of_two(recipe: str, power_of_2: bool) -> None:
         assert sqnr(expected[gemm], found[gemm]) > 120, gemm
     assert len(multiplied) == (2 if recipe == "rowwise_with_gw_hp" else 3)
     for operand in (each for pair in multiplied for each in pair):
-        if "block" in operand.granularity:
+        if "block" in operand.scheme.covers:
             assert operand.scale.dtype is torch.uint8  # nothing but exponents
             continue
         are = torch.frexp(operand.scale).mantissa == 0.5

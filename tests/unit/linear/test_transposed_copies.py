@@ -6,10 +6,11 @@ import pytest
 import torch
 from reference import same_bits
 
-from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, cast, config
+from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
+from fp8_dist import recipe as recipes
 from fp8_dist.kernels import cast_blocks
-from fp8_dist.linear import sharded_tokens
 from fp8_dist.linear.recording import GemmRecord, record_gemms
+from fp8_dist.scaling import blocks
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 
@@ -34,13 +35,13 @@ def test_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, recipe: str, ndim: int, weight_grad: bool
 ) -> None:
     plain, expected = step(recipe, ndim, weight_grad)
-    monkeypatch.setattr(config, "takes_transposed", lambda device: True)
+    monkeypatch.setattr(recipes, "takes_transposed", lambda device: True)
     turned, found = step(recipe, ndim, weight_grad)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
     for mine, theirs in zip(turned, plain, strict=True):
         assert same_bits(mine.a.qdata, theirs.a.qdata)
         assert same_bits(mine.b.qdata, theirs.b.qdata)
-        if "block" in mine.a.granularity:
+        if mine.a.scale.dtype is torch.uint8:
             continue  # their GEMM is one in a wider type, which takes any layout
         # As cuBLASLt takes them: a row-major matrix by a column-major one.
         assert mine.a.qdata.is_contiguous()
@@ -53,16 +54,16 @@ def test_blocks_that_are_cast_in_one_pass(
 ) -> None:
     """As on a GPU: exponents and both layouts of a weight by one operator; reblocked transposed."""
     plain, expected = step(recipe, ndim, True)
-    for module in (config, sharded_tokens):
+    for module in (recipes, blocks):
         monkeypatch.setattr(module, "takes_transposed", lambda device: True)
-    monkeypatch.setattr(cast, "fuses_blocks", lambda x: True)
+    monkeypatch.setattr(blocks, "fuses_blocks", lambda x: True)
     calls: list[list[bool]] = []
 
     def counted(*args: Any) -> list[torch.Tensor]:
         calls.append(args[4])
         return cast_blocks(*args)
 
-    monkeypatch.setattr(cast, "cast_blocks", counted)
+    monkeypatch.setattr(blocks, "cast_blocks", counted)
     turned, found = step(recipe, ndim, True)
     assert calls == [[False, True], [False], [False]]  # of the weight, the input, the gradient
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
@@ -74,7 +75,7 @@ def test_blocks_that_are_cast_in_one_pass(
 
 
 def test_emulation_takes_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "takes_transposed", lambda device: True)
+    monkeypatch.setattr(recipes, "takes_transposed", lambda device: True)
     for emulate in (True, False):
         copies = Float8LinearConfig(emulate=emulate).copies("input", torch.device("cpu"))
         assert copies["grad_weight"].transposed is not emulate
@@ -82,7 +83,7 @@ def test_emulation_takes_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_forward_without_gradients_casts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "takes_transposed", lambda device: True)
+    monkeypatch.setattr(recipes, "takes_transposed", lambda device: True)
     layer = Float8Linear(32, 48)
     parameter = layer.weight
     assert len({id(q.qdata) for q in layer.float8_weight.forward_casts(parameter)[:2] if q}) == 2

@@ -54,7 +54,7 @@ def write(layer: Float8Linear) -> None:
 
 
 def wait(layer: Float8Linear) -> None:
-    assert layer.float8_weight.cache.scaling
+    assert layer.float8_weight.cache.known
 
 
 def gather(layer: Float8Linear) -> None:
@@ -191,8 +191,8 @@ def test_precompute_of_weights_on_several_devices() -> None:
     layers = [Float8Linear(16, 16, device=device) for device in ("cpu", "meta")]
     precompute_float8_dynamic_scale(nn.Sequential(*layers))
     for layer in layers:
-        (scaling,) = (layer.float8_weight.cache.scaling or {}).values()
-        assert all(number.device == layer.weight.device for number in scaling)
+        (statistics,) = (layer.float8_weight.cache.known or {}).values()
+        assert all(each.device == layer.weight.device for each in statistics)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "delayed"])

@@ -19,7 +19,7 @@ from reference import (
 )
 
 from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float8
-from fp8_dist.granularity import Blocks
+from fp8_dist.scaling import Blocks, scheme_named
 
 E4M3 = torch.float8_e4m3fn
 
@@ -109,8 +109,8 @@ def test_a_transposed_matrix(kind: str) -> None:
         check(turned, x.dequantize().t())  # type: ignore[arg-type]
         assert turned.qdata.data_ptr() == x.qdata.data_ptr()
         assert same_cast(turned.t(), x)
-        assert turned.t().granularity == x.granularity
-    assert x.t().granularity == {"rows": "block of 4 x 1", "squares": "block of 4 x 4"}[kind]
+        assert turned.t().scheme == x.scheme
+    assert x.t().scheme == Blocks(E4M3, 4, 1 if kind == "rows" else 4)
 
 
 PARTS: list[Callable[[torch.Tensor, int], Any]] = [
@@ -139,20 +139,19 @@ def test_parts(kind: str) -> None:
 
 def test_a_part_says_where_in_its_first_block_it_begins() -> None:
     x, squares = of_rows(), of_squares()
-    for part, shape, granularity in (
-        (x[:, 4:], (10, 3), "block of 1 x 4"),
-        (x[:, 5:9], (10, 2), "block of 1 x 4 from 0, 1"),
-        (x[5:, 5:9], (5, 2), "block of 1 x 4 from 0, 1"),
-        (squares[5:, 8:], (2, 2), "block of 4 x 4 from 1, 0"),
-        (squares[5:, 6:][2:, 1:], (2, 3), "block of 4 x 4 from 3, 3"),
-        (squares[5:, 6:].t(), (3, 2), "block of 4 x 4 from 2, 1"),
-        (x[:, 5:].t(), (3, 10), "block of 4 x 1 from 1, 0"),
+    for part, shape, scheme, start in (
+        (x[:, 4:], (10, 3), x.scheme, (0, 0)),
+        (x[:, 5:9], (10, 2), x.scheme, (0, 1)),
+        (x[5:, 5:9], (5, 2), x.scheme, (0, 1)),
+        (squares[5:, 8:], (2, 2), squares.scheme, (1, 0)),
+        (squares[5:, 6:][2:, 1:], (2, 3), squares.scheme, (3, 3)),
+        (squares[5:, 6:].t(), (3, 2), squares.scheme, (2, 1)),
+        (x[:, 5:].t(), (3, 10), Blocks(E4M3, 4, 1), (1, 0)),
     ):
-        assert (part.scale.shape, part.granularity) == (shape, granularity)
-    for rule in (None, "ceil", "floor"):  # the name says all, as another process reads it
-        for start, is_cut in (((0, 0), False), ((3, 5), False), ((0, 7), True)):
-            made = Blocks.of(32, 32, rule, start, is_cut)
-            assert Blocks.parse(made.name) is made
+        assert (part.scale.shape, part.scheme, part.start) == (shape, scheme, start)
+    for rule in (None, "ceil", "floor"):  # the key says all, as another process reads it
+        scheme = Blocks(E4M3, 32, 32, rule)
+        assert scheme_named(scheme.key) == scheme
 
 
 @kinds
@@ -161,10 +160,11 @@ def test_parts_are_put_together_along_the_edges_of_blocks(kind: str) -> None:
     for dim in range(x.ndim):
         whole = torch.cat(x.split(4, dim), dim)
         assert same_cast(whole, x)  # type: ignore[arg-type]
-        assert whole.granularity == x.granularity
+        assert whole.scheme == x.scheme
     if kind == "rows":
         assert same_cast(torch.cat([x[:3], x[3:]]), x)  # rows move whole
         assert same_cast(torch.cat([x[:3, 2:], x[3:, 2:]]), x[:, 2:])
+        assert same_cast(torch.cat([x[:, 3:8], x[:, 8:]], -1), x[:, 3:])
 
 
 def test_rows_move_whole_and_zeros_are_added_where_the_last_block_has_room() -> None:
@@ -215,9 +215,16 @@ def test_what_no_scales_of_blocks_fit_is_refused() -> None:
         assert "its result has no such scales; call .dequantize() first" in text
         assert "one scale per block of " in text
     assert "its rows would be others" in raised(NotImplementedError, lambda: x.flatten())
-    for others in ([x, squares], [x[:, 3:8], x[:, 8:]]):  # other blocks, another start
-        text = raised(ValueError, lambda others=others: torch.cat(others, -1))
-        assert "torch.cat of float8 tensors with one scale per block of" in text
+    unlike: list[tuple[str, Callable[[], object]]] = [
+        (
+            "torch.cat of float8 tensors with one scale per block of",
+            lambda: torch.cat([x, squares]),
+        ),
+        ("torch.cat of float8 tensors", lambda: torch.cat([x[:3, 2:6], x[3:, 3:7]])),  # cut apart
+        ("copy_ of float8 tensors", lambda: x[:3, 2:6].copy_(x[3:6, 3:7])),
+    ]
+    for begins, call in unlike:
+        assert begins in raised(ValueError, call)
 
 
 @kinds
@@ -231,9 +238,9 @@ def test_copies(kind: str) -> None:
     for each in (*copies, y.copy_(x), torch.nn.Parameter(x).detach()):
         assert type(each) is Float8Tensor
         assert same_cast(each, x)
-        assert each.granularity == x.granularity
+        assert each.scheme == x.scheme
     part = x[..., 3:9]
-    assert part.clone().granularity == part.granularity
+    assert part.clone().start == part.start == (0, 3)
     assert same_cast(part.clone(), part)
     converted = x.to(torch.bfloat16)
     assert converted.dtype is torch.bfloat16
@@ -256,16 +263,16 @@ def test_products_of_matrices() -> None:
 
 def test_errors() -> None:
     x, one = of_rows(), cast_to_float8(torch.randn(14, 6), CastConfig())
-    blocks, data = "block of 1 x 4", torch.zeros(2, 8).to(E4M3)
+    blocks, data = Blocks(E4M3, 1, 4), torch.zeros(2, 8).to(E4M3)
     exponents = torch.zeros(2, 2, dtype=torch.uint8)
     config = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(4, 4))
-    mixed = "only one of them has scales of blocks; cast both of them so, or neither"
-    cover = "does not cover qdata of shape (2, 8)"
+    mixed = "their scaling schemes are not of one kind; cast both of them alike"
+    cover = "do not cover qdata of shape (2, 8) with one scale per block of 1 x 4; they must be"
     refused: list[tuple[type[Exception], Callable[[], object], str]] = [
-        (ValueError, lambda: x @ one, f"float8 GEMM of (10, 14) by (14, 6): {mixed}"),
-        (ValueError, lambda: one.t() @ x.t(), f"float8 GEMM of (6, 14) by (14, 10): {mixed}"),
-        (TypeError, lambda: Float8Tensor(data, exponents.float(), torch.float32, blocks), "scale must be uint8, the exponents of blocks, and orig_dtype"),
-        (TypeError, lambda: Float8Tensor(data, exponents, torch.float32), "scale must be fp32 and orig_dtype floating point, got torch.uint8"),
+        (ValueError, lambda: x @ one, f"float8 GEMM of (10, 14) by (14, 6): one scale per block of 1 x 4 and per tensor: {mixed}"),
+        (ValueError, lambda: one.t() @ x.t(), f"float8 GEMM of (6, 14) by (14, 10): one scale per tensor and per block of 4 x 1: {mixed}"),
+        (TypeError, lambda: Float8Tensor(data, exponents.float(), torch.float32, blocks), "scales must be torch.uint8 for one scale per block of 1 x 4, and orig_dtype"),
+        (TypeError, lambda: Float8Tensor(data, exponents, torch.float32), "scales must be torch.float32 for one scale per slice of dims , and orig_dtype floating point, got torch.uint8"),
         (ValueError, lambda: Float8Tensor(data, exponents[:1], torch.float32, blocks), cover),
         (ValueError, lambda: cast_to_float8(torch.randn(4, 4), config, dim=-1), "dim=-1 is the reduced dim of an axiswise cast, but the granularity is BLOCKWISE"),
         (ValueError, lambda: cast_to_float8(torch.randn(4), config), "blocks of (4, 4) need a tensor of 2 dims or more, got 1"),

@@ -1,0 +1,345 @@
+"""Scaling schemes: their levels, keys and plans, and schemes that tests add."""
+
+import copy
+import pickle
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from delayed_steps import quantized
+from recipe_algebra import step
+from reference import raised, reference_cast, same_bits, sqnr
+from schemes import COLUMN_PAIRS, CONFIG, ROW_PAIRS, ROW_QUADS, Quads, config_of
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, cast_to_float8
+from fp8_dist.linear.operands import plan_operand
+from fp8_dist.linear.recording import record_gemms
+from fp8_dist.mesh import Layout, global_offset
+from fp8_dist.recipe import GEMM_OPERANDS, Operand
+from fp8_dist.scaling import Blocks, Dense, Placed, Scheme, covering, message_dtype, scheme_named
+from fp8_dist.scaling.reduction import as_integers, from_integers
+
+E4M3 = torch.float8_e4m3fn
+TENSOR, ROW, COLUMN = (Dense(E4M3, per) for per in ("tensor", "row", "column"))
+MATRIX, SLICE = Dense(E4M3, "matrix"), covering((1,), TENSOR, 3)
+ALL = [TENSOR, MATRIX, ROW, COLUMN, SLICE, Blocks(E4M3, 1, 4), Blocks(E4M3, 4, 4)]
+ALL += [ROW_PAIRS, COLUMN_PAIRS, ROW_QUADS]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The sizes of a mesh, and the place of a rank on it."""
+
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+    def size(self, axis: int) -> int:
+        return self.sizes[axis]
+
+    def get_coordinate(self) -> tuple[int, ...]:
+        return self.coordinate
+
+
+def layout(
+    shape: tuple[int, ...], *placements: Placement, coordinate: tuple[int, ...] = ()
+) -> Layout:
+    """The layout of one of two ranks per axis, by default the last."""
+    mesh: Any = Mesh((2,) * len(placements), coordinate or (1,) * len(placements))
+    return Layout(mesh, placements, torch.Size(shape))
+
+
+# Ranks have whole blocks of 4 rows of 8, and none of 6.
+LEVELS = """\
+tensor              scales []         from []         shared by (0, 1, 2)             moves from [0, 1, 2]
+matrix              scales [4, 1, 1]  from [2, 0, 0]  shared by (1, 2)                moves from []
+row                 scales [4, 8, 1]  from [2, 4, 0]  shared by (2,)                  moves from [0, 1]
+column              scales [1, 1, 8]  from [0, 0, 4]  shared by (0, 1)                moves from []
+slice of dims 1     scales [4, 1, 8]  from [2, 0, 4]  shared by (1,)                  moves from []
+block of 1 x 4      scales [4, 8, 2]  from [2, 4, 1]  shared by ()                    moves from [0, 1]
+block of 4 x 4      scales [4, 2, 2]  from [2, 1, 1]  shared by (), (1, 2) if cut     moves from []
+pair of rows        scales [4, 4, 1]  from [2, 2, 0]  shared by (2,), (1, 2) if cut   moves from []
+pair of columns     scales [1, 1, 4]  from [0, 0, 2]  shared by (0, 1)                moves from []
+4 values of a row   scales [4, 8, 2]  from [2, 4, 1]  shared by ()                    moves from [0, 1]"""
+
+
+def test_levels_as_a_table() -> None:
+    placements = (Shard(0), Shard(1), Shard(-1), Replicate())
+    whole, cut = (layout((4, rows, 8), *placements) for rows in (8, 6))
+    lines = []
+    for scheme in ALL:
+        (level,), (axes,) = scheme.levels, scheme.axes(whole)
+        assert scheme.scale_shapes((4, 8, 8)) == [level.shape((4, 8, 8))]
+        is_cut = scheme.axes(cut) != (axes,)
+        shared = f"{axes}, {scheme.axes(cut)[0]} if cut" if is_cut else f"{axes}"
+        assert scheme.is_cut(cut) is is_cut
+        assert not scheme.is_cut(whole)
+        assert scheme.start(whole) == (0, 0)
+        lines.append(
+            f"{scheme.covers:19} scales {level.shape((4, 8, 8))!s:10} from "
+            f"{level.offset((2, 4, 4))!s:10} shared by {shared:21} "
+            f"moves from {[dim for dim in range(3) if scheme.can_move([dim], 3)]}"
+        )
+    assert "\n".join(lines) == LEVELS
+
+
+def test_parts_that_cut_blocks() -> None:
+    squares = Blocks(E4M3, 4, 4)
+    cut = layout((6, 10), Shard(0), Shard(1))  # this rank's part begins at [3, 5]
+    assert squares.start(cut) == (3, 1)
+    assert squares.scale_shapes((3, 5), (3, 1)) == [[2, 2]]
+    assert squares.levels[0].offset((3, 5)) == [0, 1]
+    assert ROW_PAIRS.start(cut) == (1, 0)
+    assert ROW_PAIRS.scale_shapes((3, 5), (1, 0)) == [[2, 1]]
+    assert squares.moved((3, 1), 1, 4, 2) == (3, 1)
+    assert squares.moved((3, 1), 0, 2, 2) == (1, 1)
+    whole = layout((8, 6), Shard(0), Replicate())
+    assert not squares.is_cut(whole)
+    uneven = layout((7, 4), Shard(0))  # 4 rows and 3
+    assert ROW_PAIRS.is_cut(uneven)
+    assert not Blocks(E4M3, 1, 4).is_cut(uneven)
+
+
+def test_ranks_that_share_statistics() -> None:
+    placements = [Replicate(), Shard(0), Partial(), Shard(1)]
+    of_matrix = layout((4, 8), *placements)
+    assert TENSOR.axes(of_matrix) == ((1, 3),)
+    assert TENSOR.axes(layout((4, 8), Partial(), Shard(0))) == ((1,),)  # a sum is no shard
+    assert ROW.axes(of_matrix) == ((3,),)  # the axes that cut rows
+    assert COLUMN.axes(of_matrix) == ((1,),)
+    assert ROW.axes(layout((2, 4, 8), Shard(-1))) == ((0,),)
+    assert ROW.axes(None) == ((),)
+    mesh: Any = Mesh((1, 2), (0, 0))
+    assert TENSOR.axes(Layout(mesh, (Shard(0), Shard(1)), torch.Size((4, 8)))) == ((1,),)
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=lambda scheme: scheme.covers)
+def test_parts_are_cast_as_the_whole(scheme: Scheme) -> None:
+    """By statistics that are reduced as a message; parts cut blocks along both dims."""
+    x = torch.randn(6, 10) * torch.logspace(-2, 2, 60).view(6, 10)
+    known, scales, (qdata,) = scheme.cast(x, None, (0, 0), [False])
+    places, parts = [], []
+    for coordinate in product(range(2), repeat=2):
+        at = layout((6, 10), Shard(0), Shard(1), coordinate=coordinate)
+        row, column = global_offset(at)
+        part, start = (slice(row, row + 3), slice(column, column + 5)), scheme.start(at)
+        (local,) = scheme.measure(x[part], start)
+        places.append(Placed.of(local, scheme.levels[0], at, (0, 1)))
+        parts.append((at, part, start))
+    dtype = message_dtype([place.local for place in places])
+    reduced = torch.stack([place.flat(dtype) for place in places]).amax(0)
+    assert len(reduced) == places[0].size
+    for place, (at, part, start) in zip(places, parts, strict=True):
+        whole = place.whole(reduced)
+        assert same_bits(whole, known[0])
+        own = place.part(whole)
+        assert same_bits(own, scheme.local_part(known, at, (3, 5))[0])
+        _, found, (data, turned) = scheme.cast(x[part], (own,), start, [False, True])
+        assert same_bits(data, qdata[part])
+        assert same_bits(turned, data.t())
+        assert same_bits(found[0], scheme.local_part(scales, at, (3, 5))[0])
+        values = scheme.dequantize(data, found, start)
+        assert same_bits(values, scheme.dequantize(qdata, scales)[part])
+
+
+def test_a_message_of_amaxes_and_exponents() -> None:
+    amaxes = torch.tensor([0.0, 1e-40, 1.5, 448.0, torch.inf, torch.nan])
+    exponents = torch.tensor([0, 1, 127, 255], dtype=torch.uint8)
+    assert message_dtype([amaxes, exponents]) is torch.int32
+    assert message_dtype([exponents]) is torch.uint8
+    for statistics in (amaxes, exponents):
+        integers = as_integers(statistics, torch.int32)
+        assert (integers.diff() > 0).all()
+        assert same_bits(from_integers(integers, statistics.dtype), statistics)
+
+
+def test_what_fsdp_gathers_beside_the_data() -> None:
+    even, uneven, columns = (
+        layout((8, 8), Shard(0)),
+        layout((9, 8), Shard(0)),
+        layout((8, 8), Shard(1)),
+    )
+    # Levels of which shards have different scales; whether the gather carries them.
+    found = {
+        scheme.covers: [
+            (scheme.moving_levels(each), scheme.rides_in_gather(each))
+            for each in (even, uneven, columns)
+        ]
+        for scheme in (TENSOR, ROW, Blocks(E4M3, 1, 4), Blocks(E4M3, 4, 4), Blocks(E4M3, 8, 8))
+    }
+    assert found == {
+        "tensor": [((), True), ((), False), ((), False)],
+        "row": [((0,), True), ((0,), False), ((), False)],
+        "block of 1 x 4": [((0,), True), ((0,), False), ((0,), False)],
+        "block of 4 x 4": [((0,), True), ((0,), False), ((0,), False)],
+        "block of 8 x 8": [((0,), False), ((0,), False), ((0,), False)],
+    }
+    assert TENSOR.moving_levels(None) == ()
+
+
+def test_keys() -> None:
+    floor = Blocks(torch.float8_e5m2, 1, 32, "floor")
+    for scheme in (*ALL, floor, Dense(E4M3, "row", power_of_2=True)):
+        for other in (
+            scheme_named(scheme.key),
+            copy.deepcopy(scheme),
+            pickle.loads(pickle.dumps(scheme)),
+            replace(scheme),
+        ):
+            assert other == scheme
+            assert hash(other) == hash(scheme)
+            assert other.key == scheme.key
+    assert len({*ALL, *ALL}) == len(ALL)
+    assert ROW != COLUMN
+    assert Dense(E4M3, "row", power_of_2=True) not in ALL
+    # As another process made it.
+    key = 'dense {"dtype": {"dtype": "float8_e5m2"}, "per": "row", "power_of_2": true, "dims": []}'
+    assert scheme_named(key) == Dense(torch.float8_e5m2, "row", True)
+    text = raised(ValueError, lambda: scheme_named("thirds {}"))
+    assert text.startswith("the scaling scheme thirds {} is not defined here; import the module")
+
+
+def test_what_a_new_scheme_must_say() -> None:
+    def again() -> None:
+        class Others(Scheme):
+            family = "quads"
+
+    assert "two scaling schemes have the family 'quads'; rename one" in raised(ValueError, again)
+
+    @dataclass(frozen=True, eq=False)
+    class Still(Quads):
+        """One copy serves both GEMMs, but is not gathered."""
+
+        family = "still"
+        can_gather = False
+
+    @dataclass(frozen=True, eq=False)
+    class Odd(Quads):
+        family = "odd"
+
+        of: Any = frozenset()
+
+    assert "must be plain data, got frozenset()" in raised(TypeError, Odd)
+    still = CastConfig(scaling_granularity=Still())
+    same = {f"cast_config_{operand}": still for operand in ("input", "weight", "grad_output")}
+    assert Float8LinearConfig(**same).recipe.gather_scheme["weight"] is None
+    two = {name: getattr(CONFIG, name) for name in same}
+    for casts, text in (
+        (same, "it can't be gathered, with one scale per 4 values of a row"),
+        (two, "its GEMMs take two, with one scale per pair of rows and one per pair of columns"),
+    ):
+        gathered = partial(Float8LinearConfig, **casts, enable_fsdp_float8_all_gather=True)
+        assert text in raised(ValueError, gathered)
+    e5m2 = CastConfig(scaling_granularity=ROW_QUADS, target_dtype=torch.float8_e5m2)
+    assert e5m2.scheme("input", False) == Quads(torch.float8_e5m2)
+
+
+PLANS = """\
+plain           tensor  global  cast per tensor                    statistics over all
+plain           tensor  rank    cast per tensor                    statistics over ()
+plain           rowwise global  cast row, column                   statistics over all
+plain           rowwise rank    cast row, column                   statistics over ()
+Shard(1) -> R   tensor  global  cast per tensor, then move float8  statistics over all
+Shard(1) -> R   tensor  rank    cast per tensor, then move float8  statistics over (0,)
+Shard(1) -> R   folded  global  cast per row, then move float8     statistics over all
+Shard(1) -> R   rowwise global  move high, then cast row, column   statistics over all
+Shard(1) -> R   rowwise rank    move high, then cast row, column   statistics over ()
+Shard(1) -> R   gw_hp   global  move high, then cast row, high     statistics over all
+Shard(-1) -> R  tensor  global  cast per tensor, then move float8  statistics over all
+Shard(-1) -> R  folded  global  move high, then cast row, row      statistics over all
+stays           tensor  rank    cast per tensor                    statistics over ()
+stays           rowwise global  cast row, column                   statistics over all
+2-D, one axis   tensor  rank    cast per tensor, then move float8  statistics over (1,)
+2-D, one axis   folded  global  cast per row, then move float8     statistics over all
+2-D, one axis   rowwise rank    move high, then cast row, column   statistics over ()
+"""
+
+
+def test_plans_as_a_table() -> None:
+    kinds: dict[str, tuple[Scheme | None, ...]] = {
+        "tensor": (TENSOR, TENSOR),
+        "folded": (ROW, ROW),
+        "rowwise": (ROW, COLUMN),
+        "gw_hp": (ROW, None),
+    }
+    moves: dict[str, tuple[tuple[Placement, ...] | None, tuple[Placement, ...] | None]] = {
+        "plain": (None, None),
+        "stays": ((Shard(2),), (Shard(2),)),
+        "Shard(1) -> R": ((Shard(1),), (Replicate(),)),
+        "Shard(-1) -> R": ((Shard(-1),), (Replicate(),)),
+        "2-D, one axis": ((Shard(0), Shard(1)), (Shard(0), Replicate())),
+    }
+    for line in PLANS.splitlines():
+        move, kind, scope = line[:16].strip(), *line[16:32].split()
+        plan = plan_operand(kinds[kind], *moves[move], 3, scope)
+        steps = f"cast {', '.join('high' if s is None else s.covers for s in kinds[kind])}"
+        if plan.first is not None:
+            steps = f"cast per {plan.first.covers}"
+            steps += ", then move float8" if plan.moves else ""
+        elif plan.moves:
+            steps = f"move high, then {steps}"
+        axes = "all" if plan.within is None else plan.within
+        assert line[32:].split("  ")[0] == steps, line
+        assert line.endswith(f" statistics over {axes}"), line
+
+
+def expected_operand(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """The data and the scale of each value of a matrix, block by block."""
+    rows, columns = x.shape
+    block = {ROW_PAIRS: (2, columns), COLUMN_PAIRS: (rows, 2), ROW_QUADS: (1, 4)}[scheme]
+    data, scales = torch.empty(x.shape, dtype=scheme.dtype), torch.empty(x.shape)
+    for i, j in product(range(0, rows, block[0]), range(0, columns, block[1])):
+        part = slice(i, i + block[0]), slice(j, j + block[1])
+        scale = torch.tensor(reference_cast(x[part], scheme.dtype)[1])
+        data[part], scales[part] = quantized(x[part], 1 / scale, scheme.dtype), scale
+    return data, scales
+
+
+@pytest.mark.parametrize("scheme", [ROW_PAIRS, ROW_QUADS], ids=lambda scheme: scheme.covers)
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_a_new_scheme_on_one_device(ndim: int, scheme: Scheme) -> None:
+    config = config_of(scheme)
+    layer = Float8Linear(16, 12, bias=False, config=config)
+    x = torch.randn(8, 16) * torch.logspace(-3, 3, 8)[:, None]
+    grad = torch.randn(8, 12) * torch.logspace(2, -2, 8)[:, None]
+    shape = (8,) if ndim == 2 else (2, 4)
+    with record_gemms() as records:
+        results = step(layer, x.view(*shape, 16), grad.view(*shape, 12))
+    w = layer.weight.detach()
+    matrices: dict[Operand, torch.Tensor] = {"input": x, "weight": w, "grad_output": grad}
+    assert [record.gemm for record in records] == list(GEMM_OPERANDS)
+    for record in records:
+        for operand, found in zip(GEMM_OPERANDS[record.gemm], (record.a, record.b), strict=True):
+            used = config.recipe.uses[operand][record.gemm]
+            assert used is not None
+            data, scales = expected_operand(matrices[operand], used)
+            if found.shape != data.shape:
+                data, scales = data.t(), scales.t()
+            assert same_bits(found.qdata, data), (record.gemm, operand)
+            elements = found.scheme.element_scales(found.scales, found.shape, found.start)
+            assert same_bits(elements.expand(scales.shape).contiguous(), scales.contiguous())
+    exact = {"output": x @ w.t(), "grad_input": grad @ w, "grad_weight": grad.t() @ x}
+    for gemm, expected in exact.items():
+        assert sqnr(expected, results[gemm].view(expected.shape)) > 20
+
+
+def test_scales_of_blocks_move_with_their_rows() -> None:
+    x = torch.randn(6, 8) * torch.logspace(-3, 3, 6)[:, None]
+    whole: Any = cast_to_float8(x, CastConfig(scaling_granularity=ROW_QUADS))
+    assert isinstance(whole, Float8Tensor)
+    values = whole.dequantize()
+    assert sqnr(x, values) > 25
+    assert same_bits(torch.cat(whole.split([2, 4])).dequantize(), values)
+    assert same_bits(whole[1:4].dequantize(), values[1:4])
+    assert same_bits(whole[:, 3:6].dequantize(), values[:, 3:6].contiguous())
+    assert whole[:, 3:6].start == (0, 3)
+    assert same_bits(whole.t().dequantize(), values.t().contiguous())
+    assert same_bits(whole.view(2, 3, 8).dequantize(), values.view(2, 3, 8))
+    padded = torch.nn.functional.pad(whole, (0, 0, 0, 2)).dequantize()
+    assert same_bits(padded[:6], values)
+    assert same_bits(whole.clone().dequantize(), values)
+    for cut in (lambda: whole[:, 0], lambda: whole[:, ::2]):
+        assert "no such scales" in raised(NotImplementedError, cut)
