@@ -139,9 +139,10 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _plan(copies: tuple[Copy, ...]) -> _Plan:
-    schemes = list(dict.fromkeys(copy.scheme for copy in copies))
-    of = [schemes.index(copy.scheme) for copy in copies]
-    return _Plan(schemes, of, [copy.transposed for copy in copies])
+    schemes = {copy.scheme.key: copy.scheme for copy in copies}
+    keys = list(schemes)
+    of = [keys.index(copy.scheme.key) for copy in copies]
+    return _Plan(list(schemes.values()), of, [copy.transposed for copy in copies])
 
 
 def planned(copies: Sequence[Copy]) -> _Plan:
@@ -248,16 +249,13 @@ def as_copies(
     return found
 
 
-def placed(
-    qdata: torch.Tensor, scales: Scales, scheme: Scheme, layout: Layout | None
-) -> Quantized:
+def placed(qdata: torch.Tensor, scales: Scales, scheme: Scheme, layout: Layout | None) -> Quantized:
     """The float8 data of a rank's part of a tensor, with where it begins."""
     return Quantized(qdata, scales, scheme, scheme.start(layout), scheme.is_cut(layout))
 
 
 def flat_copies(copies: Copies) -> list[torch.Tensor]:
-    """The scales of each scheme, flat, and then the data as casts write it; see :func:`as_copies`.
-    """
+    """The scales of each scheme, flat, and then the data as casts write it; see :func:`as_copies`."""
     scales = {copy.scheme: quantized.scales for copy, quantized in copies.items()}
     data = []
     for copy, (qdata, *_) in copies.items():

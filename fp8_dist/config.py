@@ -17,6 +17,7 @@ from fp8_dist.dtypes import FLOAT8_DTYPES, e4m3, e5m2, short_name
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, Recipe, is_second
 from fp8_dist.scaling import Blocks, Copy, Dense, Scheme
 
+
 class ScalingType(enum.Enum):
     """Source of the scale of a cast.
 

@@ -63,9 +63,7 @@ class Recipe:
         self.gather_scheme = {operand: self._gather_scheme(operand) for operand in self.uses}
         self._copies = tuple(self._copies_of(transposes) for transposes in (False, True))
 
-    def copies(
-        self, operand: Operand, device: torch.device, emulate: bool
-    ) -> dict[Gemm, Copy]:
+    def copies(self, operand: Operand, device: torch.device, emulate: bool) -> dict[Gemm, Copy]:
         """The float8 copy of ``operand`` that each GEMM takes; others take it in high precision."""
         # An int, because dynamo of torch 2.11 does not support a bool as an index.
         return self._copies[int(not emulate and takes_transposed(device))][operand]
@@ -96,7 +94,7 @@ class Recipe:
                     "two GEMMs; both casts need the same target_dtype"
                 )
             in_blocks = any(level.has_blocks for scheme in schemes for level in scheme.levels)
-            if len(schemes) > 1 and in_blocks:
+            if len(schemes) > 1 and in_blocks and schemes[1] != schemes[0].second:
                 covers = " and one per ".join(scheme.covers for scheme in schemes)
                 raise ValueError(
                     f"Float8LinearConfig: {operand} has one scale per {covers} in its two GEMMs; "

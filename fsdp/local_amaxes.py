@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.fsdp.streams import device_of
@@ -69,5 +68,7 @@ def _placed(layer: Float8Linear, local: Statistics, scheme: Scheme) -> WeightSta
     sharded = sharded_axes(layout)
     axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])
     levels = zip(local, scheme.levels, axes, strict=True)
-    places = [Placed.of(own, level, layout, sharded) if over else None for own, level, over in levels]
+    places = [
+        Placed.of(own, level, layout, sharded) if over else None for own, level, over in levels
+    ]
     return WeightStatistics(local, layout, axes, tuple(places))

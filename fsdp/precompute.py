@@ -9,7 +9,7 @@ own. Statistics of parts of a weight are at their global positions, so that all 
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist

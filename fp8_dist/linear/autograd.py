@@ -11,7 +11,7 @@ Autograd never sees a float8 gradient: the cast and the gather of grad_output ha
 function, so no float8 subclass is ever a backward tangent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch

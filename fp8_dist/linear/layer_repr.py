@@ -42,7 +42,9 @@ def config_text(config: Float8LinearConfig) -> str:
         shown = [f"recipe={name}", *options]
     else:
         shown = [f"casts={_casts_text(config)}", *_options_beside(config, Float8LinearConfig())]
-    travels = {operand: config.recipe.gather_scheme[operand] is not None for operand in get_args(Operand)}
+    travels = {
+        operand: config.recipe.gather_scheme[operand] is not None for operand in get_args(Operand)
+    }
     travels["weight"] = config.fsdp_float8_all_gather
     gathers = [operand for operand in ("weight", "input", "grad_output") if travels[operand]]
     return ", ".join([*shown, f"float8_gathers={'|'.join(gathers) or 'none'}"])

@@ -89,9 +89,7 @@ def observed_by(observer: CastObserver) -> Iterator[None]:
         _is_observed = bool(_observers)
 
 
-def casts_of(
-    config: Float8LinearConfig, operand: Operand
-) -> dict[tuple[Gemm, ...], Scheme]:
+def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
     """The schemes of the casts of an operand that observers are shown, by the GEMMs of each."""
     recipe = config.recipe
     if recipe.folds and operand == "grad_output":

@@ -391,9 +391,7 @@ class Float8Weight:
             return False
         return not scheme.rides_in_gather(layout)
 
-    def _casts_of_graph(
-        self, shard: torch.Tensor, copies: tuple[Copy, ...], keep: bool
-    ) -> Copies:
+    def _casts_of_graph(self, shard: torch.Tensor, copies: tuple[Copy, ...], keep: bool) -> Copies:
         """:meth:`_casts` in a compiled graph, by one operator.
 
         An exported graph outlives this object, so it computes scales itself.
@@ -468,7 +466,9 @@ class Float8Weight:
                 made = cast_by(shard, (copy,), known, layout)
                 if is_observed():
                     made = observe_copies(self, "weight", shard, made)
-                output = self._recorded(made[copy])
+                output = made[copy]
+        if output is not None:
+            output = self._recorded(output)
         if of_grad_input is None:
             return WeightCasts(output)
         start, is_cut = of_grad_input.start(layout), of_grad_input.is_cut(layout)
@@ -581,9 +581,7 @@ class Float8Weight:
         scheme: Scheme,
         source: ScaleState | None,
     ) -> tuple[Statistics, Scales | None]:
-        """The statistics of a shard, and the scales of the whole weight where a gather needs them.
-
-        """
+        """The statistics of a shard, and the scales of the whole weight where a gather needs them."""
         if self._history is not None:
             tensor = self._distributed(parameter, shard)
             return self._history_of(parameter).statistics_of(tensor, record=False), None
@@ -594,9 +592,7 @@ class Float8Weight:
         whole = self._whole_statistics(shard, scheme, layout)
         return scheme.local_part(whole, layout, shard.shape), scheme.scales_from(whole)
 
-    def _whole_statistics(
-        self, shard: torch.Tensor, scheme: Scheme, layout: Layout
-    ) -> Statistics:
+    def _whole_statistics(self, shard: torch.Tensor, scheme: Scheme, layout: Layout) -> Statistics:
         (local,) = measure(shard.detach(), (scheme,), scheme.start(layout))
         return whole_statistics(scheme, local, layout)
 

@@ -8,7 +8,9 @@ from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.scaling import empty_scales, empty_statistics, scheme_named
 
 
-@query("weight_statistics(Tensor x, Tensor handle, str[] schemes, int[] start, bool keep) -> Tensor[]")
+@query(
+    "weight_statistics(Tensor x, Tensor handle, str[] schemes, int[] start, bool keep) -> Tensor[]"
+)
 def weight_statistics(
     x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int], keep: bool
 ) -> list[torch.Tensor]:

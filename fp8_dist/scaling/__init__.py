@@ -2,7 +2,14 @@
 
 from fp8_dist.scaling.blocks import Blocks, as_matrix, turned
 from fp8_dist.scaling.dense import Dense, covering
-from fp8_dist.scaling.operators import cast, empty_scales, empty_statistics, matrices, measure, multiply
+from fp8_dist.scaling.operators import (
+    cast,
+    empty_scales,
+    empty_statistics,
+    matrices,
+    measure,
+    multiply,
+)
 from fp8_dist.scaling.reduction import (
     Placed,
     message_dtype,

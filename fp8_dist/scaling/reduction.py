@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8_dist.mesh import GroupNames, Layout, all_reduce_max, global_offset, groups_over, narrowed
-from fp8_dist.mesh import sharded_dim
+from fp8_dist.mesh import (
+    GroupNames,
+    Layout,
+    all_reduce_max,
+    global_offset,
+    groups_over,
+    narrowed,
+    sharded_dim,
+)
 from fp8_dist.scaling.scheme import Level, Scheme, Statistics, cut_blocks
 
 

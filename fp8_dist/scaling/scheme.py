@@ -9,7 +9,7 @@ An operand ``[..., K]`` is a matrix whose rows are along its last dim. CONTRIBUT
 to write a scheme.
 """
 
-import json
+import ast
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 
 from fp8_dist.kernels import blocks_along, expanded, powers_of_2, transposed_copy
-from fp8_dist.mesh import Layout, global_offset, is_packed, local_sizes, narrowed, shard_starts
-from fp8_dist.mesh import sharded_dim
+from fp8_dist.mesh import (
+    Layout,
+    global_offset,
+    is_packed,
+    local_sizes,
+    narrowed,
+    shard_starts,
+    sharded_dim,
+)
 from fp8_dist.torch_internals import cached_but_in_graphs
 
 Statistics = tuple[Tensor, ...]  # one per level, fp32 or uint8
@@ -170,12 +177,13 @@ class Scheme:
     _hash: ClassVar[int]
 
     def __post_init__(self) -> None:
-        values = json.dumps({f.name: getattr(self, f.name) for f in fields(self)}, default=_encoded)
+        values = [f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self)]
         # Attributes, because dynamo does not trace a cached_property.
-        object.__setattr__(self, "key", f"{self.family} {values}")
+        object.__setattr__(self, "key", f"{self.family}({', '.join(values)})")
         object.__setattr__(self, "levels", self.make_levels())
         object.__setattr__(self, "_hash", hash(self.key))
-        _BY_KEY.setdefault(self.key, self)
+        if not torch.compiler.is_compiling():
+            _BY_KEY.setdefault(self.key, self)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Scheme) and self.key == other.key)
@@ -237,7 +245,7 @@ class Scheme:
 
     @property
     def covers(self) -> str:
-        """What one scale covers, for messages: "one scale per ...". """
+        """What one scale covers, for messages: "one scale per ..."."""
         return self.key
 
     # Geometry: the same on all ranks, but for offsets
@@ -325,7 +333,9 @@ class Scheme:
     ) -> list[tuple[Scales, Tensor]]:
         """:meth:`cast` many tensors of one dtype and device by known statistics."""
         each = zip(xs, statistics, starts, strict=True)
-        return [(s, d) for x, known, at in each for _, s, (d,) in [self.cast(x, known, at, [False])]]
+        return [
+            (s, d) for x, known, at in each for _, s, (d,) in [self.cast(x, known, at, [False])]
+        ]
 
     def fuses(self, x: Tensor) -> bool:
         """Whether :meth:`cast` without statistics reads a tensor once on its device."""
@@ -353,16 +363,13 @@ class Scheme:
 
     # Reading and multiplying
 
-    def element_scales(
-        self, scales: Scales, shape: Sequence[int], start: Start = (0, 0)
-    ) -> Tensor:
+    def element_scales(self, scales: Scales, shape: Sequence[int], start: Start = (0, 0)) -> Tensor:
         """The product of all levels' scales, fp32, in a shape that broadcasts to ``shape``."""
         total: Tensor | None = None
         for level, scale in zip(self.levels, scales, strict=True):
             wide = powers_of_2(scale) if scale.dtype is torch.uint8 else scale.to(torch.float32)
             if level.has_blocks:
-                rows, columns = level.rows or 1, level.columns or 1
-                wide = expanded(wide, shape, (rows, columns, start[0] % rows, start[1] % columns))
+                wide = _expanded(wide, level, shape, start)
             total = wide if total is None else total * wide
         assert total is not None, f"{self} has no levels"
         return total
@@ -386,7 +393,9 @@ class Scheme:
 
         ``self`` is the scheme of ``left``. The default multiplies in fp32.
         """
-        a, b = (each.scheme.dequantize(each.qdata, each.scales, each.start) for each in (left, right))
+        a, b = (
+            each.scheme.dequantize(each.qdata, each.scales, each.start) for each in (left, right)
+        )
         with torch.autocast(a.device.type, enabled=False):
             return torch.mm(a, b).to(out_dtype)
 
@@ -437,29 +446,36 @@ def scheme_named(key: str) -> Scheme:
         ValueError: no scheme of that family is defined here.
     """
     if key not in _BY_KEY:
-        family, _, values = key.partition(" ")
+        call: Any = ast.parse(key, mode="eval").body
+        family = call.func.id
         if family not in _FAMILIES:
             raise ValueError(
                 f"the scaling scheme {key} is not defined here; import the module that defines it"
             )
-        given = json.loads(values, object_hook=_decoded)
-        return _FAMILIES[family](**{name: _hashable(value) for name, value in given.items()})
+        values = {each.arg: _value(ast.literal_eval(each.value)) for each in call.keywords}
+        _BY_KEY[key] = _FAMILIES[family](**values)
     return _BY_KEY[key]
 
 
-def _encoded(value: object) -> object:
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    raise TypeError(f"a field of a scaling scheme must be plain data, got {value!r}")
+def _text(value: object) -> str:
+    """A value of a field as a Python literal; a dtype as its name in quotes."""
+    return f"'{value}'" if isinstance(value, torch.dtype) else repr(value)
 
 
-def _decoded(value: dict[str, Any]) -> Any:
-    is_dtype = list(value) == ["dtype"] and isinstance(value["dtype"], str)
-    return getattr(torch, value["dtype"]) if is_dtype else value
+def _value(literal: Any) -> Any:
+    """The inverse of :func:`_text`."""
+    is_dtype = isinstance(literal, str) and literal.startswith("torch.")
+    return getattr(torch, literal.removeprefix("torch.")) if is_dtype else literal
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+def _expanded(values: Tensor, level: Level, shape: Sequence[int], start: Start) -> Tensor:
+    """One value per block, repeated along the dims in which a block has several indices."""
+    sizes = [*values.shape]
+    for dim in (-1, -2)[: len(shape)]:
+        if (level.block(len(shape) + dim, len(shape)) or 1) > 1:
+            sizes[dim] = shape[dim]
+    rows, columns = level.rows or 1, level.columns or 1
+    return expanded(values, sizes, (rows, columns, start[0] % rows, start[1] % columns))
 
 
 def _fsdp_dim(layout: Layout) -> int:

@@ -131,7 +131,7 @@ class Float8Tensor(torch.Tensor):
     def of(quantized: Quantized, orig_dtype: torch.dtype) -> "Float8Tensor":
         """Wrap the cast of a local tensor of ``orig_dtype``."""
         qdata, scales, scheme, start, is_cut = quantized
-        return Float8Tensor(qdata, scales, orig_dtype, scheme, None, start, is_cut)
+        return Float8Tensor(qdata, scales, orig_dtype, scheme.key, None, start, is_cut)
 
     @property
     def quantized(self) -> Quantized:

@@ -223,8 +223,8 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Te
 @implements(aten.cat.default)
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     tensors = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = tensors[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % first.ndim
     for x in tensors:
         if not isinstance(x, Float8Tensor):
             raise TypeError(
@@ -232,7 +232,9 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
                 "or cast_to_float8 the second"
             )
         _check_same_kind("torch.cat", first, x)
-    dim, scales = dim % first.ndim, []
+        if any(x.start[d - x.ndim] != first.start[d - x.ndim] for d in _matrix_dims(x) if d != dim):
+            raise _no_scale_for(func, x)
+    scales: list[torch.Tensor] = []
     for i, level in enumerate(first.scheme.levels):
         each, block = [x.scales[i] for x in tensors], level.block(dim, first.ndim)
         if level.is_scalar or block is None:
@@ -247,6 +249,11 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     return first.rewrap(
         qdata=out.view(first.qdata.dtype), scale=tuple(scales), cast_number=cast_number
     )
+
+
+def _matrix_dims(x: torch.Tensor) -> range:
+    """The last two dims, which may be in blocks."""
+    return range(max(x.ndim - 2, 0), x.ndim)
 
 
 def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int, block: int) -> None:
@@ -346,6 +353,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
             "cast_to_float8 first, so that both are of one kind"
         )
     _check_same_kind("copy_", dst, src)
+    if dst.start != src.start:
+        raise _no_scale_for(func, dst)
     func(dst.qdata, src.qdata, *args[2:], **kwargs)
     for mine, other in zip(dst.scales, src.scales, strict=True):
         func(mine, other, *args[2:], **kwargs)

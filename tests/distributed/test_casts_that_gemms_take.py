@@ -139,9 +139,9 @@ def test_a_scale_that_was_left_out_is_found_when_it_is_needed(compiled: bool) ->
         layer.compile(backend="aot_eager", fullgraph=True)
     expected, cache = gradients(other, True), layer.float8_weight.cache
     gradients(layer, False)
-    assert len(cache.scaling or {}) == 1
+    assert len(cache.known or {}) == 1
     torch.testing.assert_close(gradients(layer, True), expected, rtol=0, atol=0)
-    assert len(cache.scaling or {}) == 2
+    assert len(cache.known or {}) == 2
     # A pass without gradients, and one within the backward.
     cache.drop()
     found = gradients(layer, True, reentrant=True)

@@ -117,7 +117,7 @@ def reductions_of_steps(
     float8 = recipe is not None
     colwise = Float8ColwiseParallel if float8 else ColwiseParallel
     rowwise = Float8RowwiseParallel if float8 else RowwiseParallel
-    takes_one_copy = float8 and net.layers[0].w1.config.gather_cast("input") is not None
+    takes_one_copy = float8 and net.layers[0].w1.config.recipe.gather_scheme["input"] is not None
     prepare = PrepareFloat8ModuleInput if takes_one_copy else PrepareModuleInput
     plan = {}
     for i in range(len(net.layers)):
@@ -222,11 +222,12 @@ def test_scales_in_the_backward_are_those_of_the_weight(change: str) -> list[str
 
     def checking(self: Any, shard: torch.Tensor, source: Any) -> Any:
         found = original(self, shard, source)
-        kept = [found.output.scale, found.recast[1]]
-        casts = [self.config.cast("weight", gemm) for gemm in ("output", "grad_input")]
+        again = found.recast.scheme.scales_from(found.recast.statistics)
+        kept = [found.output.scales[0], again[0]]
+        casts = [self.config.recipe.uses["weight"][gemm] for gemm in ("output", "grad_input")]
         for cast, scale in zip(casts, kept, strict=True):
-            expected = self._scaling_of(self.parameter(), shard.detach(), cast)[0][1]
-            if not same_bits(scale, expected):
+            known, _ = self._statistics_of(self.parameter(), shard.detach(), cast, None)
+            if not same_bits(scale, cast.scales_from(known)[0]):
                 stale.append(self.fqn)
         return found
 

@@ -213,9 +213,8 @@ def mixed_meshes() -> list[str]:
     wrong = [] if audit.count() == audit.count("all_reduce") == 1 else [audit.table()]
     for name, layer in float8_layers(net).items():
         cast = cast_to_float8(masters[name], CastConfig())
-        if not same_bits(
-            layer.float8_weight.cache.scaling[layer.config.casts("weight")[0]][1], cast.scale
-        ):
+        (scheme,) = layer.float8_weight.schemes
+        if not same_bits(scheme.scales_from(layer.float8_weight.cache.known[scheme])[0], cast.scale):
             wrong.append(name)
     return wrong
 

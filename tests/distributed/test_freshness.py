@@ -270,8 +270,8 @@ def test_copies_know_nothing() -> None:
     net = convert_to_float8_training(Net())
     precompute_float8_dynamic_scale(net)
     twin = copy.deepcopy(net)
-    assert all(m.float8_weight.cache.scaling is None for m in float8_layers(twin).values())
-    assert all(m.float8_weight.cache.scaling is not None for m in float8_layers(net).values())
+    assert all(m.float8_weight.cache.known is None for m in float8_layers(twin).values())
+    assert all(m.float8_weight.cache.known is not None for m in float8_layers(net).values())
 
 
 def test_masters_of_an_optimizer_may_be_copied_back_through_data() -> None:

@@ -105,7 +105,7 @@ def linear(shape: tuple[int, int], config: Float8LinearConfig) -> nn.Sequential:
 def on_mesh(at: Mesh, shape: tuple[int, int], config: Float8LinearConfig) -> nn.Sequential:
     """It on a mesh; the sequence (dim 1) is sharded where the style leaves activations whole."""
     mesh, data = stage_mesh(at.axes), at.axes[2] > 1
-    gather = data and config.gather_cast("weight") is not None
+    gather = data and config.recipe.gather_scheme["weight"] is not None
     model = linear(shape, replace(config, enable_fsdp_float8_all_gather=gather))
     styles = {
         "column": Float8ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
@@ -177,8 +177,8 @@ def is_part(found: Float8Tensor, whole: Float8Tensor, dim: int | None, at: Mesh)
 
 def scales_of(x: Float8Tensor) -> torch.Tensor:
     """The scale of each element."""
-    in_blocks = "block" in x.granularity
-    return (scale_of_elements(x) if in_blocks else x.scale.expand(x.shape)).contiguous()
+    scales = x.scheme.element_scales(x.scales, x.shape, x.start)
+    return scales.expand(x.shape).contiguous()
 
 
 def are_parts(found: Product, whole: Product, dims: tuple[int | None, ...], at: Mesh) -> bool:

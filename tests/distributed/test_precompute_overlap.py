@@ -41,7 +41,7 @@ def counts_of_a_step(dp: int, tp: int) -> list[dict[str, int]]:
     found = []
     for call in (
         lambda: precompute_float8_dynamic_scale(world.net),
-        lambda: [layer.float8_weight.cache.scaling for layer in float8_layers(world.net).values()],
+        lambda: [layer.float8_weight.cache.known for layer in float8_layers(world.net).values()],
         lambda: invalidate_float8_scales(world.net),
     ):
         with Waits() as waits:
@@ -147,7 +147,7 @@ def scales_after(what: str) -> bool:
         precompute_float8_dynamic_scale(net)
         if waits:
             for layer in float8_layers(net).values():
-                assert layer.float8_weight.cache.scaling is not None
+                assert layer.float8_weight.cache.known is not None
         elif what == "twice":
             precompute_float8_dynamic_scale(net)
         elif what == "evaluation":

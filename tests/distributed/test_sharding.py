@@ -10,9 +10,8 @@ from ranks import RankPools, device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fp8_dist.cast import quantize_over
-from fp8_dist.config import CastSpec
-from fp8_dist.granularity import TENSOR
+from fp8_dist.cast import quantize
+from fp8_dist.scaling import Dense
 from fp8_dist.mesh import (
     Layout,
     all_reduce_max,
@@ -159,7 +158,7 @@ def cast_over_two_axes(world: int) -> list[bool]:
 
     def cast(local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         whole = DTensor.from_local(local, mesh, (Shard(0), Shard(1)), run_check=False)
-        qdata, scale, _ = quantize_over(whole, CastSpec(torch.float8_e4m3fn, TENSOR), False)
+        qdata, (scale,), *_ = quantize(whole, Dense())
         return qdata.view(torch.uint8), scale
 
     compiled = torch.compile(cast, backend="aot_eager", fullgraph=True)

@@ -11,8 +11,8 @@ import torch
 
 from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug.statistics.measuring import Measures
-from fp8_dist.scaling import Scheme
 from fp8_dist.dtypes import short_name
+from fp8_dist.scaling import Scheme
 
 
 @dataclasses.dataclass(frozen=True)
