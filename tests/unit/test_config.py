@@ -159,7 +159,11 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("rowwise_folded", {"round_scales_to_power_of_2": False}, "exact for powers of two only; set"),
     ("blockwise", {"round_scales_to_power_of_2": False}, "scales of BLOCKWISE casts are powers of"),
     ("blockwise", {"cast_config_weight": blocks(1, 128)}, f"{SERVE} a square"),
-    ("blockwise", {"cast_config_weight": blocks(128, 64)}, f"{SERVE} a square"),
+    (
+        "blockwise",
+        {"cast_config_weight": blocks(128, 64)},
+        "Float8LinearConfig: weight has blocks of 128 x 64",
+    ),
     ("blockwise", {"cast_config_input": blocks(128, 128)}, f"{SERVE} one row"),
     ("blockwise", {"cast_config_grad_output": blocks(128, 1)}, f"{SERVE} one row"),
     ("blockwise", {"cast_config_weight": CastConfig()}, ONE),

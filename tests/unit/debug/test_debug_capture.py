@@ -272,7 +272,7 @@ OTHERS: list[tuple[dict[str, object], str]] = [
     ({"rank": -1}, "rank=-1 is not what a capture holds"),
     ({"call": "1"}, "call='1' is not what a capture holds"),
     ({"scheme": 3}, "scheme=3 is not what a capture holds"),
-    ({"scheme": "quad {}"}, "the scaling scheme quad {} is not defined here"),
+    ({"scheme": "quad()"}, "the scaling scheme quad() is not defined here"),
     ({"start": (0, -1)}, "start=[0, -1] is not what a capture holds"),
     ({"scales": ()}, "KeyError: 'scale0'"),
     ({"scales": (torch.ones(2),)}, "the scales are torch.float32 [2], not torch.float32 []"),

@@ -58,7 +58,7 @@ def test_refusals_name_what_was_asked_and_what_to_do() -> None:
         (NotImplementedError, lambda: torch.randn(4, 4).copy_(x), "aten.copy_.default between a Tensor and a Float8Tensor: dequantize() or cast_to_float8 first"),
         (TypeError, lambda: cast_to_float8(x, CastConfig()), "cast_to_float8: the tensor is float8 already; use it as it is"),
         (TypeError, lambda: cast_to_float8(torch.arange(3), CastConfig()), "cast_to_float8: expected a floating-point tensor, got torch.int64"),
-        (ValueError, lambda: cast_to_float8(torch.randn(3), CastConfig(), dim=0), "dim=0 is the reduced dim of an axiswise cast, but the granularity is TENSORWISE; drop dim"),
+        (ValueError, lambda: cast_to_float8(torch.randn(3), CastConfig(), dim=0), "dim=0 is the reduced dim of an axiswise cast, but the granularity is ScalingGranularity.TENSORWISE; drop dim"),
         (TypeError, lambda: Float8Tensor(torch.ones(2), torch.ones(()), torch.float32), "Float8Tensor: qdata must have a float8 dtype, got torch.float32"),
     ]  # fmt: skip
     for kind, call, message in refused:
