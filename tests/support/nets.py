@@ -64,7 +64,7 @@ def net_plan(net: Net, sequence_parallel: bool) -> dict[str, Any]:
     layout: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, Any] = {}
     for i, mlp in enumerate(net.layers):
-        travels = mlp.w1.config.gather_cast("input") is not None  # type: ignore[union-attr]
+        travels = mlp.w1.config.recipe.gather_scheme["input"] is not None  # type: ignore[union-attr]
         prepare: Any = PrepareFloat8ModuleInput if travels else PrepareModuleInput
         plan[f"layers.{i}"] = prepare(input_layouts=(layout,), desired_input_layouts=(Replicate(),))
         plan[f"layers.{i}.w1"] = Float8ColwiseParallel()

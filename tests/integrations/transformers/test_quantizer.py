@@ -91,7 +91,7 @@ def test_loaded_as_if_converted(checkpoint: Path, recipe: str) -> None:
     assert state.keys() == expected.keys()
     assert all(same_bits(state[key], expected[key]) for key in state)
     assert all(weight.requires_grad for weight in model.parameters())
-    gathered = config.gather_cast("weight") is not None
+    gathered = config.recipe.gather_scheme["weight"] is not None
     weight = model.model.layers[0].mlp.up_proj.weight
     assert isinstance(weight, Float8AllGatherWeight) is gathered
     assert steps(model, (0, 1), 2) == steps(other, (0, 1), 2)
