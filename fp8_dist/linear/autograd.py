@@ -110,7 +110,7 @@ class _Kept(NamedTuple):
     recast: _Form | None  # of the statistics alone
 
 
-def _flat_weight(casts: WeightCasts) -> tuple[list[torch.Tensor], _Kept]:
+def _flat_weight(casts: WeightCasts) -> tuple[list[torch.Tensor | None], _Kept]:
     """The tensors of a weight's casts, each once: dynamo refuses to pass a tensor twice."""
     flat: list[torch.Tensor] = []
 
@@ -135,7 +135,10 @@ def _flat_weight(casts: WeightCasts) -> tuple[list[torch.Tensor], _Kept]:
     if recast is not None:
         statistics, *others = recast
         again = _Form(*others, indices(statistics))
-    return flat, _Kept(form(output), form(grad_input), again)
+    kept = _Kept(form(output), form(grad_input), again)
+    # Dynamo (2.13) tells by the number of arguments whether a forward takes a ctx. With two of
+    # them *flat would count as if it were one more name.
+    return [*flat, None] if len(flat) == 2 else list(flat), kept
 
 
 def _gemm(
@@ -192,7 +195,7 @@ class _LinearFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         spec: LinearSpec,
         kept: _Kept,
-        *flat: torch.Tensor,
+        *flat: Any,
     ) -> torch.Tensor:
         x_layout, w_layout, layouts = Layout.of(input), Layout.of(weight), None
         if x_layout is not None and w_layout is not None:
@@ -205,7 +208,8 @@ class _LinearFunction(torch.autograd.Function):
         x = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
         w = local_tensor(weight) if kept.output is None else kept.output.operand(flat)
         # Wait for the gather of the input only here, after the weight's cast was issued.
-        left = wait_local(x["output"])
+        uses = spec.config.recipe.uses["input"]
+        left = wait_local(x["output"], uses["output"])
         product = _gemm(left, w, "output", spec, input.dtype)
         output = _unflattened(product, input if layouts is None else left)
         ctx.set_materialize_grads(False)
@@ -220,7 +224,9 @@ class _LinearFunction(torch.autograd.Function):
         if needs_input and kept.recast is not None:
             recast = [weight, *[flat[i] for i in kept.recast.index]]
         # Plain tensors: hooks on saved tensors see the real bytes.
-        of_input = wait_local(x["grad_weight"]) if needs_weight else None
+        of_input: Local | None = None
+        if needs_weight:
+            of_input = wait_local(x["grad_weight"], uses["grad_weight"])
         saved, ctx.saved_forms = _saved(of_input, right)
         ctx.recast = kept.recast if recast else None
         ctx.unused = (None,) * (2 + len(flat))
@@ -262,7 +268,7 @@ class _LinearFunction(torch.autograd.Function):
         grad_input = grad_weight = moving = None
         if needs_input:
             left, right = operands["grad_input"]
-            left = wait_local(left)
+            left = wait_local(left, spec.config.recipe.uses["grad_output"]["grad_input"])
             product = _gemm(left, right, "grad_input", spec, ctx.input_dtype)
             grad_input = _unflattened(product, grad if layouts is None else left)
             if layouts is not None:
@@ -277,7 +283,8 @@ class _LinearFunction(torch.autograd.Function):
                     ctx.x_layout._replace(placements=layouts.grad_output, shape=grad.shape),
                     ctx.x_layout._replace(placements=layouts.input),
                 )
-            left, dtype = wait_local(left), ctx.weight_dtype
+            scheme, dtype = spec.config.recipe.uses["grad_output"]["grad_weight"], ctx.weight_dtype
+            left = wait_local(left, scheme)
             grad_weight = _gemm(left, right, "grad_weight", spec, dtype, where)
             if layouts is not None:
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)

@@ -52,7 +52,7 @@ def check_reduces_input_gradient(
 def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) -> None:
     """Raise ValueError if the cast of a prepared input is not the one that the layer takes."""
     scheme = config.recipe.gather_scheme["input"]
-    if scheme is None or scheme != input.scheme:
+    if scheme is None or scheme.key != input.key:
         wanted = "two different casts of it, or high precision"
         if scheme is not None:
             wanted = _described(scheme)
@@ -67,7 +67,7 @@ def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) ->
 def check_gathered(config: Float8LinearConfig, weight: Float8Tensor, fqn: str) -> None:
     """Raise ValueError if FSDP2 gathered a shared weight in the cast of another layer."""
     scheme = config.recipe.gather_scheme["weight"]
-    if scheme is None or scheme != weight.scheme:
+    if scheme is None or scheme.key != weight.key:
         raise ValueError(
             f"{fqn}: FSDP2 gathered the weight as {_described(weight.scheme)}, as another layer "
             "that shares it takes it; convert layers that share a weight with one config"

@@ -28,7 +28,7 @@ from fp8_dist.mesh import (
     with_local,
 )
 from fp8_dist.scaling import Copy, Quantized, Scheme, Start, Statistics
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
 from fp8_dist.transport import Encoding
 from fp8_dist.warn import warn_once
@@ -309,12 +309,18 @@ def _moved_in_high_precision(
     return high, layout._replace(placements=placements).wrap(high)
 
 
-def wait_local(operand: Local) -> Local:
-    """Wait for an operand that is in flight, and return it."""
+def wait_local(operand: Local, scheme: Scheme | None) -> Local:
+    """Wait for an operand that is in flight, and return it.
+
+    ``scheme``: that of the operand, if it is float8.
+    """
     if isinstance(operand, Quantized):
         return operand
     local = local_tensor(operand)
-    return local.quantized if isinstance(local, Float8Tensor) else local
+    if not isinstance(local, Float8Tensor):
+        return local
+    assert scheme is not None
+    return quantized_as(local, scheme)
 
 
 def redistributed(tensor: DTensor, placements: Placements) -> DTensor:

@@ -31,7 +31,16 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import Copies, Known, as_copies, cast_by, cast_copies, flat_copies, statistics_of
+from fp8_dist.cast import (
+    Copies,
+    Known,
+    as_copies,
+    cast_by,
+    cast_copies,
+    flat_copies,
+    planned,
+    statistics_of,
+)
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
@@ -54,7 +63,7 @@ from fp8_dist.scaling import (
     scheme_named,
     whole_statistics,
 )
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     dtensor_local,
@@ -167,7 +176,7 @@ class Float8Weight:
         local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self.config, local, self.fqn)
-            gathered = self._recorded(local.quantized)
+            gathered = self._recorded(quantized_as(local, self.schemes[0]))
             return WeightCasts(gathered, gathered)
         compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
         # No end_of_evaluation follows in a graph, so scales found without gradients are not kept.
@@ -400,10 +409,8 @@ class Float8Weight:
         """
         if torch.compiler.is_exporting():
             return self._new_casts(self.parameter(), shard, copies, False)[1]
-        schemes, layout = list(dict.fromkeys(copy.scheme for copy in copies)), self.layout()
+        (schemes, of, transposed), layout = planned(copies), self.layout()
         keys, start = [scheme.key for scheme in schemes], schemes[0].start(layout)
-        of = [schemes.index(copy.scheme) for copy in copies]
-        transposed = [copy.transposed for copy in copies]
         flat = weight_copies.overload(shard, self.handle, keys, start, of, transposed, keep)
         scales: list[Scales] = []
         for scheme in schemes:

@@ -136,7 +136,7 @@ class Float8Tensor(torch.Tensor):
     @property
     def quantized(self) -> Quantized:
         """The data with its scales."""
-        return Quantized(self.qdata, self.scales, self.scheme, self.start, self.is_cut)
+        return quantized_as(self, self.scheme)
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
         """Return a new Float8Tensor with the arguments of this one, except for those given."""
@@ -218,6 +218,12 @@ class Float8Tensor(torch.Tensor):
 
 # Names of the scales as attributes, by level.
 _SCALES = ("scale", *(f"scale_{i}" for i in range(1, 8)))
+
+
+def quantized_as(x: Float8Tensor, scheme: Scheme) -> Quantized:
+    """The data of a tensor with its scales; ``scheme`` is its own, which dynamo can't look up."""
+    scales = [getattr(x, name) for name in _SCALES[: len(scheme.levels)]]
+    return Quantized(x.qdata, tuple(scales), scheme, x.start, x.is_cut)
 
 
 def _scheme_from(qdata: torch.Tensor, scale: torch.Tensor) -> Scheme:
