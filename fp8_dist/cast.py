@@ -331,12 +331,10 @@ def copies_over(
     axes: tuple[int, ...] | None = None,
     *,
     local: torch.Tensor | None = None,
-    known_amax: torch.Tensor | None = None,
 ) -> tuple[Scalings, Copies]:
     """Float8 copies of the local part of a tensor, and the scaling for each cast among them.
 
-    Arguments and collectives are those of :func:`scaling_over`, for each cast. ``known_amax`` is
-    the :func:`global_amax` if it is known and all copies have one cast, with one scale per tensor.
+    Arguments and collectives are those of :func:`scaling_over`, for each cast.
     """
     x = local_tensor(tensor) if local is None else local
     casts, in_one_pass, of, transposed = plan = _planned(copies)
@@ -367,8 +365,6 @@ def copies_over(
     else:
         if len(casts) > 1:
             values = amaxes(x, [cast.granularity.name for cast in casts])
-        elif known_amax is not None:
-            values = [known_amax]
         else:
             values = [local_amax(x, first.granularity)]
             if reduces:

@@ -49,9 +49,6 @@ try:
     resolve_process_group: Any = _resolve_process_group
     root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
     concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
-    _function_node: Any = torch._C._FunctionBase
-    _set_sequence_nr = _function_node._set_sequence_nr
-    _any_node: Any = torch._C._functions.UndefinedGrad
     has_functorch_transforms = torch._C._are_functorch_transforms_active
     without_dispatch_modes = _disable_current_modes
     _current_graph_task_id = torch._C._current_graph_task_id
@@ -166,16 +163,6 @@ def in_backward() -> bool:
 def backward_id() -> int:
     """The number of the backward pass that this thread runs; -1 outside of any."""
     return int(_current_graph_task_id())
-
-
-def reserve_sequence_number() -> int:
-    """Reserve the sequence number that the next autograd node would get."""
-    return int(_any_node()._sequence_nr())
-
-
-def set_sequence_number(node: Any, number: int) -> None:
-    """Set the sequence number of a Function's autograd node, which orders the backward."""
-    _set_sequence_nr(node, number)
 
 
 def make_dtensor(

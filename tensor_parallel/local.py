@@ -13,7 +13,6 @@ from fp8_dist.linear.module import Float8Linear
 from fp8_dist.mesh import layout_over
 from fp8_dist.tensor_parallel.reductions import check_transport, gathered
 from fp8_dist.tensor_parallel.shared_casts import cast_input, shared_input_cast
-from fp8_dist.tensor_parallel.siblings import share_amaxes
 from fp8_dist.transport import Encoding
 
 
@@ -153,7 +152,6 @@ def share_input(
     if cast is not None:
         at, mesh, history = placed.placements[0], placed.device_mesh, first.histories.get("input")
         placed = cast_input(placed, at, mesh, *cast, history, first.float8_weight)
-        share_amaxes(layers)
     transport = reduce_transport if declared is None else first.reduce_transport
     return gathered(placed, transport, "share_input")
 

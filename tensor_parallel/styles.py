@@ -24,7 +24,6 @@ from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.tensor_parallel.reductions import ModuleInput, check_transport
 from fp8_dist.tensor_parallel.shared_casts import cast_input, shared_input_cast
-from fp8_dist.tensor_parallel.siblings import make_no_siblings, make_siblings
 from fp8_dist.transport import Encoding
 
 # Attributes of torch's styles and ours that say where tensors go.
@@ -188,7 +187,6 @@ class PrepareFloat8ModuleInput(ModuleInput):
         layers = self._followed_layers(module)
         cast, power_of_2 = self._agreed_cast(layers)
         name, first = next(iter(layers.items()))
-        inside = list(float8_layers(module))
         for each in float8_layers(module).values():
             each.prepared_power_of_2 = power_of_2
             each.prepared_by |= {first.fqn}
@@ -205,21 +203,12 @@ class PrepareFloat8ModuleInput(ModuleInput):
             layer: Any = module.get_submodule(name)
             history, owner = layer.histories.get(_PREPARED_INPUT), layer.float8_weight
             how = (device_mesh, cast, power_of_2, history, owner)
-            if not torch.compiler.is_compiling():
-                make_siblings(module, inside)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
             cast_args = [cast_input(x, at, *how) for x, at in zip(args, layouts, strict=False)]
             cast_kwargs = {k: cast_input(x, by_name.get(k), *how) for k, x in kwargs.items()}
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
 
-        def end_siblings(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                make_no_siblings(module, inside)
-
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-        # Without always_call, with which blocks could not share a graph. After an exception, which
-        # is how checkpointing ends a recomputation, the next forward replaces the siblings.
-        module.register_forward_hook(end_siblings)
         return super()._apply(module, device_mesh)
 
     def _followed_layers(self, module: nn.Module) -> dict[str, Float8Linear]:

@@ -17,9 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.config import Gemm
-from fp8_dist.granularity import TENSOR, Granularity
+from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import block_scaled_mm, quantize_after, quantize_blocks, scaled_mm
-from fp8_dist.linear.gradient_amax import GradientAmax, Siblings
 from fp8_dist.linear.observing import is_observed, observe
 from fp8_dist.linear.observing_gemms import (
     HighPrecision,
@@ -33,7 +32,6 @@ from fp8_dist.linear.operands import (
     Local,
     WeightCasts,
     as_matrix,
-    find_gradient_amax,
     prepare_gradients,
     prepare_operand,
     redistributed,
@@ -60,7 +58,6 @@ def float8_linear(
     bias: torch.Tensor | None,
     weight_casts: WeightCasts,
     spec: LinearSpec,
-    siblings: Siblings | None = None,
 ) -> torch.Tensor:
     """``input @ weight^T + bias`` with float8 operands.
 
@@ -71,7 +68,6 @@ def float8_linear(
         bias: ``[N]`` or None.
         weight_casts: the local weight in float8.
         spec: config, placements of a DTensor output, and the amax histories of DELAYED operands.
-        siblings: the calls that may reduce amaxes of their output gradients with this one.
 
     Returns:
         ``[..., N]`` in the input's dtype.
@@ -95,42 +91,9 @@ def float8_linear(
         placements = normalized(spec.output_placements, input.ndim)
         spec = spec._replace(output_placements=placements)
     output = _LinearFunction.apply(input, weight, None, spec, *flat)
-    amax = _gradient_amax(output, bias, spec, siblings) if output.requires_grad else None
-    if amax is None and bias is None and spec.output_placements in (None, output.placements):
+    if bias is None and spec.output_placements in (None, output.placements):
         return output
-    return _FinishOutput.apply(output, bias, spec, amax)
-
-
-def _gradient_amax(
-    output: torch.Tensor, bias: torch.Tensor | None, spec: LinearSpec, siblings: Siblings | None
-) -> GradientAmax | None:
-    """The amax of the output gradient, if it is computed ahead of the GEMMs; else None.
-
-    That pays if it can be reduced together with those of siblings, or while the gradient of the
-    bias is computed.
-    """
-    cast = spec.config.gather_cast("grad_output")
-    if cast is None or cast.delayed or cast.granularity is not TENSOR:
-        return None
-    gemms: Any = output.grad_fn
-    layouts: LinearLayouts = gemms.layouts
-    if _moves(gemms, spec):
-        siblings = None
-    elif spec.config.amax_scope == "rank":
-        return None  # nothing is reduced
-    if siblings is None and bias is not None and bias.requires_grad:
-        siblings = Siblings()
-    if siblings is None:
-        return None
-    gemms.amax = GradientAmax(siblings, layouts.grad_output, gemms)
-    return gemms.amax
-
-
-def _moves(gemms: Any, spec: LinearSpec) -> bool:
-    """Whether a call moved its input for the GEMMs, or will move its output gradient."""
-    layouts: LinearLayouts = gemms.layouts
-    outside = spec.output_placements or layouts.output
-    return gemms.x_layout.placements != layouts.input or outside != layouts.grad_output
+    return _FinishOutput.apply(output, bias, spec)
 
 
 def _gemm(
@@ -243,7 +206,6 @@ class _LinearFunction(torch.autograd.Function):
         output = _unflattened(product, input if layouts is None else left)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
-        ctx.amax = None
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         multiplier = recast_multiplier if needs_input else None
         uses_cast = needs_input and multiplier is None
@@ -302,7 +264,7 @@ class _LinearFunction(torch.autograd.Function):
             if is_observed() and cast != spec.config.cast("weight", "output"):
                 scale = observe(spec.owner, "weight", ("grad_input",), local, w, repeats=False)
                 w = w._replace(scale=scale)
-        operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec, ctx.amax)
+        operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
         grad_input = grad_weight = moving = None
         if needs_input:
             left, right = operands["grad_input"]
@@ -382,8 +344,6 @@ def _unflat(data: Any, scale: Any, granularity: Granularity | None) -> Any:
 class _FinishOutput(torch.autograd.Function):
     """Add the bias to a DTensor output, and reduce or move it to ``spec.output_placements``.
 
-    The backward computes the local amax of the gradient (``amax``, see :mod:`.gradient_amax`).
-
     This is a function of its own because it saves nothing for backward. Full activation
     checkpointing ends a recomputation as soon as the last tensor is saved. A reduction issued by
     the function that saves tensors would be repeated, and its result dropped without being waited
@@ -394,13 +354,9 @@ class _FinishOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        output: DTensor,
-        bias: torch.Tensor | None,
-        spec: LinearSpec,
-        amax: GradientAmax | None,
+        ctx: Any, output: DTensor, bias: torch.Tensor | None, spec: LinearSpec
     ) -> torch.Tensor:
-        ctx.spec, ctx.bias_layout, ctx.amax = spec, Layout.of(bias), amax
+        ctx.bias_layout = Layout.of(bias)
         ctx.set_materialize_grads(False)
         finished = _finished(output, bias, spec)
         # Autograd would make a view of an input that is returned, through DTensor's dispatch.
@@ -410,13 +366,10 @@ class _FinishOutput(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
         if grad is None:
-            return None, None, None, None
+            return None, None, None
         grad = reduced(grad)
-        if ctx.amax is not None and ctx.needs_input_grad[0]:
-            find_gradient_amax(grad, ctx.spec, ctx.amax)
-        # This hides the all-reduce of the amax, if that has started.
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if ctx.needs_input_grad[1] else None
-        return grad, grad_bias, None, None
+        return grad, grad_bias, None
 
 
 def _finished(output: DTensor, bias: torch.Tensor | None, spec: LinearSpec) -> torch.Tensor:

@@ -21,7 +21,6 @@ from fp8_dist.linear.checks import (
     check_reduces_input_gradient,
     check_summed_in_fp32,
 )
-from fp8_dist.linear.gradient_amax import Siblings
 from fp8_dist.linear.layer_repr import config_text, scale_text
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
@@ -40,7 +39,6 @@ _OWN_ATTRIBUTES = (
     "fqn",
     "output_placements",
     "reduce_transport",
-    "siblings",
     "local_placements",
     "histories",
     "float8_weight",
@@ -72,7 +70,6 @@ class Float8Linear(nn.Linear):
             leaves. The tensor-parallel styles set it.
         reduce_transport: encoding of the summands where the output or grad_input is
             reduce-scattered. The styles and ``declare_placements`` set it.
-        siblings: the calls that reduce amaxes together, during a forward of the module around them.
         local_placements: placements of plain local tensors on a mesh, if they are declared;
             ``fp8_dist.tensor_parallel.declare_placements`` sets it.
         float8_weight: casts the weight, and caches its scales.
@@ -141,7 +138,6 @@ class Float8Linear(nn.Linear):
         self.fqn = fqn or type(self).__name__
         self.output_placements: Placements | None = None
         self.reduce_transport: Encoding = None
-        self.siblings: Siblings | None = None
         self.local_placements: LocalPlacements | None = None
         length, power_of_2 = self.config.amax_history_len, self.config.round_scales_to_power_of_2
         self.histories = {
@@ -220,10 +216,9 @@ class Float8Linear(nn.Linear):
             if self.histories:
                 self.float8_weight.cache.warn_if_not_synced(self.fqn)
         weight_casts = self.float8_weight.forward_casts(self.weight, input.requires_grad)
-        local, siblings = local_tensor(input), None
+        local = local_tensor(input)
         if isinstance(local, Float8Tensor):
             check_prepared(self.config, local, self.prepared_power_of_2, self.fqn)
-            siblings = None if compiling else self.siblings
         else:
             input = autocast(input)
             input = input if plain else reduced(input)
@@ -235,7 +230,7 @@ class Float8Linear(nn.Linear):
         owner = self.float8_weight
         spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, owner, training)
         spec = spec._replace(reduce_transport=transport)
-        return float8_linear(input, weight, bias, weight_casts, spec, siblings)
+        return float8_linear(input, weight, bias, weight_casts, spec)
 
     def extra_repr(self) -> str:
         """nn.Linear's text, the recipe, the operands gathered in float8, and the scale's state.
@@ -295,12 +290,10 @@ class Float8Linear(nn.Linear):
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"float8_weight": None, "siblings": None}
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {name: value for name, value in self.__dict__.items() if name != "float8_weight"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.siblings = None
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":

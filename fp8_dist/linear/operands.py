@@ -17,7 +17,6 @@ from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig, Gemm, Operan
 from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
-from fp8_dist.linear.gradient_amax import GradientAmax
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies
 from fp8_dist.linear.observing_prepared import observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
@@ -158,14 +157,12 @@ def prepare_operand(
     gemms: tuple[Gemm, ...],
     placements: Placements | None,
     spec: LinearSpec,
-    amax: GradientAmax | None = None,
 ) -> Operands:
     """Cast an operand for the given GEMMs, and redistribute it to ``placements``, by its plan.
 
     Args:
         tensor: ``[..., K]``, in high precision or cast already; no Partial placements.
         placements: the placements of a DTensor that the GEMMs need.
-        amax: the amax of ``tensor``, if it was computed ahead.
     """
     prepared = local_tensor(tensor)
     if isinstance(prepared, Float8Tensor):
@@ -178,12 +175,12 @@ def prepare_operand(
     plan = _plan_of(tensor, operand, casts, placements, spec)
     if plan.first_cast is not None and plan.moves:
         copy = CopySpec(plan.first_cast)
-        quantized = _copies(tensor, operand, (copy,), spec, plan.amax_axes, amax)[copy]
+        quantized = _copies(tensor, operand, (copy,), spec, plan.amax_axes)[copy]
         return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
     high = local_tensor(tensor)
     if plan.moves:
         high, tensor = _moved_in_high_precision(tensor, placements)
-    return _cast_here(tensor, operand, gemms, spec, plan.amax_axes, high, amax)
+    return _cast_here(tensor, operand, gemms, spec, plan.amax_axes, high)
 
 
 def _cast_here(
@@ -193,13 +190,12 @@ def _cast_here(
     spec: LinearSpec,
     axes: tuple[int, ...] | None,
     high: torch.Tensor,
-    amax: GradientAmax | None = None,
 ) -> Operands:
     """Cast an operand for the given GEMMs without moving it; ``high`` is its local tensor."""
     by_gemm = spec.config.copies(operand, tensor.device)
     taken = {gemm: by_gemm.get(gemm) for gemm in gemms}
     wanted = tuple(dict.fromkeys(filter(None, taken.values())))
-    made = _copies(tensor, operand, wanted, spec, axes, amax) if wanted else {}
+    made = _copies(tensor, operand, wanted, spec, axes) if wanted else {}
     return {gemm: made[copy] if copy else high for gemm, copy in taken.items()}
 
 
@@ -209,7 +205,6 @@ def prepare_gradients(
     input: Local | None,
     weight: Local | None,
     spec: LinearSpec,
-    amax: GradientAmax | None = None,
 ) -> dict[Gemm, tuple[Local, Local]]:
     """The left and the right operand of each gradient GEMM.
 
@@ -218,7 +213,6 @@ def prepare_gradients(
         placements: the placements of a DTensor that the GEMMs need.
         input: the right operand of grad_weight; None: that GEMM is left out.
         weight: the right operand of grad_input; None: that GEMM is left out.
-        amax: the amax of ``grad``, if :func:`find_gradient_amax` was called.
     """
     right: Operands = {}
     if weight is not None:
@@ -229,7 +223,7 @@ def prepare_gradients(
     if spec.config.fold_row_scales:
         folds = {gemm: x for gemm, x in right.items() if isinstance(x, Quantized)}
     if not folds:
-        left = prepare_operand(grad, "grad_output", gemms, placements, spec, amax)
+        left = prepare_operand(grad, "grad_output", gemms, placements, spec)
         return {gemm: (left[gemm], right[gemm]) for gemm in gemms}
     cast = spec.config.cast("grad_output", next(iter(folds)))
     assert cast is not None
@@ -246,24 +240,16 @@ def prepare_gradients(
     return operands | folded_gradients(grad, cast, placements, w, x, axes, transposed, spec.owner)
 
 
-def find_gradient_amax(grad: torch.Tensor, spec: LinearSpec, amax: GradientAmax) -> None:
-    """Compute the amax by which :func:`prepare_gradients` will cast ``grad``, a DTensor."""
-    gemms: tuple[Gemm, ...] = ("grad_input", "grad_weight")
-    casts = tuple(spec.config.cast("grad_output", gemm) for gemm in gemms)
-    amax.find(grad, _plan_of(grad, "grad_output", casts, amax.placements, spec).amax_axes)
-
-
 def _copies(
     tensor: torch.Tensor,
     operand: Operand,
     copies: tuple[CopySpec, ...],
     spec: LinearSpec,
     axes: tuple[int, ...] | None,
-    amax: GradientAmax | None = None,
 ) -> Copies:
     """Float8 copies of the local part of an operand; a plain tensor is cast as a matrix."""
     matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
-    made = _copies_of_matrix(tensor, matrix, operand, copies, spec, axes, amax)
+    made = _copies_of_matrix(tensor, matrix, operand, copies, spec, axes)
     if not is_observed():
         return made
     repeats = operand == "input"
@@ -278,7 +264,6 @@ def _copies_of_matrix(
     copies: tuple[CopySpec, ...],
     spec: LinearSpec,
     axes: tuple[int, ...] | None,
-    amax: GradientAmax | None,
 ) -> Copies:
     """:func:`_copies` without observers; ``matrix`` is a plain ``tensor`` as a matrix."""
     if copies[0].cast.delayed:  # both casts are the same: they have one scale per tensor
@@ -286,8 +271,7 @@ def _copies_of_matrix(
         return spec.histories[operand].copies_of(matrix, copies, record)
     power_of_2 = spec.config.round_scales_to_power_of_2
     if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
-        known_amax = None if amax is None else amax.take()
-        return copies_over(matrix, copies, power_of_2, axes, known_amax=known_amax)[1]
+        return copies_over(matrix, copies, power_of_2, axes)[1]
     key = cast_key(tensor, (copies, power_of_2))
     known = last_cast(tensor, key)
     if known is None:

@@ -11,7 +11,6 @@ from fp8_dist.mesh.groups import (
     axes_of,
     groups_over,
     make_group,
-    ranks_of,
     union_of,
 )
 from fp8_dist.mesh.layout import (
@@ -53,7 +52,6 @@ __all__ = [
     "make_group",
     "narrowed",
     "normalized",
-    "ranks_of",
     "reduce_amax",
     "reduced",
     "shard_starts",

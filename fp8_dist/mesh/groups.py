@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.torch_internals import resolve_process_group, root_mesh
+from fp8_dist.torch_internals import root_mesh
 
 # The groups to reduce over, one after the other, by name.
 GroupNames = tuple[str, ...]
@@ -58,17 +58,6 @@ def groups_over(
             if (name := _existing_group(mesh, every)) is not None:
                 return (name,)
     return tuple(str(mesh.get_group(axis).group_name) for axis in axes)
-
-
-def ranks_of(groups: GroupNames) -> tuple[tuple[int, ...], ...]:
-    """The global ranks of each group, to compare the ranks that two tensors reduce over.
-
-    Names of groups can't be compared: DTensor's caches look specs up by mesh equality, so a tensor
-    of a mesh may have the groups of another, equal mesh.
-    """
-    return tuple(
-        tuple(dist.get_process_group_ranks(resolve_process_group(name))) for name in groups
-    )
 
 
 def make_group(meshes: Iterable[DeviceMesh]) -> GroupNames:

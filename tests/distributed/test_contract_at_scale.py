@@ -136,9 +136,8 @@ def test_as_many_collectives_at_1024_ranks_as_on_a_few(ranks: RankPools) -> None
         found = [counts[large] for counts in at_scale]
         found += ranks(dp * tp).run(on_real_ranks, dp, tp)
         assert found == [found[0]] * (dp * tp + len(CHOSEN_RANKS))
-        # The inputs of attention, wo, feed-forward and w2, and their output gradients: those of
-        # layers that share an input are reduced together.
-        activations = LAYERS * 8 if tp > 1 else 0
+        # The inputs of attention, wo, feed-forward and w2, and the output gradient of each layer.
+        activations = LAYERS * (4 + WEIGHTS_PER_LAYER) if tp > 1 else 0
         axis = "dp" if tp == 1 else "tp" if dp == 1 else "world"
         assert found[0]["precompute"] == {f"all_reduce {axis} int32": 1}
         assert amax_reductions(found[0]["with precompute"]) == activations
