@@ -10,10 +10,10 @@ from torch.nn.functional import pad
 
 from fp8_dist.cast import exponents_of_each, local_amax
 from fp8_dist.cut_blocks import are_cut, granularity_at, scales_fit_into_gather
-from fp8_dist.fsdp.streams import device_of
 from fp8_dist.granularity import ROW, TENSOR, Granularity
 from fp8_dist.kernels import amax_of_each
 from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.streams import device_of
 from fp8_dist.mesh import Layout, global_offset, local_sizes, narrowed
 
 
@@ -64,7 +64,9 @@ def local_amaxes(layers: Iterable[Float8Linear]) -> dict[tuple[int, Granularity]
     alike: dict[tuple[Any, ...], list[tuple[int, Granularity]]] = {}
     for key, layer in wanted.items():
         dtype = layer.config.casts("weight")[0].dtype if key[1].blocks else None
-        alike.setdefault((key[1], shards[key].device, device_of(layer), dtype), []).append(key)
+        alike.setdefault(
+            (key[1], shards[key].device, device_of(layer.float8_weight), dtype), []
+        ).append(key)
     found = {}
     for (granularity, _, device, _), same in alike.items():
         if granularity.blocks is None:

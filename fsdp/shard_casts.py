@@ -13,13 +13,11 @@ import torch
 from fp8_dist.cast import as_copies, flat_blocks
 from fp8_dist.config import CopySpec
 from fp8_dist.cut_blocks import granularity_at
-from fp8_dist.fsdp.joining import joined
-from fp8_dist.fsdp.resharding import group_of
-from fp8_dist.fsdp.streams import note_made
+from fp8_dist.fsdp.checks import group_of
 from fp8_dist.granularity import ROW, TENSOR
 from fp8_dist.kernels import fuses_many, quantize_blocks_of_each, quantize_each
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.streams import keep_for_current_stream
+from fp8_dist.linear.streams import keep_for_current_stream, note_made
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.torch_internals import (
     fsdp_groups_of_same_root,
@@ -112,7 +110,7 @@ def _cast_alike(layers: Sequence[Float8Linear]) -> None:
     for weight in weights:
         weight.wait_until_made()
     keep_for_current_stream([number for scaling in scalings for number in scaling])
-    multipliers = joined([multiplier.reshape(-1) for multiplier, _ in scalings])
+    multipliers = torch.cat([multiplier.reshape(-1) for multiplier, _ in scalings])
     layouts = [weight.layout() for weight in weights]
     first, others = shards[0], shards[1:]
     if cast.granularity.blocks is None:
@@ -127,4 +125,4 @@ def _cast_alike(layers: Sequence[Float8Linear]) -> None:
     ):
         made = as_copies(shard, copies, [qdata.view(shard.shape)], [scale], layout)
         weight.cache.float8 = made
-    note_made(layers)
+    note_made(weights)

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.cut_blocks import granularity_at, scales_fit_into_gather
-from fp8_dist.fsdp.resharding import check_layer, group_of
+from fp8_dist.fsdp.checks import check_layer, group_of
 from fp8_dist.fsdp.shard_casts import cast_together
 from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import TransposedTogether, takes_transposed

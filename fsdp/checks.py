@@ -1,8 +1,6 @@
-"""Checks of FSDP2 modules: unsupported settings with float8 gathers, and calls in a backward.
+"""Checks of FSDP2's modules and parameter groups before they gather weights in float8.
 
-With ``reshard_after_forward=<int>`` FSDP2 would reshard its all-gather output to the smaller mesh
-as a parameter. Here the output is float8 bytes, and FSDP2 would fail with an error about dtypes
-that require gradients.
+The import of this module lets FSDP2 compare layers between ranks before its first gather.
 """
 
 from collections.abc import Iterable
@@ -12,14 +10,22 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.agreement import (
+    check_layers,
+    is_part_of_converted,
+    mark_compared,
+    needs_comparison,
+)
+from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.torch_internals import (
+    before_fsdp_gathers,
     fsdp_groups,
     fsdp_groups_of_module,
     fsdp_is_running,
     fsdp_modules_sharing,
     fsdp_modules_with_extensions,
     fsdp_reshards_to_smaller_mesh,
+    fsdp_roots_of,
     in_backward,
 )
 
@@ -29,11 +35,31 @@ _groups: "WeakKeyDictionary[nn.Module, ReferenceType[Any]]" = WeakKeyDictionary(
 _compared: "WeakSet[nn.Module]" = WeakSet()  # layers compared with others that share their weight
 
 
+def _compare_between_ranks(group: Any) -> None:
+    """Compare the layers of the model that a parameter group belongs to, once.
+
+    This includes layers whose weights FSDP2 gathers in high precision: their forward reduces
+    amaxes.
+    """
+    if not any(needs_comparison(module) for module in group.modules):
+        return
+    for module in filter(needs_comparison, fsdp_roots_of(group)):
+        layers = float8_layers(module)
+        # Ranks that have converted another part of the model take part too.
+        if layers or is_part_of_converted(module):
+            check_layers(module, layers, "FSDP2's first gather")
+        else:
+            mark_compared(module)
+
+
+before_fsdp_gathers(_compare_between_ranks)
+
+
 def check_sharded_module(module: FSDPModule, name: str) -> None:
     """Check a module that ``fully_shard`` was called on, before FSDP2 first runs it."""
     for group in fsdp_groups_of_module(module):
         if fsdp_modules_with_extensions(group):
-            _check(group, name)
+            _check_reshards(group, name)
 
 
 def check_outside_of_backward(module: nn.Module, caller: str) -> None:
@@ -59,7 +85,7 @@ def check_layer(layer: Float8Linear, name: str) -> None:
     if layer not in _groups:
         return
     group = _groups[layer]()
-    _check(group, name)
+    _check_reshards(group, name)
     if layer not in _compared:
         _check_rounding(layer, fsdp_modules_sharing(group, layer))
         _compared.add(layer)
@@ -89,7 +115,9 @@ def group_of(layer: nn.Module) -> Any:
     return None if group is None else group()
 
 
-def _check(group: Any, name: str) -> None:
+def _check_reshards(group: Any, name: str) -> None:
+    # FSDP2 would reshard its all-gather output to the smaller mesh as a parameter. The output is
+    # float8 bytes here, and FSDP2 would fail with an error about dtypes that require gradients.
     if fsdp_reshards_to_smaller_mesh(group):
         raise ValueError(
             f"{name}: fully_shard(..., reshard_after_forward=<int>) can't reshard weights "
