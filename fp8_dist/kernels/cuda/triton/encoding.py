@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton.launch import (
+    DTYPES,
     blocks,
     float8_constants,
+    fused,
     programs,
     size_class,
     tuned,
@@ -18,7 +20,14 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     magnitude,
     to_float8,
 )
-from fp8_dist.kernels.encoding import BLOCK, blocks_of
+from fp8_dist.kernels.encoding import (
+    BLOCK,
+    blocks_of,
+    decode_float8,
+    encode_float8,
+    sum_of_float8,
+    sum_of_rows,
+)
 
 _FLOAT8 = torch.float8_e4m3fn
 _BLOCK = tl.constexpr(BLOCK)
@@ -156,8 +165,8 @@ def _sum_rows(
     tl.store(total + j, found, mask=j < size)
 
 
-def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fp8_dist.kernels.encoding.encode_float8`."""
+@fused(encode_float8, lambda x, seed: x.dtype in DTYPES)
+def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     size, count = x.shape[-1], blocks_of(x.shape[-1])
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     exponents = codes.new_empty(*x.shape[:-1], count)
@@ -180,17 +189,17 @@ def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tenso
     return codes, exponents
 
 
-def sum_of_float8(
+@fused(sum_of_float8, lambda codes, exponents, own, rank: own.dtype in DTYPES)
+def _sum_of_float8(
     codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.encoding.sum_of_float8`."""
     return _sum_of(codes, exponents, _rows(own), rank)
 
 
 def _sum_of(
     codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """The sum with ``own`` as ``[rows, n]``, which is not read if ``rank`` is negative."""
+    """Sum with ``own`` as ``[rows, n]``, which is not read if ``rank`` is negative."""
     shape, size, count = codes.shape[1:], codes.shape[-1], exponents.shape[-1]
     total = torch.empty(shape, dtype=torch.float32, device=codes.device)
     if total.numel():
@@ -215,8 +224,8 @@ def _sum_of(
     return total
 
 
-def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.encoding.sum_of_rows`."""
+@fused(sum_of_rows, lambda rows, own, rank: rows.dtype in DTYPES and own.dtype in DTYPES)
+def _sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
     total = torch.empty(rows.shape[1:], dtype=torch.float32, device=rows.device)
     size = total.numel()
     if size:
@@ -234,8 +243,8 @@ def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tenso
     return total
 
 
-def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.encoding.decode_float8`."""
+@fused(decode_float8)
+def _decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     none = codes.new_empty(1, 1, dtype=torch.float32)
     return _sum_of(codes.unsqueeze(0), exponents.unsqueeze(0), none, -1)
 
