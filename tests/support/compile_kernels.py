@@ -2,7 +2,8 @@
 
     python tests/support/compile_kernels.py 90
 
-JSON, for each kernel: its name, its assembly, and the size of its code. It needs no GPU.
+JSON, for each kernel: its name, its assembly, the size of its code, and whether it writes data
+(and not exponents alone). It needs no GPU.
 """
 
 import json
@@ -89,6 +90,9 @@ class Compiler:
         assembly, code = ("amdgcn", "hsaco") if self.amd else ("ptx", "cubin")
         name = tuned.kernel.__name__
         result = {"name": name, "assembly": found[assembly], "bytes": len(found[code])}
+        outputs = dict(zip(names, args, strict=False))
+        outputs = [outputs[each] for each in ("copies", "out") if each in outputs]
+        result["writes_data"] = not any(each in (None, (None, None)) for each in outputs)
         self.results.append(result)
 
 

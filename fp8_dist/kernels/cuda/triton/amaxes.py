@@ -151,12 +151,12 @@ def _rows_of_many(
         tl.store(out + first + i, tl.max(largest, 1), mask=i < M)
 
 
-def _is_kept(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
+def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
     along = [covered_dims(name, x.ndim) for name in ("row", "column")] if x.ndim > 1 else []
     return x.dtype in DTYPES and (dims is None or tuple(dims) in along)
 
 
-@fused(amax, _is_kept, zeros=True)
+@fused(amax, _takes, zeros=True)
 def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """One launch, two for columns; 2 bytes per bf16 element."""
     if dims is None:
