@@ -191,12 +191,12 @@ _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
         (
             f"{weight.__name__}.keep_for_current_stream",
             dataclasses.replace(_INVALIDATED, explicit=True),
-            "memory of compute .* before all_gather_copy_in on .*; made at .*:(empty_bytes|quantize_many) .*",
+            "memory of compute .* before all_gather_copy_in on .*; made at .*:(empty_copies|_quantize_each) .*",
         ),
         (
             f"{shard_casts.__name__}.keep_for_current_stream",
             dataclasses.replace(_INVALIDATED, parts=True, micro_batches=1),
-            "memory of compute .* before cat on .*; made at .*:scaling .*",
+            "memory of compute .* before cat on .*; made at .*:_scaling_from_amax .*",
         ),
         (
             f"{shard_casts.__name__}.note_made",

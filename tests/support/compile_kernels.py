@@ -11,9 +11,8 @@ import sys
 from typing import Any
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from fp8_dist import kernels
 from fp8_dist.kernels import CustomOp, block_gemm, cuda, encoding
@@ -23,77 +22,40 @@ from fp8_dist.kernels.transposing import transposed_copies
 
 assert cuda.HAS_TRITON
 
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.uint8: "*u8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-DIVISIBLE = [["tt.divisibility", 16]]
 
-
-def type_of(value: torch.Tensor | int) -> str:
-    return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
-
-
-def is_one(value: torch.Tensor | int) -> bool:
-    return isinstance(value, int) and value == 1
-
-
-def by_16(value: torch.Tensor | int) -> bool:
-    return isinstance(value, torch.Tensor) or value % 16 == 0
-
-
-class Compiler:
-    """Takes the place of launches."""
+class Driver:
+    """What compilers ask the driver of a GPU that is not here."""
 
     def __init__(self, architecture: str) -> None:
         self.amd = architecture.startswith("gfx")
         number = architecture if self.amd else int(architecture)
         self.target = GPUTarget(*(("hip", number, 64) if self.amd else ("cuda", number, 32)))
-        self.results: list[dict[str, Any]] = []
 
-    def compile(
-        self, tuned: launch.Tuned, args: tuple[Any, ...], constants: dict[str, Any]
-    ) -> None:
-        """Compile a kernel for these arguments and its first choice of block sizes."""
-        names, chosen = tuned.kernel.arg_names, tuned.configs[0]
-        constants = {**constants, **chosen.kwargs}
-        types, attributes = {}, {}
-        for n, (name, value) in enumerate(zip(names, args, strict=False)):
-            if isinstance(value, tuple):
-                ones = {
-                    (n, i): each for i, each in enumerate(value) if each is None or is_one(each)
-                }
-                constants |= ones
-                types[name] = tuple(
-                    "constexpr" if (n, i) in ones else type_of(each) for i, each in enumerate(value)
-                )
-                attributes |= {
-                    (n, i): DIVISIBLE
-                    for i, each in enumerate(value)
-                    if (n, i) not in ones and by_16(each)
-                }
-                continue
-            if value is None or is_one(value):
-                constants[name] = value
-                continue
-            types[name] = type_of(value)
-            if by_16(value):
-                attributes[(n,)] = DIVISIBLE
-        signature = {name: types.get(name, "constexpr") for name in names}
-        options = {"num_warps": chosen.num_warps, "enable_fp_fusion": False}
-        source = ASTSource(tuned.kernel, signature, constants, attributes)
-        found = triton.compile(source, target=self.target, options=options).asm
-        assembly, code = ("amdgcn", "hsaco") if self.amd else ("ptx", "cubin")
-        name = tuned.kernel.__name__
-        result = {"name": name, "assembly": found[assembly], "bytes": len(found[code])}
-        outputs = dict(zip(names, args, strict=False))
-        outputs = [outputs[each] for each in ("copies", "out") if each in outputs]
-        result["writes_data"] = not any(each in (None, (None, None)) for each in outputs)
-        self.results.append(result)
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compiled(
+    amd: bool, tuned: launch.Tuned, args: tuple[Any, ...], constants: dict[str, Any]
+) -> dict[str, Any]:
+    """Compile a kernel for these arguments and its first choice of block sizes."""
+    chosen = tuned.configs[0].all_kwargs() | {"enable_fp_fusion": False}
+    found = tuned.kernel.run(*args, grid=(1,), warmup=True, **constants, **chosen).asm
+    assembly, code = ("amdgcn", "hsaco") if amd else ("ptx", "cubin")
+    outputs = dict(zip(tuned.kernel.arg_names, args, strict=False))
+    outputs = [outputs[each] for each in ("copies", "out") if each in outputs]
+    return {
+        "name": tuned.kernel.__name__,
+        "assembly": found[assembly],
+        "bytes": len(found[code]),
+        "writes_data": not any(each in (None, (None, None)) for each in outputs),
+    }
 
 
 def run(op: CustomOp[..., Any], *args: Any) -> Any:
@@ -140,13 +102,14 @@ def call_all() -> None:
 
 
 def main(architecture: str) -> None:
-    compiler = Compiler(architecture)
-    launch.Tuned.__call__ = lambda tuned, grid, key, device, *args, **constants: compiler.compile(  # type: ignore[method-assign]
-        tuned, args, constants
+    target, results = Driver(architecture), []
+    driver.set_active(target)
+    launch.Tuned.__call__ = lambda tuned, grid, key, device, *args, **constants: results.append(  # type: ignore[method-assign]
+        compiled(target.amd, tuned, args, constants)
     )
     launch.converts = lambda dtype, device: architecture == "90"
     call_all()
-    print(json.dumps(compiler.results))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
