@@ -16,11 +16,11 @@ from fp8_dist.kernels.block_gemm import (
 from fp8_dist.kernels.blocks import empty_reblocked, reblock
 from fp8_dist.kernels.cuda.triton.blocks import (
     exponents_of,
-    fit,
     largest_of_each,
     multipliers_by,
     scales_by,
     spread,
+    takes_size,
 )
 from fp8_dist.kernels.cuda.triton.launch import (
     Blocks,
@@ -220,7 +220,12 @@ def _tiled_exponents(
         _store_tiles(b, tiles_b, repeats_b, block - of_a, BLOCK)
 
 
-@fused(reblock, lambda _, __, of, rows, *___, **____: fit(*of[:2]) and fit(rows, of[1]))
+@fused(
+    reblock,
+    lambda qdata, exponents, blocks, rows, *_, **__: (
+        takes_size(*blocks[:2]) and takes_size(rows, blocks[1])
+    ),
+)
 def _reblocked(
     qdata: torch.Tensor,
     exponents: torch.Tensor,
@@ -256,7 +261,9 @@ def _reblocked(
 
 @fused(
     dequantize_blocks,
-    lambda x, _, of, dtype: fit(*of[:2]) and dtype in (torch.bfloat16, torch.float32),
+    lambda x, exponents, blocks, dtype: (
+        takes_size(*blocks[:2]) and dtype in (torch.bfloat16, torch.float32)
+    ),
 )
 def _dequantized(
     x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int], dtype: torch.dtype

@@ -245,7 +245,7 @@ def _cast_blocks_of_many(
         )
 
 
-def fit(rows: int, columns: int) -> bool:
+def takes_size(rows: int, columns: int) -> bool:
     """Whether the kernels support blocks of this size."""
     are_powers = not (rows & (rows - 1) or columns & (columns - 1))
     return are_powers and max(rows, columns) <= _LONGEST and rows * columns <= _LARGEST
@@ -253,7 +253,7 @@ def fit(rows: int, columns: int) -> bool:
 
 def _takes(x: torch.Tensor, of: Sequence[int]) -> bool:
     """Whether the kernels support a tensor in these blocks."""
-    return x.dtype in DTYPES and (x.ndim == 2 or of[0] == 1) and fit(*of[:2])
+    return x.dtype in DTYPES and (x.ndim == 2 or of[0] == 1) and takes_size(*of[:2])
 
 
 def _launch(
@@ -293,14 +293,14 @@ def _launch(
     return layouts.copies(transposed)
 
 
-@fused(block_exponents, lambda x, dtype, of, rule: _takes(x, of))
+@fused(block_exponents, lambda x, dtype, blocks, rule: _takes(x, blocks))
 def _block_exponents(
     x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> torch.Tensor:
     return _cast_copies(x, dtype, blocks, rule, [])[0]
 
 
-@fused(cast_blocks, lambda x, dtype, of, *_: _takes(x, of))
+@fused(cast_blocks, lambda x, dtype, blocks, *_, **__: _takes(x, blocks))
 def _cast_copies(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -312,7 +312,7 @@ def _cast_copies(
     return [exponents, *_launch(x, exponents, dtype, blocks, transposed, rule=rule)]
 
 
-@fused(quantize_blocks, lambda x, exponents, dtype, of, *_, **__: _takes(x, of))
+@fused(quantize_blocks, lambda x, exponents, dtype, blocks, *_, **__: _takes(x, blocks))
 def _quantize_blocks(
     x: torch.Tensor,
     exponents: torch.Tensor,
@@ -323,7 +323,7 @@ def _quantize_blocks(
     return _quantize_copies(x, exponents, dtype, blocks, [False])[0]
 
 
-@fused(quantize_block_copies, lambda x, exponents, dtype, of, transposed: _takes(x, of))
+@fused(quantize_block_copies, lambda x, exponents, dtype, blocks, transposed: _takes(x, blocks))
 def _quantize_copies(
     x: torch.Tensor,
     exponents: torch.Tensor,
@@ -341,7 +341,7 @@ def _takes_each(tensors: Sequence[torch.Tensor], of: Sequence[int]) -> bool:
 
 @fused(
     block_exponents_of_each,
-    lambda first, others, dtype, of, rule: _takes_each([first, *others], of),
+    lambda first, others, dtype, blocks, rule: _takes_each([first, *others], blocks),
 )
 def _block_exponents_of_each(
     first: torch.Tensor,
@@ -359,7 +359,7 @@ def _block_exponents_of_each(
 
 @fused(
     quantize_blocks_of_each,
-    lambda first, others, exponents, dtype, of: _takes_each([first, *others], of),
+    lambda first, others, exponents, dtype, blocks: _takes_each([first, *others], blocks),
 )
 def _quantize_blocks_of_each(
     first: torch.Tensor,

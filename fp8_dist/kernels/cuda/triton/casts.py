@@ -283,7 +283,7 @@ def _cast_many(
             store_tile(out + start, to_float8(v, BIAS, SOFT), i, j, M, K)
 
 
-@fused(scaling_from_amax, lambda amax, *_: amax.dtype is torch.float32)
+@fused(scaling_from_amax, lambda amax, *_, **__: amax.dtype is torch.float32)
 def _scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
 ) -> Scaling:
@@ -358,7 +358,7 @@ def _quantize(
     return qdata
 
 
-@fused(quantize_after, lambda x, multiplier, *_: _takes(x, multiplier))
+@fused(quantize_after, lambda x, multiplier, *_, **__: _takes(x, multiplier))
 def _quantize_after(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
 ) -> torch.Tensor:
@@ -395,7 +395,7 @@ def _quantize_copies(
     return _copies(made, of, transposed)
 
 
-@fused(cast_copies, lambda x, amaxes, *_: _takes(x, *amaxes))
+@fused(cast_copies, lambda x, amaxes, *_, **__: _takes(x, *amaxes))
 def _cast_copies(
     x: torch.Tensor,
     amaxes: Sequence[torch.Tensor],
@@ -433,7 +433,7 @@ def _cast_copies(
     return [*(t for scaling in scalings for t in scaling), *_copies(made, of, transposed)]
 
 
-@fused(cast_rows, lambda x, *_: _takes(x))
+@fused(cast_rows, lambda x, *_, **__: _takes(x))
 def _cast_by_rows(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -454,7 +454,7 @@ def _cast_by_rows(
     return [*scaling, *layouts.copies(transposed)]
 
 
-@fused(cast_and_record, lambda x, *_: _takes(x), zeros=True)
+@fused(cast_and_record, lambda x, *_, **__: _takes(x), zeros=True)
 def _cast_and_record(
     x: torch.Tensor,
     multiplier: torch.Tensor,
@@ -472,7 +472,7 @@ def _cast_and_record(
     return [amax, poisoned, largest, *layouts.copies(transposed)]
 
 
-@fused(quantize_each, lambda first, others, *_: are_alike([first, *others]))
+@fused(quantize_each, lambda first, others, *_, **__: are_alike([first, *others]))
 def _quantize_each(
     first: torch.Tensor,
     others: Sequence[torch.Tensor],

@@ -61,7 +61,7 @@ def _transposed_copy(x: torch.Tensor) -> torch.Tensor:
     return _transposed_copies(x, [])[0]
 
 
-@fused(transposed_copies, lambda *given: all(x.is_contiguous() for x in (given[0], *given[1])))
+@fused(transposed_copies, lambda first, others: all(x.is_contiguous() for x in (first, *others)))
 def _transposed_copies(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """One launch per 16 matrices; 2 bytes per element.
 
