@@ -15,14 +15,15 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.convert import convert_to_float8_training
 from fp8_dist.fsdp import rewrap_float8_weights
 from fp8_dist.integrations.transformers.native_tp import (
     check_plan,
     restore_styles,
     use_float8_styles,
 )
-from fp8_dist.layer_filter import LayerFilter, is_part
+from fp8_dist.model.convert import convert_to_float8_training
+from fp8_dist.model.filters import LayerFilter
+from fp8_dist.names import is_part
 
 METHOD = "fp8_dist"
 

@@ -10,11 +10,11 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.convert import FilterFn, convert_to_float8_training
 from fp8_dist.fsdp import attach_update, update_float8_scales
-from fp8_dist.layer_filter import skip_head
 from fp8_dist.linear import float8_layers
 from fp8_dist.linear.amax_history import load_histories
+from fp8_dist.model.convert import convert_to_float8_training
+from fp8_dist.model.filters import FilterFn, skip_head
 from fp8_dist.warn import warn_once
 
 
