@@ -9,6 +9,7 @@ If torch's ``parallelize_module`` applies a style, an all-reduce of 16 bytes fir
 layers and the style between ranks. A difference is a ValueError.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,8 +23,12 @@ from fp8_dist.config import CastSpec
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.tensor_parallel.reductions import ModuleInput, check_transport
-from fp8_dist.tensor_parallel.shared_casts import cast_input, shared_input_cast
+from fp8_dist.tensor_parallel.inputs import (
+    ModuleInput,
+    cast_input,
+    check_transport,
+    shared_input_cast,
+)
 from fp8_dist.tensor_parallel.siblings import make_no_siblings, make_siblings
 from fp8_dist.transport import Encoding
 
@@ -40,7 +45,87 @@ _ATTRIBUTES = (
 _PREPARED_INPUT = "prepared_input"  # the name of the prepared input's history in a layer
 
 
-class Float8ColwiseParallel(ColwiseParallel):
+class CheckedStyle(ParallelStyle):
+    """Style with a check that ``apply_tp_plan`` makes before it changes any module."""
+
+    def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield the obstacles to applying the style to a module on ``size`` ranks."""
+        yield from ()
+
+    def check(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Compare the module's layers between ranks, and raise ValueError if they don't fit."""
+        layers = float8_layers(module)
+        if not layers or any(not layer.float8_weight.is_compared for layer in layers.values()):
+            check_placed(layers, mesh, "parallelize_module", {"the style": described(self)})
+        for misfit in self.misfits(module, mesh.size()):
+            raise ValueError(misfit)
+
+
+class _Float8LinearStyle(CheckedStyle):
+    """Constructor and application of the styles of a Float8Linear.
+
+    It precedes torch's style among the bases, which partitions the parameters.
+    """
+
+    input_layouts: tuple[Placement, ...]
+    output_layouts: tuple[Placement, ...]
+    use_local_output: bool
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        reduce_transport: Encoding = None,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
+        output = self.output_layouts[0]
+        if reduce_transport and isinstance(self, RowwiseParallel) and not isinstance(output, Shard):
+            raise ValueError(
+                f"{type(self).__name__}: reduce_transport={reduce_transport!r} applies to the "
+                f"reduce-scatter of the output, and output_layouts={output!r} has none: give a "
+                "Shard (sequence parallelism), or drop the argument"
+            )
+
+    def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield an error for a module that is not a Float8Linear, or is distributed already."""
+        if not isinstance(module, Float8Linear):
+            yield (
+                f"{type(self).__name__} needs a Float8Linear, found a {type(module).__name__}; "
+                "convert the layer, or use torch's style without Float8 in its name"
+            )
+        elif isinstance(module.weight, DTensor):
+            yield (
+                f"{module.fqn} is distributed already: its weight is {module.weight.placements} on "
+                f"{module.weight.device_mesh}; parallelize it once, before fully_shard"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh)
+        assert isinstance(module, Float8Linear)
+        module.output_placements = tuple(self.output_layouts)
+        module.reduce_transport = self.reduce_transport
+        layouts, use_local_output = tuple(self.input_layouts), self.use_local_output
+
+        def annotate(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            if isinstance(inputs[0], DTensor):
+                return inputs[0]
+            return DTensor.from_local(inputs[0], mesh, layouts, run_check=False)
+
+        def local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+            return output.to_local() if use_local_output else output
+
+        partition = self._partition_linear_fn  # type: ignore[attr-defined]  # of torch's style
+        return distribute_module(module, device_mesh, partition, annotate, local_output)
+
+
+class Float8ColwiseParallel(_Float8LinearStyle, ColwiseParallel):
     """``ColwiseParallel`` of a Float8Linear: weight and bias are ``Shard(0)``.
 
     Args:
@@ -66,26 +151,8 @@ class Float8ColwiseParallel(ColwiseParallel):
             is not one of the above, or (in the forward) the input was gathered before.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        reduce_transport: Encoding = None,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
-        self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distribute(self, module, device_mesh)
-
-
-class Float8RowwiseParallel(RowwiseParallel):
+class Float8RowwiseParallel(_Float8LinearStyle, RowwiseParallel):
     """``RowwiseParallel`` of a Float8Linear: the weight is ``Shard(1)``, the bias replicated.
 
     Args:
@@ -108,32 +175,8 @@ class Float8RowwiseParallel(RowwiseParallel):
             is not one of the above, or it is given for an output that is not reduce-scattered.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        reduce_transport: Encoding = None,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
-        self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
-        if reduce_transport is not None and not isinstance(self.output_layouts[0], Shard):
-            raise ValueError(
-                f"{type(self).__name__}: reduce_transport={reduce_transport!r} applies to the "
-                f"reduce-scatter of the output, and output_layouts={self.output_layouts[0]!r} has "
-                "none: give a Shard (sequence parallelism), or drop the argument"
-            )
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distribute(self, module, device_mesh)
-
-
-class PrepareFloat8ModuleInput(ModuleInput):
+class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
     """``PrepareModuleInput`` that casts floating-point inputs to float8 before it moves them.
 
     Layers that read the same input (q, k, v; w1, w3) then share one cast and one gather. The layers
@@ -183,13 +226,30 @@ class PrepareFloat8ModuleInput(ModuleInput):
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
+    def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield an error for a module without the layers that the style follows."""
+        layers, kind = float8_layers(module), type(module).__name__
+        fqn = self.fwd_config_submodule_fqn
+        if not layers:
+            yield (
+                f"PrepareFloat8ModuleInput: this {kind} contains no Float8Linear; convert the "
+                "model first, or use torch's PrepareModuleInput"
+            )
+        elif fqn is not None and fqn not in layers:
+            yield (
+                f"PrepareFloat8ModuleInput: fwd_config_submodule_fqn={fqn!r} is not a Float8Linear "
+                f"in this {kind}; it has {list(layers)}"
+            )
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_placed(self, module, device_mesh)
-        layers = self._followed_layers(module)
-        cast, power_of_2 = self._agreed_cast(layers)
-        name, first = next(iter(layers.items()))
-        inside = list(float8_layers(module))
-        for each in float8_layers(module).values():
+        self.check(module, device_mesh)
+        layers = float8_layers(module)
+        inside = list(layers)
+        name = self.fwd_config_submodule_fqn or inside[0]
+        first = layers[name]
+        followed = layers if self.fwd_config_submodule_fqn is None else {name: first}
+        cast, power_of_2 = self._agreed_cast(followed)
+        for each in layers.values():
             each.prepared_power_of_2 = power_of_2
             each.prepared_by |= {first.fqn}
         if cast.delayed:
@@ -222,21 +282,6 @@ class PrepareFloat8ModuleInput(ModuleInput):
         module.register_forward_hook(end_siblings)
         return super()._apply(module, device_mesh)
 
-    def _followed_layers(self, module: nn.Module) -> dict[str, Float8Linear]:
-        layers, kind = float8_layers(module), type(module).__name__
-        fqn = self.fwd_config_submodule_fqn
-        if fqn is not None and fqn not in layers:
-            raise ValueError(
-                f"PrepareFloat8ModuleInput: fwd_config_submodule_fqn={fqn!r} is no Float8Linear in "
-                f"this {kind}; it has {list(layers)}"
-            )
-        if not layers:
-            raise ValueError(
-                f"PrepareFloat8ModuleInput: this {kind} contains no Float8Linear; convert the "
-                "model first, or use torch's PrepareModuleInput"
-            )
-        return layers if fqn is None else {fqn: layers[fqn]}
-
     def _agreed_cast(self, layers: dict[str, Float8Linear]) -> tuple[CastSpec, bool]:
         """Return the one :func:`shared_input_cast` of the layers, or raise if they differ."""
         casts = set()
@@ -267,34 +312,3 @@ def described(style: ParallelStyle) -> str:
     """Describe a style as text, so that ranks can compare it."""
     known = {name: getattr(style, name) for name in _ATTRIBUTES if hasattr(style, name)}
     return f"{type(style).__name__} {known}"
-
-
-def _check_placed(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Compare a style's layers between ranks, unless ``apply_tp_plan`` has done so."""
-    layers = float8_layers(module)
-    if not layers or any(not layer.float8_weight.is_compared for layer in layers.values()):
-        check_placed(layers, mesh, "parallelize_module", {"the style": described(style)})
-
-
-def _distribute(
-    style: Float8ColwiseParallel | Float8RowwiseParallel, module: nn.Module, mesh: DeviceMesh
-) -> nn.Module:
-    _check_placed(style, module, mesh)
-    if not isinstance(module, Float8Linear):
-        raise ValueError(
-            f"{type(style).__name__} needs a Float8Linear, found a {type(module).__name__}; "
-            "convert the layer, or use torch's style without Float8 in its name"
-        )
-    module.output_placements = tuple(style.output_layouts)
-    module.reduce_transport = style.reduce_transport
-    layouts, use_local_output = tuple(style.input_layouts), style.use_local_output
-
-    def annotate(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        if isinstance(inputs[0], DTensor):
-            return inputs[0]
-        return DTensor.from_local(inputs[0], mesh, layouts, run_check=False)
-
-    def local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
-        return output.to_local() if use_local_output else output
-
-    return distribute_module(module, mesh, style._partition_linear_fn, annotate, local_output)

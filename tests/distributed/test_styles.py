@@ -241,7 +241,7 @@ def refusals() -> list[str]:
         (
             converted(small),
             prepare(fwd_config_submodule_fqn="w4"),
-            "fwd_config_submodule_fqn='w4' is no Float8Linear in this MLP; it has ['w1',",
+            "fwd_config_submodule_fqn='w4' is not a Float8Linear in this MLP; it has ['w1',",
         ),
         (in_high_precision, prepare(), "w1, w3, w2 take their input in two different casts, or in"),
     ]

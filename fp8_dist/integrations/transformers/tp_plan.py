@@ -16,9 +16,11 @@ from fp8_dist.integrations.transformers.tp_structure import (
     read_structure,
     without_numbers,
 )
-from fp8_dist.tensor_parallel.models.common import (
+from fp8_dist.tensor_parallel.plan_styles import (
+    EmbeddingRowwiseParallel,
     check_plan_transport,
     colwise_style,
+    prepare_style,
     residual_style,
 )
 from fp8_dist.transport import Encoding
@@ -108,8 +110,9 @@ def _styles(
 ) -> dict[str, ParallelStyle]:
     """Make the plan of a model with a known structure."""
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    embedding = tp_styles.SequenceEmbedding if sequence_parallel else EmbeddingRowwiseParallel
     plan: dict[str, ParallelStyle] = {
-        structure.embedding: tp_styles.embedding_style(sequence_parallel)
+        structure.embedding: embedding(input_layouts=Replicate(), output_layouts=stream)
     }
     if sequence_parallel:
         plan |= _stream_styles(structure)
@@ -144,10 +147,16 @@ def _block_styles(
     """Make the styles of a block that reads from and writes to a stream, and of its layers."""
     module = model.get_submodule(block.name)
     readers = {name: module.get_submodule(name) for name in block.readers}
-    parts = {} if block.gathers_outputs else _parts(module, readers)
-    # Llama 4 adds the output of routed experts to that of shared ones, in place.
-    in_place = block.in_replicated
-    style = tp_styles.block_style(stream, readers, parts, in_place, transport)
+    style = prepare_style(
+        readers,
+        stream,
+        transport,
+        plain=tp_styles.BlockInput,
+        float8=tp_styles.Float8BlockInput,
+        parts={} if block.gathers_outputs else _parts(module, readers),
+        # Llama 4 adds the output of routed experts to that of shared ones, in place.
+        may_change_output=block.in_replicated,
+    )
     plan: dict[str, ParallelStyle] = {block.name: style}
     inside = Replicate() if block.gathers_outputs else Shard(-1)
     for name, layer in readers.items():
