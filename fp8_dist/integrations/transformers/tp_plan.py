@@ -12,8 +12,8 @@ from fp8_dist.integrations.transformers import tp_styles
 from fp8_dist.integrations.transformers.tp_structure import (
     Block,
     Structure,
+    StructureReader,
     merges_embeddings,
-    read_structure,
     without_numbers,
 )
 from fp8_dist.tensor_parallel.plan_styles import (
@@ -86,7 +86,7 @@ def hf_tp_plan(
             cannot share evenly.
     """
     check_plan_transport(model, reduce_transport, sequence_parallel, "hf_tp_plan")
-    structure = read_structure(model, sequence_parallel)
+    structure = StructureReader(model, sequence_parallel).read()
     if sequence_parallel and merges_embeddings(model):
         raise ValueError(
             f"hf_tp_plan: {type(model).__name__} merges other inputs, such as images, into its "
