@@ -58,7 +58,7 @@ class CheckedStyle(ParallelStyle):
         if not layers or any(not layer.float8_weight.is_compared for layer in layers.values()):
             check_placed(layers, mesh, "parallelize_module", {"the style": described(self)})
         for misfit in self.misfits(module, mesh.size()):
-            raise ValueError(misfit)
+            raise ValueError(f"parallelize_module: {misfit}")
 
 
 class _Float8LinearStyle(CheckedStyle):

@@ -1,12 +1,9 @@
-"""Filters: which linear layers of a model are converted, and why the others are not.
+"""Filters of the linear layers to convert, and the reasons why the others are not converted.
 
 Rounding costs more in a head's outputs, the logits, than elsewhere, and its weight is often tied to
 the embedding. The inner dim of a low-rank adapter is too small to gain. A GPU's float8 GEMM refuses
-sizes that are not multiples of 16. And operands must be cast first: the larger a layer, the more
-multiplications share one cast, and below some size casts cost more than the GEMM saves.
-
-A filter judges a layer by its part on one tensor-parallel rank. Shapes in this module are
-``(out_features, in_features)``.
+sizes that are not multiples of 16. In a small layer few multiplications share a cast: the casts
+cost more than the GEMM saves. Shapes in this module are ``(out_features, in_features)``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,6 +50,7 @@ _HEADS_OF_A_MODEL = {"classification_head", "classifier", "cls", "embed_out", "q
 _WRAPPED = {"module", "model", "base_model", "_orig_mod"}
 _WRAPPED |= {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
+_IS_HEAD = "it is the model's head"
 # The reasons why conversions left layers out.
 _reasons: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 
@@ -67,8 +65,11 @@ class LayerFilter:
     """
 
     def __init__(self, model: nn.Module | None = None, names: Iterable[str] = ()) -> None:
-        self._heads = set() if model is None else set(_output_embeddings(model))
-        self._outside = set() if model is None else set(_outside_of_base_models(model))
+        self._never: dict[nn.Module, str] = {}
+        if model is not None:
+            outside = "it stands outside of the base model"
+            self._never = dict.fromkeys(_outside_of_base_models(model), outside)
+            self._never |= dict.fromkeys(_output_embeddings(model), _IS_HEAD)
         self._names = tuple(names)
         self._reasons: dict[str, str] = {}
 
@@ -88,13 +89,10 @@ class LayerFilter:
 
     def _why_head_or_adapter(self, module: nn.Module, fqn: str) -> str:
         """The reason, other than size, why a layer is left out, or an empty string."""
-        if module in self._heads or _has_name_of_head(fqn):
-            return "it is the model's head"
-        if module in self._outside:
-            return "it stands outside of the base model"
-        if any(part.startswith("lora_") for part in fqn.split(".")):
-            return "it belongs to a LoRA adapter"
-        return ""
+        if _has_name_of_head(fqn):
+            return _IS_HEAD
+        in_adapter = any(part.startswith("lora_") for part in fqn.split("."))
+        return self._never.get(module) or ("it belongs to a LoRA adapter" if in_adapter else "")
 
 
 @dataclass(frozen=True)
