@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -20,6 +20,7 @@ from fp8_dist.tensor_parallel.plan_styles import (
     EmbeddingRowwiseParallel,
     check_plan_transport,
     colwise_style,
+    local_if_even,
     prepare_style,
     residual_style,
 )
@@ -135,9 +136,12 @@ def _styles(
 def _stream_styles(structure: Structure) -> dict[str, ParallelStyle]:
     """Make the styles of a sequence-parallel stream, outside of the sharded blocks."""
     plan: dict[str, ParallelStyle] = {structure.layers[0]: tp_styles.StreamInput()}
-    plan |= {name: tp_styles.StreamNorm() for name in structure.norms}
+    plan |= {name: tp_styles.StreamNorm(local_if_even) for name in structure.norms}
     plan |= {name: tp_styles.ReplicatedBlock() for name in structure.replicated}
-    plan[structure.last_norm] = tp_styles.LastNorm(gathered=structure.head is None)
+    # A sharded head takes the DTensor.
+    plan[structure.last_norm] = (
+        SequenceParallel() if structure.head else tp_styles.StreamNorm(DTensor.full_tensor)
+    )
     return plan
 
 

@@ -5,13 +5,13 @@ it, each rank has a part of the sequence (dim 1), in the form of ``local_if_even
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -20,8 +20,9 @@ from fp8_dist.tensor_parallel.inputs import ModuleInput
 from fp8_dist.tensor_parallel.plan_styles import EmbeddingRowwiseParallel, local_if_even
 from fp8_dist.tensor_parallel.styles import CheckedStyle
 
-_SEQUENCE = (Shard(1),)
-_WHOLE = (Replicate(),)
+_Places = tuple[Placement, ...]
+_SEQUENCE: _Places = (Shard(1),)
+_WHOLE: _Places = (Replicate(),)
 
 
 class SequenceEmbedding(EmbeddingRowwiseParallel):
@@ -43,10 +44,8 @@ class StreamInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            x = args[0]
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, _WHOLE, run_check=False)
-            return (local_if_even(x.redistribute(placements=_SEQUENCE)), *args[1:]), kwargs
+            x = _moved(args[0], device_mesh, _WHOLE, _SEQUENCE)
+            return (local_if_even(x), *args[1:]), kwargs
 
         _pass_first_argument_alone(module)
         module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -54,30 +53,20 @@ class StreamInput(ParallelStyle):
 
 
 class StreamNorm(SequenceParallel):
-    """Style of a layer's norm, which runs on the parts of a sequence-parallel stream."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module = super()._apply(module, device_mesh)
-        module.register_forward_hook(lambda module, args, output: local_if_even(output))
-        return module
-
-
-class LastNorm(SequenceParallel):
-    """Style of the norm after the last layer.
+    """Style of a norm, which runs on the parts of a sequence-parallel stream.
 
     Args:
-        gathered: return the whole sequence as a plain tensor. Otherwise the output is a DTensor
-            that is sharded along the sequence, for a head that the plan shards.
+        returned: the function that makes the output of a DTensor that is sharded along the
+            sequence, such as ``local_if_even``.
     """
 
-    def __init__(self, *, gathered: bool) -> None:
+    def __init__(self, returned: Callable[[DTensor], torch.Tensor]) -> None:
         super().__init__()
-        self.gathered = gathered
+        self.returned = returned
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module = super()._apply(module, device_mesh)
-        if self.gathered:
-            module.register_forward_hook(lambda module, args, output: output.full_tensor())
+        module, returned = super()._apply(module, device_mesh), self.returned
+        module.register_forward_hook(lambda module, args, output: returned(output))
         return module
 
 
@@ -130,22 +119,26 @@ class ReplicatedBlock(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            x = args[0]
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, _SEQUENCE, run_check=False)
-            return (x.redistribute(placements=_WHOLE).to_local(), *args[1:]), kwargs
+            x = _moved(args[0], device_mesh, _SEQUENCE, _WHOLE)
+            return (x.to_local(), *args[1:]), kwargs
 
         def keep_part(module: nn.Module, args: Any, output: Any) -> Any:
             first, *others = output if isinstance(output, tuple) else (output,)
             first = first.view(args[0].shape)  # Llama 4's experts return a list of tokens
-            x = DTensor.from_local(first, device_mesh, _WHOLE, run_check=False)
-            part = local_if_even(x.redistribute(placements=_SEQUENCE))
+            part = local_if_even(_moved(first, device_mesh, _WHOLE, _SEQUENCE))
             return (part, *others) if isinstance(output, tuple) else part
 
         _pass_first_argument_alone(module)
         module.register_forward_pre_hook(gather, with_kwargs=True)
         module.register_forward_hook(keep_part)
         return module
+
+
+def _moved(x: torch.Tensor, mesh: DeviceMesh, source: _Places, target: _Places) -> DTensor:
+    """Redistribute a stream; ``source`` is the placement of a plain tensor."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, source, run_check=False)
+    return x.redistribute(placements=target)
 
 
 def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
