@@ -67,8 +67,8 @@ class _Float8LinearStyle(CheckedStyle):
     It precedes torch's style among the bases, which partitions the parameters.
     """
 
-    input_layouts: tuple[Placement, ...]
-    output_layouts: tuple[Placement, ...]
+    input_layouts: Any
+    output_layouts: Any
     use_local_output: bool
 
     def __init__(
@@ -79,7 +79,7 @@ class _Float8LinearStyle(CheckedStyle):
         use_local_output: bool = True,
         reduce_transport: Encoding = None,
     ) -> None:
-        super().__init__(
+        super().__init__(  # type: ignore[call-arg]  # of torch's style
             input_layouts=input_layouts,
             output_layouts=output_layouts,
             use_local_output=use_local_output,
@@ -96,9 +96,11 @@ class _Float8LinearStyle(CheckedStyle):
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
         """Yield an error for a module that is not a Float8Linear, or is distributed already."""
         if not isinstance(module, Float8Linear):
+            torch_style = "Rowwise" if isinstance(self, RowwiseParallel) else "Colwise"
             yield (
                 f"{type(self).__name__} needs a Float8Linear, found a {type(module).__name__}; "
-                "convert the layer, or use torch's style without Float8 in its name"
+                "convert it first (convert_to_float8_training), or use torch's "
+                f"{torch_style}Parallel"
             )
         elif isinstance(module.weight, DTensor):
             yield (

@@ -380,10 +380,11 @@ def aligned(table: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[s
     """Lines of a table, whose columns with a number in ``right`` are aligned on the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     align = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    return [
-        "  " + "  ".join(pad(*each) for pad, *each in zip(align, row, widths, strict=True)).rstrip()
-        for row in table
-    ]
+    lines = []
+    for row in table:
+        cells = [pad(cell, n) for pad, cell, n in zip(align, row, widths, strict=True)]
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    return lines
 
 
 def _checked(argument: str, given: Iterable[str]) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ class ConversionSummary:
             "of FLOPs",
             "FLOPs: of products with weights, without attention's own products and convolutions",
         ]
-        table = [("weight", "shape", "", "parameters", "FLOPs", "reason")]
+        table: list[tuple[str, ...]] = [("weight", "shape", "", "parameters", "FLOPs", "reason")]
         for name, rows in alike(self.rows):
             shape = " x ".join(map(str, rows[0].shape))
             shares = [f"{share:.1%}" for share in self.shares(rows)]

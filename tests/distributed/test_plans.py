@@ -178,7 +178,7 @@ def test_all_offenders_are_listed_and_nothing_is_changed(fake_world):
     first, *offenders = text.splitlines()
     assert first == "this tensor-parallel plan does not fit the model:"
     heads = "has n_kv_heads=2, which 4 tensor-parallel ranks cannot share evenly"
-    linear = "needs a Float8Linear, found a Linear; convert the layer"
+    linear = "needs a Float8Linear, found a Linear; convert it first"
     expected = [
         "'layers.*.attention.w_query' matches no module: a name has one part per level",
         "'layer.0.attention.wq' matches no module: a name has one part per level",
