@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.config import CastSpec
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
@@ -229,7 +228,7 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield an error for a module without the layers that the style follows."""
+        """Yield an error for a module whose followed layers can't use one float8 copy."""
         layers, kind = float8_layers(module), type(module).__name__
         fqn = self.fwd_config_submodule_fqn
         if not layers:
@@ -237,10 +236,32 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
                 f"PrepareFloat8ModuleInput: this {kind} contains no Float8Linear; convert the "
                 "model first, or use torch's PrepareModuleInput"
             )
-        elif fqn is not None and fqn not in layers:
+            return
+        if fqn is not None and fqn not in layers:
             yield (
                 f"PrepareFloat8ModuleInput: fwd_config_submodule_fqn={fqn!r} is not a Float8Linear "
                 f"in this {kind}; it has {list(layers)}"
+            )
+            return
+        followed = layers if fqn is None else {fqn: layers[fqn]}
+        casts = {name: shared_input_cast(layer) for name, layer in followed.items()}
+        name, cast = min(casts.items(), key=lambda item: item[1] is not None)  # None, or the first
+        if cast is None:
+            yield (
+                f"PrepareFloat8ModuleInput: {', '.join(casts)} take their input in two different "
+                "casts, or in high precision in some GEMM, which no single float8 copy can serve "
+                f"({name}: {layers[name].extra_repr()}); use torch's PrepareModuleInput"
+            )
+        elif len(set(casts.values())) > 1:
+            yield (
+                "PrepareFloat8ModuleInput: the layers that share this input cast it differently: "
+                f"{ {n: layer.extra_repr() for n, layer in followed.items()} }; give them one "
+                "config, or name the one to follow in fwd_config_submodule_fqn"
+            )
+        elif self.float8_dtype not in (None, cast[0].dtype):
+            yield (
+                f"PrepareFloat8ModuleInput: float8_dtype={self.float8_dtype}, but the layers "
+                f"({', '.join(casts)}) cast their input to {cast[0].dtype}; drop the argument"
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -248,9 +269,9 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         layers = float8_layers(module)
         inside = list(layers)
         name = self.fwd_config_submodule_fqn or inside[0]
-        first = layers[name]
-        followed = layers if self.fwd_config_submodule_fqn is None else {name: first}
-        cast, power_of_2 = self._agreed_cast(followed)
+        first, agreed = layers[name], shared_input_cast(layers[name])
+        assert agreed is not None
+        cast, power_of_2 = agreed
         for each in layers.values():
             each.prepared_power_of_2 = power_of_2
             each.prepared_by |= {first.fqn}
@@ -283,31 +304,6 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         # is how checkpointing ends a recomputation, the next forward replaces the siblings.
         module.register_forward_hook(end_siblings)
         return super()._apply(module, device_mesh)
-
-    def _agreed_cast(self, layers: dict[str, Float8Linear]) -> tuple[CastSpec, bool]:
-        """Return the one :func:`shared_input_cast` of the layers, or raise if they differ."""
-        casts = set()
-        for name, layer in layers.items():
-            if (found := shared_input_cast(layer)) is None:
-                raise ValueError(
-                    f"PrepareFloat8ModuleInput: {', '.join(layers)} take their input in two "
-                    "different casts, or in high precision in some GEMM, which no single float8 "
-                    f"copy can serve ({name}: {layer.extra_repr()}); use torch's PrepareModuleInput"
-                )
-            casts.add(found)
-        agreed = casts.pop()
-        if casts:
-            raise ValueError(
-                "PrepareFloat8ModuleInput: the layers that share this input cast it differently: "
-                f"{ {n: layer.extra_repr() for n, layer in layers.items()} }; give them one "
-                "config, or name the one to follow in fwd_config_submodule_fqn"
-            )
-        if self.float8_dtype not in (None, agreed[0].dtype):
-            raise ValueError(
-                f"PrepareFloat8ModuleInput: float8_dtype={self.float8_dtype}, but the layers "
-                f"({', '.join(layers)}) cast their input to {agreed[0].dtype}; drop the argument"
-            )
-        return agreed
 
 
 def described(style: ParallelStyle) -> str:
