@@ -20,8 +20,8 @@ from fp8_dist import (
 )
 from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug import CastStats, float8_stats
-from fp8_dist.debug.statistics.measuring import Measures, measure
-from fp8_dist.debug.statistics.rows import decibels
+from fp8_dist.debug.measures import Measures, measure
+from fp8_dist.debug.rows import decibels
 from fp8_dist.linear.observing import Owner, observed_by
 from fp8_dist.tensor import Quantized
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fp8_dist.config import Gemm
+from fp8_dist.debug.rows import aligned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +144,7 @@ class RecipeComparison:
         lines.append([f"loss ({self.losses[HIGH_PRECISION]:.6g} in high precision)", *losses])
         if self.not_called:
             lines.append([f"not called: {', '.join(self.not_called)}"])
-        return _aligned(lines)
+        return aligned(lines, [str.ljust] * len(lines[0]))
 
     def __repr__(self) -> str:
         layers = len({row.fqn for row in self.layers})
@@ -166,14 +167,3 @@ HIGH_PRECISION = "high precision"
 
 def _rank(value: float) -> float:
     return -math.inf if math.isnan(value) else value
-
-
-def _aligned(lines: Iterable[Sequence[str]]) -> str:
-    """Align cells in columns as wide as their widest cell, not counting lines of one cell."""
-    lines = list(lines)
-    columns = zip(*(line for line in lines if len(line) > 1), strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    padded = (
-        [cell.ljust(width) for cell, width in zip(line, widths, strict=False)] for line in lines
-    )
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)

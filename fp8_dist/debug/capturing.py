@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.config import Gemm, Operand
-from fp8_dist.debug.captures.files import CapturedCast, FileFormat, check_format, save_capture
-from fp8_dist.debug.slots import CastSlot, Patterns, choose_slots
-from fp8_dist.debug.step_recorder import StepRecorder
+from fp8_dist.debug.captured_cast import CapturedCast, FileFormat, check_format, save_capture
+from fp8_dist.debug.recorder import CastSlot, Patterns, StepRecorder, choose_slots
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner
 from fp8_dist.tensor import Quantized
