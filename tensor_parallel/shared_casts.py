@@ -11,8 +11,7 @@ from fp8_dist.config import CastSpec, CopySpec
 from fp8_dist.dtypes import autocast
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.observing import Owner, is_observed
-from fp8_dist.linear.observing_prepared import observe_prepared_cast
+from fp8_dist.linear.observing import Owner, is_observed, observe_prepared_cast
 from fp8_dist.mesh import has_pieces, local_tensor, reduced, sharded_dim
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.warn import warn_once

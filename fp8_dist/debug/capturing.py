@@ -30,7 +30,7 @@ class _Copies(NamedTuple):
     granularity: str
 
 
-class Capture(StepRecorder[_Copies]):
+class Capture(StepRecorder):
     """Context manager that :func:`capture` returns.
 
     Attributes:
@@ -91,20 +91,22 @@ class Capture(StepRecorder[_Copies]):
         high: torch.Tensor,
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        """Save casts of an operand. See :class:`~fp8_dist.linear.observing.CastObserver`."""
+        """Save casts of an operand."""
         for gemms, low in lows.items() if self._is_chosen_rank() else ():
             if slot := self._slots.get((owner, operand, gemms)):
                 size = high.nbytes + low.qdata.nbytes + low.scale.nbytes
                 if self._has_room(slot, size):
                     self._write(slot, _copies(high, low))
 
-    def _keep(self, owner: Owner, high: torch.Tensor, low: Quantized) -> _Copies | None:
+    def on_prepared_cast(self, owner: Owner, high: torch.Tensor, low: Quantized) -> _Copies | None:
+        """Copy the cast of an input for several layers."""
         if self._full or not self._is_chosen_rank() or owner.fqn not in self._prepared_by:
             return None
         # Copied now, because compiled code may reuse the memory before a layer takes the input.
         return _copies(high, low)
 
-    def _take(self, owner: Owner, kept: _Copies | None) -> None:
+    def on_prepared_use(self, owner: Owner, kept: _Copies | None) -> None:
+        """Save a prepared input for a layer that takes it."""
         slot = self._inputs.get(owner)
         if slot is None or not self._is_chosen_rank():
             return

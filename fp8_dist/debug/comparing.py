@@ -30,8 +30,7 @@ from fp8_dist.debug.comparison import HIGH_PRECISION, LayerSqnr, ParameterSqnr, 
 from fp8_dist.debug.measures import gemm_results
 from fp8_dist.debug.rows import decibels
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.observing import Owner
-from fp8_dist.linear.observing_gemms import gemms_observed_by
+from fp8_dist.linear.observing import Observer, Owner, gemms_observed_by
 from fp8_dist.mesh import local_tensor, make_group
 from fp8_dist.names import without_wrappers
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -195,10 +194,10 @@ def _default_loss(output: Any) -> Any:
     return first if is_scalar else first.float().square().mean()
 
 
-class _Runs:
+class _Runs(Observer):
     """Runs of a comparison, one after the other, so that one run's tensors exist at a time.
 
-    It is a :class:`~fp8_dist.linear.observing_gemms.GemmObserver` of the run in high precision.
+    It observes the twins' GEMMs in the run in high precision.
     """
 
     def __init__(

@@ -205,7 +205,7 @@ def gemm_results(
     Both are plain fp32 matrices, on all ranks of the operands' meshes. None: there are no tokens,
     or ``left`` is not the input that the layer was given.
 
-    Args as for :meth:`~fp8_dist.linear.observing_gemms.GemmObserver.on_gemm`.
+    Args as for :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
 
     Collectives: those of :func:`whole_matrix` for each tensor.
     """

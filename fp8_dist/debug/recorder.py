@@ -1,20 +1,18 @@
 """Recorders of casts: their steps, and the casts and GEMMs of a model's layers by name."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args
+from typing import Any, NamedTuple, Self, get_args
 
-import torch
 from torch import nn
 
 from fp8_dist.config import CastSpec, Gemm, Operand
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.observing import Owner, casts_of, observed_by
+from fp8_dist.linear.observing import Observer, Owner, casts_of, observed_by
 from fp8_dist.names import without_wrappers
-from fp8_dist.tensor import Quantized
 
 # One fnmatch pattern or several; None matches everything.
 Patterns = str | Iterable[str] | None
@@ -118,14 +116,8 @@ def _matching(
     return chosen
 
 
-# The data that a recorder keeps of a prepared input until layers take it.
-Kept = TypeVar("Kept")
-
-
-class StepRecorder(ABC, Generic[Kept]):
+class StepRecorder(Observer, ABC):
     """Context manager that observes the casts of each step whose block is entered.
-
-    It is a :class:`~fp8_dist.linear.observing.CastObserver`.
 
     Attributes:
         step: the number of the last step that was entered.
@@ -135,7 +127,6 @@ class StepRecorder(ABC, Generic[Kept]):
         self.step = -1
         self._name = name  # for messages
         self._stack: ExitStack | None = None
-        self._prepared: dict[int, Kept] = {}  # by the number of the cast
 
     def at(self, step: int) -> Self:
         """Return this object, to be entered for the step with this number."""
@@ -157,7 +148,6 @@ class StepRecorder(ABC, Generic[Kept]):
         stack, self._stack = self._stack, None
         assert stack is not None
         stack.close()
-        self._prepared.clear()
         self._end(failed=error is not None)
 
     @abstractmethod
@@ -170,32 +160,3 @@ class StepRecorder(ABC, Generic[Kept]):
     @abstractmethod
     def _end(self, failed: bool) -> None:
         """End a block, which may have ``failed`` with an error."""
-
-    @abstractmethod
-    def on_casts(
-        self,
-        owner: Owner,
-        operand: Operand,
-        high: torch.Tensor,
-        lows: Mapping[tuple[Gemm, ...], Quantized],
-    ) -> None:
-        """Record casts of an operand. See :class:`~fp8_dist.linear.observing.CastObserver`."""
-
-    def on_prepared_cast(
-        self, owner: Owner, number: int, high: torch.Tensor, low: Quantized
-    ) -> None:
-        """Record the cast of an input for several layers."""
-        if (kept := self._keep(owner, high, low)) is not None:
-            self._prepared[number] = kept
-
-    def on_prepared_use(self, owner: Owner, number: int) -> None:
-        """Record that a layer takes the input that was cast under this number."""
-        self._take(owner, self._prepared.get(number))
-
-    @abstractmethod
-    def _keep(self, owner: Owner, high: torch.Tensor, low: Quantized) -> Kept | None:
-        """Return the data to keep of a prepared input, which was cast as the layer ``owner``'s."""
-
-    @abstractmethod
-    def _take(self, owner: Owner, kept: Kept | None) -> None:
-        """Record that a layer takes a prepared input; ``kept`` is what :meth:`_keep` returned."""

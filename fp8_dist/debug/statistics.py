@@ -38,8 +38,7 @@ from fp8_dist.debug.rows import (
     table,
 )
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.observing import Owner, casts_of
-from fp8_dist.linear.observing_gemms import gemms_observed_by
+from fp8_dist.linear.observing import Owner, casts_of, gemms_observed_by
 from fp8_dist.mesh import GroupNames, first_difference, make_group
 from fp8_dist.tensor import Quantized
 from fp8_dist.torch_internals import funcol, resolve_process_group
@@ -62,7 +61,7 @@ class _LastInput(NamedTuple):
     found: torch.Tensor
 
 
-class Float8Stats(StepRecorder[torch.Tensor]):
+class Float8Stats(StepRecorder):
     """Context manager that :func:`float8_stats` returns, with the rows that it recorded.
 
     Attributes:
@@ -120,7 +119,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
         high: torch.Tensor,
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        """Measure casts of an operand. See :class:`~fp8_dist.linear.observing.CastObserver`."""
+        """Measure casts of an operand."""
         if owner not in self._ranks.owners:
             return
         new = dict(lows)
@@ -143,17 +142,21 @@ class Float8Stats(StepRecorder[torch.Tensor]):
         right: torch.Tensor,
         result: torch.Tensor,
     ) -> None:
-        """Measure a GEMM's result. See :class:`~fp8_dist.linear.observing.GemmObserver`."""
+        """Measure a GEMM's result."""
         if owner not in self._ranks.owners:
             return
         results = gemm_results(gemm, left, right, result)
         if results is not None:
             self._add((owner, None, (gemm,)), measure_product(*results))
 
-    def _keep(self, owner: Owner, high: torch.Tensor, low: Quantized) -> torch.Tensor | None:
+    def on_prepared_cast(
+        self, owner: Owner, high: torch.Tensor, low: Quantized
+    ) -> torch.Tensor | None:
+        """Measure the cast of an input for several layers."""
         return measure(high, low, _rank()) if owner in self._ranks.owners else None
 
-    def _take(self, owner: Owner, kept: torch.Tensor | None) -> None:
+    def on_prepared_use(self, owner: Owner, kept: torch.Tensor | None) -> None:
+        """Count the measures of a prepared input for a layer that takes it."""
         if kept is not None and owner in self._ranks.owners:
             (gemms,) = casts_of(owner.config, "input")
             self._add((owner, "input", gemms), kept)

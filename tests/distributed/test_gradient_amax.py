@@ -27,7 +27,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import autograd
-from fp8_dist.linear.recording import record_gemms
+from fp8_dist.linear.observing import record_gemms
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     PrepareFloat8ModuleInput,
