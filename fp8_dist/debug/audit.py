@@ -205,12 +205,9 @@ class CommAudit(CommTable):
         # Payload dtypes of the storages that were viewed as uint8, by the storage's address. The
         # weak references keep an address from being given to another storage.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
-        # Bytes by payload dtype of messages that were made of several tensors, by the address of
-        # their storage.
+        # Bytes by payload dtype of messages that were made of several tensors, such as the inputs
+        # of FSDP2's all-gathers, by the address of their storage.
         self._joined: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
-        # Bytes by payload dtype of the all-gather inputs that FSDP2 has filled, by the address of
-        # their storage.
-        self._copied_in: dict[int, dict[torch.dtype, int]] = {}
 
     def __enter__(self) -> Self:
         if self._entered is not None:
@@ -246,35 +243,30 @@ class CommAudit(CommTable):
     def _forget(self) -> None:
         self._payload_dtypes.clear()
         self._joined.clear()
-        self._copied_in.clear()
 
     def __repr__(self) -> str:
         return f"CommAudit({self.count()} collectives, {self.bytes:,} bytes)"
 
-    def _note_view(self, source: torch.Tensor) -> None:
-        """Note the dtype of ``source``, which is about to be viewed as uint8."""
-        reference = StorageWeakRef(source.untyped_storage())
-        self._payload_dtypes[storage_address(source)] = (reference, source.dtype)
+    def _note_payload(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Note that uint8 tensors on the storage of ``tensor`` hold numbers of this dtype."""
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._payload_dtypes[storage_address(tensor)] = (reference, dtype)
 
-    def _note_codes(self, codes: torch.Tensor) -> None:
-        """Note that ``codes``, a uint8 tensor, holds float8 numbers."""
-        reference = StorageWeakRef(codes.untyped_storage())
-        self._payload_dtypes[storage_address(codes)] = (reference, torch.float8_e4m3fn)
+    def _note_joined(
+        self, message: torch.Tensor, parts: Iterable[torch.Tensor], nbytes: int = 0
+    ) -> None:
+        """Note the payload dtypes of ``message``, which is made of the bytes of ``parts``.
 
-    def _note_joined(self, message: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
-        """Note the payload dtypes of ``message``, which was made of the bytes of ``parts``."""
+        ``nbytes``: its size with padding, which counts as the first dtype.
+        """
         sizes = self._bytes_by_dtype(parts)
         if sizes.keys() - {torch.uint8}:
-            sizes[next(iter(sizes))] += message.nbytes - sum(sizes.values())  # padding
+            sizes[next(iter(sizes))] += max(0, nbytes - sum(sizes.values()))
             reference = StorageWeakRef(message.untyped_storage())
             self._joined[storage_address(message)] = (reference, sizes)
 
-    def _note_copy_in(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
-        """Note ``inputs``, which FSDP2 is about to copy into the buffer that it gathers next."""
-        self._copied_in[storage_address(output)] = self._bytes_by_dtype(inputs)
-
     def _note_collective(self, collective: Collective) -> None:
-        sizes = self._copied_in_sizes(collective) or self._bytes_by_dtype(collective.tensors)
+        sizes = self._bytes_by_dtype(collective.tensors)
         # The row of the first dtype counts the collective. It is float8 if there is any.
         by_dtype = sorted(sizes.items(), key=lambda item: not is_float8(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
@@ -298,15 +290,6 @@ class CommAudit(CommTable):
     def _timed(self, collective: Collective) -> AbstractContextManager[Any]:
         """Return a context manager for the call of a noted collective, which is timed if asked."""
         return nullcontext() if self._timer is None else self._timer.around(collective)
-
-    def _copied_in_sizes(self, collective: Collective) -> dict[torch.dtype, int] | None:
-        """Bytes by payload dtype that FSDP2 copied into the input of this all-gather, if any."""
-        if not self._copied_in or collective.op != "all_gather":
-            return None
-        first = collective.tensors[0]
-        if isinstance(first, Float8Tensor):
-            return None
-        return self._copied_in.pop(storage_address(first), None)
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Bytes by payload dtype, in order of first appearance."""
@@ -430,20 +413,20 @@ class _Recorder(TorchDispatchMode):
             with self._audit._timed(call):
                 return func(*args, **kwargs)
         if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
-            self._audit._note_view(args[0])
+            self._audit._note_payload(args[0], args[0].dtype)
         elif isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN:
-            self._audit._note_copy_in(inputs=args[0], output=args[1])
+            self._audit._note_joined(message=args[1], parts=args[0])
         elif func is pack_rows.overload:
             message = func(*args, **kwargs)
-            self._audit._note_joined(message, args)
+            self._audit._note_joined(message, args, message.nbytes)
             return message
         elif func is encode_float8.overload:
             codes, exponents = func(*args, **kwargs)
-            self._audit._note_codes(codes)
+            self._audit._note_payload(codes, torch.float8_e4m3fn)
             return codes, exponents
         elif func is join_bytes.overload:
             message = func(*args, **kwargs)
-            self._audit._note_joined(message, [args[0], *args[1]])
+            self._audit._note_joined(message, [args[0], *args[1]], message.nbytes)
             return message
         elif func in QUERIES and not any(issubclass(kind, STAND_INS) for kind in types):
             with self:  # the query may communicate

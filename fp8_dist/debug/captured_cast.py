@@ -22,7 +22,7 @@ from zipfile import ZipFile
 import torch
 
 from fp8_dist.config import CastSpec, Gemm, Operand
-from fp8_dist.debug.measures import Measures, measure
+from fp8_dist.debug.measures import Measures, measure, saturation_limit
 from fp8_dist.debug.rows import CastStats
 from fp8_dist.dtypes import is_float8
 from fp8_dist.granularity import granularity_named
@@ -241,9 +241,8 @@ class Float8Range:
     def of(dtype: torch.dtype, scale: float = 1.0) -> "Float8Range":
         """Return the range of a format whose numbers are multiplied by ``scale``."""
         info = torch.finfo(dtype)
-        half_a_step = info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
         subnormal = info.smallest_normal * info.eps
-        numbers = info.max, info.smallest_normal, subnormal, subnormal / 2, info.max + half_a_step
+        numbers = info.max, info.smallest_normal, subnormal, subnormal / 2, saturation_limit(dtype)
         return Float8Range(*(number * scale for number in numbers))
 
 
@@ -303,17 +302,10 @@ def histogram(cast: CapturedCast) -> Histogram:
     to_zero = (low & 0x7F) == 0
     saturated = units[counted].abs() > Float8Range.of(dtype).saturation
     exponents = torch.frexp(magnitudes).exponent - 1  # frexp's mantissa is from 1/2 to 1
-    first = int(exponents.min()) if len(exponents) else 0
-    of_all, of_zero, of_saturated = (
-        torch.bincount(exponents[chosen] - first).tolist()
-        for chosen in (torch.ones_like(to_zero), to_zero, saturated)
-    )
-    of_zero += [0] * (len(of_all) - len(of_zero))
-    of_saturated += [0] * (len(of_all) - len(of_saturated))
-    octaves = [
-        Octave(first + i, total - zero - beyond, zero, beyond)
-        for i, (total, zero, beyond) in enumerate(zip(of_all, of_zero, of_saturated, strict=True))
-    ]
+    first, last = (int(exponents.min()), int(exponents.max())) if len(exponents) else (0, -1)
+    effects = to_zero + 2 * saturated  # the fields of an Octave
+    cells = torch.bincount(3 * (exponents - first) + effects, minlength=3 * (last - first + 1))
+    octaves = [Octave(first + i, *counts) for i, counts in enumerate(cells.view(-1, 3).tolist())]
     known = relative or bool(scale.isfinite())
     return Histogram(
         tuple(octaves),

@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug.captured_cast import CapturedCast, FileFormat, check_format, save_capture
-from fp8_dist.debug.recorder import CastSlot, Patterns, StepRecorder, choose_slots
+from fp8_dist.debug.recorder import CastSlot, Patterns, StepRecorder, choose_slots, own_rank
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner
 from fp8_dist.tensor import Quantized
@@ -79,8 +79,8 @@ class Capture(StepRecorder):
             self.left_out += len(missing)
             first = f"{missing[0].fqn} {missing[0].operand}"
             warnings.warn(
-                f"capture: casts of step {self.step} were left out on rank {_rank()}, from {first} "
-                f"on ({len(missing)} in all): {self._full}",
+                f"capture: casts of step {self.step} were left out on rank {own_rank()}, from "
+                f"{first} on ({len(missing)} in all): {self._full}",
                 stacklevel=3,
             )
 
@@ -120,7 +120,7 @@ class Capture(StepRecorder):
         )
 
     def _is_chosen_rank(self) -> bool:
-        return self._ranks is None or _rank() in self._ranks
+        return self._ranks is None or own_rank() in self._ranks
 
     def _has_room(self, slot: CastSlot, size: int) -> bool:
         if not self._full and self.bytes + size > self._max_bytes:
@@ -136,7 +136,7 @@ class Capture(StepRecorder):
     def _write(self, slot: CastSlot, copies: _Copies) -> None:
         captured = CapturedCast(
             step=self.step,
-            rank=_rank(),
+            rank=own_rank(),
             fqn=slot.fqn,
             operand=slot.operand,
             gemms=slot.gemms,
@@ -154,10 +154,6 @@ class Capture(StepRecorder):
             return
         self.files.append(path)
         self.bytes += path.stat().st_size
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _copies(high: torch.Tensor, low: Quantized) -> _Copies:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args
 
@@ -245,7 +245,7 @@ class _Runs(Observer):
         ):
             for name, layer in self._layers.items():
                 twin = None if config is None else _twin(name, layer, config)
-                _replace_forward(layer, partial(self._forward, recipe, name, layer, twin))
+                layer.__dict__["forward"] = partial(self._forward, recipe, name, layer, twin)
             loss = self._loss(_called(self._model, batch))
             if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
                 raise ValueError(
@@ -466,7 +466,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     forwards = {module: module.__dict__.get("forward") for module in model.modules()}
-    with _same_randomness(model):
+    devices = [d for d in {p.device for p in gradients} if d.type not in ("cpu", "meta")]
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
         try:
             for parameter in gradients:
                 parameter.grad = None
@@ -480,7 +481,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(values)
                     module._buffers[name] = buffer
             for module, forward in forwards.items():
-                _replace_forward(module, forward)
+                module.__dict__.pop("forward", None)
+                if forward is not None:
+                    module.__dict__["forward"] = forward
 
 
 def _reshard(model: nn.Module) -> None:
@@ -488,24 +491,3 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-@contextmanager
-def _same_randomness(model: nn.Module) -> Iterator[None]:
-    """Restore torch's generators, of the CPU and of the model's devices, after the block."""
-    found = {parameter.device for parameter in model.parameters()}
-    kinds = {device.type for device in found} - {"cpu", "meta"}
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        for kind in sorted(kinds):
-            devices = [device for device in found if device.type == kind]
-            stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind))
-        yield
-
-
-def _replace_forward(module: nn.Module, forward: Any) -> None:
-    """Replace the forward of an instance; None restores the forward of its class."""
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward

@@ -146,7 +146,11 @@ def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.T
     Squares are summed over the values that each scale covers, in units of the scale, so that they
     neither overflow nor vanish in fp32.
     """
-    units, qdata, limit = x * cast.scale.reciprocal(), cast.qdata, _limit(cast.qdata.dtype)
+    units, qdata, limit = (
+        x * cast.scale.reciprocal(),
+        cast.qdata,
+        saturation_limit(cast.qdata.dtype),
+    )
     largest = max(abs(end.item()) for end in units.aminmax()) if units.is_cpu else math.inf
     saturated = torch.zeros_like(values)
     if not largest <= limit:
@@ -177,7 +181,7 @@ def _squares(x: torch.Tensor, covered: tuple[int, ...]) -> torch.Tensor:
     return torch.linalg.vecdot(x, x, dim=dim).unsqueeze(dim)
 
 
-def _limit(dtype: torch.dtype) -> float:
+def saturation_limit(dtype: torch.dtype) -> float:
     """Return the limit of saturation: half a step beyond the format's largest number."""
     info = torch.finfo(dtype)
     return float(info.max + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2)

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Self, get_args
 
+import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.config import CastSpec, Gemm, Operand
@@ -114,6 +115,11 @@ def _matching(
             )
         chosen |= found
     return chosen
+
+
+def own_rank() -> int:
+    """Return the rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 class StepRecorder(Observer, ABC):

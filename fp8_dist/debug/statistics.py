@@ -24,7 +24,14 @@ from fp8_dist.debug.measures import (
     measure_product,
     nothing,
 )
-from fp8_dist.debug.recorder import CastSlot, GemmSlot, StepRecorder, cast_slots, gemm_slots
+from fp8_dist.debug.recorder import (
+    CastSlot,
+    GemmSlot,
+    StepRecorder,
+    cast_slots,
+    gemm_slots,
+    own_rank,
+)
 from fp8_dist.debug.rows import (
     Anomaly,
     AnomalyLimits,
@@ -128,7 +135,7 @@ class Float8Stats(StepRecorder):
             if last and _is_same(high, last.high) and _is_same(low.qdata, last.qdata):
                 self._add((owner, operand, gemms), last.found)
                 del new[gemms]
-        measured = measure_casts(high, [*new.values()], _rank()) if new else []
+        measured = measure_casts(high, [*new.values()], own_rank()) if new else []
         for (gemms, low), found in zip(new.items(), measured, strict=True):
             if operand == "input":
                 self._last_inputs[gemms] = _LastInput(high, low.qdata, found)
@@ -153,7 +160,7 @@ class Float8Stats(StepRecorder):
         self, owner: Owner, high: torch.Tensor, low: Quantized
     ) -> torch.Tensor | None:
         """Measure the cast of an input for several layers."""
-        return measure(high, low, _rank()) if owner in self._ranks.owners else None
+        return measure(high, low, own_rank()) if owner in self._ranks.owners else None
 
     def on_prepared_use(self, owner: Owner, kept: torch.Tensor | None) -> None:
         """Count the measures of a prepared input for a layer that takes it."""
@@ -237,10 +244,6 @@ class Float8Stats(StepRecorder):
         if math.isfinite(row.amax):
             amaxes.append(row.amax)
         return usual
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _is_same(x: torch.Tensor, other: torch.Tensor) -> bool:
