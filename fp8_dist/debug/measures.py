@@ -146,11 +146,8 @@ def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.T
     Squares are summed over the values that each scale covers, in units of the scale, so that they
     neither overflow nor vanish in fp32.
     """
-    units, qdata, limit = (
-        x * cast.scale.reciprocal(),
-        cast.qdata,
-        saturation_limit(cast.qdata.dtype),
-    )
+    units, qdata = x * cast.scale.reciprocal(), cast.qdata
+    limit = saturation_limit(qdata.dtype)
     largest = max(abs(end.item()) for end in units.aminmax()) if units.is_cpu else math.inf
     saturated = torch.zeros_like(values)
     if not largest <= limit:
