@@ -20,8 +20,8 @@ class LayerSqnr:
     Attributes:
         recipe: the name of the recipe.
         fqn: the layer.
-        output: the SQNR of the output with this layer alone in float8. The layer gets the input,
-            weight and gradient of the run in high precision.
+        output: the SQNR of the output's GEMM (without the bias) with this layer alone in float8.
+            The layer gets the input, weight and gradient of the run in high precision.
         grad_input: the same for the gradient of its input.
         grad_weight: the same for the gradient of its weight.
         model_output: the SQNR of the output with all compared layers in float8, which includes the
