@@ -96,7 +96,7 @@ class Observer:
 
 
 class _Shown(NamedTuple):
-    """What an observer was shown.
+    """Record of the casts that an observer was shown.
 
     Attributes:
         casts: casts outside of a backward.
@@ -183,7 +183,7 @@ def observe(
     high: torch.Tensor,
     low: Quantized,
     repeats: bool,
-    carrier: torch.Tensor | None = None,
+    used: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Show observers a cast.
 
@@ -192,18 +192,18 @@ def observe(
         operand, gemms, high, low: as for :meth:`Observer.on_casts`.
         repeats: a backward may repeat the cast (activation checkpointing, FSDP2's second gather).
             It is shown once.
-        carrier: a tensor that the layer uses afterwards; None: the scale of ``low``.
+        used: a tensor that the layer uses afterwards; None: the scale of ``low``.
 
     Returns:
-        The tensor to use in place of the carrier. A graph would drop the operator otherwise.
+        The tensor to use in place of ``used``. A graph would drop the operator otherwise.
     """
-    carrier = low.scale if carrier is None else carrier
+    used = low.scale if used is None else used
     if not torch.compiler.is_compiling():
         _show(owner, operand, high, {gemms: low}, repeats)
-        return carrier
+        return used
     qdata, scale, granularity = low
     return observe_cast.overload(
-        carrier,
+        used,
         owner.handle,
         operand,
         list(gemms),
@@ -271,11 +271,11 @@ def _observers_of(what: Hashable, repeats: bool) -> list[Observer]:
 
 
 @query(
-    "observe_cast(Tensor carrier, Tensor handle, str operand, str[] gemms, Tensor high, "
+    "observe_cast(Tensor used, Tensor handle, str operand, str[] gemms, Tensor high, "
     "Tensor qdata, Tensor scale, str granularity, bool repeats) -> Tensor"
 )
 def observe_cast(
-    carrier: torch.Tensor,
+    used: torch.Tensor,
     handle: torch.Tensor,
     operand: Operand,
     gemms: list[Gemm],
@@ -288,10 +288,10 @@ def observe_cast(
     """:func:`observe` in a compiled graph."""
     low = Quantized(qdata, scale, granularity_named(granularity))
     _show(owner_of(handle), operand, high, {tuple(gemms): low}, repeats)
-    return carrier.clone()
+    return used.clone()
 
 
-observe_cast.register_fake(lambda carrier, *_: torch.empty_like(carrier))
+observe_cast.register_fake(lambda used, *_: torch.empty_like(used))
 
 
 def observe_prepared_cast(owner: Owner, input: torch.Tensor, low: Quantized) -> torch.Tensor:
