@@ -230,6 +230,8 @@ class _Runs(Observer):
                 self._twin_of[twin.float8_weight] = recipe, name
         with gemms_observed_by(self):
             self._step(HIGH_PRECISION, None)
+        self._twins.clear()  # and what they hold of the model
+        self._twin_of.clear()
         for recipe, config in self._configs.items():
             self._step(recipe, config)
         return self._result()
