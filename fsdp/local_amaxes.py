@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.fsdp.streams import device_of
 from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.streams import device_of
 from fp8_dist.mesh import Layout
 from fp8_dist.scaling import Placed, Scheme, Statistics, sharded_axes
 
@@ -45,7 +45,7 @@ def local_statistics(layers: Iterable[Float8Linear]) -> dict[Key, WeightStatisti
     shards = {key: layer.float8_weight.shard() for key, layer in wanted.items()}
     alike: dict[tuple[Any, ...], list[Key]] = {}
     for key, layer in wanted.items():
-        kind = (key[1], shards[key].dtype, shards[key].device, device_of(layer))
+        kind = (key[1], shards[key].dtype, shards[key].device, device_of(layer.float8_weight))
         alike.setdefault(kind, []).append(key)
     found = {}
     for (scheme, _, _, device), same in alike.items():

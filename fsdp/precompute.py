@@ -8,7 +8,6 @@ own. Statistics of parts of a weight are at their global positions, so that all 
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,19 +16,15 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.cast import Known
-from fp8_dist.fsdp.attach import attach
-from fp8_dist.fsdp.groups import common_groups
+from fp8_dist.fsdp.checks import check_outside_of_backward, check_sharded_module
 from fp8_dist.fsdp.local_amaxes import Key, WeightStatistics, local_statistics
-from fp8_dist.fsdp.resharding import check_outside_of_backward, check_sharded_module
-from fp8_dist.fsdp.streams import note_made
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.streams import note_made
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
-from fp8_dist.mesh import AmaxReduction, local_tensor
+from fp8_dist.mesh import AmaxReduction, common_groups, local_tensor
 from fp8_dist.scaling import Placed, Scales, message_dtype
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import fsdp_init_shards
@@ -46,8 +41,8 @@ class _Reduction(NamedTuple):
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     """Compute the scales of all float8 weights of a model after their values have changed.
 
-    Call it on all ranks after ``optimizer.step()``, or let :func:`attach_precompute` call it. The
-    next forward and backward then need no amax collectives for weights, whether these are sharded
+    Call it on all ranks after ``optimizer.step()``, or let :func:`fp8_dist.attach_precompute` do
+    so. The next forward and backward then need no amax collectives for weights, whether these are sharded
     by FSDP2, by tensor parallelism, by both, or not at all. ``module`` may be a part of the model.
     Compiled code may call it, with a graph break. Graphs that use scales are not recompiled.
 
@@ -89,7 +84,7 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
     """Run :func:`precompute_float8_dynamic_scale` for some ``layers``, by name; None: all."""
     if layers is None:
         check_agreement(module, "precompute_float8_dynamic_scale")
-        layers = _float8_layers(module, "precompute_float8_dynamic_scale")
+        layers = layers_of_dynamic_weights(module, "precompute_float8_dynamic_scale")
     # Unsharded weights have the values before the optimizer step.
     reshard(module, "precompute_float8_dynamic_scale")
     for part in module.modules():
@@ -115,7 +110,7 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
         # On a GPU this only queues the wait. Later it would be queued on the first stream that
         # needs a scale, such as FSDP2's for gathers, and other streams would not wait for that one.
         pending.wait()
-        note_made(weights)
+        note_made(layer.float8_weight for layer in weights)
 
 
 def check_agreement(module: nn.Module, caller: str) -> None:
@@ -138,35 +133,7 @@ def reshard(module: nn.Module, caller: str) -> None:
             part.reshard()
 
 
-def attach_precompute(
-    optimizer: Optimizer | Iterable[Optimizer], module: nn.Module
-) -> RemovableHandle:
-    """Call :func:`precompute_float8_dynamic_scale` after every optimizer step.
-
-    Args:
-        optimizer: one that updates float8 weights of ``module``, made after the conversion,
-            ``apply_tp_plan`` and ``fully_shard``. If a wrapper (accelerate's AcceleratedOptimizer)
-            or a container (torchtitan's OptimizersContainer, a list) runs no hooks of its own, the
-            optimizers inside are used. For several optimizers, pass a list in the order of their
-            steps, or the one that steps last. If they step within a backward, pass all of them:
-            precompute then runs when the backward has ended.
-        module: the model, or a part of it.
-
-    Returns:
-        A handle whose ``remove()`` ends the calls.
-
-    Raises:
-        ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
-            weights.
-        TypeError: ``optimizer`` is not a torch optimizer and holds none.
-    """
-    layers = _float8_layers(module, "attach_precompute")
-    reshard(module, "attach_precompute")  # the parameters that an optimizer updates
-    call = partial(precompute_float8_dynamic_scale, module)
-    return attach(call, optimizer, layers, "attach_precompute")
-
-
-def _float8_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
+def layers_of_dynamic_weights(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
     """Return the layers of a module whose float8 weight has a dynamic scale, by name."""
     every = float8_layers(module)
     layers = {

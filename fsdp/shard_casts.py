@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from fp8_dist.cast import placed
-from fp8_dist.fsdp.resharding import group_of
-from fp8_dist.fsdp.streams import note_made
+from fp8_dist.fsdp.checks import group_of
 from fp8_dist.kernels import fuses_many
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.streams import keep_for_current_stream
+from fp8_dist.linear.streams import keep_for_current_stream, note_made
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.scaling import Copy
 from fp8_dist.torch_internals import (
@@ -112,4 +111,4 @@ def _cast_alike(layers: Sequence[Float8Linear]) -> None:
     made = scheme.cast_each(shards, statistics, [scheme.start(layout) for layout in layouts])
     for weight, layout, (scales, qdata) in zip(weights, layouts, made, strict=True):
         weight.cache.float8 = {Copy(scheme): placed(qdata, scales, scheme, layout)}
-    note_made(layers)
+    note_made(weights)

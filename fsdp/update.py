@@ -1,19 +1,31 @@
-"""Update of all scales after an optimizer step, for any recipes: precompute, sync, or both."""
+"""Updates of scales after an optimizer step: precompute, sync, or both, also as step hooks."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fp8_dist.fsdp.attach import attach
-from fp8_dist.fsdp.precompute import check_agreement, precompute_layers, reshard
-from fp8_dist.fsdp.sync import sync_float8_amax_and_scale_history
+from fp8_dist.fsdp.precompute import (
+    check_agreement,
+    layers_of_dynamic_weights,
+    precompute_float8_dynamic_scale,
+    precompute_layers,
+    reshard,
+)
+from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, updated_by
+from fp8_dist.linear.saved_histories import warn_if_not_restored
+from fp8_dist.linear.streams import note_made
+from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.torch_internals import fsdp_parameter_users
+from fp8_dist.warn import warn_once
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -52,10 +64,61 @@ def update_float8_scales(module: nn.Module) -> None:
         sync_float8_amax_and_scale_history(module)
 
 
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="sync_float8_amax_and_scale_history updates what graphs ask for when they run; call it "
+    "outside of code that is compiled with fullgraph=True"
+)
+@torch.no_grad()
+def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
+    """Add the amaxes of this step to the histories of all DELAYED operands, and update the scales.
+
+    Call it once per optimizer step, on all ranks, outside of forward and backward (after the last
+    micro-batch; before or after ``optimizer.step()``). Scales become the same on all ranks that
+    share the model. These are the ranks of the meshes of its weights and of inputs prepared in
+    float8. Data-parallel ranks of plain weights, as in DDP, keep histories of their own. A call
+    without a forward since the last call changes nothing.
+
+    Args:
+        module: the model, or a part of it.
+
+    Collectives: exactly one all-reduce (MAX) of 4 bytes per operand, over all axes of these
+    meshes; none if there are no meshes. As in precompute, the first call may make the groups of a
+    pipeline's stages, and may compare the layers of the module.
+
+    Raises:
+        ValueError: ranks differ in the layers of ``module``, or no operand in it is DELAYED.
+        NotImplementedError: weights on several meshes that are not slices of one root mesh.
+    """
+    check_agreement(module, "sync_float8_amax_and_scale_history")
+    layers = [layer for layer in float8_layers(module).values() if layer.histories]
+    if not layers:
+        raise ValueError(
+            "sync_float8_amax_and_scale_history: the module has no Float8Linear with a DELAYED "
+            "operand; convert it with the recipe 'delayed', or drop the call"
+        )
+    reshard(module, "sync_float8_amax_and_scale_history")
+    histories = [history for layer in layers for history in layer.histories.values()]
+    meshes = {mesh for layer in layers for mesh in layer.meshes()}
+    # The device of the mesh, because offloaded weights are on another one.
+    device = next((mesh.device_type for mesh in meshes), layers[0].float8_weight.shard().device)
+    zero = torch.zeros((), device=device)
+    values = torch.stack([zero if h.current is None else h.current.to(device) for h in histories])
+    groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
+    values = all_reduce_max(values, groups)
+    for layer in layers:
+        warn_if_not_restored(layer.histories, layer.fqn)
+    advance(histories, values)
+    note_made(layer.float8_weight for layer in layers)
+    for layer in layers:
+        if "weight" in layer.histories:
+            layer.float8_weight.cache.drop()
+        layer.float8_weight.cache.synced()
+
+
 def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:
     """Call :func:`update_float8_scales` after every optimizer step.
 
-    The arguments are those of :func:`fp8_dist.attach_precompute`. No hook runs for a step that
+    The arguments are those of :func:`attach_precompute`. No hook runs for a step that
     ``torch.amp.GradScaler`` skips: with DELAYED scales call :func:`update_float8_scales` in the
     loop instead.
 
@@ -68,8 +131,76 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
     layers = _converted_layers(module, "attach_update")
-    reshard(module, "attach_update")  # the parameters that an optimizer updates
-    return attach(partial(update_float8_scales, module), optimizer, layers, "attach_update")
+    return _attach(update_float8_scales, optimizer, module, layers, "attach_update")
+
+
+def attach_precompute(
+    optimizer: Optimizer | Iterable[Optimizer], module: nn.Module
+) -> RemovableHandle:
+    """Call :func:`fp8_dist.precompute_float8_dynamic_scale` after every optimizer step.
+
+    Args:
+        optimizer: one that updates float8 weights of ``module``, made after the conversion,
+            ``apply_tp_plan`` and ``fully_shard``. If a wrapper (accelerate's AcceleratedOptimizer)
+            or a container (torchtitan's OptimizersContainer, a list) runs no hooks of its own, the
+            optimizers inside are used. For several optimizers, pass a list in the order of their
+            steps, or the one that steps last. If they step within a backward, pass all of them:
+            precompute then runs when the backward has ended.
+        module: the model, or a part of it.
+
+    Returns:
+        A handle whose ``remove()`` ends the calls.
+
+    Raises:
+        ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
+            weights.
+        TypeError: ``optimizer`` is not a torch optimizer and holds none.
+    """
+    layers = layers_of_dynamic_weights(module, "attach_precompute")
+    return _attach(precompute_float8_dynamic_scale, optimizer, module, layers, "attach_precompute")
+
+
+def _attach(
+    update: Callable[[nn.Module], None],
+    optimizer: Optimizer | Iterable[Optimizer],
+    module: nn.Module,
+    layers: dict[str, Float8Linear],
+    caller: str,
+) -> RemovableHandle:
+    """Run ``update(module)`` after the steps of an optimizer.
+
+    If a container of optimizers runs no hooks itself, those that update a weight of the layers
+    count: ``update`` runs once, after the last of them (see ``after_steps``).
+
+    Warns once if there should be several ranks (``WORLD_SIZE``) but there is no process group.
+    """
+    reshard(module, caller)  # the parameters that an optimizer updates
+    world_size = os.environ.get("WORLD_SIZE") or "1"
+    if world_size != "1" and not dist.is_initialized():
+        warn_once(
+            "no process group",
+            f"{caller}: WORLD_SIZE is {world_size}, but there is no process group: each rank "
+            "trains a model of its own. Call torch.distributed.init_process_group() first",
+        )
+    found = hooked_optimizers(optimizer)
+    if not found:
+        raise TypeError(
+            f"{caller}: a {type(optimizer).__name__} is no torch.optim.Optimizer that runs step "
+            "hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
+            "optimizer that updates the model"
+        )
+    trained = {id(m.weight): name for name, m in layers.items() if m.weight.requires_grad}
+    fitting = [each for each in found if not trained.keys().isdisjoint(updated_by(each))]
+    if trained and not fitting:
+        first = next(iter(trained.values()))
+        raise ValueError(
+            f"{caller}: the {type(optimizer).__name__} updates none of the module's "
+            f"{len(trained)} float8 weights (such as {first}.weight), so its steps would leave "
+            "them, and their scales, as they are. Make the optimizer after "
+            "convert_to_float8_training, apply_tp_plan and fully_shard, which make new parameters, "
+            "and pass the one that updates them"
+        )
+    return after_steps(fitting or found, partial(update, module))
 
 
 def _converted_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:

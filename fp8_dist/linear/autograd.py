@@ -18,11 +18,13 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.config import Gemm
-from fp8_dist.linear.observing import is_observed, observe
-from fp8_dist.linear.observing_gemms import (
+from fp8_dist.linear.observing import (
     HighPrecision,
     are_gemms_observed,
     high_precision,
+    is_observed,
+    note_gemm,
+    observe,
     observe_gemm,
 )
 from fp8_dist.linear.once import Gradients, differentiable_once
@@ -36,7 +38,6 @@ from fp8_dist.linear.operands import (
     redistributed,
     wait_local,
 )
-from fp8_dist.linear.recording import note_gemm
 from fp8_dist.mesh import (
     Layout,
     LinearLayouts,

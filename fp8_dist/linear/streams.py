@@ -1,8 +1,38 @@
-"""Tensors that are read on another stream than the one that they were allocated on."""
+"""Tensors that are read on another stream than the one that made them.
+
+FSDP2 gathers weights on streams of its own, where their scales and casts are read.
+"""
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
+
+from fp8_dist.mesh import Layout
+
+
+class _Weight(Protocol):
+    made: torch.cuda.Event | None
+
+    def shard(self) -> torch.Tensor: ...
+
+    def parameter(self) -> torch.Tensor: ...
+
+
+def note_made(weights: Iterable[_Weight]) -> None:
+    """Let later gathers of these weights wait for their scales and casts on this stream."""
+    on_gpu = [weight for weight in weights if device_of(weight).type == "cuda"]
+    if on_gpu:
+        event = torch.cuda.current_stream().record_event()
+        for weight in on_gpu:
+            weight.made = event
+
+
+def device_of(weight: _Weight) -> torch.device:
+    """Return the device on which the scales of a weight are used, also with CPU offload."""
+    shard, layout = weight.shard(), Layout.of(weight.parameter())
+    offloaded = layout is not None and layout.mesh.device_type != shard.device.type
+    return torch.device(layout.mesh.device_type) if layout and offloaded else shard.device
 
 
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:

@@ -6,12 +6,11 @@ Other packages import from here. Only this one reduces amaxes. It imports ``torc
 from fp8_dist.mesh.agreement import first_difference
 from fp8_dist.mesh.amax import AmaxReduction, all_reduce_max, reduce_amax
 from fp8_dist.mesh.groups import (
-    Axis,
     GroupNames,
-    axes_of,
+    common_groups,
     groups_over,
+    make_amax_group,
     make_group,
-    union_of,
 )
 from fp8_dist.mesh.layout import (
     Layout,
@@ -33,13 +32,12 @@ from fp8_dist.mesh.rules import LinearLayouts, linear_layouts
 
 __all__ = [
     "AmaxReduction",
-    "Axis",
     "GroupNames",
     "Layout",
     "LinearLayouts",
     "Placements",
     "all_reduce_max",
-    "axes_of",
+    "common_groups",
     "first_difference",
     "global_offset",
     "groups_over",
@@ -49,6 +47,7 @@ __all__ = [
     "linear_layouts",
     "local_sizes",
     "local_tensor",
+    "make_amax_group",
     "make_group",
     "narrowed",
     "normalized",
@@ -56,6 +55,5 @@ __all__ = [
     "reduced",
     "shard_starts",
     "sharded_dim",
-    "union_of",
     "with_local",
 ]

@@ -10,7 +10,7 @@ Axes of several meshes are compared as digits of the global rank.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -90,6 +90,61 @@ def make_group(meshes: Iterable[DeviceMesh]) -> GroupNames:
             groups[frozenset(axes)] = _make_beside_each_other(axes, names)
         return (groups[frozenset(axes)],)
     return tuple(str(mesh.get_group(i).group_name) for mesh, i in own)
+
+
+class CommonGroups(NamedTuple):
+    """Groups for tensors on several meshes.
+
+    Attributes:
+        groups: the groups to reduce over, one after the other; none if there is nothing to reduce.
+        missing: for each mesh, the axes of the groups that it lacks. A tensor on that mesh may have
+            other values at other coordinates on these axes.
+    """
+
+    groups: GroupNames
+    missing: dict[DeviceMesh, list[Axis]]
+
+
+def common_groups(axes: Mapping[DeviceMesh, Collection[int]]) -> CommonGroups:
+    """Return the groups for the axes to reduce over, by mesh; several meshes use all their axes.
+
+    It is one group, except in the cases that :func:`make_group` describes.
+
+    Collectives: those of ``make_group``, where there are several axes.
+
+    Raises:
+        NotImplementedError: several meshes that are not slices of one root mesh.
+    """
+    if not axes:
+        return CommonGroups((), {})
+    if len(axes) == 1:
+        ((mesh, own),) = axes.items()
+        if len(own) > 1:
+            make_group([mesh])
+        # Axes on which a tensor is replicated may be included.
+        return CommonGroups(groups_over(mesh, sorted(own), replicated=range(mesh.ndim)), {})
+    union = union_of(axes)
+    has = {mesh: axes_of(mesh) for mesh in axes}
+    missing = {mesh: [axis for axis in union if axis not in has[mesh]] for mesh in axes}
+    return CommonGroups(make_group(axes), missing)
+
+
+def make_amax_group(mesh: DeviceMesh) -> None:
+    """Make the process group over all axes of a mesh, such as those of a pipeline's stage.
+
+    It is optional. The first precompute or sync makes the group, if it reduces over several axes
+    that do not span the world. All ranks of the world take part then. If some of them never get
+    there, call this function on all ranks, after ``init_device_mesh``. Examples are a stage without
+    float8 layers, or one whose weights are sharded over other axes.
+
+    Args:
+        mesh: a slice of a mesh of all ranks of the world; the same slice on all ranks, such as
+            ``mesh["dp", "tp"]``.
+
+    Collectives: if there is no such group yet, those of ``torch.distributed.new_group``, for this
+    group and for each one beside it.
+    """
+    make_group([mesh])
 
 
 def _world() -> dist.ProcessGroup:

@@ -85,8 +85,8 @@ forward    all_reduce     tp    int32                  4 of 4         2 of 2    
 forward    all_gather     tp    float8_e4m3fn      2 of 4,096     2 of 4,096              -
 forward    reduce_scatter tp    float32            2 of 4,096     2 of 4,096              -
 forward    all_reduce     tp    float32                     -              -     2 of 4,096
-backward   all_reduce     tp    int32                  6 of 6         2 of 2         4 of 4
 backward   all_reduce     tp    float32              2 of 128       2 of 128     1 of 2,048
+backward   all_reduce     tp    int32                  6 of 6         2 of 2         4 of 4
 backward   all_gather     tp    float8_e5m2        2 of 4,096     2 of 4,096              -
 backward   reduce_scatter tp    float32            1 of 2,048     1 of 2,048              -""",
     )
@@ -110,8 +110,8 @@ forward    reduce_scatter tp    float32            2 of 2,048     2 of 2,048
 forward    all_reduce     world int32                       -         6 of 6
 backward   all_gather     dp    float8_e4m3fn     2 of 18,432    2 of 18,432
 backward   all_gather     dp    + float32            0 of 224       0 of 224
-backward   all_reduce     tp    int32                  6 of 6         6 of 6
 backward   all_reduce     tp    float32              2 of 128       2 of 128
+backward   all_reduce     tp    int32                  6 of 6         6 of 6
 backward   all_gather     tp    float8_e5m2        2 of 2,048     2 of 2,048
 backward   reduce_scatter tp    float32            1 of 1,024     1 of 1,024
 backward   reduce_scatter dp    float32           2 of 18,656    2 of 18,656""",
@@ -213,8 +213,9 @@ def mixed_meshes() -> list[str]:
     wrong = [] if audit.count() == audit.count("all_reduce") == 1 else [audit.table()]
     for name, layer in float8_layers(net).items():
         cast = cast_to_float8(masters[name], CastConfig())
-        (scheme,) = layer.float8_weight.schemes
-        if not same_bits(scheme.scales_from(layer.float8_weight.cache.known[scheme])[0], cast.scale):
+        if not same_bits(
+            layer.float8_weight.cache.scaling[layer.config.casts("weight")[0]][1], cast.scale
+        ):
             wrong.append(name)
     return wrong
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from ranks import RankPools, device_mesh
-from reference import Product, float8_gemms, same_bits, scale_of_elements
+from reference import Product, float8_gemms, same_bits
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard

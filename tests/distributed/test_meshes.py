@@ -70,8 +70,8 @@ def hybrid(tp: int, precompute: bool) -> tuple[list[str], int, int]:
         net(torch.randn(2, 8, 64)).sum().backward()
     assert len(used) == 6
     wrong = wrong_casts(used, masters, mesh["tp"])
-    # Per MLP: the input of w2, and the gradients of w1 and w3 in one.
-    activations = 4 if tp > 1 else 0
+    # Per MLP: the input of w2, and the gradients of w1 and w3.
+    activations = 6 if tp > 1 else 0
     return wrong, reduces, audit.count("all_reduce", dtype=torch.int32) - activations
 
 

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from granularities import CONFIG, GATHERED_CONFIG
 from nets import Distributed
 from ranks import RankPools
 from reference import same_bits
+from schemes import CONFIG, GATHERED_CONFIG
 
 from fp8_dist import Float8LinearConfig, Float8Tensor, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
-from fp8_dist.linear.recording import GemmRecord, record_gemms
+from fp8_dist.linear.observing import GemmRecord, record_gemms
 
 
 def recorded_step(model: torch.nn.Module, x: torch.Tensor) -> list[GemmRecord]:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fp8_dist.cast import quantize
-from fp8_dist.scaling import Dense
 from fp8_dist.mesh import (
     Layout,
     all_reduce_max,
@@ -20,6 +19,7 @@ from fp8_dist.mesh import (
     make_group,
     reduce_amax,
 )
+from fp8_dist.scaling import Dense
 from fp8_dist.torch_internals import resolve_process_group
 
 

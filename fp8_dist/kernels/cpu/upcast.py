@@ -5,11 +5,17 @@ bits of a float8 number into their places in a bf16 number. The mantissa is then
 exponent is off by a constant, which one multiplication corrects, also for subnormal numbers. NaN
 and inf, and subnormal bf16 numbers on a CPU that flushes them (``torch.set_flush_denormal``), are
 left to torch.
+
+Layers that share an input multiply it in turn, and each output gradient is multiplied twice, as it
+is for grad_input and transposed for grad_weight. So the bf16 copy of the last left operand is kept.
 """
 
 from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
+
+from fp8_dist.dtypes import is_float8
 
 # Below this size torch's own conversion is faster than several passes.
 FEW = 4096  # elements
@@ -24,23 +30,6 @@ class _Format(NamedTuple):
 _FORMATS = {
     torch.float8_e4m3fn: _Format(shift=4, exponent=120, last_finite=0x7E),
     torch.float8_e5m2: _Format(shift=5, exponent=112, last_finite=0x7B),
-}
-
-
-class _HalfFormat(NamedTuple):
-    shift: torch.Tensor  # factor that moves the 7 bits to their place in an fp16 number
-    mask: torch.Tensor | None  # clears a copy of the sign among them
-    factor: float  # the factor that is then missing
-
-
-def _int16(number: int) -> torch.Tensor:
-    # A Python number would be converted to a tensor in each call.
-    return torch.tensor(number, dtype=torch.int16, device="cpu")
-
-
-_HALF_FORMATS = {
-    torch.float8_e4m3fn: _HalfFormat(_int16(1 << 7), _int16(~(1 << 14)), 2.0**8),
-    torch.float8_e5m2: _HalfFormat(_int16(1 << 8), None, 1.0),
 }
 
 
@@ -65,15 +54,6 @@ def upcast(qdata: torch.Tensor, dtype: torch.dtype, is_finite: bool = False) -> 
     return bits.view(torch.bfloat16).mul_(2.0**known.exponent).to(dtype)
 
 
-def as_half(qdata: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Convert finite e4m3fn or e5m2 data exactly to fp16 numbers, to be multiplied by a factor."""
-    shift, mask, factor = _HALF_FORMATS[qdata.dtype]
-    bits = qdata.view(torch.int8).to(torch.int16).mul_(shift)
-    if mask is not None:
-        bits.bitwise_and_(mask)
-    return bits.view(torch.float16), factor
-
-
 def _is_finite(qdata: torch.Tensor, last: int) -> bool:
     """Whether no code of either sign lies beyond the last finite one."""
     if qdata.ndim == 2 and not qdata.is_contiguous():
@@ -86,3 +66,49 @@ def _is_finite(qdata: torch.Tensor, last: int) -> bool:
 def _flushes(tiny: float = 5e-324) -> bool:
     """Whether this thread treats subnormal numbers as zero, in Python as in torch."""
     return tiny * 1.0 == 0.0
+
+
+class _Entry(NamedTuple):
+    """A matrix, identified by the tensor that it is a view of, with its bf16 copy."""
+
+    root: ReferenceType[torch.Tensor]  # only compared: autograd may be the only owner
+    version: int
+    address: int
+    shape: torch.Size
+    copy: torch.Tensor
+
+
+class UpcastCache:
+    """A cache of one entry, dropped when its matrix is freed or before another takes its place."""
+
+    def __init__(self) -> None:
+        self._entry: _Entry | None = None
+
+    def upcast(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """:func:`upcast` of a matrix. The result may be shared and must not be written to."""
+        # A matrix and its transpose are stored as one contiguous matrix.
+        transposed = not data.is_contiguous()
+        stored = data.t() if transposed else data
+        has_version = not data.is_inference()
+        if data.numel() < FEW or not (
+            is_float8(data.dtype) and has_version and stored.is_contiguous()
+        ):
+            return upcast(data, dtype)
+        copy = self._copy(stored)
+        return (copy.t() if transposed else copy).to(dtype)
+
+    def _copy(self, stored: torch.Tensor) -> torch.Tensor:
+        root = stored if stored._base is None else stored._base
+        key = (stored._version, stored.data_ptr(), stored.shape)
+        entry = self._entry  # read once, because another thread may replace it
+        if entry is not None and entry.root() is root and entry[1:4] == key:
+            return entry.copy
+        entry = self._entry = None  # free the old copy before making another
+        copy = upcast(stored, torch.bfloat16)
+        self._entry = _Entry(ref(root, self._forget), *key, copy)
+        return copy
+
+    def _forget(self, gone: ReferenceType[torch.Tensor]) -> None:
+        entry = self._entry
+        if entry is not None and entry.root is gone:
+            self._entry = None

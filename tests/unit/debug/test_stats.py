@@ -27,7 +27,7 @@ from fp8_dist import (
 )
 from fp8_dist.cast import quantize
 from fp8_dist.debug import AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
-from fp8_dist.debug.statistics.measuring import Measures, combine_, measure, measure_casts, nothing
+from fp8_dist.debug.measures import Measures, combine_, measure, measure_casts, nothing
 from fp8_dist.scaling import Dense, Quantized
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]

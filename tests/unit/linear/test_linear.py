@@ -23,7 +23,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.fsdp import Float8AllGatherWeight
-from fp8_dist.linear.recording import record_gemms
+from fp8_dist.linear.observing import record_gemms
 from fp8_dist.linear.shared_input import last_cast, note_cast
 from fp8_dist.scaling import Copy, Dense, Quantized
 

@@ -1,0 +1,443 @@
+"""``comm_audit`` records every collective.
+
+Terms: *collective* and *buffer* are defined in ``collectives``. In a *mixed gather*, FSDP2 copies
+parameters of several dtypes into one uint8 buffer and gathers it. The *payload dtype* of a uint8
+tensor is the dtype of the tensor that it is a view of, because float8 travels as uint8.
+
+Float8 rows and their scales that travel in one message (``pack_rows``) are counted separately, and
+so are the parts of encoded summands.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fp8_dist.debug.collectives import Collective, CollectiveTimer, read_collective
+from fp8_dist.debug.module_path import ModulePath
+from fp8_dist.debug.rows import aligned
+from fp8_dist.dtypes import is_float8
+from fp8_dist.kernels.encoding import encode_float8, join_bytes
+from fp8_dist.linear.scale_query import QUERIES
+from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.tensor.ops import pack_rows
+from fp8_dist.torch_internals import (
+    STAND_INS,
+    OpOverload,
+    TorchDispatchMode,
+    op_name,
+    storage_address,
+)
+
+# FSDP2's copy of all its inputs into the buffer that the next all-gather moves.
+FSDP_COPY_IN = "fsdp::all_gather_copy_in"
+
+RowKey = tuple[str, str, torch.dtype, str, bool]
+
+
+@dataclass(frozen=True)
+class CommRow:
+    """Sum of the collectives that differ only in size.
+
+    Attributes:
+        op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``,
+            ``"broadcast"``, ... A communication op whose arguments this library doesn't know is
+            counted under its qualified name, such as ``"symm_mem::one_shot_all_reduce"``.
+        axis: the mesh axis of the process group; ``"world"`` for the default group,
+            ``"group NAME"`` for one that no mesh knows, ``"unknown"`` where an op names none.
+        dtype: dtype of the payload: float8 that travels as uint8 is float8 here.
+        module: FQN of the innermost module that was running, forward or backward; ``""`` for the
+            outermost one and for code outside of modules. Submodules of a compiled module count as
+            the compiled module.
+        in_mixed_gather: these elements travelled in messages of several dtypes (FSDP2's gathers,
+            encoded summands) that the row of another dtype counts.
+        count: number of collectives; 0 where ``in_mixed_gather``.
+        elements: number of elements of ``dtype`` in the buffers, summed over the collectives.
+        bytes: size of the buffers in bytes, summed over the collectives. The buffer is the output
+            of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce, and the
+            largest tensor argument of an op that is counted under its qualified name.
+        seconds: the sum of the durations (see :func:`comm_audit`); None without ``timings``, where
+            ``in_mixed_gather``, and where torch's profiler has no duration for one of them.
+    """
+
+    op: str
+    axis: str
+    dtype: torch.dtype
+    module: str
+    in_mixed_gather: bool
+    count: int
+    elements: int
+    bytes: int
+    seconds: float | None = None
+
+    @property
+    def key(self) -> RowKey:
+        """Fields that the row's collectives have in common."""
+        return self.op, self.axis, self.dtype, self.module, self.in_mixed_gather
+
+    @property
+    def float8_bytes(self) -> int:
+        """``bytes`` if the payload is float8, else 0."""
+        return self.bytes if is_float8(self.dtype) else 0
+
+    @property
+    def other_bytes(self) -> int:
+        """``bytes`` if the payload is not float8, else 0."""
+        return self.bytes - self.float8_bytes
+
+
+class CommTable:
+    """Rows of collectives, and their sums.
+
+    Attributes:
+        timings: whether the text has a column of milliseconds.
+    """
+
+    def __init__(self, rows: Iterable[CommRow] = (), timings: bool = False) -> None:
+        self.timings = timings
+        self._rows: dict[RowKey, CommRow] = {}
+        for row in rows:
+            self.add(row)
+
+    @property
+    def rows(self) -> list[CommRow]:
+        """One row per (op, axis, dtype, module, in_mixed_gather), in order of first appearance."""
+        return list(self._rows.values())
+
+    @property
+    def bytes(self) -> int:
+        """Sum of the bytes of all rows."""
+        return sum(row.bytes for row in self.rows)
+
+    def add(self, row: CommRow) -> None:
+        """Add a row's count and sizes to those of the row with the same key."""
+        key = row.key
+        if known := self._rows.get(key):
+            row = replace(
+                known,
+                count=known.count + row.count,
+                elements=known.elements + row.elements,
+                bytes=known.bytes + row.bytes,
+                seconds=total_seconds([known.seconds, row.seconds]),
+            )
+        self._rows[key] = row
+
+    def count(
+        self,
+        op: str | None = None,
+        axis: str | None = None,
+        dtype: torch.dtype | None = None,
+        module: str | None = None,
+    ) -> int:
+        """Return the number of collectives in the rows that match; ``None`` matches everything.
+
+        A mixed gather counts under its float8 dtype, or under its first dtype if it has no float8.
+        """
+        wanted = {"op": op, "axis": axis, "dtype": dtype, "module": module}
+        return sum(
+            row.count
+            for row in self.rows
+            if all(v is None or getattr(row, name) == v for name, v in wanted.items())
+        )
+
+    def without_modules(self) -> "CommTable":
+        """Return a table of the same collectives, summed over modules."""
+        return CommTable((replace(row, module="") for row in self.rows), self.timings)
+
+    def table(self, by_module: bool = False) -> str:
+        """Return the rows as text, with totals; ``by_module`` gives one line per module.
+
+        A ``+`` in place of a count marks data that travelled inside the collectives of another line
+        of the same op and axis: FSDP2 gathers tensors of several dtypes in one message. With
+        timings there is a column of milliseconds, with ``-`` where they are not known. The total
+        adds those that are known. Collectives overlap each other and computation, so the total is
+        not a share of the step's time.
+        """
+        rows = self.rows if by_module else self.without_modules().rows
+        if not rows:
+            return "no collectives"
+        lines = [["op", "axis", "dtype", "count", "elements", "bytes", "ms", "module"]]
+        for row in rows:
+            count = "+" if row.in_mixed_gather else f"{row.count:,}"
+            dtype = str(row.dtype).removeprefix("torch.")
+            sizes = [count, f"{row.elements:,}", f"{row.bytes:,}"]
+            ms = "+" if row.in_mixed_gather else _milliseconds(row.seconds)
+            lines.append([row.op, row.axis, dtype, *sizes, ms, row.module])
+        float8 = sum(row.float8_bytes for row in rows)
+        ms = _milliseconds(total_seconds([s for row in rows if (s := row.seconds) is not None]))
+        lines.append(["total", "", "", f"{self.count():,}", "", f"{self.bytes:,}", ms, ""])
+        lines.append(["  float8", "", "", "", "", f"{float8:,}", "", ""])
+        lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}", "", ""])
+        if not self.timings:
+            lines = [[*line[:6], line[7]] for line in lines]
+        align = [str.ljust] * 3 + [str.rjust] * (3 + self.timings) + [str.ljust]
+        return aligned(lines if by_module else [line[:-1] for line in lines], align)
+
+
+def total_seconds(seconds: Sequence[float | None]) -> float | None:
+    """Return the sum of durations; None if one of them is not known, or if there are none."""
+    known = [each for each in seconds if each is not None]
+    return sum(known) if known and len(known) == len(seconds) else None
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.3f}"
+
+
+class CommAudit(CommTable):
+    """Context manager that :func:`comm_audit` returns, with the rows that it recorded."""
+
+    def __init__(self, mesh: DeviceMesh | None, timings: bool = False) -> None:
+        super().__init__(timings=timings)
+        self._axes = {} if mesh is None else _axes_by_group_name(mesh)
+        self._path = ModulePath()
+        self._recorder = _Recorder(self)
+        self._entered: ExitStack | None = None
+        self._timer: CollectiveTimer | None = None
+        # For each timed collective, the key of the row that counts it, and its duration.
+        self._timed_keys: list[RowKey] = []
+        self._timed_seconds: list[float | None] = []
+        # Payload dtypes of the storages that were viewed as uint8, by the storage's address. The
+        # weak references keep an address from being given to another storage.
+        self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
+        # Bytes by payload dtype of messages that were made of several tensors, such as the inputs
+        # of FSDP2's all-gathers, by the address of their storage.
+        self._joined: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
+
+    def __enter__(self) -> Self:
+        if self._entered is not None:
+            raise RuntimeError(
+                "this comm_audit is already recording; use a new one for a nested block"
+            )
+        with ExitStack() as stack:
+            if self.timings:
+                self._timer = stack.enter_context(CollectiveTimer())
+            stack.enter_context(self._path)
+            stack.enter_context(self._recorder)
+            stack.callback(self._forget)
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._entered is not None
+        entered, self._entered = self._entered, None
+        entered.__exit__(*error)
+        self._add_timings()
+
+    def _add_timings(self) -> None:
+        """Add the timings of the block that has ended to those of earlier blocks."""
+        if self._timer is None:
+            return
+        self._timed_seconds += self._timer.seconds
+        by_row: dict[RowKey, list[float | None]] = {}
+        for key, seconds in zip(self._timed_keys, self._timed_seconds, strict=True):
+            by_row.setdefault(key, []).append(seconds)
+        for key, times in by_row.items():
+            self._rows[key] = replace(self._rows[key], seconds=total_seconds(times))
+
+    def _forget(self) -> None:
+        self._payload_dtypes.clear()
+        self._joined.clear()
+
+    def __repr__(self) -> str:
+        return f"CommAudit({self.count()} collectives, {self.bytes:,} bytes)"
+
+    def _note_payload(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Note that uint8 tensors on the storage of ``tensor`` hold numbers of this dtype."""
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._payload_dtypes[storage_address(tensor)] = (reference, dtype)
+
+    def _note_joined(
+        self, message: torch.Tensor, parts: Iterable[torch.Tensor], nbytes: int = 0
+    ) -> None:
+        """Note the payload dtypes of ``message``, which is made of the bytes of ``parts``.
+
+        ``nbytes``: its size with padding, which counts as the first dtype.
+        """
+        sizes = self._bytes_by_dtype(parts)
+        if sizes.keys() - {torch.uint8}:
+            sizes[next(iter(sizes))] += max(0, nbytes - sum(sizes.values()))
+            reference = StorageWeakRef(message.untyped_storage())
+            self._joined[storage_address(message)] = (reference, sizes)
+
+    def _note_collective(self, collective: Collective) -> None:
+        sizes = self._bytes_by_dtype(collective.tensors)
+        # The row of the first dtype counts the collective. It is float8 if there is any.
+        by_dtype = sorted(sizes.items(), key=lambda item: not is_float8(item[0]))
+        # Collectives without bytes, or without tensors, are counted too.
+        by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
+        axis, module = self._axis(collective.group), self._path.current
+        for position, (dtype, nbytes) in enumerate(by_dtype):
+            row = CommRow(
+                collective.op,
+                axis,
+                dtype,
+                module,
+                in_mixed_gather=position > 0,
+                count=0 if position else 1,
+                elements=nbytes * collective.factor // dtype.itemsize,
+                bytes=nbytes * collective.factor,
+            )
+            self.add(row)
+            if self._timer is not None and position == 0:
+                self._timed_keys.append(row.key)
+
+    def _timed(self, collective: Collective) -> AbstractContextManager[Any]:
+        """Return a context manager for the call of a noted collective, which is timed if asked."""
+        return nullcontext() if self._timer is None else self._timer.around(collective)
+
+    def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
+        """Bytes by payload dtype, in order of first appearance."""
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            parts = [tensor]
+            if isinstance(tensor, Float8Tensor):  # the scales of rows travel in the same message
+                parts = [tensor.qdata, tensor.scale] if tensor.scale.ndim else [tensor.qdata]
+            for part in parts:
+                for dtype, nbytes in self._payloads(part):
+                    sizes[dtype] = sizes.get(dtype, 0) + nbytes
+        return sizes
+
+    def _payloads(self, tensor: torch.Tensor) -> Iterator[tuple[torch.dtype, int]]:
+        """Yield the payload dtypes in a tensor, and the bytes of each."""
+        address, payload = storage_address(tensor), tensor.dtype
+        if address in self._joined:
+            # A graph may reuse the memory for another message, so it is looked up once.
+            yield from self._joined.pop(address)[1].items()
+            return
+        if payload == torch.uint8:
+            payload = self._payload_dtypes.get(address, (None, payload))[1]
+        yield payload, tensor.nbytes
+
+    def _axis(self, group: dist.ProcessGroup | None) -> str:
+        if group is None:
+            return "unknown"
+        if group.group_name in self._axes:
+            return self._axes[group.group_name]
+        # torch's own descriptions of groups: the default group, one without, and a mesh axis.
+        if group.group_desc == "default_pg":
+            return "world"
+        if group.group_desc in ("", "undefined"):
+            return f"group {group.group_name}"
+        return group.group_desc.removeprefix("mesh_")
+
+
+def comm_audit(mesh: DeviceMesh | None = None, *, timings: bool = False) -> CommAudit:
+    """Record every collective that runs inside the block, FSDP2's included.
+
+    ::
+
+        with comm_audit(mesh) as audit:
+            loss = model(x); loss.backward(); optimizer.step()
+        print(audit.table())
+
+    Every call of an op of torch's communication namespaces is recorded, with two exceptions:
+    barriers, waits and signals, which move no data, and the comparison of a model's layers between
+    ranks (16 bytes per axis, when a plan is applied and at the first update of scales).
+
+    Compiled code is not recompiled. Its collectives are recorded under the compiled module, also
+    those of its submodules. Float8 that this library sends is shown as float8. If inductor fuses
+    other code's view of float8 as uint8 into a kernel, it is shown as uint8. Not recorded: what a
+    custom op sends inside its own kernel, graphs that run without Python (CUDA graphs,
+    AOTInductor), and direct reads of symmetric memory.
+
+    The bytes are sizes of buffers (see :class:`CommRow`). The traffic on the wire also depends on
+    the algorithm and on the size of the group.
+
+    With ``timings`` the block runs under torch.profiler, which slows it down and keeps every
+    operator's event until the block ends. Then each row gets ``seconds``. They include the time
+    spent waiting for slower ranks, but not the time in a queue behind other collectives. On GPUs
+    they are the times of NCCL's kernels. For CPU tensors they are the times on the backend's
+    threads (gloo). There, collectives of one kind and shape that are in flight on several groups at
+    once may be mistaken for each other. Some collectives have no duration: those that still run
+    when the block ends, those of backends that the profiler doesn't see, and those that are started
+    together afterwards (``batch_isend_irecv`` of NCCL).
+
+    Args:
+        mesh: a mesh that names axes whose process groups have no name of their own. For example,
+            the default group is also the only axis of a one-dimensional mesh over all ranks.
+        timings: measure the durations of the collectives.
+
+    Returns:
+        A context manager with ``.rows`` (list of :class:`CommRow`), ``.count(...)`` and
+        ``.table()``. They stay valid after the block, also if it raised. A later ``with`` on the
+        same object adds to them.
+
+    Raises:
+        RuntimeError: the context manager is entered again inside its own block. With ``timings``,
+            also if torch.profiler is already active, as in another ``comm_audit`` with timings.
+    """
+    return CommAudit(mesh, timings)
+
+
+def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:
+    names = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
+    groups = [group.group_name for group in mesh.get_all_groups()]
+    # If several axes have the same group, the first one names it.
+    return dict(reversed(list(zip(groups, names, strict=True))))
+
+
+class _Recorder(TorchDispatchMode):
+    """Dispatch mode that reports communication ops to its audit."""
+
+    def __init__(self, audit: CommAudit) -> None:
+        super().__init__()
+        self._audit = audit
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile inside the block, without this mode; False would forbid it."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = read_collective(func, args, kwargs) if isinstance(func, OpOverload) else None
+        # A Float8Tensor is recorded as float8. Its own handler then sends the same message as
+        # uint8, which is not recorded, because this mode is off inside its own handler. Any other
+        # subclass runs first, and the ops that it issues are recorded.
+        if any(_rewrites_ops(kind) and not (call and kind is Float8Tensor) for kind in types):
+            return NotImplemented
+        if call is not None:
+            self._audit._note_collective(call)
+            with self._audit._timed(call):
+                return func(*args, **kwargs)
+        if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
+            self._audit._note_payload(args[0], args[0].dtype)
+        elif isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN:
+            self._audit._note_joined(message=args[1], parts=args[0])
+        elif func is pack_rows.overload:
+            message = func(*args, **kwargs)
+            self._audit._note_joined(message, [args[0], *args[1]], message.nbytes)
+            return message
+        elif func is encode_float8.overload:
+            codes, exponents = func(*args, **kwargs)
+            self._audit._note_payload(codes, torch.float8_e4m3fn)
+            return codes, exponents
+        elif func is join_bytes.overload:
+            message = func(*args, **kwargs)
+            self._audit._note_joined(message, [args[0], *args[1]], message.nbytes)
+            return message
+        elif func in QUERIES and not any(issubclass(kind, STAND_INS) for kind in types):
+            with self:  # the query may communicate
+                return QUERIES[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _rewrites_ops(kind: Any) -> bool:
+    """Whether a tensor type turns an op into others.
+
+    nn.Parameter does not. Fake tensors do not either: their mode handles ops, not their type.
+    """
+    handled = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return handled and not issubclass(kind, STAND_INS)

@@ -1,0 +1,453 @@
+"""``float8_stats``: statistics of a model's float8 casts, by layer and operand."""
+
+import math
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8_dist.config import Gemm, Operand
+from fp8_dist.debug.measures import (
+    Measures,
+    combine_,
+    gemm_results,
+    measure,
+    measure_casts,
+    measure_product,
+    nothing,
+)
+from fp8_dist.debug.recorder import (
+    CastSlot,
+    GemmSlot,
+    StepRecorder,
+    cast_slots,
+    gemm_slots,
+    own_rank,
+)
+from fp8_dist.debug.rows import (
+    Anomaly,
+    AnomalyLimits,
+    CastStats,
+    GemmStats,
+    Row,
+    anomalies_of,
+    append_jsonl,
+    as_dict,
+    decibels,
+    table,
+)
+from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear.observing import Owner, casts_of, gemms_observed_by
+from fp8_dist.mesh import GroupNames, first_difference, make_group
+from fp8_dist.scaling import Quantized
+from fp8_dist.torch_internals import funcol, resolve_process_group
+
+OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
+
+
+# The owner, the operand and the GEMMs of a cast. Without an operand: the result of a GEMM.
+_Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
+
+
+class _LastInput(NamedTuple):
+    """Last measured cast of an input, in case other layers share the input, as q, k and v do.
+
+    As long as this object holds the tensors, no other tensors have their addresses.
+    """
+
+    high: torch.Tensor
+    qdata: torch.Tensor
+    found: torch.Tensor
+
+
+class Float8Stats(StepRecorder):
+    """Context manager that :func:`float8_stats` returns, with the rows that it recorded.
+
+    Attributes:
+        rows: the rows of all recorded steps, the same on all ranks, in the order of the model's
+            layers.
+        anomalies: the first anomaly of each kind in each layer. Those of a step are in the order of
+            this rank's casts.
+        step: the number of the last step that was entered.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int,
+        gemms: bool,
+        mesh: DeviceMesh | None,
+        on_anomaly: OnAnomaly,
+        limits: AnomalyLimits,
+    ) -> None:
+        super().__init__("float8_stats")
+        self.rows: list[Row] = []
+        self.anomalies: list[Anomaly] = []
+        self._model, self._every, self._gemms = model, every, gemms
+        self._on_anomaly, self._limits = on_anomaly, limits
+        self._known: set[tuple[str, str]] = set()
+        # The finite amaxes of each cast in the last recorded steps, by layer, operand and GEMMs.
+        self._amaxes: dict[tuple[str, ...], deque[float]] = defaultdict(partial(deque, maxlen=16))
+        self._measured: dict[_Key, torch.Tensor] = {}
+        self._last_inputs: dict[tuple[Gemm, ...], _LastInput] = {}
+        self._ranks = RanksOfLayers(model, mesh)
+
+    def _is_recorded(self, step: int) -> bool:
+        return step % self._every == 0
+
+    def _begin(self, stack: ExitStack) -> None:
+        self._ranks.look()
+        if self._gemms:
+            stack.enter_context(gemms_observed_by(self))
+
+    def _end(self, failed: bool) -> None:
+        measured, self._measured = self._measured, {}
+        self._last_inputs.clear()
+        if not failed and self._is_recorded(self.step):
+            rows = self._rows_of(measured)
+            self.rows += rows.values()
+            # In the order of the casts, so that causes come before effects.
+            order = {key: i for i, key in enumerate(measured)}
+            keys = sorted(rows, key=lambda key: order.get(key, len(order)))
+            self._raise_alarms(rows[key] for key in keys)
+
+    def on_casts(
+        self,
+        owner: Owner,
+        operand: Operand,
+        high: torch.Tensor,
+        lows: Mapping[tuple[Gemm, ...], Quantized],
+    ) -> None:
+        """Measure casts of an operand."""
+        if owner not in self._ranks.owners:
+            return
+        new = dict(lows)
+        for gemms, low in lows.items():
+            last = self._last_inputs.get(gemms)
+            if last and _is_same(high, last.high) and _is_same(low.qdata, last.qdata):
+                self._add((owner, operand, gemms), last.found)
+                del new[gemms]
+        measured = measure_casts(high, [*new.values()], own_rank()) if new else []
+        for (gemms, low), found in zip(new.items(), measured, strict=True):
+            if operand == "input":
+                self._last_inputs[gemms] = _LastInput(high, low.qdata, found)
+            self._add((owner, operand, gemms), found)
+
+    def on_gemm(
+        self,
+        owner: Owner,
+        gemm: Gemm,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        result: torch.Tensor,
+    ) -> None:
+        """Measure a GEMM's result."""
+        if owner not in self._ranks.owners:
+            return
+        results = gemm_results(gemm, left, right, result)
+        if results is not None:
+            self._add((owner, None, (gemm,)), measure_product(*results))
+
+    def on_prepared_cast(
+        self, owner: Owner, high: torch.Tensor, low: Quantized
+    ) -> torch.Tensor | None:
+        """Measure the cast of an input for several layers."""
+        return measure(high, low, own_rank()) if owner in self._ranks.owners else None
+
+    def on_prepared_use(self, owner: Owner, kept: torch.Tensor | None) -> None:
+        """Count the measures of a prepared input for a layer that takes it."""
+        if kept is not None and owner in self._ranks.owners:
+            (gemms,) = casts_of(owner.config, "input")
+            self._add((owner, "input", gemms), kept)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the rows as plain Python values, with their ``kind``. See :class:`CastStats`."""
+        return [as_dict(row) for row in self.rows]
+
+    def append_jsonl(self, path: str | Path) -> None:
+        """Append the rows to a file, one JSON object per line, and remove them.
+
+        Numbers that JSON lacks are strings: ``"NaN"``, ``"Infinity"``, ``"-Infinity"``. Call it on
+        one rank.
+        """
+        rows, self.rows = self.to_dicts(), []
+        append_jsonl(rows, Path(path))
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Write the rows to a ``torch.utils.tensorboard.SummaryWriter``, and remove them.
+
+        The tags are ``float8/OPERAND/LAYER/amax`` and so on, with the GEMM where an operand has
+        several casts.
+        """
+        rows, self.rows = self.rows, []
+        for row in rows:
+            for name, value in _scalars(row).items():
+                writer.add_scalar(name, value, row.step)
+
+    def table(self) -> str:
+        """Return the rows as text."""
+        return table(self.rows)
+
+    def __repr__(self) -> str:
+        return f"Float8Stats({len(self.rows)} rows, {len(self.anomalies)} anomalies)"
+
+    def _add(self, key: _Key, found: torch.Tensor) -> None:
+        known = self._measured.get(key)
+        if known is None:
+            self._measured[key] = found.clone()
+        else:
+            combine_(known, found.to(known.device))
+
+    def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> dict[_Key, Row]:
+        """Return the rows of the step that has ended."""
+        slots: list[CastSlot | GemmSlot] = [*cast_slots(self._model)]
+        if self._gemms:
+            slots += gemm_slots(self._model)
+            order = {slot.fqn: i for i, slot in reversed([*enumerate(slots)])}
+            slots.sort(key=lambda slot: order[slot.fqn])
+        keys = [(slot.owner, slot.operand, slot.gemms) for slot in slots]
+        own = [measured.get(key) for key in keys]
+        found = self._ranks.combined([slot.owner for slot in slots], own)
+        return {
+            key: _row(slot, each, self.step)
+            for key, slot, each in zip(keys, slots, found, strict=True)
+            if each.scale != -math.inf  # some rank has measured it
+        }
+
+    def _raise_alarms(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            for anomaly in anomalies_of(row, self._limits, self._usual_amax(row)):
+                key = row.fqn, anomaly.what
+                if key in self._known:
+                    continue
+                self._known.add(key)
+                self.anomalies.append(anomaly)
+                if callable(self._on_anomaly):
+                    self._on_anomaly(anomaly)
+                elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
+                    warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
+
+    def _usual_amax(self, row: Row) -> float:
+        """Return the largest amax of a cast in earlier steps, or 0, and remember its new amax."""
+        if not isinstance(row, CastStats):
+            return 0.0
+        amaxes = self._amaxes[row.fqn, row.operand, *row.gemms]
+        usual = max(amaxes, default=0.0)
+        if math.isfinite(row.amax):
+            amaxes.append(row.amax)
+        return usual
+
+
+def _is_same(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, both alive, are the same view of the same memory."""
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+        other.dtype,
+    )
+
+
+def _row(slot: CastSlot | GemmSlot, found: Measures, step: int) -> Row:
+    if isinstance(slot, GemmSlot):
+        return GemmStats(step, slot.fqn, slot.gemms[0], decibels(found.signal, found.noise))
+    return CastStats.of(found, step, slot.fqn, slot.operand, slot.gemms, slot.scheme, slot.delayed)
+
+
+def _scalars(row: Row) -> dict[str, float]:
+    """Return the numbers of a row by their tags in TensorBoard."""
+    if not isinstance(row, CastStats):
+        return {f"float8/{row.gemm}/{row.fqn}/sqnr": row.sqnr}
+    names = ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr")
+    cast = f"{row.operand}_for_{'_'.join(row.gemms)}"
+    return {f"float8/{cast}/{row.fqn}/{name}": getattr(row, name) for name in names}
+
+
+class RanksOfLayers:
+    """Ranks of each layer whose measures are combined.
+
+    Args:
+        model: a model with converted layers.
+        mesh: the ranks of all layers. None: a layer has the ranks of the largest mesh that its
+            operands were seen on. Layers on no mesh have the ranks of the largest mesh of all
+            layers, or all ranks if there is no mesh.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+        self._model, self._given = model, mesh
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._agrees = False
+        self._groups_of: dict[str, GroupNames] = {}
+        self.owners: set[Owner] = set()
+        self.look()
+
+    def look(self) -> None:
+        """Update the meshes of the layers. FSDP2 may exchange a parameter for one on no mesh."""
+        layers = float8_layers(self._model)
+        self.owners = {layer.float8_weight for layer in layers.values()}
+        for name, layer in layers.items():
+            for mesh in layer.meshes():
+                if name not in self._meshes or mesh.size() > self._meshes[name].size():
+                    self._meshes[name] = mesh
+
+    def combined(
+        self, owners: Sequence[Owner], own: Sequence[torch.Tensor | None]
+    ) -> list[Measures]:
+        """Combine the measures of all ranks, for layers given by their ``owners``.
+
+        All ranks call it with the same layers. ``own`` has this rank's measures; None: it has none.
+
+        Collectives: an all-gather of 80 bytes per measure for each group of ranks.
+        """
+        self.look()
+        groups = self._groups_of = self._groups()
+        layers = float8_layers(self._model)
+        by_owner: dict[Owner, GroupNames] = {
+            layer.float8_weight: groups[name] for name, layer in layers.items()
+        }
+        # The weights are on the mesh's device, except with FSDP2's offload to the CPU.
+        device = next(iter(layers.values())).weight.device
+        for mesh in self._meshes.values():
+            device = torch.device(mesh.device_type)
+        alike: dict[GroupNames, list[int]] = {}
+        for i, owner in enumerate(owners):
+            alike.setdefault(by_owner[owner], []).append(i)
+        found: dict[int, Measures] = {}
+        for names, members in alike.items():
+            none = nothing(device)
+            rows = [none if (row := own[i]) is None else row.to(device) for i in members]
+            found |= zip(members, _over(names, torch.stack(rows)), strict=True)
+        return [found[i] for i in range(len(owners))]
+
+    def is_first(self, name: str) -> bool:
+        """Whether this is the first of the ranks whose measures of a layer were combined."""
+        return all(resolve_process_group(group).rank() == 0 for group in self._groups_of[name])
+
+    def _groups(self) -> dict[str, GroupNames]:
+        """Return the process groups of each layer."""
+        names = list(float8_layers(self._model))
+        if self._given is not None:
+            return dict.fromkeys(names, make_group([self._given]))
+        meshes = dict.fromkeys(self._meshes.values())
+        made = {mesh: make_group([mesh]) for mesh in meshes}
+        others: GroupNames = ()
+        if meshes:
+            others = made[max(meshes, key=lambda mesh: mesh.size())]
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            assert dist.group.WORLD is not None
+            others = (str(dist.group.WORLD.group_name),)
+            self._check_world(names, dist.group.WORLD)
+        return {
+            name: made[self._meshes[name]] if name in self._meshes else others for name in names
+        }
+
+    def _check_world(self, names: list[str], world: dist.ProcessGroup) -> None:
+        """Raise if ranks have different layers, once. Collectives: an all-reduce of 16 bytes."""
+        if self._agrees:
+            return
+        layers = float8_layers(self._model)
+        facts = {name: f"{layers[name].weight.shape} {layers[name].config}" for name in names}
+        device = layers[names[0]].weight.device.type
+        if (difference := first_difference(facts, [world], device)) is not None:
+            raise ValueError(
+                f"float8_stats: the ranks have different layers ({difference}), and weights on no "
+                "mesh to tell which ranks belong together (pipeline stages?); give mesh=, the "
+                "ranks that have the same layers"
+            )
+        self._agrees = True
+
+
+def _over(groups: GroupNames, own: torch.Tensor) -> list[Measures]:
+    """Combine measures ``[rows, 10]`` over all ranks of some groups."""
+    for name in groups:
+        size = resolve_process_group(name).size()
+        parts = funcol.wait_tensor(funcol.all_gather_into_tensor(own, size, name))
+        own, *others = parts.view(size, *own.shape)
+        own = own.clone()
+        for other in others:
+            combine_(own, other)
+    return [Measures(*row) for row in own.tolist()]
+
+
+def float8_stats(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    gemms: bool = False,
+    mesh: DeviceMesh | None = None,
+    on_anomaly: OnAnomaly = None,
+    limits: AnomalyLimits | None = None,
+) -> Float8Stats:
+    """Record statistics of the float8 casts of a model's layers, by name.
+
+    ::
+
+        stats = float8_stats(model, every=100, on_anomaly="warn")
+        for step in range(steps):
+            with stats:
+                loss = model(x); loss.backward()
+            optimizer.step()
+        print(stats.table())
+
+    Entering the block begins a step; ``with stats.at(step):`` gives it a number. All casts in the
+    block count, over all micro-batches. A forward that activation checkpointing repeats does not.
+    Numbers are those of the global tensors. They are what one device would measure that casts the
+    data of a data-parallel axis's ranks as its micro-batches.
+
+    Works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
+    code. Compiled code is compiled once more when it is first recorded. Outside of recorded blocks
+    there are no additional operators, in eager code or in graphs.
+
+    Args:
+        model: a model that is already converted and parallelized.
+        every: record the steps whose numbers it divides. The first step is 0.
+        gemms: multiply the operands in high precision too, in fp32, and report the SQNR of each
+            float8 GEMM's result. All code in recorded blocks is eager then. Every rank gathers
+            whole operands and results. Inputs are kept in high precision until the backward, also
+            those of checkpointed blocks.
+        mesh: the ranks whose measures are combined. Default: for each layer the mesh that its
+            weight is on; without any mesh (DDP) all ranks, which must have the same layers. Give it
+            where the weights do not show the parallelism: tensor parallelism inside of DDP, a
+            layer on one axis of a mesh of several, pipeline stages without FSDP2.
+        on_anomaly: a function that is called with the first :class:`Anomaly` of each kind in a
+            layer, when the block ends, on all ranks. ``"warn"``: warn of it, on the first of the
+            ranks whose measures are combined.
+        limits: the limits beyond which statistics are anomalous.
+
+    Returns:
+        A context manager with ``rows``, ``anomalies``, ``table()``, ``to_dicts()``,
+        ``append_jsonl(path)`` and ``to_tensorboard(writer)``. The last two empty ``rows``, which
+        grow otherwise.
+
+    Collectives: when a recorded block ends without an error, one all-gather of 80 bytes per layer
+    and cast for each mesh (for each axis where no group spans them), on all ranks; without any
+    mesh an all-reduce of 16 bytes before the first one. With ``gemms`` also all-gathers of operands
+    and results in high precision, and of their sizes (8 bytes), in the forward and the backward.
+
+    Raises:
+        TypeError: ``model`` is not a module, ``on_anomaly`` is not callable, ``limits`` is not an
+            AnomalyLimits, or ``mesh`` is not a DeviceMesh.
+        ValueError: the model has no converted layer, or ``every`` is not a positive integer. When
+            the first recorded block ends: ranks without a mesh have different layers.
+        RuntimeError: the context manager is entered again inside its own block.
+    """
+    if not float8_layers(model):
+        raise ValueError(
+            "float8_stats: the model has no Float8Linear; call convert_to_float8_training first"
+        )
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"float8_stats: every={every!r} must be a positive integer")
+    if not (on_anomaly in (None, "warn") or callable(on_anomaly)):
+        raise TypeError(f"float8_stats: on_anomaly={on_anomaly!r}: use 'warn', a function or None")
+    for name, value, kind in (("limits", limits, AnomalyLimits), ("mesh", mesh, DeviceMesh)):
+        if not isinstance(value, kind | None):
+            raise TypeError(f"float8_stats: {name}={value!r} must be of type {kind.__name__}")
+    return Float8Stats(model, every, gemms, mesh, on_anomaly, limits or AnomalyLimits())

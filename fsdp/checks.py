@@ -1,0 +1,102 @@
+"""Checks of FSDP2's modules and parameter groups before they gather weights in float8.
+
+The import of this module lets FSDP2 compare layers between ranks before its first gather.
+"""
+
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+
+from fp8_dist.linear.agreement import (
+    check_layers,
+    is_part_of_converted,
+    mark_compared,
+    needs_comparison,
+)
+from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.torch_internals import (
+    before_fsdp_gathers,
+    fsdp_groups,
+    fsdp_groups_of_module,
+    fsdp_is_running,
+    fsdp_modules_with_extensions,
+    fsdp_reshards_to_smaller_mesh,
+    fsdp_roots_of,
+    in_backward,
+)
+
+# FSDP2's parameter group of each layer whose weight it gathers in float8. The layer itself, a child
+# of the sharded module, has no reference to its group.
+_groups: "WeakKeyDictionary[nn.Module, ReferenceType[Any]]" = WeakKeyDictionary()
+
+
+def _compare_between_ranks(group: Any) -> None:
+    """Compare the layers of the model that a parameter group belongs to, once.
+
+    This includes layers whose weights FSDP2 gathers in high precision: their forward reduces
+    amaxes.
+    """
+    if not any(needs_comparison(module) for module in group.modules):
+        return
+    for module in filter(needs_comparison, fsdp_roots_of(group)):
+        layers = float8_layers(module)
+        # Ranks that have converted another part of the model take part too.
+        if layers or is_part_of_converted(module):
+            check_layers(module, layers, "FSDP2's first gather")
+        else:
+            mark_compared(module)
+
+
+before_fsdp_gathers(_compare_between_ranks)
+
+
+def check_sharded_module(module: FSDPModule, name: str) -> None:
+    """Check a module that ``fully_shard`` was called on, before FSDP2 first runs it."""
+    for group in fsdp_groups_of_module(module):
+        if fsdp_modules_with_extensions(group):
+            _check_reshards(group, name)
+
+
+def check_outside_of_backward(module: nn.Module, caller: str) -> None:
+    """Raise in the middle of a backward, which still needs the parameters that FSDP2 gathered."""
+    if not in_backward():
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule) and any(
+            fsdp_is_running(group) for group in fsdp_groups_of_module(part)
+        ):
+            raise ValueError(
+                f"{caller}: called within a backward of {name or 'the root'} (from a hook?), which "
+                "still needs what FSDP2 has gathered; call it after optimizer.step(), or attach it "
+                "(attach_update)"
+            )
+
+
+def check_layer(layer: Float8Linear, name: str) -> None:
+    """Check a layer whose weight FSDP2 is about to gather."""
+    if layer not in _groups or _groups[layer]() is None:  # its first gather: look up all at once
+        for group in fsdp_groups():
+            _groups.update(dict.fromkeys(fsdp_modules_with_extensions(group), ref(group)))
+    if layer not in _groups:
+        return
+    group = _groups[layer]()
+    _check_reshards(group, name)
+
+
+def group_of(layer: nn.Module) -> Any:
+    """Return FSDP2's parameter group of a layer that passed :func:`check_layer`; else None."""
+    group = _groups.get(layer)
+    return None if group is None else group()
+
+
+def _check_reshards(group: Any, name: str) -> None:
+    # FSDP2 would reshard its all-gather output to the smaller mesh as a parameter. The output is
+    # float8 bytes here, and FSDP2 would fail with an error about dtypes that require gradients.
+    if fsdp_reshards_to_smaller_mesh(group):
+        raise ValueError(
+            f"{name}: fully_shard(..., reshard_after_forward=<int>) can't reshard weights "
+            "that it gathers in float8 to a smaller mesh; use True or False there, or leave "
+            "enable_fsdp_float8_all_gather off"
+        )
