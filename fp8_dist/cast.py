@@ -194,7 +194,7 @@ def cast_copies(
     """
     x, layout = local_tensor(tensor) if local is None else local, Layout.of(tensor)
     plan = planned(copies)
-    reduces = any([bool(reduction_groups(s, layout, within)) for s in plan.schemes])
+    reduces = any(bool(reduction_groups(s, layout, within)) for s in plan.schemes)
     if reduces and len(plan.schemes) > 1:
         # One scheme at a time: a graph that needs one copy must not repeat the reduction for
         # another.
@@ -255,7 +255,7 @@ def placed(qdata: torch.Tensor, scales: Scales, scheme: Scheme, layout: Layout |
 
 
 def flat_copies(copies: Copies) -> list[torch.Tensor]:
-    """The scales of each scheme, flat, and then the data as casts write it; see :func:`as_copies`."""
+    """The scales of each scheme, flat, and then the data as casts write it (:func:`as_copies`)."""
     scales = {copy.scheme: quantized.scales for copy, quantized in copies.items()}
     data = []
     for copy, (qdata, *_) in copies.items():

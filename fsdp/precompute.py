@@ -2,9 +2,10 @@
 
 Each process has one vector of the local statistics of all float8 weights that need those of other
 ranks, as integers. One MAX all-reduce over the union of the axes on which any of them is sharded
-gives the global ones. A weight whose own mesh lacks some of those axes may have other values at other
-coordinates on them. It gets a part (slot) of the vector per coordinate there, and fills in only its
-own. Statistics of parts of a weight are at their global positions, so that all ranks get all of them.
+gives the global ones. A weight whose own mesh lacks some of those axes may have other values at
+other coordinates on them. It gets a part (slot) of the vector per coordinate there, and fills in
+only its own. Statistics of parts of a weight are at their global positions, so that all ranks get
+all of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,9 +43,9 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     """Compute the scales of all float8 weights of a model after their values have changed.
 
     Call it on all ranks after ``optimizer.step()``, or let :func:`fp8_dist.attach_precompute` do
-    so. The next forward and backward then need no amax collectives for weights, whether these are sharded
-    by FSDP2, by tensor parallelism, by both, or not at all. ``module`` may be a part of the model.
-    Compiled code may call it, with a graph break. Graphs that use scales are not recompiled.
+    so. The next forward and backward then need no amax collectives for weights, whether these are
+    sharded by FSDP2, by tensor parallelism, by both, or not at all. ``module`` may be a part of the
+    model. Compiled code may call it, with a graph break. Graphs that use scales are not recompiled.
 
     A frozen weight that FSDP2 does not gather in float8 is left out. It is scaled in each forward,
     since it may change unnoticed, as in a merge of adapters.
@@ -241,7 +242,7 @@ def _known(
             )
             moving = scheme.moving_levels(own.layout)
             needed = own.layout is not None and not scheme.rides_in_gather(own.layout)
-            if needed and moving and all([wholes[i] is not None for i in moving]):
+            if needed and moving and all(wholes[i] is not None for i in moving):
                 every = zip(known[scheme], wholes, strict=True)
                 whole_scales = scheme.scales_from(
                     tuple([n if whole is None else whole for n, whole in every])

@@ -117,8 +117,9 @@ def plan_operand(
     moves, everywhere = now != then, amax_scope == "global"
     # Shards of several pieces are not redistributed as float8.
     first = None if has_pieces(now) else schemes[0]
-    if first is not None and all(scheme == first for scheme in schemes):
-        if first.can_move(dims, ndim) and (first.can_gather or not moves):
+    serves_all = first is not None and all(scheme == first for scheme in schemes)
+    if first is not None and serves_all and first.can_move(dims, ndim):
+        if first.can_gather or not moves:
             return OperandPlan(first, moves, None if everywhere else axes)
     return OperandPlan(None, moves, None if everywhere else ())
 

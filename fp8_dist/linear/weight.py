@@ -18,9 +18,9 @@ The owner of the parameter determines where it is cast:
 * FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
   backward casts it again, because FSDP2 frees it in between.
 
-Statistics come from ``cache`` if it has them for the current values of the parameter, from precompute
-or from an earlier use. Otherwise they are computed and stored there. Compiled graphs and selective
-activation checkpointing query them by operators (``scale_query``).
+Statistics come from ``cache`` if it has them for the current values of the parameter, from
+precompute or from an earlier use. Otherwise they are computed and stored there. Compiled graphs and
+selective activation checkpointing query them by operators (``scale_query``).
 """
 
 import weakref
@@ -588,7 +588,7 @@ class Float8Weight:
         scheme: Scheme,
         source: ScaleState | None,
     ) -> tuple[Statistics, Scales | None]:
-        """The statistics of a shard, and the scales of the whole weight where a gather needs them."""
+        """The statistics of a shard, and all scales of the weight where a gather needs them."""
         if self._history is not None:
             tensor = self._distributed(parameter, shard)
             return self._history_of(parameter).statistics_of(tensor, record=False), None

@@ -56,7 +56,7 @@ def cast(
         schemes, statistics: the schemes of the copies, and the statistics of each.
         start, transposed, fits: as in :meth:`Scheme.cast`.
         of: for each copy the index of its scheme.
-        after: a tensor before which a graph must not cast. Nor does it merge this cast with another.
+        after: a tensor before which a graph must not cast, nor merge this cast with another.
 
     Returns:
         The statistics of each scheme (``None`` in a graph that did not pass them), its scales, and

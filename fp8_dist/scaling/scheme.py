@@ -81,7 +81,7 @@ class Level:
         return self.rows == 1 and self.leading == 1
 
     def shape(self, shape: Sequence[int], start: Start = (0, 0)) -> list[int]:
-        """The shape of the statistics and scales of a tensor, or of a part beginning at ``start``."""
+        """The shape of the scales of a tensor, or of a part that begins at ``start``."""
         if self.is_scalar:
             return []
         ndim, counts = len(shape), []
@@ -94,7 +94,7 @@ class Level:
         return counts
 
     def offset(self, offset: Sequence[int]) -> list[int]:
-        """The offset of a part's scales among those of the tensor; the part begins at ``offset``."""
+        """The offset of the scales of a part that begins at ``offset``."""
         if self.is_scalar:
             return []
         blocks = [self.block(dim, len(offset)) for dim in range(len(offset))]
@@ -278,8 +278,8 @@ class Scheme:
         if layout is None:
             return ()
         dim, ndim = _fsdp_dim(layout), len(layout.shape)
-        each = enumerate(self.levels)
-        return tuple([i for i, l in each if not l.is_scalar and l.block(dim, ndim) is not None])
+        differ = [not lv.is_scalar and lv.block(dim, ndim) is not None for lv in self.levels]
+        return tuple([i for i, differs in enumerate(differ) if differs])
 
     def rides_in_gather(self, layout: Layout) -> bool:
         """Whether FSDP2's gather can carry scales: equal parts of dim 0, which cut no block."""

@@ -85,8 +85,8 @@ class Float8Tensor(torch.Tensor):
         wanted, found = [level.scale for level in scheme.levels], [each.dtype for each in scales]
         if found != wanted or not orig_dtype.is_floating_point:
             raise TypeError(
-                f"Float8Tensor: scales must be {_listed(wanted)} for one scale per {scheme.covers}, "
-                f"and orig_dtype floating point, got {_listed(found)} and {orig_dtype}"
+                f"Float8Tensor: scales must be {_listed(wanted)} for one scale per "
+                f"{scheme.covers}, and orig_dtype floating point, got {_listed(found)} and {orig_dtype}"
             )
         shapes = scheme.scale_shapes(qdata.shape, start)
         if [list(each.shape) for each in scales] != shapes:
