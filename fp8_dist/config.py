@@ -257,9 +257,9 @@ class Float8LinearConfig:
     def __post_init__(self) -> None:
         self._check_fields()
         self._check_gemm_pairs()
-        self._check_power_of_2()
         self._check_scaling_types()
         _ = self.recipe, self._gemm_options
+        self._check_power_of_2()
         self._check_fsdp_gather()
         self._check_delayed()
         if self.force_recompute_fp8_weight_in_bwd:

@@ -157,8 +157,8 @@ def cast_copies(
     return [*(each for scaling in scalings for each in scaling), *copies]
 
 
-def empty_row_scaling(x: torch.Tensor) -> Tensors:
-    """Uninitialized multiplier and scale of the rows of a local tensor."""
+def empty_row_numbers(x: torch.Tensor) -> Tensors:
+    """Uninitialized amaxes and scales of the rows of a local tensor."""
     return [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2)]
 
 
@@ -166,7 +166,7 @@ def empty_row_scaling(x: torch.Tensor) -> Tensors:
     "cast_rows(Tensor x, ScalarType dtype, bool round_scales_to_power_of_2, bool[] transposed) "
     "-> Tensor[]",
     fake=lambda x, dtype, round_scales_to_power_of_2, transposed: [
-        *empty_row_scaling(x),
+        *empty_row_numbers(x),
         *empty_copies(x, dtype, transposed),
     ],
 )
@@ -176,10 +176,11 @@ def cast_rows(
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
 ) -> Tensors:
-    """:func:`cast_copies` with a scale per row, from the amaxes of the local rows."""
+    """Return the amax and the scale of each local row, followed by the copies cast by them."""
     rows = amax(x, (x.ndim - 1,))
     of = [0] * len(transposed)
-    return cast_copies(x, [rows], dtype, round_scales_to_power_of_2, of, transposed)
+    _, *made = cast_copies(x, [rows], dtype, round_scales_to_power_of_2, of, transposed)
+    return [rows, *made]
 
 
 @custom_op(

@@ -41,7 +41,7 @@ from fp8_dist.kernels.quantization import (
     cast_and_record,
     cast_copies,
     cast_rows,
-    empty_row_scaling,
+    empty_row_numbers,
     quantize,
     quantize_after,
     quantize_copies,
@@ -171,7 +171,7 @@ def _cast(
 def _cast_rows(
     x: tl.tuple,
     copies: tl.tuple,
-    scaling: tl.tuple,
+    amax_and_scale: tl.tuple,
     POWER_OF_2: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
@@ -185,8 +185,10 @@ def _cast_rows(
     largest = tl.zeros([BM, BN], tl.int32)
     for block in range(tl.cdiv(K, BN)):
         largest = tl.maximum(largest, magnitude(load_tile(x, i, indices(block, BN))))
-    m = multiplier_of(tl.max(largest, 1).to(tl.float32, bitcast=True), POWER_OF_2, BIAS)
-    _store_scaling(scaling, m, i, M)
+    amax = tl.max(largest, 1).to(tl.float32, bitcast=True)
+    m = multiplier_of(amax, POWER_OF_2, BIAS)
+    tl.store(amax_and_scale[0] + i, amax, mask=i < M)
+    tl.store(amax_and_scale[1] + i, reciprocal(m), mask=i < M)
     for block in range(tl.cdiv(K, BN)):
         j = indices(block, BN)
         code = to_float8(load_tile(x, i, j) * m[:, None], BIAS, SOFT)
@@ -441,17 +443,17 @@ def _cast_by_rows(
     transposed: Sequence[bool],
 ) -> Tensors:
     """One launch; 3 to 5 bytes per bf16 element, 1 more for both layouts."""
-    layouts, scaling, argument = Layouts(x, dtype, transposed), empty_row_scaling(x), matrix(x)
+    layouts, numbers, argument = Layouts(x, dtype, transposed), empty_row_numbers(x), matrix(x)
     _, M, K, _, stride_k = argument
     _cast_rows(
         lambda chosen: (programs(M, chosen["BM"]),),
         (x.dtype, size_class(M, K), stride_k == 1, *layouts.wanted),
         x.device,
-        *(argument, layouts.argument, tuple(scaling)),
+        *(argument, layouts.argument, tuple(numbers)),
         POWER_OF_2=round_scales_to_power_of_2,
         **float8_constants(dtype, x.device),
     )
-    return [*scaling, *layouts.copies(transposed)]
+    return [*numbers, *layouts.copies(transposed)]
 
 
 @fused(cast_and_record, lambda x, *_, **__: _takes(x), zeros=True)
