@@ -133,8 +133,8 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 
 @custom_op(
     "cast_copies(Tensor x, Tensor[] amaxes, ScalarType dtype, bool round_scales_to_power_of_2, "
-    "int[] of, bool[] transposed) -> Tensor[]",
-    fake=lambda x, amaxes, dtype, round_scales_to_power_of_2, of, transposed: [
+    "int[] of, bool[] transposed, *, bool saturate=False) -> Tensor[]",
+    fake=lambda x, amaxes, dtype, round_scales_to_power_of_2, of, transposed, saturate=False: [
         *(torch.empty_like(each) for each in amaxes for _ in range(2)),
         *empty_copies(x, dtype, transposed),
     ],
@@ -146,14 +146,16 @@ def cast_copies(
     round_scales_to_power_of_2: bool,
     of: Sequence[int],
     transposed: Sequence[bool],
+    *,
+    saturate: bool = False,
 ) -> Tensors:
     """Return the multiplier and the scale of each amax, flat, followed by the copies.
 
-    No value of ``x`` may exceed the amax that covers it.
+    Without ``saturate`` no value of ``x`` may exceed the amax that covers it.
     """
     scalings = [scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
     multipliers = [multiplier for multiplier, _ in scalings]
-    copies = quantize_copies(x, multipliers, dtype, of, transposed, fits=True)
+    copies = quantize_copies(x, multipliers, dtype, of, transposed, fits=not saturate)
     return [*(each for scaling in scalings for each in scaling), *copies]
 
 

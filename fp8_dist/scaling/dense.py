@@ -15,7 +15,6 @@ from fp8_dist.kernels import (
     cast_copies,
     cast_rows,
     fuses_rows,
-    quantize_copies,
     quantize_each,
     scaled_mm,
     scaling_from_amax,
@@ -106,14 +105,13 @@ class Dense(Scheme):
         if statistics is None and self.fuses(x):
             value, scale, *data = cast_rows(x, self.dtype, self.power_of_2, transposed)
             return (value,), (scale,), data
-        fits, statistics = fits or statistics is None, statistics or self.measure(x)
-        if fits:
-            values = list(statistics)
-            _, scale, *data = cast_copies(x, values, self.dtype, self.power_of_2, of, transposed)
-        else:
-            multiplier, scale = scaling_from_amax(statistics[0], self.dtype, self.power_of_2)
-            data = quantize_copies(x, [multiplier], self.dtype, of, transposed)
-        return statistics, (scale,), data
+        saturate = not (fits or statistics is None)
+        values = list(self.measure(x) if statistics is None else statistics)
+        power_of_2 = self.power_of_2
+        _, scale, *data = cast_copies(
+            x, values, self.dtype, power_of_2, of, transposed, saturate=saturate
+        )
+        return tuple(values), (scale,), data
 
     def cast_each(
         self, xs: Sequence[Tensor], statistics: Sequence[Statistics], starts: Sequence[Start]
@@ -151,14 +149,11 @@ class Dense(Scheme):
         kinds = _in_one_pass(schemes)
         if kinds is None or len({(each.dtype, each.power_of_2) for each in kinds}) > 1:
             return None
-        values = [value for (value,) in statistics]
-        if fits:
-            flat = cast_copies(x, values, self.dtype, self.power_of_2, of, transposed)
-            n = 2 * len(kinds)
-            return [(each,) for each in flat[1:n:2]], flat[n:]
-        found = [scaling_from_amax(value, self.dtype, self.power_of_2) for value in values]
-        data = quantize_copies(x, [m for m, _ in found], self.dtype, of, transposed)
-        return [(scale,) for _, scale in found], data
+        values, n = [value for (value,) in statistics], 2 * len(kinds)
+        flat = cast_copies(
+            x, values, self.dtype, self.power_of_2, of, transposed, saturate=not fits
+        )
+        return [(each,) for each in flat[1:n:2]], flat[n:]
 
     def multiply(
         self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions

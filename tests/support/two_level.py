@@ -39,7 +39,11 @@ class TwoLevel(Scheme):
         for dim, size, first in ((-1, self.columns, start[1]), (-2, self.rows, start[0])):
             if size > 1 and x.numel():
                 count, begin = x.shape[dim], first % size
-                pad = [0, 0, begin, -(begin + count) % size] if dim == -2 else [begin, -(begin + count) % size]
+                pad = (
+                    [0, 0, begin, -(begin + count) % size]
+                    if dim == -2
+                    else [begin, -(begin + count) % size]
+                )
                 blocks = torch.nn.functional.pad(blocks, pad)
                 blocks = blocks.unflatten(dim, (-1, size)).amax(dim)
         if not x.numel():

@@ -405,12 +405,15 @@ def _cast_copies(
     round_scales_to_power_of_2: bool,
     of: Sequence[int],
     transposed: Sequence[bool],
+    *,
+    saturate: bool = False,
 ) -> Tensors:
     """One launch for each amax; one for those of rows and of columns together."""
     scalings = [tuple(torch.empty_like(each) for _ in range(2)) for each in amaxes]
     both = (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])
     wanted = list(zip(of, transposed, strict=True))
-    if wanted == [(0, False), (1, True)] and tuple(each.shape for each in amaxes) == both:
+    rows_and_columns = tuple(each.shape for each in amaxes) == both and not saturate
+    if wanted == [(0, False), (1, True)] and rows_and_columns:
         made = {0: Layouts(x, dtype, [False]), 1: Layouts(x, dtype, [True])}
         argument = matrix(x)
         _, M, K, _, stride_k = argument
@@ -429,6 +432,7 @@ def _cast_copies(
                 *(x, each, dtype, _layouts_of(i, of, transposed)),
                 scaling=scalings[i],
                 power_of_2=round_scales_to_power_of_2,
+                saturate=saturate,
             )
             for i, each in enumerate(amaxes)
         }
