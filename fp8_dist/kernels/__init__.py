@@ -37,7 +37,6 @@ from fp8_dist.kernels.quantization import (
     fuses_many,
     fuses_rows,
     quantize,
-    quantize_after,
     quantize_copies,
     quantize_each,
 )
@@ -72,7 +71,6 @@ __all__ = [
     "needs_alignment",
     "powers_of_2",
     "quantize",
-    "quantize_after",
     "quantize_block_copies",
     "quantize_blocks",
     "quantize_blocks_of_each",

@@ -140,8 +140,7 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
 
 
 @custom_op(
-    "quantize_blocks(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks, "
-    "Tensor? after=None) -> Tensor",
+    "quantize_blocks(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks) -> Tensor",
     fake=lambda x, exponents, dtype, *_: x.new_empty(x.shape, dtype=dtype),
 )
 def quantize_blocks(
@@ -149,14 +148,12 @@ def quantize_blocks(
     exponents: torch.Tensor,
     dtype: torch.dtype,
     blocks: Sequence[int],
-    after: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cast ``saturate(float32(x) / scale)`` to ``dtype`` with block scales; 0 for the byte 0.
 
     Args:
         x: ``[..., M, K]``, floating point.
         exponents: exponents of the blocks of ``x``.
-        after: a tensor that a graph computes before this cast.
 
     Returns:
         A contiguous tensor of the shape of ``x``.

@@ -56,17 +56,6 @@ def multiplied(
 
 
 @custom_op(
-    "quantize_after(Tensor x, Tensor multiplier, ScalarType dtype, Tensor after) -> Tensor",
-    fake=lambda x, multiplier, dtype, after: x.new_empty(x.shape, dtype=dtype),
-)
-def quantize_after(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
-) -> torch.Tensor:
-    """:func:`quantize` that a graph neither merges with another cast nor moves before ``after``."""
-    return quantize(x, multiplier, dtype)
-
-
-@custom_op(
     "quantize_each(Tensor first, Tensor[] others, Tensor multipliers, ScalarType dtype, "
     "bool of_rows) -> Tensor",
     fake=lambda first, others, multipliers, dtype, of_rows: first.new_empty(

@@ -118,9 +118,13 @@ def plan_operand(
     # Shards of several pieces are not redistributed as float8.
     first = None if has_pieces(now) else schemes[0]
     serves_all = first is not None and all(scheme == first for scheme in schemes)
-    if first is not None and serves_all and first.can_move(dims, ndim):
-        if first.can_gather or not moves:
-            return OperandPlan(first, moves, None if everywhere else axes)
+    if (
+        first is not None
+        and serves_all
+        and first.can_move(dims, ndim)
+        and (first.can_gather or not moves)
+    ):
+        return OperandPlan(first, moves, None if everywhere else axes)
     return OperandPlan(None, moves, None if everywhere else ())
 
 

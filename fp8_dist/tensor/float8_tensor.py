@@ -86,7 +86,8 @@ class Float8Tensor(torch.Tensor):
         if found != wanted or not orig_dtype.is_floating_point:
             raise TypeError(
                 f"Float8Tensor: scales must be {_listed(wanted)} for one scale per "
-                f"{scheme.covers}, and orig_dtype floating point, got {_listed(found)} and {orig_dtype}"
+                f"{scheme.covers}, and orig_dtype floating point, got {_listed(found)} and "
+                f"{orig_dtype}"
             )
         shapes = scheme.scale_shapes(qdata.shape, start)
         if [list(each.shape) for each in scales] != shapes:

@@ -26,7 +26,6 @@ from fp8_dist.kernels import (
     cast_copies,
     cast_rows,
     quantize,
-    quantize_after,
     quantize_block_copies,
     quantize_copies,
 )
@@ -46,7 +45,6 @@ CASTS = {
     for each in (
         cast_operator,
         quantize,
-        quantize_after,
         quantize_copies,
         cast_and_record,
         cast_blocks,

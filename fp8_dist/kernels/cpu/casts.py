@@ -93,7 +93,6 @@ def _quantize_blocks(
     exponents: torch.Tensor,
     dtype: torch.dtype,
     blocks: Sequence[int],
-    after: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, _, first_row, _ = blocks
     if x.numel() <= _PART or first_row or (rows > 1 and x.ndim > 2):

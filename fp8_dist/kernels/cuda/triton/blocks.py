@@ -318,7 +318,6 @@ def _quantize_blocks(
     exponents: torch.Tensor,
     dtype: torch.dtype,
     blocks: Sequence[int],
-    after: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return _quantize_copies(x, exponents, dtype, blocks, [False])[0]
 

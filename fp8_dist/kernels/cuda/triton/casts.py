@@ -43,7 +43,6 @@ from fp8_dist.kernels.quantization import (
     cast_rows,
     empty_row_numbers,
     quantize,
-    quantize_after,
     quantize_copies,
     quantize_each,
 )
@@ -358,13 +357,6 @@ def _quantize(
 ) -> torch.Tensor:
     (qdata,) = _cast_by(x, multiplier, dtype, [False], saturate=not fits).copies([False])
     return qdata
-
-
-@fused(quantize_after, lambda x, multiplier, *_, **__: _takes(x, multiplier))
-def _quantize_after(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
-) -> torch.Tensor:
-    return _quantize(x, multiplier, dtype)
 
 
 def _copies(layouts: dict[int, Layouts], of: Sequence[int], transposed: Sequence[bool]) -> Tensors:
