@@ -56,7 +56,6 @@ try:
     profiler_is_active: Callable[[], bool] = torch.autograd._profiler_enabled
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
-    foreach_norm = torch._foreach_norm
     foreach_zero_ = torch._foreach_zero_
     tensor_data: Any = torch._C.TensorBase.data  # the descriptor behind tensor.data
     tensor_version: Any = torch._C.TensorBase._version  # the descriptor behind tensor._version

@@ -9,51 +9,40 @@ import torch
 
 # Importing cpu registers its implementations.
 from fp8_dist.kernels import cpu
-from fp8_dist.kernels.block_casts import (
-    block_exponents_of_each,
-    cast_blocks,
-    fuses_blocks,
-    quantize_block_copies,
-    quantize_blocks_of_each,
-)
 from fp8_dist.kernels.block_gemm import block_scaled_mm
 from fp8_dist.kernels.blocks import (
     block_exponents,
+    block_exponents_of_each,
     blocks_along,
+    cast_blocks,
     expanded,
     exponents_of_groups,
     exponents_shape,
+    fuses_blocks,
     powers_of_2,
+    quantize_block_copies,
     quantize_blocks,
+    quantize_blocks_of_each,
     reblock,
     reblock_groups,
     scaled_by,
 )
-from fp8_dist.kernels.copies import (
-    amaxes,
+from fp8_dist.kernels.custom_op import CustomOp, custom_op
+from fp8_dist.kernels.gemm import ALIGNMENT, needs_alignment, scaled_mm, takes_transposed
+from fp8_dist.kernels.quantization import (
     cast_and_record,
     cast_copies,
     cast_rows,
-    covered_dims,
     empty_copies,
+    fuses_many,
     fuses_rows,
+    quantize,
+    quantize_after,
     quantize_copies,
+    quantize_each,
 )
-from fp8_dist.kernels.custom_op import CustomOp, custom_op
-from fp8_dist.kernels.gemm import (
-    ALIGNMENT,
-    needs_alignment,
-    scaled_mm,
-    takes_transposed,
-)
-from fp8_dist.kernels.quantization import fuses_many, quantize, quantize_after, quantize_each
-from fp8_dist.kernels.scale import Scaling, amax, amax_of_each, scaling_from_amax
+from fp8_dist.kernels.scale import Scaling, amax, amax_of_each, amaxes, scaling_from_amax
 from fp8_dist.kernels.transposing import TransposedTogether, transposed_copy
-
-if torch.version.cuda is not None or torch.version.hip is not None:
-    from fp8_dist.kernels.cuda.registration import register_kernels
-
-    register_kernels()
 
 __all__ = [
     "ALIGNMENT",
@@ -71,7 +60,6 @@ __all__ = [
     "cast_blocks",
     "cast_copies",
     "cast_rows",
-    "covered_dims",
     "cpu",
     "custom_op",
     "empty_copies",
@@ -98,3 +86,9 @@ __all__ = [
     "takes_transposed",
     "transposed_copy",
 ]
+
+if torch.version.cuda is not None or torch.version.hip is not None:
+    # Importing cuda registers its implementations too.
+    from fp8_dist.kernels import cuda
+
+    __all__ += ["cuda"]

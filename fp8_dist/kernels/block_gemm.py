@@ -4,32 +4,56 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fp8_dist.kernels.blocks import powers_of_2, scaled_by
 from fp8_dist.kernels.custom_op import custom_op
 
 
-def dequantized(
+@custom_op(
+    "dequantize_blocks(Tensor x, Tensor exponents, int[] blocks, ScalarType dtype) -> Tensor"
+)
+def dequantize_blocks(
+    x: Tensor, exponents: Tensor, blocks: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Float8 data times its block scales, in a wider dtype and in the layout of the data.
+
+    The result is exact, except for subnormal numbers of bf16.
+    """
+    return dequantized_with(Tensor.to, x, exponents, blocks, dtype)
+
+
+def dequantized_with(
+    upcast: Callable[[Tensor, torch.dtype], Tensor],
     x: Tensor,
     exponents: Tensor,
     blocks: Sequence[int],
     dtype: torch.dtype,
-    upcast: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
 ) -> Tensor:
-    """Float8 data times its block scales, in a wider dtype.
-
-    The result is exact, except for subnormal numbers of bf16.
-    """
-    if x.ndim == 2 and not x.is_contiguous() and x.t().is_contiguous():
-        rows, columns, first_row, first_column = blocks
-        turned = (columns, rows, first_column, first_row)
-        return dequantized(x.t(), exponents.t(), turned, dtype, upcast).t()
+    """:func:`dequantize_blocks` with the given conversion to the wider dtype."""
+    if is_transposed(x):
+        turned = transposed_blocks(blocks)
+        return dequantized_with(upcast, x.t(), exponents.t(), turned, dtype).t()
     return scaled_by(upcast(x, dtype), powers_of_2(exponents), blocks)
+
+
+def is_transposed(x: Tensor) -> bool:
+    """Whether the columns of a matrix are contiguous in memory, and its rows are not."""
+    return x.ndim == 2 and not x.is_contiguous() and x.t().is_contiguous()
+
+
+def transposed_blocks(blocks: Sequence[int]) -> tuple[int, int, int, int]:
+    """Blocks of the transpose of a matrix."""
+    rows, columns, first_row, first_column = blocks
+    return columns, rows, first_column, first_row
 
 
 @custom_op(
     "block_scaled_mm(Tensor a, Tensor b, Tensor exponents_a, Tensor exponents_b, int[] blocks_a, "
-    "int[] blocks_b, ScalarType out_dtype, bool emulate) -> Tensor"
+    "int[] blocks_b, ScalarType out_dtype, bool emulate) -> Tensor",
+    fake=lambda a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype, emulate: a.new_empty(
+        (a.shape[0], b.shape[1]), dtype=out_dtype
+    ),
 )
 def block_scaled_mm(
     a: Tensor,
@@ -59,21 +83,43 @@ def block_scaled_mm(
         ``[M, N]``, contiguous.
     """
     wide = torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float32
-    left = dequantized(a, exponents_a, blocks_a, wide)
-    right = dequantized(b, exponents_b, blocks_b, wide)
+    left = dequantize_blocks(a, exponents_a, blocks_a, wide)
+    right = dequantize_blocks(b, exponents_b, blocks_b, wide)
     with torch.autocast(a.device.type, enabled=False):
         return torch.mm(left, right).to(out_dtype)
 
 
-@block_scaled_mm.register_fake
-def _block_scaled_mm_fake(
-    a: Tensor,
-    b: Tensor,
-    exponents_a: Tensor,
-    exponents_b: Tensor,
-    blocks_a: Sequence[int],
-    blocks_b: Sequence[int],
-    out_dtype: torch.dtype,
-    emulate: bool,
-) -> Tensor:
-    return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+@custom_op("gemm_scales(Tensor a, Tensor b, int multiple=1) -> (Tensor, Tensor)")
+def gemm_scales(a: Tensor, b: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Scales of the exponents ``[R, C]`` of two operands, as Hopper's GEMM reads them.
+
+    Args:
+        a, b: exponents, any strides.
+        multiple: the rows of ``b`` are padded with zeros to a multiple of this.
+
+    Returns:
+        The scales of both, fp32 ``[R, C]`` with strides ``(1, R)``.
+    """
+    of_b = pad(powers_of_2(b), (0, 0, 0, -len(b) % multiple))
+    return powers_of_2(a).t().contiguous().t(), of_b.t().contiguous().t()
+
+
+@custom_op("tiled_exponents(Tensor a, Tensor b, int repeats=1) -> (Tensor, Tensor)")
+def tiled_exponents(a: Tensor, b: Tensor, repeats: int = 1) -> tuple[Tensor, Tensor]:
+    """Exponents ``[R, C]`` of two operands, as Blackwell's GEMM reads them.
+
+    The results are flat, in tiles of 128 x 4, padded with zeros. A tile has 32 rows of 16 bytes.
+    Row i has 4 bytes of each of the rows i, i + 32, i + 64 and i + 96 of exponents.
+
+    Args:
+        a, b: exponents, any strides.
+        repeats: number of times that each row of ``b`` is repeated.
+    """
+    return _in_tiles(a), _in_tiles(b.repeat_interleave(repeats, dim=0))
+
+
+def _in_tiles(exponents: Tensor) -> Tensor:
+    rows, columns = exponents.shape
+    padded = pad(exponents, (0, -columns % 4, 0, -rows % 128))
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

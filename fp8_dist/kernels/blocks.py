@@ -26,7 +26,9 @@ from collections.abc import Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.quantization import Tensors, as_matrix, empty_copies
 from fp8_dist.kernels.scale import scaling_from_amax
+from fp8_dist.kernels.transposing import transposed_copy
 
 NAN_EXPONENT = 255
 _BIAS = 127
@@ -84,7 +86,15 @@ def powers_of_2(exponents: torch.Tensor) -> torch.Tensor:
     return exponents.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
-@custom_op("block_exponents(Tensor x, ScalarType dtype, int[] blocks, str? rule) -> Tensor")
+def empty_exponents(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+    """Uninitialized exponents of the blocks of a tensor."""
+    return x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.uint8)
+
+
+@custom_op(
+    "block_exponents(Tensor x, ScalarType dtype, int[] blocks, str? rule) -> Tensor",
+    fake=lambda x, dtype, blocks, rule: empty_exponents(x, blocks),
+)
 def block_exponents(
     x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> torch.Tensor:
@@ -99,7 +109,7 @@ def block_exponents(
         The exponents, uint8, of shape :func:`exponents_shape`.
     """
     if not x.numel():
-        return x.new_zeros(exponents_shape(x.shape, blocks), dtype=torch.uint8)
+        return empty_exponents(x, blocks).zero_()
     integer = _INTEGERS[x.itemsize]
     # Without their sign, the bits of floats are ordered like their values, NaN above all.
     bits = in_blocks(x, blocks).view(integer).bitwise_and(torch.iinfo(integer).max)
@@ -131,7 +141,8 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
 
 @custom_op(
     "quantize_blocks(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks, "
-    "Tensor? after=None) -> Tensor"
+    "Tensor? after=None) -> Tensor",
+    fake=lambda x, exponents, dtype, *_: x.new_empty(x.shape, dtype=dtype),
 )
 def quantize_blocks(
     x: torch.Tensor,
@@ -172,8 +183,142 @@ def scaled_by(x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> t
 
 
 @custom_op(
+    "cast_blocks(Tensor x, ScalarType dtype, int[] blocks, str? rule, bool[] transposed) "
+    "-> Tensor[]",
+    fake=lambda x, dtype, blocks, rule, transposed: [
+        empty_exponents(x, blocks),
+        *empty_copies(x, dtype, transposed),
+    ],
+)
+def cast_blocks(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    rule: str | None,
+    transposed: Sequence[bool],
+) -> Tensors:
+    """Compute the block exponents of a local tensor, and cast its copies with them.
+
+    Args:
+        x, dtype, blocks, rule: as in :func:`block_exponents`.
+        transposed: layout of each copy (see :mod:`fp8_dist.kernels.quantization`).
+
+    Returns:
+        The exponents, followed by the copies.
+    """
+    exponents = block_exponents(x, dtype, blocks, rule)
+    return [exponents, *quantize_block_copies(x, exponents, dtype, blocks, transposed)]
+
+
+@custom_op(
+    "quantize_block_copies(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks, "
+    "bool[] transposed) -> Tensor[]",
+    fake=lambda x, exponents, dtype, blocks, transposed: empty_copies(x, dtype, transposed),
+)
+def quantize_block_copies(
+    x: torch.Tensor,
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    transposed: Sequence[bool],
+) -> Tensors:
+    """:func:`quantize_blocks` for several copies, each in its own layout."""
+    qdata = quantize_blocks(x, exponents, dtype, blocks)
+    return [transposed_copy(as_matrix(qdata)) if turned else qdata for turned in transposed]
+
+
+@custom_op(
+    "block_exponents_of_each(Tensor first, Tensor[] others, ScalarType dtype, int[] blocks, "
+    "str? rule) -> Tensor",
+    fake=lambda first, others, dtype, blocks, rule: first.new_empty(
+        sum(map(math.prod, shapes_of_each([first, *others], blocks))), dtype=torch.uint8
+    ),
+)
+def block_exponents_of_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    rule: str | None,
+) -> torch.Tensor:
+    """:func:`block_exponents` of each of many local matrices on one device.
+
+    Args:
+        blocks: four numbers for each matrix.
+
+    Returns:
+        The exponents of all matrices, uint8, flat, one matrix after the other.
+    """
+    each = zip((first, *others), of_each(blocks), strict=True)
+    return torch.cat([block_exponents(x, dtype, of, rule).view(-1) for x, of in each])
+
+
+@custom_op(
+    "quantize_blocks_of_each(Tensor first, Tensor[] others, Tensor exponents, ScalarType dtype, "
+    "int[] blocks) -> Tensor",
+    fake=lambda first, others, exponents, dtype, blocks: first.new_empty(
+        sum(x.numel() for x in (first, *others)), dtype=dtype
+    ),
+)
+def quantize_blocks_of_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+) -> torch.Tensor:
+    """:func:`quantize_blocks` of each of many local matrices on one device.
+
+    Args:
+        exponents: the result of :func:`block_exponents_of_each`.
+        blocks: as in :func:`block_exponents_of_each`.
+
+    Returns:
+        The data of all matrices, flat, one after the other.
+    """
+    tensors = (first, *others)
+    shapes = shapes_of_each(tensors, blocks)
+    parts = exponents.split([math.prod(shape) for shape in shapes])
+    data = [
+        quantize_blocks(x, part.view(shape), dtype, of).view(torch.uint8).view(-1)
+        for x, part, shape, of in zip(tensors, parts, shapes, of_each(blocks), strict=True)
+    ]
+    return torch.cat(data).view(dtype)
+
+
+def of_each(blocks: Sequence[int]) -> list[Sequence[int]]:
+    """Split flat numbers into the blocks of each matrix."""
+    return [blocks[n : n + 4] for n in range(0, len(blocks), 4)]
+
+
+def shapes_of_each(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> list[list[int]]:
+    """Shapes of the exponents of each matrix."""
+    each = zip(tensors, of_each(blocks), strict=True)
+    return [exponents_shape(x.shape, of) for x, of in each]
+
+
+def fuses_blocks(x: torch.Tensor) -> bool:
+    """Whether :func:`cast_blocks` reads the tensor once on this device."""
+    return x.is_cuda
+
+
+def empty_reblocked(
+    qdata: torch.Tensor,
+    exponents: torch.Tensor,
+    blocks: Sequence[int],
+    rows: int,
+    rule: str | None,
+    transposed: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialized results of :func:`reblock`."""
+    (data,) = empty_copies(qdata, qdata.dtype, [transposed])
+    return data, empty_exponents(qdata, (rows, 1, 0, 0))
+
+
+@custom_op(
     "reblock(Tensor qdata, Tensor exponents, int[] blocks, int rows, str? rule, "
-    "bool transposed=False) -> (Tensor, Tensor)"
+    "bool transposed=False) -> (Tensor, Tensor)",
+    fake=empty_reblocked,
 )
 def reblock(
     qdata: torch.Tensor,
@@ -215,7 +360,10 @@ def cast_columns_of_blocks(
 
 @custom_op(
     "exponents_of_groups(Tensor qdata, Tensor exponents, int[] blocks, Tensor group, int groups, "
-    "str? rule) -> Tensor"
+    "str? rule) -> Tensor",
+    fake=lambda qdata, exponents, blocks, group, groups, rule: exponents.new_empty(
+        groups, qdata.shape[1]
+    ),
 )
 def exponents_of_groups(
     qdata: torch.Tensor,
@@ -247,7 +395,11 @@ def exponents_of_groups(
 
 @custom_op(
     "reblock_groups(Tensor qdata, Tensor exponents, int[] blocks, Tensor group, Tensor of_groups) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor)",
+    fake=lambda qdata, exponents, *_: (
+        qdata.new_empty(qdata.shape),
+        exponents.new_empty(qdata.shape),
+    ),
 )
 def reblock_groups(
     qdata: torch.Tensor,
@@ -265,60 +417,3 @@ def reblock_groups(
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
     each = of_groups.index_select(0, group)
     return quantize_blocks.portable(values, each, qdata.dtype, (1, 1, 0, 0)), each
-
-
-@block_exponents.register_fake
-def _block_exponents_fake(
-    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
-) -> torch.Tensor:
-    return x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.uint8)
-
-
-@quantize_blocks.register_fake
-def _quantize_blocks_fake(
-    x: torch.Tensor,
-    exponents: torch.Tensor,
-    dtype: torch.dtype,
-    blocks: Sequence[int],
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
-@reblock.register_fake
-def _reblock_fake(
-    qdata: torch.Tensor,
-    exponents: torch.Tensor,
-    blocks: Sequence[int],
-    rows: int,
-    rule: str | None,
-    transposed: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = qdata.shape[::-1] if transposed else qdata.shape
-    found = exponents_shape(qdata.shape, (rows, 1, 0, 0))
-    return torch.empty(shape, dtype=qdata.dtype, device=qdata.device), exponents.new_empty(found)
-
-
-@exponents_of_groups.register_fake
-def _exponents_of_groups_fake(
-    qdata: torch.Tensor,
-    exponents: torch.Tensor,
-    blocks: Sequence[int],
-    group: torch.Tensor,
-    groups: int,
-    rule: str | None,
-) -> torch.Tensor:
-    return exponents.new_empty(groups, qdata.shape[1])
-
-
-@reblock_groups.register_fake
-def _reblock_groups_fake(
-    qdata: torch.Tensor,
-    exponents: torch.Tensor,
-    blocks: Sequence[int],
-    group: torch.Tensor,
-    of_groups: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(qdata, memory_format=torch.contiguous_format), exponents.new_empty(
-        qdata.shape
-    )

@@ -28,6 +28,7 @@ class CustomOp(Generic[P, R]):
 
     Attributes:
         portable: the implementation for all devices.
+        implementations: those of device types, as calls that skip the dispatcher run them.
         overload: the operator itself, as graphs and dispatch modes see it.
     """
 
@@ -36,7 +37,7 @@ class CustomOp(Generic[P, R]):
     ) -> None:
         self.portable = portable
         self._name = schema.partition("(")[0]
-        self._direct: dict[str, Callable[P, R]] = {}
+        self.implementations: dict[str, Callable[P, R]] = {}
         _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _LIB.impl(self._name, portable, "CompositeExplicitAutograd")
         self.overload: OpOverload = getattr(torch.ops.fp8_dist, self._name).default
@@ -46,7 +47,7 @@ class CustomOp(Generic[P, R]):
         x: Any = args[0]
         if not can_skip_dispatch(x):
             return self.overload(*args, **kwargs)
-        run = self._direct.get(x.device.type, self.portable)
+        run = self.implementations.get(x.device.type, self.portable)
         if x.requires_grad and torch.is_grad_enabled():
             return run(x.detach(), *args[1:], **kwargs)  # type: ignore[arg-type]
         return run(*args, **kwargs)
@@ -62,14 +63,26 @@ class CustomOp(Generic[P, R]):
                 memory of its tensors without a new version or a new object.
         """
         _LIB.impl(self._name, run, device_type.upper())
-        self._direct[device_type] = direct or run
+        self.implementations[device_type] = direct or run
 
     def register_fake(self, fake: Callable[P, R]) -> Callable[P, R]:
         """Decorator that registers the result's shapes and dtypes, for tensors without data."""
-        self._direct["meta"] = fake
         return torch.library.register_fake(f"fp8_dist::{self._name}", fake, lib=_LIB)
 
 
-def custom_op(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
-    """Decorator that defines the operator ``"NAME(Tensor x, ...) -> Tensor"`` for all devices."""
-    return lambda portable: CustomOp(schema, portable)
+def custom_op(
+    schema: str, fake: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
+    """Decorator that defines the operator ``"NAME(Tensor x, ...) -> Tensor"`` for all devices.
+
+    Args:
+        fake: see :meth:`CustomOp.register_fake`; it may be registered later.
+    """
+
+    def define(portable: Callable[P, R]) -> CustomOp[P, R]:
+        op = CustomOp(schema, portable)
+        if fake is not None:
+            op.register_fake(fake)
+        return op
+
+    return define

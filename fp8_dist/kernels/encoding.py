@@ -34,7 +34,12 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK)
 
 
-@custom_op("encode_float8(Tensor x, int seed) -> (Tensor, Tensor)")
+def _empty_codes(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = x.new_empty(x.shape, dtype=torch.uint8)
+    return codes, codes.new_empty(*x.shape[:-1], blocks_of(x.shape[-1]))
+
+
+@custom_op("encode_float8(Tensor x, int seed) -> (Tensor, Tensor)", fake=_empty_codes)
 def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode a tensor as codes and block exponents.
 
@@ -53,7 +58,8 @@ def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tenso
     bits = padded.contiguous().view(torch.int32).bitwise_and(torch.iinfo(torch.int32).max)
     bits.masked_fill_(bits >= _INF_BITS, 0)
     largest = bits.view(*x.shape[:-1], count, BLOCK).amax(-1)
-    # 448 is 1.75 * 2 ** 8: a larger mantissa carries into the exponent.
+    # 448 is 1.75 * 2 ** 8: a larger mantissa carries into the exponent. (The rule "ceil" of blocks
+    # rounds its logarithm as torchao does, and may be smaller by one.)
     exponents = ((largest + 0x1FFFFF) >> 23).sub_(8).clamp_(min=1)
     multipliers = ((254 - exponents) << 23).view(torch.float32)
     scaled = padded.view(*x.shape[:-1], count, BLOCK) * multipliers.unsqueeze(-1)
@@ -67,7 +73,10 @@ def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tenso
     return codes, exponents.to(torch.uint8)
 
 
-@custom_op("decode_float8(Tensor codes, Tensor exponents) -> Tensor")
+@custom_op(
+    "decode_float8(Tensor codes, Tensor exponents) -> Tensor",
+    fake=lambda codes, exponents: codes.new_empty(codes.shape, dtype=torch.float32),
+)
 def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """Decode codes exactly to fp32, ``[..., n]``."""
     values = codes.view(_FLOAT8).to(torch.float32)
@@ -82,7 +91,10 @@ def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return values.mul_(scales.repeat_interleave(BLOCK, -1).narrow(-1, 0, size))
 
 
-@custom_op("sum_of_float8(Tensor codes, Tensor exponents, Tensor own, int rank) -> Tensor")
+@custom_op(
+    "sum_of_float8(Tensor codes, Tensor exponents, Tensor own, int rank) -> Tensor",
+    fake=lambda codes, *_: codes.new_empty(codes.shape[1:], dtype=torch.float32),
+)
 def sum_of_float8(
     codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
@@ -104,7 +116,10 @@ def sum_of_float8(
     return total
 
 
-@custom_op("sum_of_rows(Tensor rows, Tensor own, int rank) -> Tensor")
+@custom_op(
+    "sum_of_rows(Tensor rows, Tensor own, int rank) -> Tensor",
+    fake=lambda rows, *_: rows.new_empty(rows.shape[1:], dtype=torch.float32),
+)
 def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
     """:func:`sum_of_float8` for ``rows`` of unencoded numbers, ``[W, ..., n]``."""
     total = rows.new_zeros(rows.shape[1:], dtype=torch.float32)
@@ -113,13 +128,21 @@ def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tenso
     return total
 
 
-@custom_op("join_bytes(Tensor first, Tensor[] others) -> Tensor")
+@custom_op(
+    "join_bytes(Tensor first, Tensor[] others) -> Tensor",
+    fake=lambda first, others: first.new_empty(
+        *first.shape[:-1], sum(piece.shape[-1] for piece in (first, *others))
+    ),
+)
 def join_bytes(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate uint8 tensors along the last dim, visibly to ``comm_audit`` in graphs too."""
     return torch.cat([first, *others], -1)
 
 
-@custom_op("stochastic_bfloat16(Tensor x, int seed) -> Tensor")
+@custom_op(
+    "stochastic_bfloat16(Tensor x, int seed) -> Tensor",
+    fake=lambda x, seed: x.new_empty(x.shape, dtype=torch.bfloat16),
+)
 def stochastic_bfloat16(x: torch.Tensor, seed: int) -> torch.Tensor:
     """Round ``x`` stochastically to bf16; the shape stays the same."""
     values = x.to(torch.float32)
@@ -148,37 +171,3 @@ def _hash(bits: torch.Tensor, seed: int) -> torch.Tensor:
     h = (h ^ (h >> 16 & 0xFFFF)).mul_(-2048144789)
     h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-1028477387)
     return h ^ (h >> 16 & 0xFFFF)
-
-
-@encode_float8.register_fake
-def _encode_float8_fake(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    return codes, codes.new_empty(*x.shape[:-1], blocks_of(x.shape[-1]))
-
-
-@decode_float8.register_fake
-def _decode_float8_fake(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    return torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-
-
-@sum_of_float8.register_fake
-def _sum_of_float8_fake(
-    codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
-) -> torch.Tensor:
-    return torch.empty(codes.shape[1:], dtype=torch.float32, device=codes.device)
-
-
-@sum_of_rows.register_fake
-def _sum_of_rows_fake(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
-    return torch.empty(rows.shape[1:], dtype=torch.float32, device=rows.device)
-
-
-@join_bytes.register_fake
-def _join_bytes_fake(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    size = sum(piece.shape[-1] for piece in (first, *others))
-    return first.new_empty(*first.shape[:-1], size)
-
-
-@stochastic_bfloat16.register_fake
-def _stochastic_bfloat16_fake(x: torch.Tensor, seed: int) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)

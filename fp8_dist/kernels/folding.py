@@ -6,7 +6,7 @@
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.quantization import quantize
+from fp8_dist.kernels.quantization import empty_copies, quantize
 from fp8_dist.kernels.scale import amax, scaling_from_amax
 from fp8_dist.kernels.transposing import transposed_copy
 
@@ -16,9 +16,28 @@ from fp8_dist.kernels.transposing import transposed_copy
 UNIT = 512.0
 
 
+def empty_folds(
+    grad: torch.Tensor,
+    dtype: torch.dtype,
+    weight_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    transposed: bool,
+) -> list[torch.Tensor]:
+    """Uninitialized results of :func:`fold_gradient`."""
+    made: list[torch.Tensor] = []
+    if weight_scale is not None:
+        made += empty_copies(grad, dtype, [False])
+        made.append(grad.new_empty((grad.shape[0], 1), dtype=torch.float32))
+    if input_scale is not None:
+        made += empty_copies(grad, dtype, [transposed])
+        made.append(grad.new_empty((1, grad.shape[1]), dtype=torch.float32))
+    return made
+
+
 @custom_op(
     "fold_gradient(Tensor grad, ScalarType dtype, Tensor? weight_scale, Tensor? input_scale, "
-    "bool transposed) -> Tensor[]"
+    "bool transposed) -> Tensor[]",
+    fake=empty_folds,
 )
 def fold_gradient(
     grad: torch.Tensor,
@@ -53,18 +72,16 @@ def fold_gradient(
     return made
 
 
-@custom_op("unit_scales(Tensor operand) -> Tensor")
+@custom_op(
+    "unit_scales(Tensor operand) -> Tensor",
+    fake=lambda operand: operand.new_empty((1, operand.shape[-1]), dtype=torch.float32),
+)
 def unit_scales(operand: torch.Tensor) -> torch.Tensor:
     """Ones ``[1, K]`` in place of scales that were folded in, for an operand ``[..., K]``.
 
     This is an operator because Inductor would fill ``torch.ones`` once for each GEMM that reads it.
     """
     return torch.ones(1, operand.shape[-1], dtype=torch.float32, device=operand.device)
-
-
-unit_scales.register_fake(
-    lambda operand: operand.new_empty((1, operand.shape[-1]), dtype=torch.float32)
-)
 
 
 def row_amaxes(grad: torch.Tensor, weight_fold: torch.Tensor | None) -> torch.Tensor:
@@ -80,23 +97,3 @@ def first_fold(
 ) -> list[torch.Tensor]:
     """Return g1 and the scale of its rows."""
     return [quantize(g0 * weight_fold, multiplier, dtype), 1 / (multiplier * UNIT)]
-
-
-@fold_gradient.register_fake
-def _fold_gradient_fake(
-    grad: torch.Tensor,
-    dtype: torch.dtype,
-    weight_scale: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    transposed: bool,
-) -> list[torch.Tensor]:
-    rows, columns = grad.shape
-    made: list[torch.Tensor] = []
-    if weight_scale is not None:
-        made.append(grad.new_empty((rows, columns), dtype=dtype))
-        made.append(grad.new_empty((rows, 1), dtype=torch.float32))
-    if input_scale is not None:
-        shape = (columns, rows) if transposed else (rows, columns)
-        made.append(grad.new_empty(shape, dtype=dtype))
-        made.append(grad.new_empty((1, columns), dtype=torch.float32))
-    return made

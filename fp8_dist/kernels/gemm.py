@@ -93,9 +93,17 @@ def scaled_mm_with(
     return out if out.shape[1] == columns else out[:, :columns].contiguous()
 
 
+def _empty_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, *_: bool
+) -> Tensor:
+    _check_scales(a, b, scale_a, scale_b)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
 @custom_op(
     "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType out_dtype, "
-    "bool use_fast_accum, bool pad_inner_dim, bool emulate) -> Tensor"
+    "bool use_fast_accum, bool pad_inner_dim, bool emulate) -> Tensor",
+    fake=_empty_product,
 )
 def scaled_mm(
     a: Tensor,
@@ -133,21 +141,6 @@ def scaled_mm(
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
     return scaled_mm_with(emulated_mm, a, b, scale_a, scale_b, *options)
-
-
-@scaled_mm.register_fake
-def _scaled_mm_fake(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    pad_inner_dim: bool,
-    emulate: bool,
-) -> Tensor:
-    _check_scales(a, b, scale_a, scale_b)
-    return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
 
 
 def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:

@@ -1,15 +1,29 @@
-"""Casts of local tensors to float8, by the formula of :mod:`fp8_dist.kernels.scale`."""
+"""Casts of local tensors to float8, by the formula of :mod:`fp8_dist.kernels.scale`.
+
+The GEMMs that read a tensor may need copies with different scales (per row, per column) or memory
+layouts: a GEMM that contracts the rows of a matrix reads it transposed. A *transposed* copy of
+``[..., K]`` is the contiguous matrix ``[K, M]``, with M the product of the other sizes.
+
+Two lists specify the copies: ``of[i]`` is the index of the multiplier (or amax) of copy i, and
+``transposed[i]`` is its layout.
+"""
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.scale import amax, count_of_each, scaling_from_amax
+from fp8_dist.kernels.transposing import transposed_copy
+
+Tensors = list[torch.Tensor]
 
 
-@custom_op("quantize(Tensor x, Tensor multiplier, ScalarType dtype, *, bool fits=False) -> Tensor")
+@custom_op(
+    "quantize(Tensor x, Tensor multiplier, ScalarType dtype, *, bool fits=False) -> Tensor",
+    fake=lambda x, multiplier, dtype, **_: x.new_empty(x.shape, dtype=dtype),
+)
 def quantize(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, fits: bool = False
 ) -> torch.Tensor:
@@ -41,7 +55,10 @@ def multiplied(
     return product.clamp_(-limit, limit)
 
 
-@custom_op("quantize_after(Tensor x, Tensor multiplier, ScalarType dtype, Tensor after) -> Tensor")
+@custom_op(
+    "quantize_after(Tensor x, Tensor multiplier, ScalarType dtype, Tensor after) -> Tensor",
+    fake=lambda x, multiplier, dtype, after: x.new_empty(x.shape, dtype=dtype),
+)
 def quantize_after(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
 ) -> torch.Tensor:
@@ -51,7 +68,10 @@ def quantize_after(
 
 @custom_op(
     "quantize_each(Tensor first, Tensor[] others, Tensor multipliers, ScalarType dtype, "
-    "bool of_rows) -> Tensor"
+    "bool of_rows) -> Tensor",
+    fake=lambda first, others, multipliers, dtype, of_rows: first.new_empty(
+        sum(x.numel() for x in (first, *others)), dtype=dtype
+    ),
 )
 def quantize_each(
     first: torch.Tensor,
@@ -70,35 +90,137 @@ def quantize_each(
         The data of all tensors, flat, one after the other.
     """
     tensors = (first, *others)
-    sizes = [math.prod(x.shape[:-1]) if of_rows else 1 for x in tensors]
+    parts = multipliers.split(count_of_each(tensors, of_rows))
     data = []
-    for x, mine in zip(tensors, multipliers.split(sizes), strict=True):
-        multiplier = mine.view(*x.shape[:-1], 1) if of_rows else mine.view(())
+    for x, part in zip(tensors, parts, strict=True):
+        multiplier = part.view(*x.shape[:-1], 1) if of_rows else part.view(())
         data.append(quantize(x, multiplier, dtype).view(torch.uint8).view(-1))
     return torch.cat(data).view(dtype)
+
+
+def empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
+    """Uninitialized copies of a local tensor."""
+    turned = (x.shape[-1] if x.ndim else 1, math.prod(x.shape[:-1]))
+    return [x.new_empty(turned if each else x.shape, dtype=dtype) for each in transposed]
+
+
+@custom_op(
+    "quantize_copies(Tensor x, Tensor[] multipliers, ScalarType dtype, int[] of, "
+    "bool[] transposed, *, bool fits=False) -> Tensor[]",
+    fake=lambda x, multipliers, dtype, of, transposed, **_: empty_copies(x, dtype, transposed),
+)
+def quantize_copies(
+    x: torch.Tensor,
+    multipliers: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+    *,
+    fits: bool = False,
+) -> Tensors:
+    """:func:`quantize` for several copies, from one pass over the tensor where the device can."""
+    made = {i: quantize(x, multipliers[i], dtype, fits=fits) for i in dict.fromkeys(of)}
+    copies = zip(of, transposed, strict=True)
+    return [transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in copies]
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` as ``[M, K]``, a view if strides allow it; fewer dims become one row."""
+    if x.ndim == 2:
+        return x
+    return x.flatten(0, -2) if x.ndim > 2 else x.reshape(1, -1)
+
+
+@custom_op(
+    "cast_copies(Tensor x, Tensor[] amaxes, ScalarType dtype, bool round_scales_to_power_of_2, "
+    "int[] of, bool[] transposed) -> Tensor[]",
+    fake=lambda x, amaxes, dtype, round_scales_to_power_of_2, of, transposed: [
+        *(torch.empty_like(each) for each in amaxes for _ in range(2)),
+        *empty_copies(x, dtype, transposed),
+    ],
+)
+def cast_copies(
+    x: torch.Tensor,
+    amaxes: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+) -> Tensors:
+    """Return the multiplier and the scale of each amax, flat, followed by the copies.
+
+    No value of ``x`` may exceed the amax that covers it.
+    """
+    scalings = [scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
+    multipliers = [multiplier for multiplier, _ in scalings]
+    copies = quantize_copies(x, multipliers, dtype, of, transposed, fits=True)
+    return [*(each for scaling in scalings for each in scaling), *copies]
+
+
+def empty_row_scaling(x: torch.Tensor) -> Tensors:
+    """Uninitialized multiplier and scale of the rows of a local tensor."""
+    return [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2)]
+
+
+@custom_op(
+    "cast_rows(Tensor x, ScalarType dtype, bool round_scales_to_power_of_2, bool[] transposed) "
+    "-> Tensor[]",
+    fake=lambda x, dtype, round_scales_to_power_of_2, transposed: [
+        *empty_row_scaling(x),
+        *empty_copies(x, dtype, transposed),
+    ],
+)
+def cast_rows(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    transposed: Sequence[bool],
+) -> Tensors:
+    """:func:`cast_copies` with a scale per row, from the amaxes of the local rows."""
+    rows = amax(x, (x.ndim - 1,))
+    of = [0] * len(transposed)
+    return cast_copies(x, [rows], dtype, round_scales_to_power_of_2, of, transposed)
+
+
+@custom_op(
+    "cast_and_record(Tensor x, Tensor multiplier, Tensor scale, ScalarType dtype, "
+    "bool[] transposed, Tensor? recorded) -> Tensor[]",
+    fake=lambda x, multiplier, scale, dtype, transposed, recorded: [
+        *(x.new_empty((), dtype=torch.float32) for _ in range(3)),
+        *empty_copies(x, dtype, transposed),
+    ],
+)
+def cast_and_record(
+    x: torch.Tensor,
+    multiplier: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    transposed: Sequence[bool],
+    recorded: torch.Tensor | None,
+) -> Tensors:
+    """Cast copies with a given scale, and return the amax of ``x`` for a later scale.
+
+    Args:
+        recorded: the largest amax so far, fp32, 0-dim; ``None`` if there is none.
+
+    Returns:
+        The amax; the scale, which is NaN if the amax is not finite; the larger of ``recorded`` and
+        the amax; and the copies. With a NaN scale all values dequantize to NaN, whatever their
+        bytes are.
+    """
+    value = amax(x)
+    poison = value * 0  # 0, or NaN
+    of = [0] * len(transposed)
+    copies = quantize_copies(x, [multiplier + poison], dtype, of, transposed)
+    largest = torch.maximum(value if recorded is None else recorded, value)
+    return [value, scale + poison, largest, *copies]
+
+
+def fuses_rows(x: torch.Tensor) -> bool:
+    """Whether :func:`cast_rows` reads the tensor once on this device."""
+    return x.is_cuda
 
 
 def fuses_many(x: torch.Tensor) -> bool:
     """Whether :func:`quantize_each` casts many tensors at once on this device."""
     return x.is_cuda
-
-
-@quantize_each.register_fake
-def _quantize_each_fake(
-    first: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    multipliers: torch.Tensor,
-    dtype: torch.dtype,
-    of_rows: bool,
-) -> torch.Tensor:
-    return first.new_empty(sum(x.numel() for x in (first, *others)), dtype=dtype)
-
-
-def _fake(
-    x: torch.Tensor, multiplier: Any, dtype: torch.dtype, after: Any = None, *, fits: bool = False
-) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
-quantize.register_fake(_fake)
-quantize_after.register_fake(_fake)

@@ -10,7 +10,10 @@ With ``fp8_max`` the largest finite value of the target dtype::
 A non-finite amax gives ``m`` of 0 or NaN and a scale of inf or NaN. Every value that the scale
 covers then dequantizes to NaN (``0 * inf``), so a NaN on one rank becomes visible on all ranks.
 
-The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit.
+The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit. All
+portable code takes multipliers from :func:`scaling_from_amax`. Two fast paths write the formula
+again: Triton kernels compute it in registers (``cuda/triton/rounding.py``), and a CPU computes a
+single scale as a Python number (``cpu/casts.py``).
 """
 
 import math
@@ -26,7 +29,12 @@ EPS = 1e-12
 Scaling = tuple[torch.Tensor, torch.Tensor]
 
 
-@custom_op("amax(Tensor x, int[]? dims=None) -> Tensor")
+def _empty_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
+    shape = [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+@custom_op("amax(Tensor x, int[]? dims=None) -> Tensor", fake=_empty_amax)
 def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """Maximum of the absolute values of a local tensor, fp32; NaN if it contains a NaN.
 
@@ -35,7 +43,7 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
         dims: dims to reduce, which keep size 1. ``None`` reduces all dims to a 0-dim tensor.
     """
     if x.numel() == 0:
-        return torch.zeros(_amax_shape(x, dims), dtype=torch.float32, device=x.device)
+        return _empty_amax(x, dims).zero_()
     if dims is None:
         low, high = torch.aminmax(x)
         # maximum, unlike Python's max, keeps a NaN.
@@ -47,16 +55,33 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     return largest.to(torch.float32).abs()
 
 
-@amax.register_fake
-def amax_fake(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    return x.new_empty(_amax_shape(x, dims), dtype=torch.float32)
+def covered_dims(covers: str, ndim: int) -> tuple[int, ...] | None:
+    """Dims that a scale of a "tensor", a "row" or a "column" covers; ``None`` for all dims."""
+    if covers == "tensor":
+        return None
+    return (ndim - 1,) if covers == "row" else tuple(range(ndim - 1))
 
 
-def _amax_shape(x: torch.Tensor, dims: Sequence[int] | None) -> list[int]:
-    return [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
+@custom_op(
+    "amaxes(Tensor x, str[] covers) -> Tensor[]",
+    fake=lambda x, covers: [_empty_amax(x, covered_dims(name, x.ndim)) for name in covers],
+)
+def amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
+    """:func:`amax` over the :func:`covered_dims` of each name in ``covers``."""
+    return [amax(x, covered_dims(name, x.ndim)) for name in covers]
 
 
-@custom_op("amax_of_each(Tensor first, Tensor[] others, bool of_rows=False) -> Tensor")
+def count_of_each(tensors: Sequence[torch.Tensor], of_rows: bool) -> list[int]:
+    """Number of amaxes of each of many tensors: one, or one per row."""
+    return [math.prod(x.shape[:-1]) if of_rows else 1 for x in tensors]
+
+
+@custom_op(
+    "amax_of_each(Tensor first, Tensor[] others, bool of_rows=False) -> Tensor",
+    fake=lambda first, others, of_rows=False: first.new_empty(
+        sum(count_of_each([first, *others], of_rows)), dtype=torch.float32
+    ),
+)
 def amax_of_each(
     first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
 ) -> torch.Tensor:
@@ -72,17 +97,10 @@ def amax_of_each(
     return torch.cat([amax(x, (x.ndim - 1,)).reshape(-1) for x in tensors])
 
 
-@amax_of_each.register_fake
-def _amax_of_each_fake(
-    first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
-) -> torch.Tensor:
-    sizes = [math.prod(x.shape[:-1]) if of_rows else 1 for x in (first, *others)]
-    return first.new_empty(sum(sizes), dtype=torch.float32)
-
-
 @custom_op(
     "scaling_from_amax(Tensor amax, ScalarType dtype, bool round_scales_to_power_of_2=False) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor)",
+    fake=lambda amax, *_: (torch.empty_like(amax), torch.empty_like(amax)),
 )
 def scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
@@ -96,6 +114,3 @@ def scaling_from_amax(
     if round_scales_to_power_of_2:
         m = torch.exp2(torch.floor(torch.log2(m)))
     return m, torch.reciprocal(m)
-
-
-scaling_from_amax.register_fake(lambda amax, *_: (torch.empty_like(amax), torch.empty_like(amax)))

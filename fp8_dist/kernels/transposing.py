@@ -15,24 +15,19 @@ from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.torch_internals import backward_id, is_captured, when_backward_ends
 
 
-@custom_op("transposed_copy(Tensor x) -> Tensor")
+@custom_op("transposed_copy(Tensor x) -> Tensor", fake=lambda x: x.new_empty(x.shape[::-1]))
 def transposed_copy(x: torch.Tensor) -> torch.Tensor:
     """Contiguous transpose ``[K, M]`` of a contiguous matrix ``[M, K]``."""
     return x.t().contiguous()
 
 
-transposed_copy.register_fake(lambda x: x.new_empty(x.shape[::-1]))
-
-
-@custom_op("transposed_copies(Tensor first, Tensor[] others) -> Tensor[]")
+@custom_op(
+    "transposed_copies(Tensor first, Tensor[] others) -> Tensor[]",
+    fake=lambda first, others: [x.new_empty(x.shape[::-1]) for x in (first, *others)],
+)
 def transposed_copies(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """:func:`transposed_copy` of each of several matrices on one device."""
     return [transposed_copy(x) for x in (first, *others)]
-
-
-transposed_copies.register_fake(
-    lambda first, others: [x.new_empty(x.shape[::-1]) for x in (first, *others)]
-)
 
 
 # Matrices per launch, which takes them as arguments. This also bounds the number of copies that are

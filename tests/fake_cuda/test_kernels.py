@@ -1,7 +1,13 @@
 """Kernels and bytes of a layer's step, of blocks under FSDP2, and of updates."""
 
+from contextlib import ExitStack
+from unittest.mock import patch
+
 import pytest
 
+from fp8_dist.kernels import CustomOp, block_gemm, blocks, folding, quantization, scale, transposing
+from fp8_dist.kernels.cuda import triton
+from fp8_dist.kernels.cuda.triton import launch
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.blocks import count_blocks, count_update
 from scripts.common.fake_cuda.counter import Counts
@@ -93,3 +99,40 @@ def test_updates_of_many_weights(blocks: int, of_delayed: int, fake_cuda: FakeCu
         counts = fake_cuda.run(count_update, name, blocks)
         assert (name, counts.launches) == (name, launches)
         assert counts.syncs == []
+
+
+def count_portable_layer(name: str) -> Counts:
+    """A step with a new weight where there is no Triton."""
+    with ExitStack() as stack:
+        for room in (scale, quantization, blocks, block_gemm, folding, transposing):
+            for op in vars(room).values():
+                if isinstance(op, CustomOp) and is_fused(op):
+                    stack.enter_context(patch.dict(op.implementations, clear=True))
+        stack.enter_context(patch.object(launch.Tuned, "__call__", None))  # none is launched
+        return count_layer(name, SHAPE, True)
+
+
+def is_fused(op: CustomOp[..., object]) -> bool:
+    run = op.implementations.get("cuda")
+    return run is not None and run.__module__.startswith(triton.__name__)
+
+
+# A step with a new weight: kernels and GB.
+PORTABLE = {
+    "tensorwise": (48, 4.82),
+    "rowwise": (102, 10.91),
+    "rowwise_with_gw_hp": (70, 6.60),
+    "rowwise_folded": (88, 17.53),
+    "blockwise": (133, 14.68),
+    "mxfp8": (157, 18.78),
+    "delayed": (45, 6.50),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_portable_code_does_not_wait_for_the_device(name: str, fake_cuda: FakeCudaProcess) -> None:
+    counts = fake_cuda.run(count_portable_layer, name)
+    assert counts.syncs == counts.problems == []
+    kernels, gigabytes = PORTABLE[name]
+    assert counts.launches == kernels
+    assert counts.bytes_besides_gemms / 1e9 == pytest.approx(gigabytes, abs=0.0051)

@@ -22,7 +22,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.fsdp import shard_casts
-from fp8_dist.kernels.cuda.triton import recorded, reductions
+from fp8_dist.kernels.cuda.triton import amaxes, casts
 from fp8_dist.linear import weight
 from scripts.common.candidates import OURS
 from scripts.common.fake_cuda import streams
@@ -127,8 +127,8 @@ def _unshard_aside(model: nn.Sequential) -> None:
 def hazards_without(name: str, training: Training) -> Counter[str]:
     """The hazards where a method, given by its full name, does nothing."""
     # (Amaxes that share memory would hide what becomes of each.)
-    one_by_one = patch(f"{reductions.__name__}.zero", lambda device: torch.zeros((), device=device))
-    alone = patch(f"{recorded.__name__}.zero", lambda device: torch.zeros((), device=device))
+    one_by_one = patch(f"{amaxes.__name__}.zero", lambda device: torch.zeros((), device=device))
+    alone = patch(f"{casts.__name__}.zero", lambda device: torch.zeros((), device=device))
     with patch(name, lambda *args, **kwargs: None), one_by_one, alone:
         return hazards_of(training)
 
@@ -191,12 +191,12 @@ _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
         (
             f"{weight.__name__}.keep_for_current_stream",
             dataclasses.replace(_INVALIDATED, explicit=True),
-            "memory of compute .* before all_gather_copy_in on .*; made at .*:(empty_bytes|quantize_many) .*",
+            "memory of compute .* before all_gather_copy_in on .*; made at .*:(empty_copies|_quantize_each) .*",
         ),
         (
             f"{shard_casts.__name__}.keep_for_current_stream",
             dataclasses.replace(_INVALIDATED, parts=True, micro_batches=1),
-            "memory of compute .* before cat on .*; made at .*:scaling .*",
+            "memory of compute .* before cat on .*; made at .*:_scaling_from_amax .*",
         ),
         (
             f"{shard_casts.__name__}.note_made",

@@ -16,9 +16,7 @@ from fp8_dist.kernels import (
     quantize_blocks_of_each,
     reblock,
 )
-from fp8_dist.kernels.block_gemm import dequantized
-from fp8_dist.kernels.cuda import block_operators
-from fp8_dist.kernels.cuda import triton as triton_kernels
+from fp8_dist.kernels.block_gemm import dequantize_blocks, gemm_scales, tiled_exponents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 
@@ -128,12 +126,11 @@ def test_scales_as_gemms_read_them(repeats: int) -> None:
     exponents = [torch.randint(256, shape, dtype=torch.uint8) for shape in ((300, 10), (70, 40))]
     for a, b in (exponents, [each.t() for each in exponents]):
         on_gpu = a.to(DEVICE), b.to(DEVICE)
-        found = triton_kernels.tiled_exponents(*on_gpu, repeats)
-        expected = block_operators.tiled_exponents(a, b, repeats)
-        assert all(map(same_values, found, expected))
-        scales = triton_kernels.gemm_scales(*on_gpu, 4)
+        found = tiled_exponents(*on_gpu, repeats)
+        assert all(map(same_values, found, tiled_exponents(a, b, repeats)))
+        scales = gemm_scales(*on_gpu, 4)
         assert all(each.t().is_contiguous() for each in scales)
-        assert all(map(same_values, scales, block_operators.gemm_scales(a, b, 4)))
+        assert all(map(same_values, scales, gemm_scales(a, b, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -142,8 +139,8 @@ def test_dequantized_blocks(target: torch.dtype, dtype: torch.dtype) -> None:
     """Every code by every exponent."""
     codes = torch.arange(256, dtype=torch.uint8).view(target).expand(256, 256).contiguous()
     exponents, blocks = torch.arange(256, dtype=torch.uint8).view(256, 1), (1, 256, 0, 0)
-    found = triton_kernels.dequantize(codes.to(DEVICE), exponents.to(DEVICE), blocks, dtype)
-    assert same_values(found, dequantized(codes, exponents, blocks, dtype))
+    found = dequantize_blocks(codes.to(DEVICE), exponents.to(DEVICE), blocks, dtype)
+    assert same_values(found, dequantize_blocks.portable(codes, exponents, blocks, dtype))
 
 
 def assert_one_rounding(x: torch.Tensor, target: torch.dtype) -> None:

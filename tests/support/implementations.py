@@ -1,7 +1,6 @@
 """The operators' implementations for CUDA devices, beside the portable ones."""
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,14 +9,14 @@ from reference import same_values
 from torch.utils._pytree import tree_map_only
 
 from fp8_dist.kernels import CustomOp, cuda
-from fp8_dist.kernels.cuda import block_registration, registration
+from fp8_dist.kernels.cuda.triton import launch
+
+assert cuda.HAS_TRITON
 
 
 def implementation(op: CustomOp[..., Any]) -> Callable[..., Any]:
     """What is registered for CUDA devices."""
-    name = f"_{op.overload._schema.name.partition('::')[2]}"
-    found = getattr(registration, name, None) or getattr(block_registration, name)
-    return found  # type: ignore[no-any-return]
+    return op.implementations["cuda"]
 
 
 def check_operator(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -32,15 +31,14 @@ def check_operator(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> None:
         assert mine.is_contiguous() or mine.itemsize > 1  # float8 data is
 
 
-def note_calls(monkeypatch: pytest.MonkeyPatch, route: ModuleType) -> set[str]:
-    """Makes all functions of kernels those of one route; the names of those that are called."""
+def note_launches(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the kernels that are launched from now on."""
     names: set[str] = set()
+    run = launch.Tuned.__call__
 
-    def noted(name: str) -> Callable[..., Any]:
-        run = getattr(route, name)
-        return lambda *args, **kwargs: names.add(name) or run(*args, **kwargs)
+    def noted(tuned: launch.Tuned, *args: Any, **constants: Any) -> None:
+        names.add(tuned.kernel.__name__)
+        run(tuned, *args, **constants)
 
-    for name in cuda.__all__:
-        if name.islower() and hasattr(route, name):
-            monkeypatch.setattr(cuda, name, noted(name))
+    monkeypatch.setattr(launch.Tuned, "__call__", noted)
     return names

@@ -1,9 +1,9 @@
 """Kernels for CPUs, which have no float8 arithmetic: exact and fast emulation.
 
 Importing this package registers implementations of the operators of :mod:`fp8_dist.kernels`. The
-amax, scale and cast have the bits of the portable implementations. The GEMM is more exact.
+amax, scale and casts have the bits of the portable implementations. The GEMMs are more exact.
 """
 
-from fp8_dist.kernels.cpu import blocks, gemm, quantization, scale
+from fp8_dist.kernels.cpu import casts, gemm
 
-__all__ = ["blocks", "gemm", "quantization", "scale"]
+__all__ = ["casts", "gemm"]

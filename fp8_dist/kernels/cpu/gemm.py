@@ -1,4 +1,4 @@
-"""The scaled GEMM on CPUs, emulated exactly: the product of two float8 values fits in bf16 x bf16.
+"""The scaled GEMMs on CPUs, emulated exactly: the product of two float8 values fits in bf16 x bf16.
 
 * bf16 output, one scale for each operand: a bf16 GEMM of the upcast data, which accumulates in
   fp32, with the scales as its alpha. It rounds once, at the end.
@@ -6,17 +6,21 @@
   scaled. This is as exact, because scaling by a power of two does not round.
 * fp32 and fp16 output, and other scales: an fp64 GEMM. Sums of e4m3 products are exact there, so
   that the result depends neither on the order of accumulation nor on how a weight is sharded.
+
+With block scales, the operands are dequantized: to bf16 for a bf16 result, to fp64 for others.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fp8_dist.kernels.cpu.upcast import upcast
-from fp8_dist.kernels.cpu.upcast_cache import UpcastCache
+from fp8_dist.kernels.block_gemm import block_scaled_mm, dequantize_blocks
+from fp8_dist.kernels.blocks import NAN_EXPONENT
+from fp8_dist.kernels.cpu.upcast import UpcastCache, upcast
 from fp8_dist.kernels.gemm import apply_scales, scaled_mm, scaled_mm_with
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -67,6 +71,48 @@ def _are_powers_of_2(scale: Tensor) -> bool:
     return not bits.bitwise_and(0x7FFFFF).any()  # mantissa bits
 
 
+def _block_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    exponents_a: Tensor,
+    exponents_b: Tensor,
+    blocks_a: Sequence[int],
+    blocks_b: Sequence[int],
+    out_dtype: torch.dtype,
+    emulate: bool,
+) -> Tensor:
+    wide = torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float64
+    nan_rows = _lines_of_nan(exponents_a, blocks_a, a.shape, 0)
+    nan_columns = _lines_of_nan(exponents_b, blocks_b, b.shape, 1)
+    left = dequantize_blocks(a, exponents_a, blocks_a, wide)
+    right = dequantize_blocks(b, exponents_b, blocks_b, wide)
+    # In torch's bf16 GEMM a NaN also reaches the previous row, unless rows have a multiple of 32
+    # values.
+    if nan_rows is not None:
+        left = left.masked_fill(nan_rows.unsqueeze(1), 0)
+    if nan_columns is not None:
+        right = right.masked_fill(nan_columns, 0)
+    autocast = torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", enabled=False) if autocast else nullcontext():
+        product = torch.mm(left, right)
+    if nan_rows is not None:
+        product.masked_fill_(nan_rows.unsqueeze(1), math.nan)
+    if nan_columns is not None:
+        product.masked_fill_(nan_columns, math.nan)
+    return product.to(out_dtype)
+
+
+def _lines_of_nan(
+    exponents: Tensor, blocks: Sequence[int], shape: Sequence[int], dim: int
+) -> Tensor | None:
+    """Mask of the rows (dim 0) or columns with a NaN block; None if there is no such block."""
+    is_nan = exponents == NAN_EXPONENT
+    if not is_nan.any():
+        return None
+    lines = is_nan.any(1 - dim).repeat_interleave(blocks[dim])
+    return lines.narrow(0, blocks[2 + dim], shape[dim])
+
+
 # Only left operands are cached. The right operand of output and grad_input is the weight, whose
 # storage FSDP2 refills without a new version, so a cached copy would be stale.
 left_upcasts = UpcastCache()
@@ -76,3 +122,4 @@ scaled_mm.register(
     partial(scaled_mm_with, partial(_emulated, upcast)),
     direct=partial(scaled_mm_with, partial(_emulated, left_upcasts.upcast)),
 )
+block_scaled_mm.register("cpu", _block_scaled_mm)

@@ -5,11 +5,17 @@ bits of a float8 number into their places in a bf16 number. The mantissa is then
 exponent is off by a constant, which one multiplication corrects, also for subnormal numbers. NaN
 and inf, and subnormal bf16 numbers on a CPU that flushes them (``torch.set_flush_denormal``), are
 left to torch.
+
+Layers that share an input multiply it in turn, and each output gradient is multiplied twice, as it
+is for grad_input and transposed for grad_weight. So the bf16 copy of the last left operand is kept.
 """
 
 from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
+
+from fp8_dist.dtypes import is_float8
 
 # Below this size torch's own conversion is faster than several passes.
 FEW = 4096  # elements
@@ -86,3 +92,49 @@ def _is_finite(qdata: torch.Tensor, last: int) -> bool:
 def _flushes(tiny: float = 5e-324) -> bool:
     """Whether this thread treats subnormal numbers as zero, in Python as in torch."""
     return tiny * 1.0 == 0.0
+
+
+class _Entry(NamedTuple):
+    """A matrix, identified by the tensor that it is a view of, with its bf16 copy."""
+
+    root: ReferenceType[torch.Tensor]  # only compared: autograd may be the only owner
+    version: int
+    address: int
+    shape: torch.Size
+    copy: torch.Tensor
+
+
+class UpcastCache:
+    """A cache of one entry, dropped when its matrix is freed or before another takes its place."""
+
+    def __init__(self) -> None:
+        self._entry: _Entry | None = None
+
+    def upcast(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """:func:`upcast` of a matrix. The result may be shared and must not be written to."""
+        # A matrix and its transpose are stored as one contiguous matrix.
+        transposed = not data.is_contiguous()
+        stored = data.t() if transposed else data
+        has_version = not data.is_inference()
+        if data.numel() < FEW or not (
+            is_float8(data.dtype) and has_version and stored.is_contiguous()
+        ):
+            return upcast(data, dtype)
+        copy = self._copy(stored)
+        return (copy.t() if transposed else copy).to(dtype)
+
+    def _copy(self, stored: torch.Tensor) -> torch.Tensor:
+        root = stored if stored._base is None else stored._base
+        key = (stored._version, stored.data_ptr(), stored.shape)
+        entry = self._entry  # read once, because another thread may replace it
+        if entry is not None and entry.root() is root and entry[1:4] == key:
+            return entry.copy
+        entry = self._entry = None  # free the old copy before making another
+        copy = upcast(stored, torch.bfloat16)
+        self._entry = _Entry(ref(root, self._forget), *key, copy)
+        return copy
+
+    def _forget(self, gone: ReferenceType[torch.Tensor]) -> None:
+        entry = self._entry
+        if entry is not None and entry.root is gone:
+            self._entry = None

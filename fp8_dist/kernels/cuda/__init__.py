@@ -1,114 +1,45 @@
-"""Kernels for GPUs: fused kernels in Triton, or torch's operators if Triton is not installed.
+"""Kernels for GPUs: fused casts in Triton, and float8 GEMMs with the layouts that they read.
 
-Both routes have the same functions, on matrices ``[M, K]``, with the bits of the portable
-implementations. A cast writes the requested layouts, so a GEMM needs no transposing copy. PyTorch
-installs Triton on Linux with CUDA.
+Importing this package registers implementations of the operators of :mod:`fp8_dist.kernels`.
+Without Triton, which PyTorch installs on Linux with CUDA, casts use the portable implementations.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
+from typing import Any
 
-from fp8_dist.kernels.cuda.results import DTYPES, BlockCast, Cast, FoldedRows, Layouts
+from fp8_dist.kernels.blocks import quantize_blocks
+from fp8_dist.kernels.cuda import gemm
+from fp8_dist.kernels.encoding import encode_float8
+from fp8_dist.kernels.quantization import quantize
+from fp8_dist.warn import warn_once
+
+__all__ = ["HAS_TRITON", "gemm"]
 
 HAS_TRITON = find_spec("triton") is not None
 
-if HAS_TRITON:
-    from fp8_dist.kernels.cuda.triton import (
-        amax,
-        amax_of_rows_and_columns,
-        amaxes,
-        block_exponents,
-        cast,
-        cast_and_record,
-        cast_blocks,
-        cast_rows,
-        cast_rows_and_columns,
-        decode_float8,
-        dequantize,
-        encode_float8,
-        exponents_of_many,
-        fold_columns,
-        fold_rows,
-        gemm_scales,
-        quantize,
-        quantize_blocks,
-        quantize_many,
-        quantize_many_blocks,
-        reblock,
-        row_amaxes,
-        scaling,
-        sum_of_float8,
-        sum_of_rows,
-        tiled_exponents,
-        transpose,
-        transpose_many,
-    )
-else:
-    from fp8_dist.kernels.cuda.block_operators import (
-        block_exponents,
-        cast_blocks,
-        dequantize,
-        exponents_of_many,
-        gemm_scales,
-        quantize_blocks,
-        quantize_many_blocks,
-        reblock,
-        tiled_exponents,
-    )
-    from fp8_dist.kernels.cuda.operators import (
-        amax,
-        amax_of_rows_and_columns,
-        amaxes,
-        cast,
-        cast_and_record,
-        cast_rows,
-        cast_rows_and_columns,
-        decode_float8,
-        encode_float8,
-        fold_columns,
-        fold_rows,
-        quantize,
-        quantize_many,
-        row_amaxes,
-        scaling,
-        sum_of_float8,
-        sum_of_rows,
-        transpose,
-        transpose_many,
-    )
 
-__all__ = [
-    "DTYPES",
-    "HAS_TRITON",
-    "BlockCast",
-    "Cast",
-    "FoldedRows",
-    "Layouts",
-    "amax",
-    "amax_of_rows_and_columns",
-    "amaxes",
-    "block_exponents",
-    "cast",
-    "cast_and_record",
-    "cast_blocks",
-    "cast_rows",
-    "cast_rows_and_columns",
-    "decode_float8",
-    "dequantize",
-    "encode_float8",
-    "exponents_of_many",
-    "fold_columns",
-    "fold_rows",
-    "gemm_scales",
-    "quantize",
-    "quantize_blocks",
-    "quantize_many",
-    "quantize_many_blocks",
-    "reblock",
-    "row_amaxes",
-    "scaling",
-    "sum_of_float8",
-    "sum_of_rows",
-    "tiled_exponents",
-    "transpose",
-    "transpose_many",
-]
+def _noted(portable: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(portable)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        warn_once(
+            "no Triton",
+            "fp8_dist: there is no Triton in this environment; casts to float8 use torch's "
+            "operators, which move several times as many bytes. pip install triton (the release "
+            "that torch's own metadata names)",
+        )
+        return portable(*args, **kwargs)
+
+    return run
+
+
+if HAS_TRITON:
+    from fp8_dist.kernels.cuda import triton
+
+    __all__ += ["triton"]
+else:
+    # All portable casts call one of these.
+    quantize.register("cuda", _noted(quantize.portable))
+    quantize_blocks.register("cuda", _noted(quantize_blocks.portable))
+    encode_float8.register("cuda", _noted(encode_float8.portable))

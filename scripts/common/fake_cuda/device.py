@@ -12,7 +12,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_dist import torch_internals
-from fp8_dist.kernels.cuda import block_gemm, zeros
+from fp8_dist.kernels.cuda import gemm
+from fp8_dist.kernels.cuda.triton import launch
 from scripts.common.fake_cuda import streams
 from scripts.common.fake_cuda.triton_kernels import intercept_launches
 from scripts.plan.world import HostValues
@@ -76,7 +77,7 @@ def pretend() -> None:
             setattr(
                 CudaInterface, name, answer if isinstance(answer, type) else staticmethod(answer)
             )
-    block_gemm.device_kind = lambda device: "hopper"  # (A build for CPUs has no version of CUDA.)
+    gemm.device_kind = lambda device: "hopper"  # (A build for CPUs has no version of CUDA.)
     # (Another function: dynamo has a table of the two.)
     torch.accelerator.current_stream = lambda device=None: streams.current_stream()
     for name in _WITH_KERNELS:
@@ -99,7 +100,7 @@ class FakeCudaMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.zeros = zeros._Zeros()  # the library's, which are tensors of this mode
+        self.zeros = launch._Zeros()  # the library's, which are tensors of this mode
 
 
 @contextmanager
@@ -116,7 +117,7 @@ def fake_tensors(mode: FakeCudaMode | None = None) -> Iterator[None]:
     with (
         patch.object(torch_internals, "_PLAIN", plain),
         patch.object(torch_internals, "_len_torch_dispatch_stack", lambda: 0),
-        patch.object(zeros, "_zeros", mode.zeros),
+        patch.object(launch, "_zeros", mode.zeros),
         mode,
         _ValuesOnHost(),
     ):

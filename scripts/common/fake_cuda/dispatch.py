@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fp8_dist import Float8Linear
-from fp8_dist.kernels import cuda
+from fp8_dist.kernels import amax, cast_copies
 from scripts.bench.layers import Layer
 from scripts.bench.timing import Timed, medians
 from scripts.common.candidates import linear_of
@@ -83,7 +83,7 @@ class _Kernels(torch.autograd.Function):
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
-    qdata, qdata_t, _, scale = cuda.cast(x, cuda.amax(x), dtype, False, column_major=True)
+    _, scale, qdata, qdata_t = cast_copies(x, [amax(x)], dtype, False, [0, 0], [False, True])
     return qdata, qdata_t, scale
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fp8_dist import Float8Linear
-from fp8_dist.kernels.cuda import block_gemm
+from fp8_dist.kernels.cuda import gemm
 from scripts.bench.layers import Layer
 from scripts.common.candidates import linear_of
 from scripts.common.fake_cuda.counter import Counts, KernelCounter
@@ -51,7 +51,7 @@ def count_layer(
     """
     mode = FakeCudaMode()
     layer = layer_on_fake_cuda(name, shape, mode)
-    with fake_tensors(mode), patch.object(block_gemm, "device_kind", lambda device: gemm_of):
+    with fake_tensors(mode), patch.object(gemm, "device_kind", lambda device: gemm_of):
         layer.run()
         if weight_changed:
             layer.change_weight()

@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 
-from fp8_dist.kernels.cuda.registration import register_kernels
 from scripts.common.fake_cuda.device import pretend
 
 _TORCH = Path(torch.__file__).parent
@@ -97,7 +96,6 @@ def _start() -> None:
     ctypes.CDLL(guard).take_over()
     torch.set_num_threads(1)
     pretend()
-    register_kernels()  # as a CUDA build of torch has them registered
     # Autograd's thread for the device never ends, and the interpreter would abort over it.
     Finalize(None, _end, exitpriority=0)
 

@@ -21,7 +21,7 @@ from fp8_dist.kernels import (
     reblock,
     reblock_groups,
 )
-from fp8_dist.kernels.block_gemm import dequantized
+from fp8_dist.kernels.block_gemm import dequantize_blocks
 from fp8_dist.kernels.blocks import exponents_shape
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -122,7 +122,7 @@ def test_a_value_that_is_not_finite_stays_in_its_block(rule: str | None) -> None
             x[5, 6] = value
             exponents = check_cast(x, E4M3, blocks, rule)
             qdata = quantize_blocks(x, exponents, E4M3, blocks)
-            found = dequantized(qdata, exponents, blocks, dtype)
+            found = dequantize_blocks(qdata, exponents, blocks, dtype)
             assert torch.equal(found.isnan(), expected)
             assert found[~expected].isfinite().all()
 
@@ -140,7 +140,7 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
         for run in implementations(quantize_blocks):
             qdata = run(x, exponents, E4M3, blocks)
             assert qdata.shape == shape
-        assert dequantized(qdata, exponents, blocks, torch.float32).shape == shape
+        assert dequantize_blocks(qdata, exponents, blocks, torch.float32).shape == shape
         for run in implementations(reblock) if len(shape) == 2 else ():
             again, found = run(qdata, exponents, blocks, 4, "ceil")
             assert again.shape == shape
@@ -184,7 +184,7 @@ def test_blocks_along_the_rows_equal_the_reference(rule: str | None) -> None:
     for target, (shape, blocks) in product((E4M3, E5M2), of_matrices):
         exponents, values = reference_blocks(of_many_magnitudes(*shape), target, blocks, rule)
         qdata = values.to(target)
-        wide = dequantized(qdata, exponents, blocks, torch.float32)
+        wide = dequantize_blocks(qdata, exponents, blocks, torch.float32)
         assert torch.equal(wide.double(), values * scale_of_each(exponents, shape, blocks))
         numbers, expected = reference_blocks(wide, target, (4, 1, 0, 0), rule)
         for run in implementations(reblock):
@@ -216,7 +216,7 @@ def test_blocks_whose_rows_are_in_several_places(value: float, rule: str | None)
     poisoned[128:256, 32:64] = math.isnan(value)
     for run in implementations(reblock):
         expected, numbers = run(qdata, exponents, blocks, rows, rule)
-        found = dequantized(expected, numbers, (rows, 1, 0, 0), torch.float32)
+        found = dequantize_blocks(expected, numbers, (rows, 1, 0, 0), torch.float32)
         assert torch.equal(found.isnan(), poisoned)
     places = [part.sort().values for part in torch.randperm(300).split([150, 149, 1])]
     for op, again in product(implementations(exponents_of_groups), implementations(reblock_groups)):

@@ -8,7 +8,7 @@ from implementations import check_operator, implementation
 from reference import same_bits
 
 from fp8_dist import kernels
-from fp8_dist.kernels.copies import cast_and_record, cast_copies, cast_rows, quantize_copies
+from fp8_dist.kernels import cast_and_record, cast_copies, cast_rows, quantize_copies
 from fp8_dist.kernels.folding import fold_gradient
 
 E4M3 = torch.float8_e4m3fn

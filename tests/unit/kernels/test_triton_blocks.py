@@ -4,29 +4,30 @@ In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is com
 """
 
 import math
+from collections.abc import Callable
 from itertools import product
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import check_operator, implementation, note_calls
+from implementations import check_operator, implementation, note_launches
 from reference import same_values
 
 from fp8_dist.dtypes import FLOAT8_DTYPES
 from fp8_dist.kernels import (
+    CustomOp,
     block_exponents,
     block_exponents_of_each,
-    block_scaled_mm,
     cast_blocks,
     quantize_block_copies,
     quantize_blocks,
     quantize_blocks_of_each,
     reblock,
 )
-from fp8_dist.kernels.block_gemm import dequantized
-from fp8_dist.kernels.cuda import DTYPES, block_operators, triton
+from fp8_dist.kernels.block_gemm import dequantize_blocks, gemm_scales, tiled_exponents
+from fp8_dist.kernels.cuda.triton.launch import DTYPES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -55,10 +56,10 @@ def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(DEVICE, dtype)
 
 
-@pytest.fixture(params=[triton, block_operators], ids=["triton", "operators"])
-def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the functions of a route that are called."""
-    return note_calls(monkeypatch, request.param)
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the kernels that are launched."""
+    return note_launches(monkeypatch)
 
 
 def check_casts(
@@ -87,7 +88,7 @@ def test_casts_of_any_shape_and_strides(used: set[str], rule: str | None) -> Non
     for each, blocks in cases:
         used.clear()
         check_casts(each, E4M3, blocks, rule)
-        assert used == {"block_exponents", "quantize_blocks", "cast_blocks", "reblock"}
+        assert used == {"_cast_blocks", "_reblock"}
     # Of other numbers of dims, empty, and what is left to the portable implementation.
     others: list[tuple[tuple[int, ...], Blocks]] = [
         ((2, 3, 33), (1, 16, 0, 3)),
@@ -181,7 +182,7 @@ def test_reblocked(used: set[str]) -> None:
         qdata = quantize_blocks.portable(x, exponents, dtype, blocks)
         for transposed in (False, True):
             check_operator(reblock, qdata, exponents, blocks, rows, rule, transposed)
-    assert used == {"reblock"}
+    assert used == {"_reblock"}
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
@@ -196,9 +197,10 @@ def test_dequantized(of: torch.dtype, dtype: torch.dtype) -> None:
         (every[:250].t(), numbers[:9, :9], (32, 32, 30, 7)),
         (every[::2, 1::2], numbers.t()[:4, :9], (32, 16, 0, 15)),
         (every[:0], numbers[:0, :8], (1, 32, 0, 0)),
+        (every[:, :24], numbers[:9, :9].repeat(29, 1)[:256, :2], (1, 12, 0, 0)),  # no power of two
     ):
-        found = triton.dequantize(data, scales, blocks, of)
-        assert same_values(found, dequantized(data, scales, blocks, of))
+        found = implementation(dequantize_blocks)(data, scales, blocks, of)
+        assert same_values(found, dequantize_blocks.portable(data, scales, blocks, of))
 
 
 MANY: list[tuple[tuple[int, int], tuple[int, int]]] = [
@@ -209,7 +211,7 @@ MANY: list[tuple[tuple[int, int], tuple[int, int]]] = [
     ((1, 1), (31, 0)),
     ((33, 64), (16, 16)),
 ]
-ROUTES = pytest.mark.parametrize("route", [triton, block_operators], ids=["triton", "operators"])
+IMPLEMENTATIONS = pytest.mark.parametrize("name", ["cuda", "portable"])
 
 
 @RULES
@@ -222,7 +224,7 @@ def test_many_matrices(used: set[str], size: tuple[int, int], rule: str | None) 
         tensors = [matrix(shape, of) for shape, _ in MANY]
         tensors[0][5, 7], tensors[1][3] = math.nan, -math.inf
         check_many(tensors[part], blocks[part], rule)
-    assert used == {"exponents_of_many", "quantize_many_blocks"}
+    assert used == {"_cast_blocks_of_many"}
 
 
 def check_many(tensors: list[torch.Tensor], each: list[Blocks], rule: str | None) -> None:
@@ -250,12 +252,16 @@ def test_matrices_that_are_not_alike(parts: list[Blocks]) -> None:
         check_many([first, *others], parts, "floor")
 
 
-@ROUTES
+def chosen(op: CustomOp[..., Any], name: str) -> Callable[..., Any]:
+    return op.portable if name == "portable" else implementation(op)
+
+
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_scales_of_gemms(route: ModuleType, multiple: int) -> None:
+def test_scales_of_gemms(name: str, multiple: int) -> None:
     every = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(64, 4)
     for exponents in (every, every.t(), every[:33, 1:], every[:1], every.repeat(33, 1)):
-        found = route.gemm_scales(exponents, exponents, multiple)
+        found = chosen(gemm_scales, name)(exponents, exponents, multiple)
         rows, columns = exponents.shape
         expected = torch.zeros(rows + -rows % multiple, columns, device=DEVICE)
         expected[:rows] = 2.0 ** (exponents.double() - 127)
@@ -277,28 +283,14 @@ def tiles(exponents: torch.Tensor, repeats: int) -> torch.Tensor:
     return expected
 
 
-@ROUTES
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("repeats", [1, 32])
-def test_tiles_of_exponents(route: ModuleType, repeats: int) -> None:
+def test_tiles_of_exponents(name: str, repeats: int) -> None:
     a = torch.randint(1, 255, (150, 10), dtype=torch.uint8)
     b = torch.randint(1, 255, (320 // repeats, 5), dtype=torch.uint8)
     expected = tiles(a, 1), tiles(b, repeats)
     a, b = a.to(DEVICE), b.to(DEVICE)
     for of_a, of_b in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
-        found = route.tiled_exponents(of_a, of_b, repeats)
+        found = chosen(tiled_exponents, name)(of_a, of_b, repeats)
         for mine, wanted in zip(found, expected, strict=True):
             assert torch.equal(mine.cpu(), wanted)
-
-
-@pytest.mark.parametrize("size", [8, 12])
-def test_a_product_without_a_gemm_of_blocks(size: int) -> None:
-    operands = []
-    for shape, blocks in (((33, 40), (1, size, 0, 5)), ((17, 40), (size, size, 3, 5))):
-        x = torch.randn(shape, device=DEVICE)
-        operands.append((*cast_blocks(x, E4M3, blocks, "ceil", [False]), blocks))
-    (of_a, a, blocks_a), (of_b, b, (rows, columns, *first)) = operands
-    given = a, b.t(), of_a, of_b.t(), blocks_a, (columns, rows, *first[::-1])
-    for out_dtype in (torch.bfloat16, torch.float32, torch.float16):
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            found = implementation(block_scaled_mm)(*given, out_dtype, True)
-            assert same_values(found, block_scaled_mm.portable(*given, out_dtype, True))

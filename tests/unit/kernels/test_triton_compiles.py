@@ -28,10 +28,10 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         # What would change bits: flushed subnormals, fused or approximate operations.
         for absent in (".ftz", "fma.", ".approx", "div.full", "ex2", "lg2"):
             assert absent not in ptx, name
-        if name in ("_gemm_scales", "_tiled_exponents"):
-            continue  # they move a byte per block
+        if name in ("_gemm_scales", "_tiled_exponents", "_scaling", "_record"):
+            continue  # they move a few numbers
         # Contiguous matrices are read, and written, 16 bytes at a time.
-        casts = name.startswith(("_cast", "_fold", "_reblock"))
+        casts = name.startswith(("_cast", "_fold", "_reblock")) and kernel["writes_data"]
         assert "ld.global.v4.b32" in ptx, name
         writes = casts or name.startswith(("_transpose", "_dequantize", "_sum"))
         assert ("st.global.v4.b32" in ptx) is writes, name
@@ -43,17 +43,19 @@ def test_kernels_compile_for_amd(tmp_path: Path) -> None:
     assert all(kernel["bytes"] for kernel in compiled("gfx942", tmp_path))
 
 
-def test_without_triton_the_other_route_serves() -> None:
+def test_without_triton_the_portable_code_serves() -> None:
     program = """
-import sys
+import sys, warnings
 sys.modules["triton"] = None  # as if it were not installed
+import torch
+from fp8_dist import kernels
 from fp8_dist.kernels import cuda
-from fp8_dist.kernels.cuda import block_operators, operators
 assert not cuda.HAS_TRITON
-functions = [name for name in cuda.__all__ if name.islower()]
-assert len(functions) == 28
-for name in functions:
-    route = operators if hasattr(operators, name) else block_operators
-    assert getattr(cuda, name) is getattr(route, name)
+assert "cuda" not in kernels.cast_copies.implementations
+run = kernels.quantize.implementations["cuda"]
+given = torch.ones(2, 16), torch.ones(()), torch.float8_e4m3fn
+with warnings.catch_warnings(record=True) as found:
+    assert [(run(*given).float() == 1).all() for _ in range(2)] == [True, True]
+assert len(found) == 1 and "there is no Triton" in str(found[0].message)
 """
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

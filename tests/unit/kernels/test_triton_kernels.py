@@ -1,23 +1,31 @@
-"""The kernels for GPUs, fused and by torch's operators, against the portable implementations.
+"""The kernels for GPUs against the portable implementations.
 
 In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is compared.
 """
 
 import math
-import warnings
 from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
-from implementations import check_operator, implementation, note_calls
+from implementations import check_operator, implementation, note_launches
 
-from fp8_dist import kernels, warn
+from fp8_dist import kernels
 from fp8_dist.dtypes import FLOAT8_DTYPES
-from fp8_dist.kernels import amax, amax_of_each, cuda, quantize_each, scaling_from_amax
-from fp8_dist.kernels.copies import cast_copies, cast_rows, quantize_copies
-from fp8_dist.kernels.cuda import DTYPES, HAS_TRITON, operators, triton
+from fp8_dist.kernels import (
+    amax,
+    amax_of_each,
+    cast_copies,
+    cast_rows,
+    quantize_copies,
+    quantize_each,
+    scaling_from_amax,
+    transposed_copy,
+)
+from fp8_dist.kernels.cuda.triton.launch import DTYPES
 from fp8_dist.kernels.folding import fold_gradient
+from fp8_dist.kernels.transposing import transposed_copies
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -34,10 +42,10 @@ COPIES = [
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
 
 
-@pytest.fixture(params=[triton, operators], ids=["triton", "operators"])
-def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the functions of a route that are called."""
-    return note_calls(monkeypatch, request.param)
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the kernels that are launched."""
+    return note_launches(monkeypatch)
 
 
 def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -67,8 +75,8 @@ def check_casts(used: set[str], x: torch.Tensor, dtype: torch.dtype, power_of_2:
         multipliers = [scaling_from_amax.portable(each, dtype, power_of_2)[0] for each in values]
         check_operator(quantize_copies, x, multipliers, dtype, of, transposed, fits=True)
     check_operator(cast_rows, x, dtype, power_of_2, [False, True])
-    both = {"amax_of_rows_and_columns", "cast_rows_and_columns"}
-    assert used >= {"amax", "cast", "cast_rows", "quantize", *both}
+    assert used >= {"_whole", "_rows", "_columns", "_rows_and_columns"}
+    assert used >= {"_cast", "_cast_rows", "_cast_rows_and_columns"}
 
 
 def test_casts_of_any_shape_dtype_and_strides(used: set[str]) -> None:
@@ -107,7 +115,7 @@ def test_a_multiplier_that_does_not_fit_saturates(used: set[str], dtype: torch.d
         for transposed in ([False], [True], [False, True]):
             of = [0] * len(transposed)
             check_operator(quantize_copies, x, [multiplier], dtype, of, transposed)
-    assert used == {"quantize"}
+    assert used == {"_cast"}
 
 
 MANY = [(16, 32), (0, 32), (5, 7), (3, 0), (1, 1), (40, 1030), (11,)]
@@ -132,33 +140,28 @@ def test_one_tensor_and_many(used: set[str], of: torch.dtype) -> None:
         multipliers, _ = scaling_from_amax.portable(values, dtype)
         multipliers[::3] *= 3  # what does not fit saturates
         check_operator(quantize_each, first, others, multipliers, dtype, of_rows)
-    assert used == {"amax", "amaxes", "row_amaxes", "quantize_many"}
+    assert used == {"_whole", "_many", "_rows_of_many", "_cast_many"}
 
 
 def test_transposes(used: set[str]) -> None:
     for shape in SHAPES:
         for view in views(torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)):
             for data in (view, view.view(E4M3)):
-                found = cuda.transpose(data)
+                found = implementation(transposed_copy)(data)
                 assert found.dtype == data.dtype
                 assert found.is_contiguous()
                 assert torch.equal(found.view(torch.uint8), view.t())
     shapes = [(64, 128), (0, 5), (1, 1), (77, 130), (5, 0), (16, 1), *[(3, 70)] * 13, (0, 0)]
     matrices = [torch.randint(256, shape, dtype=torch.uint8, device=DEVICE) for shape in shapes]
     for chosen in (matrices, matrices[:1], matrices[1:3], matrices[1:2], matrices[::5]):
-        found = cuda.transpose_many([x.view(E4M3) for x in chosen])
+        found = implementation(transposed_copies)(
+            chosen[0].view(E4M3), [x.view(E4M3) for x in chosen[1:]]
+        )
         for mine, x in zip(found, chosen, strict=True):
             assert mine.dtype is E4M3
             assert mine.is_contiguous()
             assert torch.equal(mine.view(torch.uint8), x.t())
-    # Offsets of more than 32 bits.
-    stride = 2**30 + 16
-    memory = torch.empty(2 * stride + 8, dtype=torch.uint8, device=DEVICE)  # mostly not touched
-    data = memory.as_strided((3, 5), (stride, 1))
-    data.copy_(torch.arange(15).view(3, 5))
-    assert torch.equal(cuda.transpose(data).t(), data)
-    assert torch.equal(cuda.transpose(data.t()), data)
-    assert used == {"transpose", "transpose_many"}
+    assert used == {"_transpose"}
 
 
 def scales_of_rows(rows: int) -> torch.Tensor:
@@ -185,20 +188,4 @@ def test_folded_casts(used: set[str]) -> None:
     check_operator(fold_gradient, grad, E5M2, s, t, True)
     found = implementation(fold_gradient)(grad, E5M2, s, t, True)[0]
     assert (found.float() == torch.finfo(E5M2).max).all()
-    assert used == {"fold_rows", "fold_columns"}
-
-
-def test_there_is_one_warning_where_there_is_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert HAS_TRITON
-
-    class OnGPU:
-        is_cuda = True
-
-    monkeypatch.setattr(warn, "_warned", set())
-    with pytest.warns(UserWarning, match="no Triton") as found:
-        operators.note_no_triton(OnGPU())
-    assert len(found) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        operators.note_no_triton(OnGPU())
-        operators.amax(torch.ones(3))
+    assert used == {"_fold_rows", "_fold_columns"}

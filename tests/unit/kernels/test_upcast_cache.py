@@ -8,10 +8,10 @@ import torch
 from reference import Watching, same_bits
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float8, kernels
-from fp8_dist.kernels.cpu import gemm, upcast_cache
+from fp8_dist.kernels.cpu import gemm
+from fp8_dist.kernels.cpu import upcast as upcasting
 from fp8_dist.kernels.cpu.gemm import left_upcasts
-from fp8_dist.kernels.cpu.upcast import upcast
-from fp8_dist.kernels.cpu.upcast_cache import UpcastCache
+from fp8_dist.kernels.cpu.upcast import UpcastCache, upcast
 from fp8_dist.tensor import scaled_mm
 
 ROWS, FEATURES, OUT = 96, 64, 48
@@ -32,7 +32,7 @@ def upcasts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(tuple(data.shape))
         return upcast(data, dtype)
 
-    for module in (gemm, upcast_cache):
+    for module in (gemm, upcasting):
         monkeypatch.setattr(module, "upcast", recording)
     return shapes
 

@@ -1,52 +1,168 @@
-"""Casts with block scales, one launch each, by computed or given exponents."""
+"""Casts with block scales, one launch each: of a tensor in several layouts, or of many matrices.
 
+Block sizes are powers of two. A tile consists of whole blocks, so program instances share nothing.
+Powers of two are built from exponent bits.
+"""
+
+import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.blocks import exponents_shape
-from fp8_dist.kernels.cuda.results import BlockCast, Layouts
-from fp8_dist.kernels.cuda.triton.block_tiles import cast_tile
-from fp8_dist.kernels.cuda.triton.launch import Blocks as Sizes
+from fp8_dist.kernels.blocks import (
+    block_exponents,
+    block_exponents_of_each,
+    cast_blocks,
+    empty_exponents,
+    of_each,
+    quantize_block_copies,
+    quantize_blocks,
+    quantize_blocks_of_each,
+    shapes_of_each,
+)
 from fp8_dist.kernels.cuda.triton.launch import (
-    as_float8,
+    DTYPES,
+    Layouts,
+    as_bytes,
     blocks,
-    empty_bytes,
     float8_constants,
+    fused,
+    matrix,
     programs,
     size_class,
     tuned,
 )
+from fp8_dist.kernels.cuda.triton.launch import Blocks as Sizes
+from fp8_dist.kernels.cuda.triton.rounding import (
+    as_fp32,
+    exponents_above,
+    indices,
+    magnitude,
+    multiplier_of,
+    saturated,
+    to_float8,
+)
+from fp8_dist.kernels.cuda.triton.tables import Table, are_alike, starts_of
+from fp8_dist.kernels.quantization import Tensors
 
+# A tile of whole blocks must fit into registers.
+_LONGEST, _LARGEST = 256, 128 * 128
 
-@tuned(
+_TILES = (
     blocks(4, BM=32, BN=128),
     blocks(8, BM=32, BN=256),
     blocks(8, BM=64, BN=128),
-    blocks(8, BM=128, BN=64),
     blocks(8, BM=128, BN=128),
 )
+
+
 @triton.jit
-def _cast_blocks(
-    x: tl.tensor,
-    exponents: tl.tensor,
-    qdata: tl.tensor,
-    qdata_t: tl.tensor,
-    M: tl.tensor,
-    K: tl.tensor,
+def exponents_of(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
+    """Exponents from the bits of amaxes: int32, 255 for NaN."""
+    if RULE == "floor":
+        # The exponent of the largest number of the format.
+        LARGEST: tl.constexpr = 8 if BIAS == 7 else (7 if BIAS == 8 else 15)
+        exponents = tl.maximum((largest >> 23) - LARGEST, 0)
+    elif RULE == "ceil":
+        exponents = exponents_above(largest.to(tl.float32, bitcast=True), BIAS)
+    else:
+        m = multiplier_of(largest.to(tl.float32, bitcast=True), True, BIAS)
+        exponents = 254 - (m.to(tl.int32, bitcast=True) >> 23)  # of the reciprocal
+    return tl.where(largest >= 0x7F800000, 255, exponents)
+
+
+@triton.jit
+def multipliers_by(exponents: tl.tensor) -> tl.tensor:
+    """Reciprocals of the scales of exponents: fp32, subnormal for 254, 0 for 0."""
+    bits = tl.where(exponents == 254, 0x400000, (254 - exponents) << 23)
+    bits = tl.where(exponents == 0, 0, bits)
+    return tl.where(exponents == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scales_by(exponents: tl.tensor) -> tl.tensor:
+    """Scales of exponents: fp32, subnormal for 0."""
+    bits = tl.where(exponents == 0, 0x400000, exponents << 23)
+    return tl.where(exponents == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest_of_each(bits: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+    """Maximum of each block of a tile."""
+    R: tl.constexpr = bits.shape[0] // ROWS
+    C: tl.constexpr = bits.shape[1] // COLUMNS
+    found = tl.max(tl.reshape(bits, [R * ROWS, C, COLUMNS]), 2)
+    return tl.max(tl.reshape(found, [R, ROWS, C]), 1)
+
+
+@triton.jit
+def spread(values: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+    """Expand one value per block to one per element of a tile."""
+    R: tl.constexpr = values.shape[0]
+    C: tl.constexpr = values.shape[1]
+    wide = tl.broadcast_to(values[:, None, :, None], [R, ROWS, C, COLUMNS])
+    return tl.reshape(wide, [R * ROWS, C * COLUMNS])
+
+
+@triton.jit
+def _cast_tile(
+    x: tl.tuple,
     first_row: tl.tensor,
     first_column: tl.tensor,
-    stride_m: tl.tensor,
-    stride_k: tl.tensor,
+    exponents: tl.tensor,
+    copies: tl.tuple,
+    row: tl.tensor,
+    column: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GIVEN: tl.constexpr,
     RULE: tl.constexpr,
-    ROW_MAJOR: tl.constexpr,
-    COLUMN_MAJOR: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # The tile at this row and column of [BM, BN] tiles. The exponents are contiguous; they are read
+    # if GIVEN, otherwise written, by RULE.
+    data, M, K, stride_m, stride_k = x
+    i = indices(row, BM) - first_row
+    j = indices(column, BN) - first_column
+    mask = ((i >= 0) & (i < M))[:, None] & ((j >= 0) & (j < K))[None, :]
+    v = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0.0)
+    v = as_fp32(v)
+    down, across = tl.cdiv(first_row + M, ROWS), tl.cdiv(first_column + K, COLUMNS)
+    r, c = indices(row, BM // ROWS), indices(column, BN // COLUMNS)
+    of_blocks = exponents + r[:, None] * across + c[None, :]
+    is_block = (r < down)[:, None] & (c < across)[None, :]
+    if GIVEN:
+        found = tl.load(of_blocks, mask=is_block, other=127).to(tl.int32)
+    else:
+        found = exponents_of(largest_of_each(magnitude(v), ROWS, COLUMNS), RULE, BIAS)
+        tl.store(of_blocks, found.to(tl.uint8), mask=is_block)
+    if (copies[0] is not None) or (copies[1] is not None):
+        v = saturated(v * spread(multipliers_by(found), ROWS, COLUMNS), BIAS)
+        code = to_float8(v, BIAS, SOFT)
+        if copies[0] is not None:
+            tl.store(copies[0] + i[:, None] * K + j[None, :], code, mask=mask)
+        if copies[1] is not None:
+            out = copies[1] + j[:, None] * M + i[None, :]
+            tl.store(out, tl.trans(code), mask=tl.trans(mask))
+
+
+@tuned(*_TILES, blocks(8, BM=128, BN=64))
+@triton.jit
+def _cast_blocks(
+    x: tl.tuple,
+    first_row: tl.tensor,
+    first_column: tl.tensor,
+    exponents: tl.tensor,
+    copies: tl.tuple,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    RULE: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
     BM: tl.constexpr,
@@ -56,25 +172,18 @@ def _cast_blocks(
     # once, and 1 byte per element and layout.
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
-    cast_tile(
+    _cast_tile(
         x,
-        exponents,
-        qdata,
-        qdata_t,
-        tl.program_id(0),
-        tl.program_id(1),
-        M,
-        K,
         first_row,
         first_column,
-        stride_m,
-        stride_k,
+        exponents,
+        copies,
+        tl.program_id(0),
+        tl.program_id(1),
         ROWS,
         COLUMNS,
         GIVEN,
         RULE,
-        ROW_MAJOR,
-        COLUMN_MAJOR,
         BIAS,
         SOFT,
         TILE_M,
@@ -82,162 +191,219 @@ def _cast_blocks(
     )
 
 
-@tuned(
-    blocks(4, BM=32, BN=128),
-    blocks(8, BM=32, BN=256),
-    blocks(8, BM=64, BN=128),
-    blocks(8, BM=128, BN=128),
-)
+@tuned(*_TILES)
 @triton.jit
-def _block_exponents(
-    x: tl.tensor,
+def _cast_blocks_of_many(
+    table: tl.tensor,
     exponents: tl.tensor,
-    M: tl.tensor,
-    K: tl.tensor,
-    first_row: tl.tensor,
-    first_column: tl.tensor,
-    stride_m: tl.tensor,
-    stride_k: tl.tensor,
+    out: tl.tensor,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RULE: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
+    SPLITS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: as in _cast_blocks. Moves the bytes of x once.
-    cast_tile(
-        x,
-        exponents,
-        None,
-        None,
-        tl.program_id(0),
-        tl.program_id(1),
-        M,
-        K,
-        first_row,
-        first_column,
-        stride_m,
-        stride_k,
-        ROWS,
-        COLUMNS,
-        False,
-        RULE,
-        False,
-        False,
-        BIAS,
-        SOFT,
-        BM if BM > ROWS else ROWS,
-        BN if BN > COLUMNS else COLUMNS,
-    )
-
-
-def cast_blocks(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    blocks: Sequence[int],
-    rule: str | None,
-    *,
-    row_major: bool = True,
-    column_major: bool = False,
-) -> BlockCast:
-    """Compute the block exponents of a matrix and cast it to float8.
-
-    Args:
-        x: ``[M, K]``, bf16, fp16 or fp32, any strides.
-        dtype: a float8 dtype.
-        blocks: see :mod:`fp8_dist.kernels.blocks`; the sizes of a block are powers of two.
-        rule: see :mod:`fp8_dist.kernels.blocks`.
-        row_major: whether to write ``qdata``.
-        column_major: whether to write ``qdata_t``.
-
-    One launch; 3 bytes per bf16 element, 4 for both layouts.
-    """
-    exponents = _empty_exponents(x, blocks)
-    return BlockCast(
-        *_launch(x, exponents, dtype, blocks, False, rule, row_major, column_major), exponents
-    )
-
-
-def block_exponents(
-    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
-) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.block_exponents` of a matrix. One launch; 2 bytes per bf16 element.
-
-    Arguments are as in :func:`cast_blocks`.
-    """
-    (M, K), (rows, columns, first_row, first_column) = x.shape, blocks
-    exponents = _empty_exponents(x, blocks)
-    if exponents.numel():
-        _block_exponents(
-            partial(_grid, x.shape, blocks),
-            (x.dtype, size_class(M, K), x.stride(1) == 1, rows, columns),
-            x.device,
-            *(x, exponents, M, K, first_row, first_column, *x.stride()),
-            ROWS=rows,
-            COLUMNS=columns,
-            RULE=rule,
-            **float8_constants(dtype, x.device),
+    # One instance: every SPLITS-th tile of one matrix. The table has its address, its sizes, its
+    # position within its first block, and the indices of its first exponent and of its first byte
+    # in out. Without out, exponents are computed; otherwise they are given. Moves the bytes of all
+    # matrices once, and 1 byte per element of out.
+    TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
+    TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
+    entry = table + 7 * tl.program_id(0)
+    x = tl.load(entry).to(tl.pointer_type(DTYPE))
+    M, K = tl.load(entry + 1), tl.load(entry + 2)
+    first_row, first_column = tl.load(entry + 3), tl.load(entry + 4)
+    first, start = tl.load(entry + 5), tl.load(entry + 6)
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+        K = tl.multiple_of(K, 16)
+        first_column = tl.multiple_of(first_column, 16)
+        start = tl.multiple_of(start, 16)
+    across = tl.cdiv(first_column + K, TILE_N)
+    for tile in range(tl.program_id(1), tl.cdiv(first_row + M, TILE_M) * across, SPLITS):
+        _cast_tile(
+            (x, M, K, K, 1),
+            first_row,
+            first_column,
+            exponents + first,
+            (None if out is None else out + start, None),
+            tile // across,
+            tile % across,
+            ROWS,
+            COLUMNS,
+            out is not None,
+            RULE,
+            BIAS,
+            SOFT,
+            TILE_M,
+            TILE_N,
         )
-    return exponents
 
 
-def quantize_blocks(
-    x: torch.Tensor,
-    exponents: torch.Tensor,
-    dtype: torch.dtype,
-    blocks: Sequence[int],
-    *,
-    row_major: bool = True,
-    column_major: bool = False,
-) -> Layouts:
-    """:func:`fp8_dist.kernels.quantize_blocks` of a matrix, in one layout or both.
+def takes_size(rows: int, columns: int) -> bool:
+    """Whether the kernels support blocks of this size."""
+    are_powers = not (rows & (rows - 1) or columns & (columns - 1))
+    return are_powers and max(rows, columns) <= _LONGEST and rows * columns <= _LARGEST
 
-    Arguments are as in :func:`cast_blocks`. One launch; 3 bytes per bf16 element, 4 for both
-    layouts.
-    """
-    exponents = exponents.contiguous()
-    return Layouts(*_launch(x, exponents, dtype, blocks, True, None, row_major, column_major))
+
+def _takes(x: torch.Tensor, of: Sequence[int]) -> bool:
+    """Whether the kernels support a tensor in these blocks."""
+    return x.dtype in DTYPES and (x.ndim == 2 or of[0] == 1) and takes_size(*of[:2])
 
 
 def _launch(
     x: torch.Tensor,
     exponents: torch.Tensor,
     dtype: torch.dtype,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+    *,
+    given: bool = False,
+    rule: str | None = None,
+) -> list[torch.Tensor]:
+    """Write the copies, by given exponents or by those that are written first.
+
+    One launch; 2 bytes per bf16 element, and 1 for each layout.
+    """
+    layouts, argument = Layouts(x, dtype, transposed), matrix(x)
+    _, M, K, _, stride_k = argument
+    rows, columns, first_row, first_column = of
+
+    def grid(chosen: Sizes) -> tuple[int, int]:
+        down = programs(first_row + M, max(rows, chosen["BM"]))
+        return down, programs(first_column + K, max(columns, chosen["BN"]))
+
+    if x.numel():
+        _cast_blocks(
+            grid,
+            (x.dtype, size_class(M, K), stride_k == 1, rows, columns, *layouts.wanted),
+            x.device,
+            *(argument, first_row, first_column, exponents, layouts.argument),
+            ROWS=rows,
+            COLUMNS=columns,
+            GIVEN=given,
+            RULE=rule,
+            **float8_constants(dtype, x.device),
+        )
+    return layouts.copies(transposed)
+
+
+@fused(block_exponents, lambda x, dtype, blocks, rule: _takes(x, blocks))
+def _block_exponents(
+    x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
+) -> torch.Tensor:
+    return _cast_copies(x, dtype, blocks, rule, [])[0]
+
+
+@fused(cast_blocks, lambda x, dtype, blocks, *_, **__: _takes(x, blocks))
+def _cast_copies(
+    x: torch.Tensor,
+    dtype: torch.dtype,
     blocks: Sequence[int],
-    given: bool,
     rule: str | None,
-    row_major: bool,
-    column_major: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    (M, K), (rows, columns, first_row, first_column) = x.shape, blocks
-    qdata = empty_bytes(row_major, x, M, K)
-    qdata_t = empty_bytes(column_major, x, K, M)
-    if not x.numel():
-        return as_float8(qdata, dtype), as_float8(qdata_t, dtype)
-    _cast_blocks(
-        partial(_grid, x.shape, blocks),
-        (x.dtype, size_class(M, K), x.stride(1) == 1, rows, columns, row_major, column_major),
-        x.device,
-        *(x, exponents, qdata, qdata_t, M, K, first_row, first_column, *x.stride()),
+    transposed: Sequence[bool],
+) -> Tensors:
+    exponents = empty_exponents(x, blocks)
+    return [exponents, *_launch(x, exponents, dtype, blocks, transposed, rule=rule)]
+
+
+@fused(quantize_blocks, lambda x, exponents, dtype, blocks, *_, **__: _takes(x, blocks))
+def _quantize_blocks(
+    x: torch.Tensor,
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return _quantize_copies(x, exponents, dtype, blocks, [False])[0]
+
+
+@fused(quantize_block_copies, lambda x, exponents, dtype, blocks, transposed: _takes(x, blocks))
+def _quantize_copies(
+    x: torch.Tensor,
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    transposed: Sequence[bool],
+) -> Tensors:
+    return _launch(x, exponents.contiguous(), dtype, blocks, transposed, given=True)
+
+
+def _takes_each(tensors: Sequence[torch.Tensor], of: Sequence[int]) -> bool:
+    same = all(each[:2] == of[:2] for each in of_each(of))
+    return same and are_alike(tensors) and all(x.ndim == 2 and _takes(x, of) for x in tensors)
+
+
+@fused(
+    block_exponents_of_each,
+    lambda first, others, dtype, blocks, rule: _takes_each([first, *others], blocks),
+)
+def _block_exponents_of_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    rule: str | None,
+) -> torch.Tensor:
+    tensors = [first, *others]
+    count = sum(map(math.prod, shapes_of_each(tensors, blocks)))
+    exponents = torch.empty(count, dtype=torch.uint8, device=first.device)
+    _launch_many(tensors, exponents, None, dtype, blocks, rule)
+    return exponents
+
+
+@fused(
+    quantize_blocks_of_each,
+    lambda first, others, exponents, dtype, blocks: _takes_each([first, *others], blocks),
+)
+def _quantize_blocks_of_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+) -> torch.Tensor:
+    tensors = [first, *others]
+    out = torch.empty(sum(x.numel() for x in tensors), dtype=dtype, device=first.device)
+    _launch_many(tensors, exponents.contiguous(), as_bytes(out), dtype, blocks, None)
+    return out
+
+
+def _launch_many(
+    tensors: Sequence[torch.Tensor],
+    exponents: torch.Tensor,
+    out: torch.Tensor | None,
+    dtype: torch.dtype,
+    of: Sequence[int],
+    rule: str | None,
+) -> None:
+    """Write exponents or, if given, ``out``.
+
+    One launch, and the copy of a table; 2 bytes per bf16 element, 3 with ``out``.
+    """
+    table, (rows, columns) = Table(tensors), of[:2]
+    # A matrix without elements has no tiles.
+    pairs = zip(tensors, of_each(of), strict=True)
+    sizes = [(*x.shape, *each[2:]) if x.numel() else (0, 0, 0, 0) for x, each in pairs]
+    M, K, first_row, first_column = map(list, zip(*sizes, strict=True))
+    firsts = starts_of(list(map(math.prod, shapes_of_each(tensors, of))))
+    splits = min(256, programs(max(table.sizes), 2**15))
+    _cast_blocks_of_many(
+        lambda chosen: (len(tensors), splits),
+        (tensors[0].dtype, size_class(len(tensors), max(table.sizes)), rows, columns, out is None),
+        exponents.device,
+        table.of(M, K, first_row, first_column, firsts, table.starts),
+        *(exponents, out),
+        DTYPE=DTYPES[tensors[0].dtype],
+        ALIGNED=table.is_aligned(K, first_column, table.starts),
         ROWS=rows,
         COLUMNS=columns,
-        GIVEN=given,
         RULE=rule,
-        ROW_MAJOR=row_major,
-        COLUMN_MAJOR=column_major,
-        **float8_constants(dtype, x.device),
+        SPLITS=splits,
+        **float8_constants(dtype, exponents.device),
     )
-    return as_float8(qdata, dtype), as_float8(qdata_t, dtype)
-
-
-def _empty_exponents(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-    return torch.empty(exponents_shape(x.shape, blocks), dtype=torch.uint8, device=x.device)
-
-
-def _grid(shape: Sequence[int], blocks: Sequence[int], chosen: Sizes) -> tuple[int, int]:
-    """Grid with one instance for each tile of whole blocks."""
-    (M, K), (rows, columns, first_row, first_column) = shape, blocks
-    down = programs(first_row + M, max(rows, chosen["BM"]))
-    return down, programs(first_column + K, max(columns, chosen["BN"]))

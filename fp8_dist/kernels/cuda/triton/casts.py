@@ -1,22 +1,28 @@
-"""Casts to float8, in one layout or both, by a given amax or multiplier, or by rows in one launch.
+"""Casts to float8, in one layout or both: by given amaxes or multipliers, or by amaxes found here.
 
 Writing both layouts in one pass moves 4 bytes per bf16 element. GEMMs then need no transposing
 copy.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.cuda.results import Cast, Layouts
 from fp8_dist.kernels.cuda.triton.launch import (
-    as_float8,
+    DTYPES,
+    Layouts,
+    as_bytes,
     blocks,
-    empty_bytes,
     float8_constants,
+    fused,
+    matrix,
     programs,
     size_class,
+    tiles,
     tuned,
+    zero,
 )
 from fp8_dist.kernels.cuda.triton.rounding import (
     indices,
@@ -25,14 +31,59 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     multiplier_of,
     reciprocal,
     saturated,
+    store_layouts,
     store_tile,
     to_float8,
 )
+from fp8_dist.kernels.cuda.triton.tables import Table, are_alike, starts_of
+from fp8_dist.kernels.quantization import (
+    Tensors,
+    cast_and_record,
+    cast_copies,
+    cast_rows,
+    empty_row_scaling,
+    quantize,
+    quantize_after,
+    quantize_copies,
+    quantize_each,
+)
+from fp8_dist.kernels.scale import Scaling, scaling_from_amax
 
 # Granularity of the scales.
 TENSOR = tl.constexpr(0)
 ROW = tl.constexpr(1)
 COLUMN = tl.constexpr(2)
+
+_TILES = (
+    blocks(4, BM=64, BN=64),
+    blocks(8, BM=64, BN=128),
+    blocks(8, BM=128, BN=64),
+    blocks(4, BM=32, BN=128),
+)
+
+
+@tuned(blocks(4, BLOCK=1024))
+@triton.jit
+def _scaling(
+    amax: tl.tensor,
+    multiplier: tl.tensor,
+    scale: tl.tensor,
+    size: tl.tensor,
+    POWER_OF_2: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One instance: BLOCK amaxes. Moves 12 bytes each.
+    i = indices(tl.program_id(0), BLOCK)
+    m = multiplier_of(tl.load(amax + i, mask=i < size, other=1.0), POWER_OF_2, BIAS)
+    _store_scaling((multiplier, scale), m, i, size)
+
+
+@triton.jit
+def _store_scaling(scaling: tl.tuple, m: tl.tensor, i: tl.tensor, size: tl.tensor) -> None:
+    tl.store(scaling[0] + i, m, mask=i < size)
+    tl.store(scaling[1] + i, reciprocal(m), mask=i < size)
 
 
 @triton.jit
@@ -56,31 +107,6 @@ def _load_scales(
 
 
 @triton.jit
-def _store_scaling(
-    multiplier: tl.tensor,
-    scale: tl.tensor,
-    m: tl.tensor,
-    i: tl.tensor,
-    j: tl.tensor,
-    M: tl.tensor,
-    K: tl.tensor,
-    OF: tl.constexpr,
-) -> None:
-    # Each is stored once, by the tiles of the first column or the first row, or by the first tile.
-    if OF == ROW:
-        if tl.program_id(1) == 0:
-            tl.store(multiplier + i, m, mask=i < M)
-            tl.store(scale + i, reciprocal(m), mask=i < M)
-    elif OF == COLUMN:
-        if tl.program_id(0) == 0:
-            tl.store(multiplier + j, m, mask=j < K)
-            tl.store(scale + j, reciprocal(m), mask=j < K)
-    elif tl.program_id(0) + tl.program_id(1) == 0:
-        tl.store(multiplier, m)
-        tl.store(scale, reciprocal(m))
-
-
-@triton.jit
 def _times(x: tl.tensor, m: tl.tensor, OF: tl.constexpr) -> tl.tensor:
     if OF == ROW:
         product = x * m[:, None]
@@ -91,57 +117,48 @@ def _times(x: tl.tensor, m: tl.tensor, OF: tl.constexpr) -> tl.tensor:
     return product
 
 
-@tuned(
-    blocks(4, BM=64, BN=64),
-    blocks(8, BM=64, BN=128),
-    blocks(8, BM=128, BN=64),
-    blocks(4, BM=32, BN=128),
-)
+@tuned(*_TILES)
 @triton.jit
 def _cast(
-    x: tl.tensor,
+    x: tl.tuple,
     given: tl.tensor,
-    qdata: tl.tensor,
-    qdata_t: tl.tensor,
-    amax: tl.tensor,
-    multiplier: tl.tensor,
-    scale: tl.tensor,
-    M: tl.tensor,
-    K: tl.tensor,
-    stride_m: tl.tensor,
-    stride_k: tl.tensor,
     stride_given: tl.tensor,
+    copies: tl.tuple,
+    amax: tl.tensor,
+    scaling: tl.tuple,
     OF: tl.constexpr,
-    FROM_AMAX: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     SATURATE: tl.constexpr,
-    TAKE_AMAX: tl.constexpr,
-    ROW_MAJOR: tl.constexpr,
-    COLUMN_MAJOR: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN]. Moves the bytes of x once, and 1 byte per element and
-    # layout.
+    # One instance: a tile of [BM, BN]. Given are amaxes if there is a scaling to write, otherwise
+    # multipliers. Moves the bytes of x once, and 1 byte per element and layout.
+    M, K = x[1], x[2]
     i = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
     m = _load_scales(given, stride_given, i, j, M, K, OF)
-    if FROM_AMAX:
+    if scaling is not None:
         m = multiplier_of(m, POWER_OF_2, BIAS)
-        _store_scaling(multiplier, scale, m, i, j, M, K, OF)
-    v = load_tile(x, i, j, M, K, stride_m, stride_k)
-    if TAKE_AMAX:
+        # Each is stored once, by the tiles of the first column or row, or by the first tile.
+        if OF == ROW:
+            if tl.program_id(1) == 0:
+                _store_scaling(scaling, m, i, M)
+        elif OF == COLUMN:
+            if tl.program_id(0) == 0:
+                _store_scaling(scaling, m, j, K)
+        elif tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(scaling[0], m)
+            tl.store(scaling[1], reciprocal(m))
+    v = load_tile(x, i, j)
+    if amax is not None:
         tl.atomic_max(amax, tl.max(tl.max(magnitude(v), 1), 0))
     v = _times(v, m, OF)
     if SATURATE:
         v = saturated(v, BIAS)
-    code = to_float8(v, BIAS, SOFT)
-    if ROW_MAJOR:
-        store_tile(qdata, code, i, j, M, K)
-    if COLUMN_MAJOR:
-        store_tile(qdata_t, tl.trans(code), j, i, K, M)
+    store_layouts(copies, to_float8(v, BIAS, SOFT), i, j, M, K)
 
 
 @tuned(
@@ -152,18 +169,10 @@ def _cast(
 )
 @triton.jit
 def _cast_rows(
-    x: tl.tensor,
-    qdata: tl.tensor,
-    qdata_t: tl.tensor,
-    multiplier: tl.tensor,
-    scale: tl.tensor,
-    M: tl.tensor,
-    K: tl.tensor,
-    stride_m: tl.tensor,
-    stride_k: tl.tensor,
+    x: tl.tuple,
+    copies: tl.tuple,
+    scaling: tl.tuple,
     POWER_OF_2: tl.constexpr,
-    ROW_MAJOR: tl.constexpr,
-    COLUMN_MAJOR: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
     BM: tl.constexpr,
@@ -171,158 +180,322 @@ def _cast_rows(
 ) -> None:
     # One instance: BM rows, read for their amaxes, and again, mostly from the L2 cache, for the
     # cast. Moves the bytes of x once to twice, and 1 byte per element and layout.
+    M, K = x[1], x[2]
     i = indices(tl.program_id(0), BM)
     largest = tl.zeros([BM, BN], tl.int32)
     for block in range(tl.cdiv(K, BN)):
-        j = indices(block, BN)
-        largest = tl.maximum(largest, magnitude(load_tile(x, i, j, M, K, stride_m, stride_k)))
+        largest = tl.maximum(largest, magnitude(load_tile(x, i, indices(block, BN))))
     m = multiplier_of(tl.max(largest, 1).to(tl.float32, bitcast=True), POWER_OF_2, BIAS)
-    tl.store(multiplier + i, m, mask=i < M)
-    tl.store(scale + i, reciprocal(m), mask=i < M)
+    _store_scaling(scaling, m, i, M)
     for block in range(tl.cdiv(K, BN)):
         j = indices(block, BN)
-        v = load_tile(x, i, j, M, K, stride_m, stride_k) * m[:, None]
-        code = to_float8(v, BIAS, SOFT)
-        if ROW_MAJOR:
-            store_tile(qdata, code, i, j, M, K)
-        if COLUMN_MAJOR:
-            store_tile(qdata_t, tl.trans(code), j, i, K, M)
+        code = to_float8(load_tile(x, i, j) * m[:, None], BIAS, SOFT)
+        store_layouts(copies, code, i, j, M, K)
 
 
-def _covered(scales: torch.Tensor, M: int, K: int) -> tuple[int, int]:
-    """Granularity of scales, and the stride from one scale to the next."""
-    if scales.numel() == 1:
-        return TENSOR.value, 0
-    if scales.shape == (M, 1):
-        return ROW.value, scales.stride(0)
-    assert scales.shape == (1, K), (scales.shape, M, K)
-    return COLUMN.value, scales.stride(1)
+@tuned(*_TILES)
+@triton.jit
+def _cast_rows_and_columns(
+    x: tl.tuple,
+    row_amax: tl.tensor,
+    column_amax: tl.tensor,
+    by_rows: tl.tensor,
+    by_columns_t: tl.tensor,
+    of_rows: tl.tuple,
+    of_columns: tl.tuple,
+    POWER_OF_2: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: a tile of [BM, BN]. Moves the bytes of x once, and 2 bytes per element.
+    M, K = x[1], x[2]
+    i = indices(tl.program_id(0), BM)
+    j = indices(tl.program_id(1), BN)
+    row = multiplier_of(tl.load(row_amax + i, mask=i < M, other=1.0), POWER_OF_2, BIAS)
+    column = multiplier_of(tl.load(column_amax + j, mask=j < K, other=1.0), POWER_OF_2, BIAS)
+    if tl.program_id(1) == 0:
+        _store_scaling(of_rows, row, i, M)
+    if tl.program_id(0) == 0:
+        _store_scaling(of_columns, column, j, K)
+    v = load_tile(x, i, j)
+    store_tile(by_rows, to_float8(v * row[:, None], BIAS, SOFT), i, j, M, K)
+    code = to_float8(v * column[None, :], BIAS, SOFT)
+    store_tile(by_columns_t, tl.trans(code), j, i, K, M)
 
 
-def cast(
-    x: torch.Tensor,
-    amax: torch.Tensor,
-    dtype: torch.dtype,
-    power_of_2: bool,
-    *,
-    row_major: bool = True,
-    column_major: bool = False,
-) -> Cast:
-    """Cast a matrix to float8 by amaxes that none of its values exceeds.
+@tuned(blocks(1))
+@triton.jit
+def _record(
+    amax: tl.tensor,
+    scale: tl.tensor,
+    recorded: tl.tensor,
+    poisoned: tl.tensor,
+    largest: tl.tensor,
+) -> None:
+    # The only instance. Moves a few numbers.
+    value = tl.load(amax)
+    tl.store(poisoned, tl.load(scale) + value * 0.0)
+    bits = magnitude(value)
+    if recorded is not None:
+        bits = tl.maximum(bits, magnitude(tl.load(recorded)))
+    tl.store(largest, bits)
 
-    Args:
-        x: ``[M, K]``, bf16, fp16 or fp32, any strides.
-        amax: fp32, 0-dim, ``[M, 1]`` or ``[1, K]``.
-        dtype: a float8 dtype.
-        power_of_2: round multipliers down to powers of two.
-        row_major: whether to write ``qdata``.
-        column_major: whether to write ``qdata_t``.
 
-    One launch; 3 bytes per bf16 element, 4 for both layouts.
-    """
+@tuned(
+    blocks(4, BM=4, BN=1024),
+    blocks(4, BM=8, BN=512),
+    blocks(8, BM=16, BN=256),
+    blocks(8, BM=4, BN=2048),
+)
+@triton.jit
+def _cast_many(
+    table: tl.tensor,
+    multipliers: tl.tensor,
+    out: tl.tensor,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: every SPLITS-th block of BM rows of one matrix. The table has its address, its
+    # sizes, the index of its first multiplier, and that of its first byte in out. Moves the bytes
+    # of all tensors once, and 1 byte per element.
+    entry = table + 5 * tl.program_id(0)
+    x = tl.load(entry).to(tl.pointer_type(DTYPE))
+    M, K = tl.load(entry + 1), tl.load(entry + 2)
+    first, start = tl.load(entry + 3), tl.load(entry + 4)
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+        K = tl.multiple_of(K, 16)
+        start = tl.multiple_of(start, 16)
+    for block in range(tl.program_id(1), tl.cdiv(M, BM), SPLITS):
+        i = indices(block, BM)
+        m = tl.load(multipliers + first + i * OF_ROWS, mask=i < M, other=1.0)
+        for part in range(tl.cdiv(K, BN)):
+            j = indices(part, BN)
+            v = saturated(load_tile((x, M, K, K, 1), i, j) * m[:, None], BIAS)
+            store_tile(out + start, to_float8(v, BIAS, SOFT), i, j, M, K)
+
+
+@fused(scaling_from_amax, lambda amax, *_, **__: amax.dtype is torch.float32)
+def _scaling_from_amax(
+    amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
+) -> Scaling:
+    """One launch."""
+    amax = amax.contiguous()
     multiplier, scale = torch.empty_like(amax), torch.empty_like(amax)
-    qdata, qdata_t = _cast_by(
-        x, amax, dtype, multiplier, scale, power_of_2, False, None, row_major, column_major
+    size = amax.numel()
+    _scaling(
+        lambda chosen: (programs(size, chosen["BLOCK"]),),
+        (),
+        amax.device,
+        *(amax, multiplier, scale, size),
+        POWER_OF_2=round_scales_to_power_of_2,
+        **float8_constants(dtype, amax.device),
     )
-    return Cast(qdata, qdata_t, multiplier, scale)
+    return multiplier, scale
 
 
-def quantize(
-    x: torch.Tensor,
-    multiplier: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    fits: bool = False,
-    row_major: bool = True,
-    column_major: bool = False,
-) -> Layouts:
-    """:func:`fp8_dist.kernels.quantize` of a matrix, in one layout or both.
-
-    Args:
-        multiplier: fp32, 0-dim, ``[M, 1]`` or ``[1, K]``.
-
-    Other arguments are as in :func:`cast`. One launch; 3 bytes per bf16 element, 4 for both
-    layouts.
-    """
-    return Layouts(
-        *_cast_by(x, multiplier, dtype, None, None, False, not fits, None, row_major, column_major)
-    )
-
-
-def quantize_and_reduce(
-    x: torch.Tensor,
-    multiplier: torch.Tensor,
-    dtype: torch.dtype,
-    amax: torch.Tensor,
-    *,
-    row_major: bool,
-    column_major: bool,
-) -> Layouts:
-    """:func:`quantize` that also reduces ``x`` into ``amax``, a 0-dim fp32 zero. One launch."""
-    return Layouts(
-        *_cast_by(x, multiplier, dtype, None, None, False, True, amax, row_major, column_major)
-    )
+def _takes(x: torch.Tensor, *scales: torch.Tensor) -> bool:
+    """Whether the kernels support ``x``, flattened to a matrix, with these scales."""
+    if x.dtype not in DTYPES or x.ndim < 2:
+        return False
+    shapes = ((), (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1]))
+    return all(scale.shape in shapes for scale in scales)
 
 
 def _cast_by(
     x: torch.Tensor,
     given: torch.Tensor,
     dtype: torch.dtype,
-    multiplier: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    power_of_2: bool,
-    saturate: bool,
-    amax: torch.Tensor | None,
-    row_major: bool,
-    column_major: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    (M, K), (stride_m, stride_k) = x.shape, x.stride()
-    of, stride = _covered(given, M, K)
-    qdata = empty_bytes(row_major, x, M, K)
-    qdata_t = empty_bytes(column_major, x, K, M)
+    transposed: Sequence[bool],
+    *,
+    scaling: Sequence[torch.Tensor] | None = None,
+    power_of_2: bool = False,
+    saturate: bool = False,
+    amax: torch.Tensor | None = None,
+) -> Layouts:
+    """Cast a tensor by amaxes, with a scaling to write, or by multipliers.
+
+    Args:
+        amax: a 0-dim fp32 zero, into which ``x`` is reduced.
+
+    One launch; 3 bytes per bf16 element, 4 for both layouts.
+    """
+    layouts, argument = Layouts(x, dtype, transposed), matrix(x)
+    _, M, K, _, stride_k = argument
+    of, stride = TENSOR, 0
+    if given.numel() != 1:
+        of = ROW if given.shape[-1] == 1 else COLUMN
+        given = given.flatten()
+        stride = given.stride(0)
     _cast(
-        lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"])),
-        (x.dtype, size_class(M, K), stride_k == 1, row_major, column_major),
+        tiles(M, K),
+        (x.dtype, size_class(M, K), stride_k == 1, *layouts.wanted),
         x.device,
-        *(x, given, qdata, qdata_t, None if amax is None else amax.view(torch.int32)),
-        *(multiplier, scale, M, K, stride_m, stride_k, stride),
-        OF=of,
-        FROM_AMAX=multiplier is not None,
+        *(argument, given, stride, layouts.argument),
+        None if amax is None else amax.view(torch.int32),
+        None if scaling is None else tuple(scaling),
+        OF=of.value,
         POWER_OF_2=power_of_2,
         SATURATE=saturate,
-        TAKE_AMAX=amax is not None,
-        ROW_MAJOR=row_major,
-        COLUMN_MAJOR=column_major,
         **float8_constants(dtype, x.device),
     )
-    return as_float8(qdata, dtype), as_float8(qdata_t, dtype)
+    return layouts
 
 
-def cast_rows(
+@fused(quantize, lambda x, multiplier, dtype, **_: _takes(x, multiplier))
+def _quantize(
+    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, fits: bool = False
+) -> torch.Tensor:
+    (qdata,) = _cast_by(x, multiplier, dtype, [False], saturate=not fits).copies([False])
+    return qdata
+
+
+@fused(quantize_after, lambda x, multiplier, *_, **__: _takes(x, multiplier))
+def _quantize_after(
+    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, after: torch.Tensor
+) -> torch.Tensor:
+    return _quantize(x, multiplier, dtype)
+
+
+def _copies(layouts: dict[int, Layouts], of: Sequence[int], transposed: Sequence[bool]) -> Tensors:
+    return [
+        copy
+        for i, turned in zip(of, transposed, strict=True)
+        for copy in layouts[i].copies([turned])
+    ]
+
+
+def _layouts_of(i: int, of: Sequence[int], transposed: Sequence[bool]) -> list[bool]:
+    return [turned for each, turned in zip(of, transposed, strict=True) if each == i]
+
+
+@fused(quantize_copies, lambda x, multipliers, *_, **__: _takes(x, *multipliers))
+def _quantize_copies(
+    x: torch.Tensor,
+    multipliers: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+    *,
+    fits: bool = False,
+) -> Tensors:
+    """One launch for each multiplier that a copy takes."""
+    made = {
+        i: _cast_by(x, multipliers[i], dtype, _layouts_of(i, of, transposed), saturate=not fits)
+        for i in dict.fromkeys(of)
+    }
+    return _copies(made, of, transposed)
+
+
+@fused(cast_copies, lambda x, amaxes, *_, **__: _takes(x, *amaxes))
+def _cast_copies(
+    x: torch.Tensor,
+    amaxes: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+) -> Tensors:
+    """One launch for each amax; one for those of rows and of columns together."""
+    scalings = [tuple(torch.empty_like(each) for _ in range(2)) for each in amaxes]
+    both = (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])
+    wanted = list(zip(of, transposed, strict=True))
+    if wanted == [(0, False), (1, True)] and tuple(each.shape for each in amaxes) == both:
+        made = {0: Layouts(x, dtype, [False]), 1: Layouts(x, dtype, [True])}
+        argument = matrix(x)
+        _, M, K, _, stride_k = argument
+        _cast_rows_and_columns(
+            tiles(M, K),
+            (x.dtype, size_class(M, K), stride_k == 1),
+            x.device,
+            *(argument, *(each.contiguous() for each in amaxes)),
+            *(made[0].argument[0], made[1].argument[1], *scalings),
+            POWER_OF_2=round_scales_to_power_of_2,
+            **float8_constants(dtype, x.device),
+        )
+    else:
+        made = {
+            i: _cast_by(
+                *(x, each, dtype, _layouts_of(i, of, transposed)),
+                scaling=scalings[i],
+                power_of_2=round_scales_to_power_of_2,
+            )
+            for i, each in enumerate(amaxes)
+        }
+    return [*(t for scaling in scalings for t in scaling), *_copies(made, of, transposed)]
+
+
+@fused(cast_rows, lambda x, *_, **__: _takes(x))
+def _cast_by_rows(
     x: torch.Tensor,
     dtype: torch.dtype,
-    power_of_2: bool,
-    *,
-    row_major: bool = True,
-    column_major: bool = False,
-) -> Cast:
-    """Compute the amaxes of the rows of a matrix and cast it to float8 with a scale per row.
-
-    Arguments are as in :func:`cast`; multiplier and scale are ``[M, 1]``. One launch; 3 to 5 bytes
-    per bf16 element, 1 more for both layouts.
-    """
-    M, K = x.shape
-    multiplier, scale = (torch.empty(M, 1, dtype=torch.float32, device=x.device) for _ in range(2))
-    qdata = empty_bytes(row_major, x, M, K)
-    qdata_t = empty_bytes(column_major, x, K, M)
+    round_scales_to_power_of_2: bool,
+    transposed: Sequence[bool],
+) -> Tensors:
+    """One launch; 3 to 5 bytes per bf16 element, 1 more for both layouts."""
+    layouts, scaling, argument = Layouts(x, dtype, transposed), empty_row_scaling(x), matrix(x)
+    _, M, K, _, stride_k = argument
     _cast_rows(
         lambda chosen: (programs(M, chosen["BM"]),),
-        (x.dtype, size_class(M, K), x.stride(1) == 1, row_major, column_major),
+        (x.dtype, size_class(M, K), stride_k == 1, *layouts.wanted),
         x.device,
-        *(x, qdata, qdata_t, multiplier, scale, M, K, *x.stride()),
-        POWER_OF_2=power_of_2,
-        ROW_MAJOR=row_major,
-        COLUMN_MAJOR=column_major,
+        *(argument, layouts.argument, tuple(scaling)),
+        POWER_OF_2=round_scales_to_power_of_2,
         **float8_constants(dtype, x.device),
     )
-    return Cast(as_float8(qdata, dtype), as_float8(qdata_t, dtype), multiplier, scale)
+    return [*scaling, *layouts.copies(transposed)]
+
+
+@fused(cast_and_record, lambda x, *_, **__: _takes(x), zeros=True)
+def _cast_and_record(
+    x: torch.Tensor,
+    multiplier: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    transposed: Sequence[bool],
+    recorded: torch.Tensor | None,
+) -> Tensors:
+    """Two launches; 3 bytes per bf16 element, 4 for both layouts."""
+    amax = zero(x.device)
+    layouts = _cast_by(x, multiplier, dtype, transposed, saturate=True, amax=amax)
+    poisoned, largest = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
+    arguments = amax, scale, recorded, poisoned, largest.view(torch.int32)
+    _record(lambda chosen: (1,), (), x.device, *arguments)
+    return [amax, poisoned, largest, *layouts.copies(transposed)]
+
+
+@fused(quantize_each, lambda first, others, *_, **__: are_alike([first, *others]))
+def _quantize_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    multipliers: torch.Tensor,
+    dtype: torch.dtype,
+    of_rows: bool,
+) -> torch.Tensor:
+    """One launch, and the copy of a table; 3 bytes per bf16 element."""
+    table = Table([first, *others])
+    rows, columns, device = table.rows, table.columns, first.device
+    out = torch.empty(sum(table.sizes), dtype=dtype, device=device)
+    firsts = starts_of(rows) if of_rows else list(range(len(rows)))
+    splits = min(256, programs(max(rows), 32))
+    _cast_many(
+        lambda chosen: (len(rows), splits),
+        (first.dtype, size_class(len(rows), max(rows), max(columns)), of_rows),
+        device,
+        table.of(rows, columns, firsts, table.starts),
+        *(multipliers.contiguous(), as_bytes(out)),
+        DTYPE=DTYPES[first.dtype],
+        ALIGNED=table.is_aligned(columns, table.starts),
+        OF_ROWS=int(of_rows),
+        SPLITS=splits,
+        **float8_constants(dtype, device),
+    )
+    return out

@@ -5,8 +5,11 @@ import triton
 import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton.launch import (
+    DTYPES,
     blocks,
     float8_constants,
+    fused,
+    matrix,
     programs,
     size_class,
     tuned,
@@ -18,7 +21,15 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     magnitude,
     to_float8,
 )
-from fp8_dist.kernels.encoding import BLOCK, blocks_of
+from fp8_dist.kernels.encoding import (
+    BLOCK,
+    blocks_of,
+    decode_float8,
+    encode_float8,
+    sum_of_float8,
+    sum_of_rows,
+)
+from fp8_dist.kernels.quantization import as_matrix
 
 _FLOAT8 = torch.float8_e4m3fn
 _BLOCK = tl.constexpr(BLOCK)
@@ -53,26 +64,32 @@ def _stochastic(v: tl.tensor, scaled: tl.tensor, place: tl.tensor, seed: tl.tens
     return down.to(tl.float32) * step
 
 
+@triton.jit
+def _places(count: tl.tensor, BB: tl.constexpr) -> tl.tuple:
+    # The row, the blocks and the elements of an instance, for rows of so many blocks.
+    of_row = tl.cdiv(count, BB)
+    row = tl.cast(tl.program_id(0) // of_row, tl.int64)
+    b = indices(tl.program_id(0) % of_row, BB)
+    return row, b, b[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+
+
 @tuned(blocks(4, BB=8), blocks(4, BB=16), blocks(8, BB=32))
 @triton.jit
 def _encode(
-    x: tl.tensor,
+    x: tl.tuple,
     codes: tl.tensor,
     exponents: tl.tensor,
-    size: tl.tensor,
-    count: tl.tensor,
-    stride: tl.tensor,
     seed: tl.tensor,
     STOCHASTIC: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
     BB: tl.constexpr,
 ) -> None:
-    of_row = tl.cdiv(count, BB)
-    row = tl.cast(tl.program_id(0) // of_row, tl.int64)
-    b = indices(tl.program_id(0) % of_row, BB)
-    j = b[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    v = as_fp32(tl.load(x + row * stride + j, mask=j < size, other=0.0))
+    # One instance: BB blocks of a row. Moves the bytes of x once, and 1 byte per element.
+    data, _, size, stride, _ = x
+    count = tl.cdiv(size, _BLOCK)
+    row, b, j = _places(count, BB)
+    v = as_fp32(tl.load(data + row * stride + j, mask=j < size, other=0.0))
     bits = magnitude(v)
     largest = tl.max(tl.where(bits < 0x7F800000, bits, 0), 1)
     exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)
@@ -91,38 +108,30 @@ def _encode(
 @tuned(blocks(4, BB=8), blocks(4, BB=16), blocks(8, BB=16))
 @triton.jit
 def _sum(
-    codes: tl.tensor,
-    exponents: tl.tensor,
-    own: tl.tensor,
+    codes: tl.tuple,
+    exponents: tl.tuple,
+    own: tl.tuple,
     total: tl.tensor,
     summands: tl.tensor,
     rank: tl.tensor,
     size: tl.tensor,
-    count: tl.tensor,
-    stride_w: tl.tensor,
-    stride_row: tl.tensor,
-    exponents_stride_w: tl.tensor,
-    exponents_stride_row: tl.tensor,
-    own_stride: tl.tensor,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
     BB: tl.constexpr,
 ) -> None:
-    of_row = tl.cdiv(count, BB)
-    row = tl.cast(tl.program_id(0) // of_row, tl.int64)
-    b = indices(tl.program_id(0) % of_row, BB)
-    j = b[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    # One instance: BB blocks of a row. Codes and exponents have strides of summands and of rows.
+    count = tl.cdiv(size, _BLOCK)
+    row, b, j = _places(count, BB)
     mask = j < size
-    codes += row * stride_row
-    exponents += row * exponents_stride_row
+    of_codes, of_exponents = codes[0] + row * codes[2], exponents[0] + row * exponents[2]
     found = tl.zeros([BB, _BLOCK], tl.float32)
     for w in range(summands):
         if w == rank:
-            v = as_fp32(tl.load(own + row * own_stride + j, mask=mask, other=0.0))
+            v = as_fp32(tl.load(own[0] + row * own[3] + j, mask=mask, other=0.0))
         else:
             w64 = tl.cast(w, tl.int64)
-            code = tl.load(codes + w64 * stride_w + j, mask=mask, other=0)
-            at = exponents + w64 * exponents_stride_w + b
+            code = tl.load(of_codes + w64 * codes[1] + j, mask=mask, other=0)
+            at = of_exponents + w64 * exponents[1] + b
             exponent = tl.load(at, mask=b < count, other=127)
             scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
             v = from_float8(code, BIAS, SOFT)
@@ -156,97 +165,73 @@ def _sum_rows(
     tl.store(total + j, found, mask=j < size)
 
 
-def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fp8_dist.kernels.encoding.encode_float8`."""
-    size, count = x.shape[-1], blocks_of(x.shape[-1])
+@fused(encode_float8, lambda x, seed: x.dtype in DTYPES)
+def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    count = blocks_of(x.shape[-1])
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     exponents = codes.new_empty(*x.shape[:-1], count)
     if x.numel():
-        rows = _rows(x)
+        rows = _rows(as_matrix(x))
         _encode(
             lambda chosen: (len(rows) * programs(count, chosen["BB"]),),
-            ("encode", x.dtype, seed >= 0, *size_class(x.numel())),
+            (x.dtype, seed >= 0, *size_class(x.numel())),
             x.device,
-            rows,
-            codes,
-            exponents,
-            size,
-            count,
-            rows.stride(0),
-            max(seed, 0),
+            *(matrix(rows), codes, exponents, max(seed, 0)),
             STOCHASTIC=seed >= 0,
             **float8_constants(_FLOAT8, x.device),
         )
     return codes, exponents
 
 
-def sum_of_float8(
+@fused(sum_of_float8, lambda codes, exponents, own, rank: own.dtype in DTYPES)
+def _sum_of_float8(
     codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.encoding.sum_of_float8`."""
-    return _sum_of(codes, exponents, _rows(own), rank)
+    return _sum_of(codes, exponents, _rows(as_matrix(own)), rank)
 
 
 def _sum_of(
     codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """The sum with ``own`` as ``[rows, n]``, which is not read if ``rank`` is negative."""
+    """Sum with ``own`` as ``[rows, n]``, which is not read if ``rank`` is negative."""
     shape, size, count = codes.shape[1:], codes.shape[-1], exponents.shape[-1]
     total = torch.empty(shape, dtype=torch.float32, device=codes.device)
     if total.numel():
-        codes, exponents = (_rows_of_each(given) for given in (codes, exponents))
+        # [W, ..., n] as [W, rows, n]
+        codes, exponents = (
+            _rows(t.flatten(1, -2) if t.ndim > 2 else t.unsqueeze(1)) for t in (codes, exponents)
+        )
         _sum(
             lambda chosen: (total.numel() // size * programs(count, chosen["BB"]),),
-            ("sum", own.dtype, *size_class(len(codes), total.numel())),
+            (own.dtype, *size_class(len(codes), total.numel())),
             codes.device,
-            codes,
-            exponents,
-            own,
-            total,
-            len(codes),
-            rank,
-            size,
-            count,
-            *codes.stride()[:2],
-            *exponents.stride()[:2],
-            own.stride(0),
+            *((t, *t.stride()[:2]) for t in (codes, exponents)),
+            *(matrix(own), total, len(codes), rank, size),
             **float8_constants(_FLOAT8, codes.device),
         )
     return total
 
 
-def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.encoding.sum_of_rows`."""
+@fused(sum_of_rows, lambda rows, own, rank: rows.dtype in DTYPES and own.dtype in DTYPES)
+def _sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
     total = torch.empty(rows.shape[1:], dtype=torch.float32, device=rows.device)
     size = total.numel()
     if size:
         _sum_rows(
             lambda chosen: (programs(size, chosen["BN"]),),
-            ("rows", rows.dtype, own.dtype, *size_class(len(rows), size)),
+            (rows.dtype, own.dtype, *size_class(len(rows), size)),
             rows.device,
-            rows.contiguous(),
-            own.contiguous(),
-            total,
-            len(rows),
-            rank,
-            size,
+            *(rows.contiguous(), own.contiguous(), total, len(rows), rank, size),
         )
     return total
 
 
-def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """:func:`fp8_dist.kernels.encoding.decode_float8`."""
+@fused(decode_float8)
+def _decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     none = codes.new_empty(1, 1, dtype=torch.float32)
     return _sum_of(codes.unsqueeze(0), exponents.unsqueeze(0), none, -1)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """``[..., n]`` as ``[rows, n]`` with contiguous rows."""
-    rows = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
-    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
-
-
-def _rows_of_each(x: torch.Tensor) -> torch.Tensor:
-    """``[W, ..., n]`` as ``[W, rows, n]``."""
-    rows = x.flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1)
-    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+    """Return ``x`` with contiguous rows."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -1,14 +1,25 @@
-"""Launch of Triton kernels: block sizes, float8 formats, empty outputs."""
+"""Registration and launch of Triton kernels: block sizes, float8 formats, arguments, zeros."""
 
-from collections.abc import Callable, Hashable
-from functools import cache
-from typing import Any
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
+import triton.language as tl
+
+from fp8_dist.kernels.custom_op import CustomOp
+from fp8_dist.kernels.quantization import as_matrix, empty_copies
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Triton runs kernels on CPU tensors, in Python, if TRITON_INTERPRET=1 was set before its import.
 INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# Input dtypes of the kernels. Other dtypes are left to the portable implementations.
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 # Kernels identify a float8 format by the bias of its exponent.
 BIAS = {
@@ -22,6 +33,30 @@ BIAS = {
 _OPTIONS = {"enable_fp_fusion": False}
 
 Blocks = dict[str, int]
+
+
+def fused(
+    op: CustomOp[P, R], takes: Callable[..., bool] | None = None, *, zeros: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator that registers an implementation of an operator on CUDA devices.
+
+    Args:
+        takes: whether the kernels support the operator's arguments. The portable implementation
+            processes the others.
+        zeros: whether the implementation calls :func:`zero`.
+    """
+
+    def register(run: Callable[P, R]) -> Callable[P, R]:
+        @wraps(run)
+        def implementation(*args: P.args, **kwargs: P.kwargs) -> R:
+            if takes is None or takes(*args, **kwargs):
+                return run(*args, **kwargs)
+            return op.portable(*args, **kwargs)
+
+        op.register("cuda", implementation, direct=pooled(implementation) if zeros else None)
+        return implementation
+
+    return register
 
 
 def blocks(warps: int, **sizes: int) -> triton.Config:
@@ -106,18 +141,83 @@ def programs(size: int, block: int) -> int:
     return max(1, triton.cdiv(size, block))
 
 
-def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """``[..., K]`` as ``[M, K]``, a view if strides allow it; fewer dims become one row."""
-    if x.ndim == 2:
-        return x
-    return x.flatten(0, -2) if x.ndim > 2 else x.reshape(1, -1)
+def tiles(M: int, K: int) -> Callable[[Blocks], tuple[int, int]]:
+    """Grid with one instance for each tile ``[BM, BN]`` of a matrix."""
+    return lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"]))
 
 
-def empty_bytes(wanted: bool, x: torch.Tensor, *shape: int) -> torch.Tensor | None:
-    """Uninitialized bytes on the device of ``x``; ``None`` for a layout that is not wanted."""
-    return torch.empty(shape, dtype=torch.uint8, device=x.device) if wanted else None
+def matrix(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
+    """``[..., K]`` as an argument of a kernel: the data, M, K, and the strides."""
+    x = as_bytes(as_matrix(x))
+    return (x, *x.shape, *x.stride())
 
 
-def as_float8(data: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """View bytes as a float8 dtype."""
-    return None if data is None else data.view(dtype)
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Float8 data as uint8; other tensors as they are."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
+
+
+class Layouts:
+    """Uninitialized float8 copies of a tensor, one in each requested layout.
+
+    Attributes:
+        wanted: whether a kernel writes the row-major and the column-major copy.
+        argument: the bytes of both as an argument of a kernel, None for one that is not wanted.
+    """
+
+    def __init__(self, x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> None:
+        self.wanted = (False in transposed, True in transposed)
+        self._copies = [
+            empty_copies(x, dtype, [turned])[0] if self.wanted[turned] else None
+            for turned in (False, True)
+        ]
+        self.argument = tuple(None if t is None else as_bytes(t) for t in self._copies)
+
+    def copies(self, transposed: Sequence[bool]) -> list[torch.Tensor]:
+        """The copies in the given layouts."""
+        return [t for turned in transposed if (t := self._copies[turned]) is not None]
+
+
+class _Zeros(threading.local):
+    """Zeros that a thread has left, by device and stream."""
+
+    def __init__(self) -> None:
+        self.left: dict[Hashable, list[torch.Tensor]] = {}
+        self.pooled = False
+
+
+_zeros = _Zeros()
+
+
+def zero(device: torch.device) -> torch.Tensor:
+    """Return a new 0-dim fp32 zero to reduce into, aligned to 16 bytes, for the current stream.
+
+    One launch fills 256 zeros on the default stream, and on any stream in :func:`pooled` functions.
+    Elsewhere, and while a CUDA graph is captured, each zero is allocated separately. Inductor warms
+    up and captures its CUDA graphs on another stream, in memory that must hold nothing else.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros((), dtype=torch.float32, device=device)
+    stream = torch.cuda.current_stream(device)
+    if not _zeros.pooled and stream != torch.cuda.default_stream(device):
+        return torch.zeros((), dtype=torch.float32, device=device)
+    left = _zeros.left.setdefault((device, stream.stream_id), [])
+    if not left:
+        with torch.inference_mode(False):
+            # Graphs assume that their inputs are aligned.
+            left += torch.zeros(256, 4, dtype=torch.float32, device=device)[:, 0].unbind()
+    return left.pop()
+
+
+def pooled(run: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function for eager code, outside of CUDA graphs, to use the pool on every stream."""
+
+    @wraps(run)
+    def with_pool(*args: P.args, **kwargs: P.kwargs) -> R:
+        before, _zeros.pooled = _zeros.pooled, True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _zeros.pooled = before
+
+    return with_pool

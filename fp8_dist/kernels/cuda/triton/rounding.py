@@ -1,6 +1,8 @@
 """Functions of all kernels: amax as bits, the formula of scales, fp32 to float8 and back.
 
 A format is identified by the bias of its exponent: 7 is e4m3fn, 8 e4m3fnuz, 15 e5m2, 16 e5m2fnuz.
+Matrices and copies are arguments of :func:`fp8_dist.kernels.cuda.triton.launch.matrix` and
+:func:`~fp8_dist.kernels.cuda.triton.launch.layouts`.
 """
 
 import triton
@@ -162,19 +164,12 @@ def _from_float8_soft(code: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def load_tile(
-    x: tl.tensor,
-    i: tl.tensor,
-    j: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    stride_i: tl.tensor,
-    stride_j: tl.tensor,
-) -> tl.tensor:
-    """``x[i, j]`` as fp32, 0 outside; i and j are int64."""
-    offsets = i[:, None] * stride_i + j[None, :] * stride_j
-    mask = (i[:, None] < rows) & (j[None, :] < columns)
-    return as_fp32(tl.load(x + offsets, mask=mask, other=0.0))
+def load_tile(x: tl.tuple, i: tl.tensor, j: tl.tensor) -> tl.tensor:
+    """``x[i, j]`` of a matrix argument as fp32, 0 outside; i and j are int64."""
+    data, M, K, stride_m, stride_k = x
+    offsets = i[:, None] * stride_m + j[None, :] * stride_k
+    mask = (i[:, None] < M) & (j[None, :] < K)
+    return as_fp32(tl.load(data + offsets, mask=mask, other=0.0))
 
 
 @triton.jit
@@ -184,6 +179,17 @@ def store_tile(
     """``out[i, j] = tile`` in a contiguous ``[rows, columns]``; i and j are int64."""
     mask = (i[:, None] < rows) & (j[None, :] < columns)
     tl.store(out + i[:, None] * columns + j[None, :], tile, mask=mask)
+
+
+@triton.jit
+def store_layouts(
+    copies: tl.tuple, tile: tl.tensor, i: tl.tensor, j: tl.tensor, M: tl.tensor, K: tl.tensor
+) -> None:
+    """Store a tile of ``[M, K]`` in each wanted layout."""
+    if copies[0] is not None:
+        store_tile(copies[0], tile, i, j, M, K)
+    if copies[1] is not None:
+        store_tile(copies[1], tl.trans(tile), j, i, K, M)
 
 
 @triton.jit

@@ -1,21 +1,23 @@
-"""The GEMM with block scales, on devices that have one.
+"""Float8 GEMMs on GPUs; that with block scales on devices that have one:
 
 * Hopper multiplies blocks of 1 x 128 by blocks of 128 x 128 or of 1 x 128, with fp32 scales.
 * Blackwell multiplies blocks of 1 x 32 (MX), with e8m0 scales in tiles of 128 x 4.
 
-The layouts follow the checks of torch's ``scaled_mm``.
+The layouts follow the checks of torch's ``scaled_mm``. In eager code the transposed copies that a
+GEMM needs may be made together (:func:`fp8_dist.kernels.transposing.transposed`).
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8_dist.kernels import cuda
-from fp8_dist.kernels.gemm import row_major
-from fp8_dist.kernels.transposing import transposed_copy
+from fp8_dist.kernels.block_gemm import block_scaled_mm, gemm_scales, tiled_exponents
+from fp8_dist.kernels.gemm import emulated_mm, row_major, scaled_mm, scaled_mm_with
+from fp8_dist.kernels.transposing import transposed, transposed_copy
 from fp8_dist.torch_internals import block_gemm_of_torch
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
@@ -54,9 +56,10 @@ def block_mm(
     rows, columns = a.shape[0], b.shape[1]
     a = row_major(_in_whole_blocks(a, blocks_a), transpose)
     b = row_major(_in_whole_blocks(b, blocks_b).t(), transpose).t()
-    operands = _hopper_scales if kind == "hopper" else _blackwell_scales
-    run = operands(a, b, exponents_a, exponents_b, blocks_b)
-    product = run(a, b, out_dtype)
+    scales = _hopper_scales if kind == "hopper" else _blackwell_scales
+    assert block_gemm_of_torch is not None
+    mm, *_ = block_gemm_of_torch
+    product = mm(a, b, output_dtype=out_dtype, **scales(exponents_a, exponents_b, blocks_b))
     first = blocks_b[3]
     return product[:rows, first : first + columns].contiguous()
 
@@ -97,46 +100,67 @@ def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
     return pad(x.view(torch.uint8), missing).view(x.dtype)  # torch does not pad float8 data
 
 
-class _Run:
-    """torch's GEMM with its scales bound, to be called with the operands and the result's dtype."""
-
-    def __init__(self, scale_a: Tensor, kind_a: str, scale_b: Tensor, kind_b: str, swizzle: bool):
-        assert block_gemm_of_torch is not None
-        mm, scaling, swizzles = block_gemm_of_torch
-        how = swizzles.SWIZZLE_32_4_4 if swizzle else swizzles.NO_SWIZZLE
-        self._mm = partial(
-            mm,
-            scale_a=scale_a,
-            scale_recipe_a=getattr(scaling, kind_a),
-            scale_b=scale_b,
-            scale_recipe_b=getattr(scaling, kind_b),
-            swizzle_a=how,
-            swizzle_b=how,
-        )
-
-    def __call__(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-        return self._mm(a, b, output_dtype=out_dtype)
-
-
 def _hopper_scales(
-    a: Tensor, b: Tensor, exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
-) -> _Run:
-    """Bind scales of rows, ``[M, K / 128]``, and of columns, ``[N, K / 128]``, or squares.
+    exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
+) -> dict[str, Any]:
+    """Scales of rows, ``[M, K / 128]``, and of columns, ``[N, K / 128]``, or squares.
 
     Scales of squares are ``[L, N / 128]``, with L ``K / 128`` rounded up to a multiple of 4. The
     first dim of all is contiguous in memory.
     """
     if blocks_b[1] == 1:
-        of_a, of_b = cuda.gemm_scales(exponents_a, exponents_b.t())
-        return _Run(of_a, "BlockWise1x128", of_b, "BlockWise1x128", False)
-    of_a, of_b = cuda.gemm_scales(exponents_a, exponents_b, 4)
-    return _Run(of_a, "BlockWise1x128", of_b, "BlockWise128x128", False)
+        scales = gemm_scales(exponents_a, exponents_b.t())
+        return _options(scales, "BlockWise1x128", "BlockWise1x128", "NO_SWIZZLE")
+    scales = gemm_scales(exponents_a, exponents_b, 4)
+    return _options(scales, "BlockWise1x128", "BlockWise128x128", "NO_SWIZZLE")
 
 
 def _blackwell_scales(
-    a: Tensor, b: Tensor, exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
-) -> _Run:
-    """Bind tiled exponents of rows and columns. Those of squares are repeated for each column."""
-    tiles = cuda.tiled_exponents(exponents_a, exponents_b.t(), blocks_b[1])
-    of_a, of_b = (each.view(torch.float8_e8m0fnu) for each in tiles)
-    return _Run(of_a, "BlockWise1x32", of_b, "BlockWise1x32", True)
+    exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
+) -> dict[str, Any]:
+    """Tiled exponents of rows and columns. Those of squares are repeated for each column."""
+    of_a, of_b = tiled_exponents(exponents_a, exponents_b.t(), blocks_b[1])
+    scales = of_a.view(torch.float8_e8m0fnu), of_b.view(torch.float8_e8m0fnu)
+    return _options(scales, "BlockWise1x32", "BlockWise1x32", "SWIZZLE_32_4_4")
+
+
+def _options(
+    scales: tuple[Tensor, Tensor], kind_a: str, kind_b: str, swizzle: str
+) -> dict[str, Any]:
+    assert block_gemm_of_torch is not None
+    _, scaling, swizzles = block_gemm_of_torch
+    return {
+        "scale_a": scales[0],
+        "scale_recipe_a": getattr(scaling, kind_a),
+        "scale_b": scales[1],
+        "scale_recipe_b": getattr(scaling, kind_b),
+        "swizzle_a": getattr(swizzles, swizzle),
+        "swizzle_b": getattr(swizzles, swizzle),
+    }
+
+
+def _block_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    exponents_a: Tensor,
+    exponents_b: Tensor,
+    blocks_a: Sequence[int],
+    blocks_b: Sequence[int],
+    out_dtype: torch.dtype,
+    emulate: bool,
+    *,
+    transpose: Callable[[Tensor], Tensor] = transposed_copy,
+) -> Tensor:
+    operands = (a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype)
+    product = None if emulate else block_mm(*operands, transpose)
+    return block_scaled_mm.portable(*operands, emulate) if product is None else product
+
+
+scaled_mm.register(
+    "cuda",
+    scaled_mm.portable,
+    direct=partial(scaled_mm_with, emulated_mm, transpose=transposed),
+)
+block_scaled_mm.register(
+    "cuda", _block_scaled_mm, direct=partial(_block_scaled_mm, transpose=transposed)
+)

@@ -6,34 +6,21 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.cuda.triton.launch import Blocks, blocks, programs, size_class, tuned
+from fp8_dist.kernels.cuda.triton.launch import (
+    Blocks,
+    as_bytes,
+    blocks,
+    fused,
+    size_class,
+    tuned,
+)
 from fp8_dist.kernels.cuda.triton.rounding import indices, store_tile
-from fp8_dist.kernels.transposing import MOST
+from fp8_dist.kernels.transposing import MOST, transposed_copies, transposed_copy
 
 
 @tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64), blocks(8, BM=128, BN=128))
 @triton.jit
 def _transpose(
-    x: tl.tensor,
-    out: tl.tensor,
-    M: tl.tensor,
-    K: tl.tensor,
-    stride_m: tl.tensor,
-    stride_k: tl.tensor,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
-    # One instance: a tile of [BM, BN]. Moves 2 bytes per element.
-    i = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
-    mask = (i[:, None] < M) & (j[None, :] < K)
-    tile = tl.load(x + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0)
-    store_tile(out, tl.trans(tile), j, i, K, M)
-
-
-@tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64), blocks(8, BM=128, BN=128))
-@triton.jit
-def _transpose_many(
     xs: tl.tuple,
     outs: tl.tuple,
     rows: tl.tuple,
@@ -68,37 +55,26 @@ def _transpose_many(
     store_tile(out, tl.trans(data), j, i, K, M)
 
 
-def transpose(x: torch.Tensor) -> torch.Tensor:
-    """``x.t().contiguous()`` of a matrix ``[M, K]`` with elements of one byte, any strides.
+@fused(transposed_copy, lambda x: x.is_contiguous())
+def _transposed_copy(x: torch.Tensor) -> torch.Tensor:
+    """One launch; 2 bytes per element."""
+    return _transposed_copies(x, [])[0]
 
-    One launch; 2 bytes per element.
+
+@fused(transposed_copies, lambda first, others: all(x.is_contiguous() for x in (first, *others)))
+def _transposed_copies(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One launch per 16 matrices; 2 bytes per element.
+
+    Their addresses are arguments, because gathered weights have other addresses in each step.
     """
-    M, K = x.shape
-    out = torch.empty(K, M, dtype=torch.uint8, device=x.device)
-    _transpose(
-        lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"])),
-        (size_class(M, K), x.stride(1) == 1),
-        x.device,
-        *(x.view(torch.uint8), out, M, K, *x.stride()),
-    )
-    return out.view(x.dtype)
-
-
-def transpose_many(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`transpose` of each of several contiguous matrices of one device and dtype.
-
-    One launch per 16 matrices; 2 bytes per element. Their addresses are arguments, because gathered
-    weights have other addresses in each step.
-    """
-    device = matrices[0].device
-    outs = [torch.empty(x.shape[::-1], dtype=x.dtype, device=device) for x in matrices]
+    matrices = [first, *others]
+    outs = [x.new_empty(x.shape[::-1]) for x in matrices]
     for n in range(0, len(matrices), MOST):
         _launch(matrices[n : n + MOST], outs[n : n + MOST])
     return outs
 
 
 def _launch(matrices: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    assert all(x.is_contiguous() for x in matrices)
     rows, columns = tuple(len(x) for x in matrices), tuple(x.shape[1] for x in matrices)
 
     def tiles(chosen: Blocks) -> int:
@@ -108,12 +84,11 @@ def _launch(matrices: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> N
     if not sum(x.numel() for x in matrices):
         return
     starts = [x.data_ptr() for x in (*matrices, *outs)]
-    _transpose_many(
+    _transpose(
         lambda chosen: (tiles(chosen),),
         (size_class(len(rows), sum(x.numel() for x in matrices)),),
         matrices[0].device,
-        tuple(x.view(torch.uint8) for x in matrices),
-        tuple(out.view(torch.uint8) for out in outs),
+        *(tuple(map(as_bytes, matrices)), tuple(map(as_bytes, outs))),
         *(rows, columns),
         ALIGNED=all(n % 16 == 0 for n in (*starts, *rows, *columns)),
     )

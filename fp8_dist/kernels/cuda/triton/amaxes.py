@@ -1,0 +1,268 @@
+"""Maximum of absolute values of a tensor, of its rows or columns, or of many tensors.
+
+Each is the maximum of the bits of ``|x|`` as integers, which keeps a NaN. A result that several
+program instances share is filled with zeros first, which is another launch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8_dist.kernels.cuda.triton.launch import (
+    DTYPES,
+    blocks,
+    fused,
+    matrix,
+    programs,
+    size_class,
+    tiles,
+    tuned,
+    zero,
+)
+from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
+from fp8_dist.kernels.cuda.triton.tables import Table, are_alike, starts_of
+from fp8_dist.kernels.quantization import as_matrix
+from fp8_dist.kernels.scale import amax, amax_of_each, amaxes, covered_dims
+from fp8_dist.torch_internals import foreach_zero_
+
+_STEPS = 8  # blocks that one instance reads for an amax of a tensor or of columns
+
+
+@tuned(blocks(4, BLOCK=2048), blocks(8, BLOCK=4096), blocks(8, BLOCK=8192))
+@triton.jit
+def _whole(
+    x: tl.tuple,
+    out: tl.tensor,
+    size: tl.tensor,
+    CONTIGUOUS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One instance: STEPS * BLOCK elements. Moves the bytes of x once.
+    data, _, columns, stride_m, stride_k = x
+    largest = tl.zeros([BLOCK], tl.int32)
+    for step in range(STEPS):
+        n = indices(tl.cast(tl.program_id(0), tl.int64) * STEPS + step, BLOCK)
+        offsets = n if CONTIGUOUS else n // columns * stride_m + n % columns * stride_k
+        largest = tl.maximum(largest, magnitude(tl.load(data + offsets, mask=n < size, other=0.0)))
+    tl.atomic_max(out, tl.max(largest, 0), sem="relaxed")
+
+
+@tuned(
+    blocks(4, BM=8, BN=256),
+    blocks(4, BM=4, BN=1024),
+    blocks(8, BM=16, BN=256),
+    blocks(8, BM=2, BN=2048),
+)
+@triton.jit
+def _rows(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> None:
+    # One instance: BM rows. Moves the bytes of x once.
+    i = indices(tl.program_id(0), BM)
+    largest = tl.zeros([BM, BN], tl.int32)
+    for block in range(tl.cdiv(x[2], BN)):
+        largest = tl.maximum(largest, magnitude(load_tile(x, i, indices(block, BN))))
+    tl.store(out + i, tl.max(largest, 1), mask=i < x[1])
+
+
+@tuned(blocks(4, BM=32, BN=64), blocks(4, BM=16, BN=128), blocks(8, BM=32, BN=128))
+@triton.jit
+def _columns(
+    x: tl.tuple, out: tl.tensor, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+) -> None:
+    # One instance: BN columns of STEPS * BM rows. Moves the bytes of x once.
+    j = indices(tl.program_id(1), BN)
+    largest = tl.zeros([BM, BN], tl.int32)
+    for step in range(STEPS):
+        i = indices(tl.cast(tl.program_id(0), tl.int64) * STEPS + step, BM)
+        largest = tl.maximum(largest, magnitude(load_tile(x, i, j)))
+    tl.atomic_max(out + j, tl.max(largest, 0), mask=j < x[2], sem="relaxed")
+
+
+@tuned(blocks(4, BM=64, BN=64), blocks(8, BM=64, BN=128), blocks(8, BM=128, BN=128))
+@triton.jit
+def _rows_and_columns(
+    x: tl.tuple, rows: tl.tensor, columns: tl.tensor, BM: tl.constexpr, BN: tl.constexpr
+) -> None:
+    # One instance: a tile of [BM, BN]. Moves the bytes of x once.
+    i = indices(tl.program_id(0), BM)
+    j = indices(tl.program_id(1), BN)
+    bits = magnitude(load_tile(x, i, j))
+    tl.atomic_max(rows + i, tl.max(bits, 1), mask=i < x[1], sem="relaxed")
+    tl.atomic_max(columns + j, tl.max(bits, 0), mask=j < x[2], sem="relaxed")
+
+
+@tuned(blocks(4, BLOCK=2048), blocks(8, BLOCK=4096))
+@triton.jit
+def _many(
+    table: tl.tensor,
+    out: tl.tensor,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One instance: one of SPLITS parts of one tensor, whose address and size are in the table.
+    # Moves the bytes of all tensors once.
+    tensor = tl.program_id(0)
+    x = tl.load(table + 2 * tensor).to(tl.pointer_type(DTYPE))
+    size = tl.load(table + 2 * tensor + 1)
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+        size = tl.multiple_of(size, 16)
+    largest = tl.zeros([BLOCK], tl.int32)
+    for block in range(tl.program_id(1), tl.cdiv(size, BLOCK), SPLITS):
+        n = indices(block, BLOCK)
+        largest = tl.maximum(largest, magnitude(tl.load(x + n, mask=n < size, other=0.0)))
+    tl.atomic_max(out + tensor, tl.max(largest, 0), sem="relaxed")
+
+
+@tuned(
+    blocks(4, BM=4, BN=1024),
+    blocks(4, BM=8, BN=256),
+    blocks(8, BM=16, BN=256),
+    blocks(8, BM=2, BN=2048),
+)
+@triton.jit
+def _rows_of_many(
+    table: tl.tensor,
+    out: tl.tensor,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: every SPLITS-th block of BM rows of one matrix. The table has its address, its
+    # sizes, and the index of its first row in out. Moves the bytes of all tensors once.
+    entry = table + 4 * tl.program_id(0)
+    x = tl.load(entry).to(tl.pointer_type(DTYPE))
+    M, K, first = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+        K = tl.multiple_of(K, 16)
+    for block in range(tl.program_id(1), tl.cdiv(M, BM), SPLITS):
+        i = indices(block, BM)
+        largest = tl.zeros([BM, BN], tl.int32)
+        for part in range(tl.cdiv(K, BN)):
+            tile = load_tile((x, M, K, K, 1), i, indices(part, BN))
+            largest = tl.maximum(largest, magnitude(tile))
+        tl.store(out + first + i, tl.max(largest, 1), mask=i < M)
+
+
+def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
+    along = [covered_dims(name, x.ndim) for name in ("row", "column")] if x.ndim > 1 else []
+    return x.dtype in DTYPES and (dims is None or tuple(dims) in along)
+
+
+@fused(amax, _takes, zeros=True)
+def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
+    """One launch, two for columns; 2 bytes per bf16 element."""
+    if dims is None:
+        return _amax_of_tensor(as_matrix(x))
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+    flat, dim = as_matrix(x), int(tuple(dims) == covered_dims("row", x.ndim))
+    # If columns are contiguous, read the rows of the transpose.
+    if flat.stride(0) == 1 and flat.stride(1) != 1:
+        flat, dim = flat.t(), 1 - dim
+    return _amax_along(flat, dim).view(shape)
+
+
+def _amax_of_tensor(x: torch.Tensor) -> torch.Tensor:
+    contiguous = x.is_contiguous()
+    if not contiguous and x.stride(0) < x.stride(1):
+        x = x.t()
+        contiguous = x.is_contiguous()
+    size, out = x.numel(), zero(x.device)
+    _whole(
+        lambda chosen: (programs(size, chosen["BLOCK"] * _STEPS),),
+        (x.dtype, size_class(size), contiguous),
+        x.device,
+        *(matrix(x), out.view(torch.int32), size),
+        CONTIGUOUS=contiguous,
+        STEPS=_STEPS,
+    )
+    return out
+
+
+def _amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:
+    M, K = x.shape
+    key = (x.dtype, size_class(M, K), x.stride(1) == 1)
+    if dim == 1:
+        out = torch.empty(M, dtype=torch.float32, device=x.device)
+        arguments = matrix(x), out.view(torch.int32)
+        _rows(lambda chosen: (programs(M, chosen["BM"]),), key, x.device, *arguments)
+        return out
+    out = torch.zeros(K, dtype=torch.float32, device=x.device)
+    _columns(
+        lambda chosen: (programs(M, chosen["BM"] * _STEPS), programs(K, chosen["BN"])),
+        key,
+        x.device,
+        *(matrix(x), out.view(torch.int32)),
+        STEPS=_STEPS,
+    )
+    return out
+
+
+@fused(amaxes, lambda x, covers: x.dtype in DTYPES and x.ndim > 1, zeros=True)
+def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
+    """Two launches for rows and columns; 2 bytes per bf16 element."""
+    if set(covers) == {"row", "column"}:
+        row, column = _amax_of_rows_and_columns(as_matrix(x))
+        column = column.view(*[1] * (x.ndim - 1), -1)
+        found = {"row": row.view(*x.shape[:-1], 1), "column": column}
+    else:
+        found = {name: _amax(x, covered_dims(name, x.ndim)) for name in covers if name != "tensor"}
+        rows = found.get("row")
+        found["tensor"] = _amax(x) if rows is None or not rows.numel() else rows.amax()
+    return [found[name] for name in covers]
+
+
+def _amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    M, K = x.shape
+    # Two allocations and one fill: an operator may not return two views of one buffer.
+    rows = torch.empty(M, dtype=torch.float32, device=x.device)
+    columns = torch.empty(K, dtype=torch.float32, device=x.device)
+    foreach_zero_([rows, columns])
+    _rows_and_columns(
+        tiles(M, K),
+        (x.dtype, size_class(M, K), x.stride(1) == 1),
+        x.device,
+        *(matrix(x), rows.view(torch.int32), columns.view(torch.int32)),
+    )
+    return rows, columns
+
+
+@fused(amax_of_each, lambda first, others, of_rows=False: are_alike([first, *others]))
+def _amax_of_each(
+    first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
+) -> torch.Tensor:
+    """Two launches, one for rows, and the copy of a table; 2 bytes per bf16 element."""
+    table = Table([first, *others])
+    if not of_rows:
+        out = torch.zeros(len(table.rows), dtype=torch.float32, device=first.device)
+        splits = min(256, programs(max(table.sizes), 2**15))
+        _many(
+            lambda chosen: (len(out), splits),
+            (first.dtype, size_class(len(out), max(table.sizes))),
+            first.device,
+            *(table.of(table.sizes), out.view(torch.int32)),
+            DTYPE=DTYPES[first.dtype],
+            ALIGNED=table.is_aligned(table.sizes),
+            SPLITS=splits,
+        )
+        return out
+    rows, columns = table.rows, table.columns
+    out = torch.empty(sum(rows), dtype=torch.float32, device=first.device)
+    splits = min(256, programs(max(rows), 32))
+    _rows_of_many(
+        lambda chosen: (len(rows), splits),
+        (first.dtype, size_class(len(rows), max(rows), max(columns))),
+        first.device,
+        *(table.of(rows, columns, starts_of(rows)), out.view(torch.int32)),
+        DTYPE=DTYPES[first.dtype],
+        ALIGNED=table.is_aligned(columns),
+        SPLITS=splits,
+    )
+    return out

@@ -1,0 +1,330 @@
+"""Operands of GEMMs with block scales: reblocked, dequantized, with scales in a GEMM's layout."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8_dist.kernels.block_gemm import (
+    dequantize_blocks,
+    gemm_scales,
+    is_transposed,
+    tiled_exponents,
+    transposed_blocks,
+)
+from fp8_dist.kernels.blocks import empty_reblocked, reblock
+from fp8_dist.kernels.cuda.triton.blocks import (
+    exponents_of,
+    largest_of_each,
+    multipliers_by,
+    scales_by,
+    spread,
+    takes_size,
+)
+from fp8_dist.kernels.cuda.triton.launch import (
+    Blocks,
+    as_bytes,
+    blocks,
+    float8_constants,
+    fused,
+    matrix,
+    programs,
+    size_class,
+    tuned,
+)
+from fp8_dist.kernels.cuda.triton.rounding import (
+    from_float8,
+    indices,
+    magnitude,
+    saturated,
+    to_float8,
+)
+
+
+@triton.jit
+def _load_dequantized(
+    x: tl.tuple,
+    exponents: tl.tuple,
+    first_row: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    c: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+) -> tl.tensor:
+    # A tile of float8 data times its block scales; c are its columns of blocks.
+    data, M, K, stride_m, stride_k = x
+    scales, _, across, stride_r, stride_c = exponents
+    mask = (i < M)[:, None] & ((j >= 0) & (j < K))[None, :]
+    code = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0)
+    is_block = (i < M)[:, None] & (c < across)[None, :]
+    found = scales + ((first_row + i) // ROWS)[:, None] * stride_r + c[None, :] * stride_c
+    found = tl.load(found, mask=is_block, other=127).to(tl.int32)
+    return from_float8(code, BIAS, SOFT) * spread(scales_by(found), 1, COLUMNS)
+
+
+@tuned(
+    blocks(8, BM=128, BN=64),
+    blocks(4, BM=64, BN=64),
+    blocks(8, BM=64, BN=128),
+    blocks(8, BM=128, BN=128),
+)
+@triton.jit
+def _reblock(
+    x: tl.tuple,
+    exponents: tl.tuple,
+    qdata: tl.tensor,
+    found: tl.tensor,
+    first_row: tl.tensor,
+    first_column: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NEW_ROWS: tl.constexpr,
+    RULE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: a tile of [BM, BN], or of a block, new or old, where that is larger. Moves 2
+    # bytes per element.
+    TILE_M: tl.constexpr = BM if BM > NEW_ROWS else NEW_ROWS
+    TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
+    M, K = x[1], x[2]
+    i = indices(tl.program_id(0), TILE_M)
+    j = indices(tl.program_id(1), TILE_N) - first_column
+    c = indices(tl.program_id(1), TILE_N // COLUMNS)
+    v = _load_dequantized(x, exponents, first_row, i, j, c, ROWS, COLUMNS, BIAS, SOFT)
+    new = exponents_of(largest_of_each(magnitude(v), NEW_ROWS, 1), RULE, BIAS)
+    r = indices(tl.program_id(0), TILE_M // NEW_ROWS)
+    is_block = (r < tl.cdiv(M, NEW_ROWS))[:, None] & ((j >= 0) & (j < K))[None, :]
+    tl.store(found + r[:, None] * K + j[None, :], new.to(tl.uint8), mask=is_block)
+    v = saturated(v * spread(multipliers_by(new), NEW_ROWS, 1), BIAS)
+    code = to_float8(v, BIAS, SOFT)
+    mask = (i < M)[:, None] & ((j >= 0) & (j < K))[None, :]
+    if TRANSPOSED:
+        tl.store(qdata + j[:, None] * M + i[None, :], tl.trans(code), mask=tl.trans(mask))
+    else:
+        tl.store(qdata + i[:, None] * K + j[None, :], code, mask=mask)
+
+
+@triton.jit
+def _bf16_bits(v: tl.tensor) -> tl.tensor:
+    # Round to nearest even with integers, because the interpreter's conversion changes subnormals.
+    bits = v.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
+
+
+@tuned(blocks(4, BM=32, BN=128), blocks(8, BM=64, BN=128), blocks(8, BM=32, BN=256))
+@triton.jit
+def _dequantize(
+    x: tl.tuple,
+    exponents: tl.tuple,
+    out: tl.tensor,
+    first_row: tl.tensor,
+    first_column: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NARROW: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: a tile of [BM, BN], or of a block where that is wider. Moves 3 bytes per
+    # element, 5 for fp32.
+    TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
+    M, K = x[1], x[2]
+    i = indices(tl.program_id(0), BM)
+    j = indices(tl.program_id(1), TILE_N) - first_column
+    c = indices(tl.program_id(1), TILE_N // COLUMNS)
+    v = _load_dequantized(x, exponents, first_row, i, j, c, ROWS, COLUMNS, BIAS, SOFT)
+    if NARROW:
+        v = _bf16_bits(v)
+    mask = (i < M)[:, None] & ((j >= 0) & (j < K))[None, :]
+    tl.store(out + i[:, None] * K + j[None, :], v, mask=mask)
+
+
+@triton.jit
+def _store_scales(
+    exponents: tl.tuple, scales: tl.tensor, padded: tl.tensor, block: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    # BLOCK scales, one column after the other.
+    data, rows, columns, stride_r, stride_c = exponents
+    n = indices(block, BLOCK)
+    r, c = n % padded, n // padded
+    is_stored = n < padded * columns
+    is_block = is_stored & (r < rows)
+    found = tl.load(data + r * stride_r + c * stride_c, mask=is_block, other=0).to(tl.int32)
+    tl.store(scales + n, tl.where(is_block, scales_by(found), 0.0), mask=is_stored)
+
+
+@tuned(blocks(4, BLOCK=1024))
+@triton.jit
+def _gemm_scales(
+    a: tl.tuple,
+    scales_a: tl.tensor,
+    b: tl.tuple,
+    scales_b: tl.tensor,
+    padded_b: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One instance: BLOCK scales of one operand. Moves 5 bytes each.
+    block, of_a = tl.program_id(0), tl.cdiv(a[1] * a[2], BLOCK)
+    if block < of_a:
+        _store_scales(a, scales_a, a[1], block, BLOCK)
+    else:
+        _store_scales(b, scales_b, padded_b, block - of_a, BLOCK)
+
+
+@triton.jit
+def _store_tiles(
+    exponents: tl.tuple,
+    tiles: tl.tensor,
+    repeats: tl.tensor,
+    block: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    # BLOCK bytes of tiles.
+    data, rows, columns, stride_r, stride_c = exponents
+    n, across = indices(block, BLOCK), tl.cdiv(columns, 4)
+    tile = n // 512
+    r = tile // across * 128 + n % 16 // 4 * 32 + n % 512 // 16
+    c = tile % across * 4 + n % 4
+    is_block = (r < rows * repeats) & (c < columns)
+    found = tl.load(data + r // repeats * stride_r + c * stride_c, mask=is_block, other=0)
+    tl.store(tiles + n, found, mask=tile < tl.cdiv(rows * repeats, 128) * across)
+
+
+@tuned(blocks(4, BLOCK=1024))
+@triton.jit
+def _tiled_exponents(
+    a: tl.tuple,
+    tiles_a: tl.tensor,
+    size_a: tl.tensor,
+    b: tl.tuple,
+    tiles_b: tl.tensor,
+    repeats_b: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One instance: BLOCK bytes of the tiles of one operand. Moves 2 bytes each.
+    block, of_a = tl.program_id(0), tl.cdiv(size_a, BLOCK)
+    if block < of_a:
+        _store_tiles(a, tiles_a, 1, block, BLOCK)
+    else:
+        _store_tiles(b, tiles_b, repeats_b, block - of_a, BLOCK)
+
+
+@fused(
+    reblock,
+    lambda qdata, exponents, blocks, rows, *_, **__: (
+        takes_size(*blocks[:2]) and takes_size(rows, blocks[1])
+    ),
+)
+def _reblocked(
+    qdata: torch.Tensor,
+    exponents: torch.Tensor,
+    blocks: Sequence[int],
+    rows: int,
+    rule: str | None,
+    transposed: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch; 2 bytes per element."""
+    (M, K), (old_rows, columns, first_row, first_column) = qdata.shape, blocks
+    result, found = empty_reblocked(qdata, exponents, blocks, rows, rule, transposed)
+
+    def grid(chosen: Blocks) -> tuple[int, ...]:
+        down = programs(M, max(rows, chosen["BM"]))
+        return down, programs(first_column + K, max(columns, chosen["BN"]))
+
+    if qdata.numel():
+        _reblock(
+            grid,
+            (size_class(M, K), qdata.stride(1) == 1, old_rows, columns, rows, transposed),
+            qdata.device,
+            *(matrix(qdata), matrix(exponents), as_bytes(result), found),
+            *(first_row, first_column),
+            ROWS=old_rows,
+            COLUMNS=columns,
+            NEW_ROWS=rows,
+            RULE=rule,
+            TRANSPOSED=transposed,
+            **float8_constants(qdata.dtype, qdata.device),
+        )
+    return result, found
+
+
+@fused(
+    dequantize_blocks,
+    lambda x, exponents, blocks, dtype: (
+        takes_size(*blocks[:2]) and dtype in (torch.bfloat16, torch.float32)
+    ),
+)
+def _dequantized(
+    x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """One launch; 3 bytes per element for bf16, 5 for fp32."""
+    if is_transposed(x):
+        return _dequantized(x.t(), exponents.t(), transposed_blocks(blocks), dtype).t()
+    (M, K), (rows, columns, first_row, first_column) = x.shape, blocks
+    out = torch.empty(M, K, dtype=dtype, device=x.device)
+    narrow = dtype is torch.bfloat16
+
+    def grid(chosen: Blocks) -> tuple[int, ...]:
+        across = programs(first_column + K, max(columns, chosen["BN"]))
+        return programs(M, chosen["BM"]), across
+
+    if x.numel():
+        _dequantize(
+            grid,
+            (size_class(M, K), x.stride(1) == 1, rows, columns, narrow),
+            x.device,
+            *(matrix(x), matrix(exponents), out.view(torch.int16) if narrow else out),
+            *(first_row, first_column),
+            ROWS=rows,
+            COLUMNS=columns,
+            NARROW=narrow,
+            **float8_constants(x.dtype, x.device),
+        )
+    return out
+
+
+@fused(gemm_scales)
+def _scales_of_both(
+    a: torch.Tensor, b: torch.Tensor, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch; 5 bytes per block."""
+    padded = -(-b.shape[0] // multiple) * multiple
+    of_a = torch.empty(a.shape[1], a.shape[0], dtype=torch.float32, device=a.device)
+    of_b = torch.empty(b.shape[1], padded, dtype=torch.float32, device=a.device)
+    arguments = matrix(a), of_a, matrix(b), of_b, padded
+    _gemm_scales(_of_both(of_a, of_b), (), a.device, *arguments)
+    return of_a.t(), of_b.t()
+
+
+@fused(tiled_exponents)
+def _tiles_of_both(
+    a: torch.Tensor, b: torch.Tensor, repeats: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch; 2 bytes per exponent in the tiles."""
+    sizes = [
+        triton.cdiv(rows, 128) * triton.cdiv(columns, 4) * 512
+        for rows, columns in (a.shape, (b.shape[0] * repeats, b.shape[1]))
+    ]
+    of_a, of_b = (torch.empty(size, dtype=torch.uint8, device=a.device) for size in sizes)
+    arguments = matrix(a), of_a, of_a.numel(), matrix(b), of_b, repeats
+    _tiled_exponents(_of_both(of_a, of_b), (), a.device, *arguments)
+    return of_a, of_b
+
+
+def _of_both(of_a: torch.Tensor, of_b: torch.Tensor) -> Callable[[Blocks], tuple[int]]:
+    """Grid with instances for BLOCK elements of one of two results."""
+    sizes = of_a.numel(), of_b.numel()
+    return lambda chosen: (
+        triton.cdiv(sizes[0], chosen["BLOCK"]) + programs(sizes[1], chosen["BLOCK"]),
+    )

@@ -1,0 +1,67 @@
+"""Tables of many tensors, for kernels that process all of them in one launch.
+
+A table is on the device, with a row of int64 for each tensor. It is copied there once for the same
+tensors, because the shards of weights keep their addresses; the host waits for the copy.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+
+from fp8_dist.kernels.cuda.triton.launch import DTYPES
+from fp8_dist.kernels.quantization import as_matrix
+from fp8_dist.torch_internals import is_captured
+
+
+def are_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one launch can process all of the tensors.
+
+    This is not the case while a CUDA graph is captured, which would outlive the addresses.
+    """
+    dtype = tensors[0].dtype
+    alike = all(x.dtype is dtype and x.is_contiguous() for x in tensors)
+    return dtype in DTYPES and alike and not is_captured(tensors[0])
+
+
+def starts_of(sizes: Sequence[int]) -> list[int]:
+    """Start of each of several consecutive pieces of the given sizes."""
+    return list(accumulate(sizes, initial=0))[:-1]
+
+
+class Table:
+    """Tensors that :func:`are_alike`, as matrices.
+
+    Attributes:
+        sizes: number of elements of each.
+        rows, columns: both sizes of each.
+        starts: index of the first element of each where one follows the other.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        matrices = [as_matrix(x) for x in tensors]
+        self._device = matrices[0].device
+        self._addresses = [x.data_ptr() for x in matrices]
+        self.sizes = [x.numel() for x in matrices]
+        self.rows = [x.shape[0] for x in matrices]
+        self.columns = [x.shape[1] for x in matrices]
+        self.starts = starts_of(self.sizes)
+
+    def of(self, *columns: Sequence[int]) -> torch.Tensor:
+        """The table with the addresses and the given numbers of each tensor."""
+        device = self._device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        return _table_of(tuple(zip(self._addresses, *columns, strict=True)), device, stream)
+
+    def is_aligned(self, *columns: Sequence[int]) -> bool:
+        """Whether all addresses and the given numbers are multiples of 16."""
+        return all(n % 16 == 0 for each in (self._addresses, *columns) for n in each)
+
+
+@lru_cache(maxsize=16)
+def _table_of(
+    rows: tuple[tuple[int, ...], ...], device: torch.device, stream: torch.cuda.Stream | None
+) -> torch.Tensor:
+    # One table per stream: the memory of a dropped table is reused on that stream only.
+    return torch.tensor(rows, dtype=torch.int64).to(device)
