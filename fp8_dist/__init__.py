@@ -16,9 +16,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fp8_dist.auto_filter import auto_filter
 from fp8_dist.cast import cast_to_float8
-from fp8_dist.checkpoint_policy import selective_checkpoint_policy
 from fp8_dist.config import (
     CastConfig,
     Float8GemmConfig,
@@ -27,8 +25,6 @@ from fp8_dist.config import (
     ScalingGranularity,
     ScalingType,
 )
-from fp8_dist.convert import convert_to_float8_training
-from fp8_dist.export import float8_quantization_config, float8_state_dict
 from fp8_dist.fsdp import (
     Float8AllGatherWeight,
     attach_precompute,
@@ -38,11 +34,14 @@ from fp8_dist.fsdp import (
     sync_float8_amax_and_scale_history,
     update_float8_scales,
 )
-from fp8_dist.layer_filter import skip_head
 from fp8_dist.linear.module import Float8Linear, float8_layers, invalidate_float8_scales
 from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.state import Float8State
-from fp8_dist.summary import conversion_summary
+from fp8_dist.model.checkpoint_policy import selective_checkpoint_policy
+from fp8_dist.model.convert import convert_to_float8_training
+from fp8_dist.model.export import float8_quantization_config, float8_state_dict
+from fp8_dist.model.filters import auto_filter, skip_head
+from fp8_dist.model.report import conversion_summary
+from fp8_dist.model.state import Float8State
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.version import __version__
 

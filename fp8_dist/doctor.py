@@ -14,24 +14,23 @@ import argparse
 import pkgutil
 import platform
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8_dist.auto_filter import auto_filter
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, Operand
-from fp8_dist.convert import convert_to_float8_training
 from fp8_dist.dtypes import device_has_float8_gemm
 from fp8_dist.env import SWITCHES, set_switches, strict_alignment
 from fp8_dist.kernels import ALIGNMENT
-from fp8_dist.layer_filter import skip_head, why_misaligned
-from fp8_dist.summary import ConversionSummary, WeightSummary, alike, conversion_summary
+from fp8_dist.model.convert import convert_to_float8_training
+from fp8_dist.model.filters import skip_head, why_too_small
+from fp8_dist.model.report import WeightSummary, alike, conversion_summary
 from fp8_dist.version import __version__
 
 OLDEST_TORCH = "2.11"
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status, 0.
 
     Raises:
-        SystemExit: with status 2 and one line on stderr, for wrong arguments.
+        SystemExit: with status 2, for wrong arguments.
 
     Collectives: none.
     """
@@ -69,15 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that prints an error without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m fp8_dist.doctor",
         description="What this machine, and a model, would do in float8.",
         allow_abbrev=False,
@@ -216,29 +208,22 @@ def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[s
         return
     summary = conversion_summary(model)
     yield f"\n{summary}"
-    yield from _section("gathers", _gathers(config, summary, dp, tp))
-    aligned_or_not = [row for row in summary.rows if row.converted or _left_out_as_misaligned(row)]
-    misaligned = list(_notes(aligned_or_not, lambda row: _misaligned(row.shape, tp)))
+    yield from _section("gathers", _gathers(config, summary.converted, dp, tp))
     yield from _section(
-        f"layers with dims that are not multiples of {ALIGNMENT} (skip_head leaves out those that "
-        "are misaligned as a whole; a GPU refuses the parts of ranks, unless pad_inner_dim=True)",
-        misaligned or ["none"],
-    )
-    small = list(_notes(summary.converted, lambda row: _too_small(row, recipe, tp)))
-    yield from _section(
-        f'float8 layers that auto_filter("{recipe}", tp_size={tp}) would leave out as too small',
-        small or ["none"],
+        f'float8 layers that auto_filter("{recipe}", tp_size={tp}) would leave out (a GPU refuses '
+        f"dims that are not multiples of {ALIGNMENT}, unless pad_inner_dim=True)",
+        list(_left_out(summary.converted, recipe, tp)) or ["none"],
     )
 
 
 def _gathers(
-    config: Float8LinearConfig, summary: ConversionSummary, dp: int, tp: int
+    config: Float8LinearConfig, rows: Sequence[WeightSummary], dp: int, tp: int
 ) -> Iterator[str]:
     """Lines about the gathers of FSDP2 and TP/SP, and their precision."""
     if dp > 1:
-        elements = sum(row.parameters for row in summary.converted)
+        elements = sum(row.parameters for row in rows)
         yield (
-            f"FSDP2, {dp} ranks: {len(summary.converted)} weights, {elements:,} elements, "
+            f"FSDP2, {dp} ranks: {len(rows)} weights, {elements:,} elements, "
             f"{_precision(config, 'weight')}; all other parameters in high precision"
         )
     if tp > 1:
@@ -256,39 +241,21 @@ def _precision(config: Float8LinearConfig, operand: Operand) -> str:
     return f"in high precision ({why})"
 
 
-def _notes(rows: Iterable[WeightSummary], reason: Callable[[WeightSummary], str]) -> Iterator[str]:
-    """Lines for the rows that have a reason; similar rows share a line."""
-    noted = [replace(row, reason=reason(row)) for row in rows]
-    for name, found in alike(row for row in noted if row.reason):
-        count = f" ({len(found)})" if len(found) > 1 else ""
-        yield f"{name}{count}, {' x '.join(map(str, found[0].shape))}: {found[0].reason}"
-
-
-def _left_out_as_misaligned(row: WeightSummary) -> bool:
-    return row.reason == f"skip_head: {why_misaligned(*row.shape[-2:])}"
-
-
-def _misaligned(shape: tuple[int, ...], tp: int) -> str:
-    """Text of a layer's misaligned features, as a whole or as a tensor-parallel rank's part."""
-    found = []
-    sides = (("out_features", "ColwiseParallel"), ("in_features", "RowwiseParallel"))
-    for size, (name, style) in zip(shape, sides, strict=True):
-        part = max(-(-size // tp), 1)
-        parts = {min(part, size - start) for start in range(0, size, part)}
-        if any(each % ALIGNMENT for each in parts):
-            divided = f" ({' or '.join(map(str, sorted(parts)))} with {style})" if tp > 1 else ""
-            found.append(f"{name} {size}{divided}")
-    return ", ".join(found)
-
-
-def _too_small(row: WeightSummary, recipe: str, tp: int) -> str:
-    """The reason why auto_filter leaves out an aligned layer, or an empty string."""
-    admits = auto_filter(recipe, tp_size=tp)
-    out_features, in_features = row.shape
-    layer = nn.Linear(in_features, out_features, device="meta")
-    if _misaligned(row.shape, tp) or admits(layer, row.name):
-        return ""
-    return admits.reason(row.name).removeprefix("auto_filter: ")
+def _left_out(rows: Sequence[WeightSummary], recipe: str, tp: int) -> Iterator[str]:
+    """Lines for the layers whose parts gain nothing; similar layers share a line."""
+    styles = {0: "ColwiseParallel", 1: "RowwiseParallel"} if tp > 1 else {None: ""}
+    for name, (first, *_) in alike(rows):
+        out_features, in_features = first.shape
+        found: dict[str, list[str]] = {}
+        for dim, style in styles.items():
+            _, reason = why_too_small(recipe, (out_features, in_features), dim, tp)
+            found.setdefault(reason, []).append(style)
+        found.pop("", None)
+        reasons = [
+            f"{reason} ({', '.join(of)})" if tp > 1 else reason for reason, of in found.items()
+        ]
+        if reasons:
+            yield f"{name}, {out_features} x {in_features}: {'; '.join(reasons)}"
 
 
 if __name__ == "__main__":

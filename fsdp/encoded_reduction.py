@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.fsdp.gradient_errors import GradientErrors
 from fp8_dist.torch_internals import (
     FsdpReduceScatter,
     fsdp_divisor,
@@ -21,13 +20,13 @@ from fp8_dist.torch_internals import (
 )
 from fp8_dist.transport import (
     Encoding,
+    GradientErrors,
     Part,
     all_reduce,
     reduce_scatter,
     runs_of,
     seed_of,
     split,
-    stages_over,
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -117,8 +116,7 @@ class EncodedReduction(FsdpReduceScatter):
         groups = [group]
         if self.hierarchy is not None:
             groups = [self.hierarchy.get_group(axis) for axis in (1, 0)]
-        stages = stages_over(*groups)
-        total = reduce_scatter(rows, runs, stages, seed=self.seed, errors=self.errors)
+        total = reduce_scatter(rows, runs, groups, seed=self.seed, errors=self.errors)
         output_tensor.copy_(total.div_(fsdp_divisor(self.group, op, group)))
 
 
@@ -130,7 +128,6 @@ class EncodedReplicas:
     ) -> None:
         self.replicas = replicas
         self.shards = shards
-        (self.stage,) = stages_over(replicas)
         self.errors: GradientErrors | None = None
         if error_feedback:
             self.errors = GradientErrors([(replicas.size(), 1)], shards.group.device)
@@ -159,7 +156,7 @@ class EncodedReplicas:
             self.errors.keep_for(split(self.shards.parts_with_errors(parts), ranks))
         divisor = fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
         seed, errors = seed_of(self.shards.seed, _OF_REPLICAS), self.errors
-        x.copy_(all_reduce(x, parts, self.stage, divisor=divisor, seed=seed, errors=errors))
+        x.copy_(all_reduce(x, parts, self.replicas, divisor=divisor, seed=seed, errors=errors))
 
 
 def install(reduction: EncodedReduction, error_feedback: bool) -> None:

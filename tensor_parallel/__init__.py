@@ -6,8 +6,9 @@ if __name__ != "fp8_dist.tensor_parallel":
         "fp8_dist.tensor_parallel (from the root of a checkout, or after pip install)"
     )
 
-from fp8_dist.tensor_parallel.local import declare_placements, share_input
-from fp8_dist.tensor_parallel.models import llama_tp_plan
+from fp8_dist.tensor_parallel.inputs import share_input
+from fp8_dist.tensor_parallel.llama import llama_tp_plan
+from fp8_dist.tensor_parallel.local import declare_placements
 from fp8_dist.tensor_parallel.plan import apply_tp_plan
 from fp8_dist.tensor_parallel.styles import (
     Float8ColwiseParallel,

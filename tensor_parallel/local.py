@@ -1,19 +1,16 @@
 """Float8 communication of layers whose parameters and activations are plain local tensors."""
 
-from collections.abc import Sequence
-
-import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.mesh import layout_over
-from fp8_dist.tensor_parallel.reductions import check_transport, gathered
-from fp8_dist.tensor_parallel.shared_casts import cast_input, shared_input_cast
+from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.transport import Encoding
+
+_WEIGHTS = (Shard(0), Shard(1), Replicate())
 
 
 def declare_placements(
@@ -85,9 +82,6 @@ def declare_placements(
             f"{tuple(mesh.shape)} and axes {mesh.mesh_dim_names}: pass its tensor-parallel axis, "
             "such as mesh['tp']"
         )
-    for name, placement in (("weight", weight), ("input", input), ("output", output)):
-        if not isinstance(placement, Placement):
-            raise TypeError(f"{layer.fqn}: {name}={placement!r} is no placement, such as Shard(0)")
     if weight == Shard(-1):
         weight = Shard(1)
     _check_placements(layer, weight, input, output)
@@ -108,119 +102,24 @@ def declare_placements(
     return layer
 
 
-def share_input(
-    input: torch.Tensor,
-    layers: Sequence[Float8Linear],
-    *,
-    reduce_transport: Encoding = None,
-) -> torch.Tensor:
-    """Cast and gather an input once for several layers, such as wq, wk and wv.
-
-    This is ``PrepareFloat8ModuleInput`` as a function.
-
-    Args:
-        input: a plain tensor at the placement that the layers declared for their input; or a
-            DTensor on a 1-D mesh, for layers whose parameters are DTensors.
-        layers: column-parallel layers with the same config, and with the same declared mesh and
-            input placement, or none. The first layer has the amax history of a DELAYED scale.
-        reduce_transport: as in ``PrepareFloat8ModuleInput``, for a DTensor. For a plain tensor the
-            layers declare it.
-
-    Returns:
-        A DTensor that each of the layers takes as its input. It is float8 where one copy serves all
-        GEMMs (``rowwise`` and ``rowwise_with_gw_hp`` gather in high precision). The gradients of
-        the layers are summed, and then reduced once to the placement of ``input``.
-
-    Collectives: those of ``PrepareFloat8ModuleInput``, or of torch's ``PrepareModuleInput``.
-
-    Raises:
-        ValueError: no layers, one that is not column-parallel by its declaration, layers that
-            disagree, a DTensor on a mesh of several axes, or ``reduce_transport`` for an input that
-            is not sharded, or whose layers declare it.
-        TypeError: ``layers`` is not a sequence of Float8Linear; or ``input`` is a DTensor where a
-            local tensor was declared, or the other way round.
-    """
-    if not torch.compiler.is_compiling():
-        _check_shared(input, layers, reduce_transport)
-    first = layers[0]
-    declared, cast = first.local_placements, shared_input_cast(first)
-    if isinstance(input, DTensor):
-        placed = input
-    else:
-        assert declared is not None
-        placed = DTensor.from_local(input, declared.mesh, (declared.input,), run_check=False)
-    if cast is not None:
-        at, mesh, history = placed.placements[0], placed.device_mesh, first.histories.get("input")
-        placed = cast_input(placed, at, mesh, *cast, history, first.float8_weight)
-    transport = reduce_transport if declared is None else first.reduce_transport
-    return gathered(placed, transport, "share_input")
-
-
-def _check_shared(
-    input: torch.Tensor, layers: Sequence[Float8Linear], reduce_transport: Encoding
-) -> None:
-    single = isinstance(layers, nn.Linear)
-    wrong = [layers] if single else [m for m in layers if not isinstance(m, Float8Linear)]
-    if wrong:
-        kinds = ", ".join(type(layer).__name__ for layer in wrong)
-        raise TypeError(
-            f"share_input takes a list of Float8Linear, got {kinds}"
-            + (" alone" if single else "; convert it first (convert_to_float8_training)")
-        )
-    names = [layer.fqn for layer in layers]
-    declared = layers[0].local_placements if layers else None
-    if not layers or any(
-        layer.local_placements != declared
-        or (declared is not None and declared.weight != Shard(0))
-        or shared_input_cast(layer) != shared_input_cast(layers[0])
-        or layer.reduce_transport != layers[0].reduce_transport
-        for layer in layers
-    ):
-        found = "".join(f"\n  - {m.fqn}: {m.local_placements}, {m.extra_repr()}" for m in layers)
-        raise ValueError(
-            f"share_input: {names} must be column-parallel layers (declare_placements with "
-            f"weight=Shard(0)), with one mesh, input placement and cast of the input; found{found}"
-        )
-    check_transport(reduce_transport, "share_input")
-    if reduce_transport is not None and declared is not None:
-        raise ValueError(
-            f"share_input: reduce_transport={reduce_transport!r}, but {names} declared how their "
-            "input stands; give it to declare_placements"
-        )
-    if isinstance(input, DTensor) and declared is not None:
-        raise TypeError(
-            f"share_input: {names} declared a local input, but got a DTensor, {input.placements} "
-            f"on {input.device_mesh}; pass its to_local()"
-        )
-    if isinstance(input, DTensor) and input.device_mesh.ndim != 1:
-        raise ValueError(
-            f"share_input: the input of {names} is on {input.device_mesh}; it must be on a 1-D mesh"
-        )
-    if not isinstance(input, DTensor) and declared is None:
-        raise TypeError(
-            f"share_input: the input of {names} is a plain tensor; declare where it stands "
-            "(declare_placements), or pass a DTensor"
-        )
-
-
 def _check_placements(
     layer: Float8Linear, weight: Placement, input: Placement, output: Placement
 ) -> None:
-    fits = {
-        "weight": weight in (Shard(0), Shard(1), Replicate()),
-        "input": isinstance(input, Shard | Replicate),
-        "output": isinstance(output, Shard | Replicate)
-        or (output == Partial() and weight == Shard(1) and layer.bias is None),
-    }
-    allowed = {
-        "weight": "Shard(0), Shard(1) or Replicate()",
-        "input": "a Shard or Replicate()",
-        "output": "a Shard, Replicate(), or, of a row-parallel layer without a bias, Partial()",
-    }
-    given = {"weight": weight, "input": input, "output": output}
-    for name, fit in fits.items():
-        if not fit:
-            raise ValueError(f"{layer.fqn}: {name}={given[name]!r}, but it must be {allowed[name]}")
+    summed = output == Partial() and weight == Shard(1) and layer.bias is None
+    for name, given, fits, allowed in (
+        ("weight", weight, weight in _WEIGHTS, "Shard(0), Shard(1) or Replicate()"),
+        ("input", input, isinstance(input, Shard | Replicate), "a Shard or Replicate()"),
+        (
+            "output",
+            output,
+            isinstance(output, Shard | Replicate) or summed,
+            "a Shard, Replicate(), or, of a row-parallel layer without a bias, Partial()",
+        ),
+    ):
+        if not isinstance(given, Placement):
+            raise TypeError(f"{layer.fqn}: {name}={given!r} is not a placement, such as Shard(0)")
+        if not fits:
+            raise ValueError(f"{layer.fqn}: {name}={given!r}, but it must be {allowed}")
 
 
 def _check_shapes(layer: Float8Linear, mesh: DeviceMesh, weight: Placement) -> None:

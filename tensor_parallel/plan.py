@@ -5,13 +5,11 @@ dot-separated parts of a name may contain ``*``.
 """
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Iterator
 from fnmatch import fnmatch
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -22,23 +20,15 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.tensor_parallel.styles import (
+    CheckedStyle,
     Float8ColwiseParallel,
     Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
     described,
 )
 from fp8_dist.tensor_parallel.ties import find_ties, tie_again, untied_by
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
 _HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
-
-
-class CheckedStyle(ParallelStyle):
-    """Style with a check that :func:`apply_tp_plan` makes before it changes any module."""
-
-    @abstractmethod
-    def misfits(self, name: str, size: int) -> Iterator[str]:
-        """Yield the obstacles to applying the style to module ``name`` on ``size`` ranks."""
 
 
 def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> nn.Module:
@@ -78,7 +68,8 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 f"the plan's entry {pattern!r} is {style!r}, not a parallel style: give an "
                 f"instance, such as ColwiseParallel()"
             )
-    check_placed(float8_layers(model), mesh, "apply_tp_plan", _facts(plan))
+    facts = {f"the plan's entry {pattern!r}": described(style) for pattern, style in plan.items()}
+    check_placed(float8_layers(model), mesh, "apply_tp_plan", facts)
     # By the first name of each module, which is the only one that torch knows.
     names = {module: name for name, module in model.named_modules()}
     matches = {
@@ -117,11 +108,6 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
         )
 
 
-def _facts(plan: dict[str, ParallelStyle]) -> dict[str, str]:
-    """Return the facts about a plan that all ranks must agree on, by name."""
-    return {f"the plan's entry {pattern!r}": described(style) for pattern, style in plan.items()}
-
-
 def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
     """Yield the modules with a name that an entry matches. A module may have several names."""
     if not pattern:
@@ -154,33 +140,10 @@ def _offenders(
                     f"leave one of them"
                 )
             claimed[name] = pattern
-            yield from _check_float8_style(name, module, style)
+            if isinstance(style, CheckedStyle):
+                yield from (f"{name!r}: {misfit}" for misfit in style.misfits(module, size))
             if isinstance(style, ColwiseParallel):
                 yield from _check_heads(model, name, size)
-            if isinstance(style, CheckedStyle):
-                yield from style.misfits(name, size)
-
-
-def _check_float8_style(name: str, module: nn.Module, style: ParallelStyle) -> Iterator[str]:
-    kind = type(module).__name__
-    of_linear = isinstance(style, Float8ColwiseParallel | Float8RowwiseParallel)
-    if of_linear and not isinstance(module, Float8Linear):
-        torch_style = "ColwiseParallel" if isinstance(style, ColwiseParallel) else "RowwiseParallel"
-        yield (
-            f"{name!r} has the style {type(style).__name__} but is a {kind}, not a Float8Linear: "
-            f"convert it first (convert_to_float8_training), or use torch's {torch_style}"
-        )
-    elif of_linear and isinstance(module.weight, DTensor):
-        yield (
-            f"{name!r} is distributed already: its weight is {module.weight.placements} on "
-            f"{module.weight.device_mesh}; call apply_tp_plan once, before fully_shard"
-        )
-    elif isinstance(style, PrepareFloat8ModuleInput) and not float8_layers(module):
-        yield (
-            f"{name!r} has the style PrepareFloat8ModuleInput but its {kind} contains no "
-            "Float8Linear: convert one first (convert_to_float8_training), or use torch's "
-            "PrepareModuleInput"
-        )
 
 
 def _check_heads(model: nn.Module, name: str, size: int) -> Iterator[str]:

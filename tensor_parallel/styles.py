@@ -9,6 +9,7 @@ If torch's ``parallelize_module`` applies a style, an all-reduce of 16 bytes fir
 layers and the style between ranks. A difference is a ValueError.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,12 +19,15 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.config import CastSpec
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.tensor_parallel.reductions import ModuleInput, check_transport
-from fp8_dist.tensor_parallel.shared_casts import cast_input, shared_input_cast
+from fp8_dist.tensor_parallel.inputs import (
+    ModuleInput,
+    cast_input,
+    check_transport,
+    shared_input_cast,
+)
 from fp8_dist.transport import Encoding
 
 # Attributes of torch's styles and ours that say where tensors go.
@@ -39,7 +43,89 @@ _ATTRIBUTES = (
 _PREPARED_INPUT = "prepared_input"  # the name of the prepared input's history in a layer
 
 
-class Float8ColwiseParallel(ColwiseParallel):
+class CheckedStyle(ParallelStyle):
+    """Style with a check that ``apply_tp_plan`` makes before it changes any module."""
+
+    def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield the obstacles to applying the style to a module on ``size`` ranks."""
+        yield from ()
+
+    def check(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Compare the module's layers between ranks, and raise ValueError if they don't fit."""
+        layers = float8_layers(module)
+        if not layers or any(not layer.float8_weight.is_compared for layer in layers.values()):
+            check_placed(layers, mesh, "parallelize_module", {"the style": described(self)})
+        for misfit in self.misfits(module, mesh.size()):
+            raise ValueError(f"parallelize_module: {misfit}")
+
+
+class _Float8LinearStyle(CheckedStyle):
+    """Constructor and application of the styles of a Float8Linear.
+
+    It precedes torch's style among the bases, which partitions the parameters.
+    """
+
+    input_layouts: Any
+    output_layouts: Any
+    use_local_output: bool
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        reduce_transport: Encoding = None,
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]  # of torch's style
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
+        output = self.output_layouts[0]
+        if reduce_transport and isinstance(self, RowwiseParallel) and not isinstance(output, Shard):
+            raise ValueError(
+                f"{type(self).__name__}: reduce_transport={reduce_transport!r} applies to the "
+                f"reduce-scatter of the output, and output_layouts={output!r} has none: give a "
+                "Shard (sequence parallelism), or drop the argument"
+            )
+
+    def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield an error for a module that is not a Float8Linear, or is distributed already."""
+        if not isinstance(module, Float8Linear):
+            torch_style = "Rowwise" if isinstance(self, RowwiseParallel) else "Colwise"
+            yield (
+                f"{type(self).__name__} needs a Float8Linear, found a {type(module).__name__}; "
+                "convert it first (convert_to_float8_training), or use torch's "
+                f"{torch_style}Parallel"
+            )
+        elif isinstance(module.weight, DTensor):
+            yield (
+                f"{module.fqn} is distributed already: its weight is {module.weight.placements} on "
+                f"{module.weight.device_mesh}; parallelize it once, before fully_shard"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh)
+        assert isinstance(module, Float8Linear)
+        module.output_placements = tuple(self.output_layouts)
+        module.reduce_transport = self.reduce_transport
+        layouts, use_local_output = tuple(self.input_layouts), self.use_local_output
+
+        def annotate(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            if isinstance(inputs[0], DTensor):
+                return inputs[0]
+            return DTensor.from_local(inputs[0], mesh, layouts, run_check=False)
+
+        def local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+            return output.to_local() if use_local_output else output
+
+        partition = self._partition_linear_fn  # type: ignore[attr-defined]  # of torch's style
+        return distribute_module(module, device_mesh, partition, annotate, local_output)
+
+
+class Float8ColwiseParallel(_Float8LinearStyle, ColwiseParallel):
     """``ColwiseParallel`` of a Float8Linear: weight and bias are ``Shard(0)``.
 
     Args:
@@ -65,26 +151,8 @@ class Float8ColwiseParallel(ColwiseParallel):
             is not one of the above, or (in the forward) the input was gathered before.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        reduce_transport: Encoding = None,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
-        self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distribute(self, module, device_mesh)
-
-
-class Float8RowwiseParallel(RowwiseParallel):
+class Float8RowwiseParallel(_Float8LinearStyle, RowwiseParallel):
     """``RowwiseParallel`` of a Float8Linear: the weight is ``Shard(1)``, the bias replicated.
 
     Args:
@@ -107,32 +175,8 @@ class Float8RowwiseParallel(RowwiseParallel):
             is not one of the above, or it is given for an output that is not reduce-scattered.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        reduce_transport: Encoding = None,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
-        self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
-        if reduce_transport is not None and not isinstance(self.output_layouts[0], Shard):
-            raise ValueError(
-                f"{type(self).__name__}: reduce_transport={reduce_transport!r} applies to the "
-                f"reduce-scatter of the output, and output_layouts={self.output_layouts[0]!r} has "
-                "none: give a Shard (sequence parallelism), or drop the argument"
-            )
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distribute(self, module, device_mesh)
-
-
-class PrepareFloat8ModuleInput(ModuleInput):
+class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
     """``PrepareModuleInput`` that casts floating-point inputs to float8 before it moves them.
 
     Layers that read the same input (q, k, v; w1, w3) then share one cast and one gather. The layers
@@ -182,12 +226,51 @@ class PrepareFloat8ModuleInput(ModuleInput):
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
+    def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield an error for a module whose followed layers can't use one float8 copy."""
+        layers, kind = float8_layers(module), type(module).__name__
+        fqn = self.fwd_config_submodule_fqn
+        if not layers:
+            yield (
+                f"PrepareFloat8ModuleInput: this {kind} contains no Float8Linear; convert the "
+                "model first, or use torch's PrepareModuleInput"
+            )
+            return
+        if fqn is not None and fqn not in layers:
+            yield (
+                f"PrepareFloat8ModuleInput: fwd_config_submodule_fqn={fqn!r} is not a Float8Linear "
+                f"in this {kind}; it has {list(layers)}"
+            )
+            return
+        followed = layers if fqn is None else {fqn: layers[fqn]}
+        casts = {name: shared_input_cast(layer) for name, layer in followed.items()}
+        name, cast = min(casts.items(), key=lambda item: item[1] is not None)  # None, or the first
+        if cast is None:
+            yield (
+                f"PrepareFloat8ModuleInput: {', '.join(casts)} take their input in two different "
+                "casts, or in high precision in some GEMM, which no single float8 copy can serve "
+                f"({name}: {layers[name].extra_repr()}); use torch's PrepareModuleInput"
+            )
+        elif len(set(casts.values())) > 1:
+            yield (
+                "PrepareFloat8ModuleInput: the layers that share this input cast it differently: "
+                f"{ {n: layer.extra_repr() for n, layer in followed.items()} }; give them one "
+                "config, or name the one to follow in fwd_config_submodule_fqn"
+            )
+        elif self.float8_dtype not in (None, cast[0].dtype):
+            yield (
+                f"PrepareFloat8ModuleInput: float8_dtype={self.float8_dtype}, but the layers "
+                f"({', '.join(casts)}) cast their input to {cast[0].dtype}; drop the argument"
+            )
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_placed(self, module, device_mesh)
-        layers = self._followed_layers(module)
-        cast, power_of_2 = self._agreed_cast(layers)
-        name, first = next(iter(layers.items()))
-        for each in float8_layers(module).values():
+        self.check(module, device_mesh)
+        layers = float8_layers(module)
+        name = self.fwd_config_submodule_fqn or next(iter(layers))
+        first, agreed = layers[name], shared_input_cast(layers[name])
+        assert agreed is not None
+        cast, power_of_2 = agreed
+        for each in layers.values():
             each.prepared_power_of_2 = power_of_2
             each.prepared_by |= {first.fqn}
         if cast.delayed:
@@ -211,79 +294,8 @@ class PrepareFloat8ModuleInput(ModuleInput):
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
         return super()._apply(module, device_mesh)
 
-    def _followed_layers(self, module: nn.Module) -> dict[str, Float8Linear]:
-        layers, kind = float8_layers(module), type(module).__name__
-        fqn = self.fwd_config_submodule_fqn
-        if fqn is not None and fqn not in layers:
-            raise ValueError(
-                f"PrepareFloat8ModuleInput: fwd_config_submodule_fqn={fqn!r} is no Float8Linear in "
-                f"this {kind}; it has {list(layers)}"
-            )
-        if not layers:
-            raise ValueError(
-                f"PrepareFloat8ModuleInput: this {kind} contains no Float8Linear; convert the "
-                "model first, or use torch's PrepareModuleInput"
-            )
-        return layers if fqn is None else {fqn: layers[fqn]}
-
-    def _agreed_cast(self, layers: dict[str, Float8Linear]) -> tuple[CastSpec, bool]:
-        """Return the one :func:`shared_input_cast` of the layers, or raise if they differ."""
-        casts = set()
-        for name, layer in layers.items():
-            if (found := shared_input_cast(layer)) is None:
-                raise ValueError(
-                    f"PrepareFloat8ModuleInput: {', '.join(layers)} take their input in two "
-                    "different casts, or in high precision in some GEMM, which no single float8 "
-                    f"copy can serve ({name}: {layer.extra_repr()}); use torch's PrepareModuleInput"
-                )
-            casts.add(found)
-        agreed = casts.pop()
-        if casts:
-            raise ValueError(
-                "PrepareFloat8ModuleInput: the layers that share this input cast it differently: "
-                f"{ {n: layer.extra_repr() for n, layer in layers.items()} }; give them one "
-                "config, or name the one to follow in fwd_config_submodule_fqn"
-            )
-        if self.float8_dtype not in (None, agreed[0].dtype):
-            raise ValueError(
-                f"PrepareFloat8ModuleInput: float8_dtype={self.float8_dtype}, but the layers "
-                f"({', '.join(layers)}) cast their input to {agreed[0].dtype}; drop the argument"
-            )
-        return agreed
-
 
 def described(style: ParallelStyle) -> str:
     """Describe a style as text, so that ranks can compare it."""
     known = {name: getattr(style, name) for name in _ATTRIBUTES if hasattr(style, name)}
     return f"{type(style).__name__} {known}"
-
-
-def _check_placed(style: ParallelStyle, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Compare a style's layers between ranks, unless ``apply_tp_plan`` has done so."""
-    layers = float8_layers(module)
-    if not layers or any(not layer.float8_weight.is_compared for layer in layers.values()):
-        check_placed(layers, mesh, "parallelize_module", {"the style": described(style)})
-
-
-def _distribute(
-    style: Float8ColwiseParallel | Float8RowwiseParallel, module: nn.Module, mesh: DeviceMesh
-) -> nn.Module:
-    _check_placed(style, module, mesh)
-    if not isinstance(module, Float8Linear):
-        raise ValueError(
-            f"{type(style).__name__} needs a Float8Linear, found a {type(module).__name__}; "
-            "convert the layer, or use torch's style without Float8 in its name"
-        )
-    module.output_placements = tuple(style.output_layouts)
-    module.reduce_transport = style.reduce_transport
-    layouts, use_local_output = tuple(style.input_layouts), style.use_local_output
-
-    def annotate(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        if isinstance(inputs[0], DTensor):
-            return inputs[0]
-        return DTensor.from_local(inputs[0], mesh, layouts, run_check=False)
-
-    def local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
-        return output.to_local() if use_local_output else output
-
-    return distribute_module(module, mesh, style._partition_linear_fn, annotate, local_output)

@@ -5,23 +5,15 @@ gets a sum decodes its pieces and adds them in fp32, in the order of ranks.
 """
 
 from fp8_dist.transport.encoding import Encoding, Part, Run, decode, encode, runs_of, seed_of
-from fp8_dist.transport.exchange import (
-    Errors,
-    Stage,
-    all_reduce,
-    reduce_scatter,
-    split,
-    stages_over,
-)
+from fp8_dist.transport.exchange import GradientErrors, all_reduce, reduce_scatter, split
 from fp8_dist.transport.shards import Scattering, finish_reduction, reduced_to, start_reduction
 
 __all__ = [
     "Encoding",
-    "Errors",
+    "GradientErrors",
     "Part",
     "Run",
     "Scattering",
-    "Stage",
     "all_reduce",
     "decode",
     "encode",
@@ -31,6 +23,5 @@ __all__ = [
     "runs_of",
     "seed_of",
     "split",
-    "stages_over",
     "start_reduction",
 ]

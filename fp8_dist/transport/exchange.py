@@ -1,67 +1,103 @@
 """Reduce-scatter of encoded pieces: an all-to-all, and an fp32 sum on the rank that owns it."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from fp8_dist.kernels.encoding import NEAREST
+from fp8_dist.kernels.encoding import NEAREST, blocks_of, decode_float8, encode_float8
 from fp8_dist.torch_internals import funcol
 from fp8_dist.transport.encoding import Part, Run, decode, encode, runs_of, seed_of, sum_of
 
 
-class Stage(NamedTuple):
-    """An exchange within groups of ranks."""
+class GradientErrors:
+    """Error feedback: a stage's encoding errors are added to what it encodes next.
 
-    group: str  # its name
-    rank: int  # of this rank in its group
-    size: int
+    There is one set of errors for each stage of the exchange of some parameters' gradients. They
+    are kept in float8 with block exponents: 1.008 bytes for each value that this rank encodes,
+    which are the values of the unsharded gradient.
 
+    Args:
+        rows: the leading dims of the rows of each stage. A stage of one rank encodes nothing.
+        device: the device on which gradients are reduced.
+    """
 
-class Errors(Protocol):
-    """Error feedback: the encoding errors of a stage are added to what it encodes next."""
+    def __init__(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        self.parts: Sequence[Part] = ()  # the parts of the rows that are encoded next
+        self.rows = {stage: shape for stage, shape in enumerate(rows) if shape[0] > 1}
+        self.device = device
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep_for(self, parts: Sequence[Part]) -> None:
+        """Keep errors for these parts only; new ones start at zero.
+
+        Parameters may be frozen, and trained again, between two steps.
+        """
+        sizes = {part.number: part.size for part in parts if part.encoding is not None}
+        self._kept = {
+            (number, stage): self._kept.get((number, stage)) or self._none_yet(stage, size)
+            for number, size in sizes.items()
+            for stage in self.rows
+        }
+
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """Yield the number of a parameter, the name of one of its tensors, and the uint8 tensor."""
+        for (number, stage), (codes, exponents) in self._kept.items():
+            yield number, f"{stage}.codes", codes
+            yield number, f"{stage}.exponents", exponents
 
     def added(self, stage: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``rows`` ``[L, A, S]`` plus the kept errors, in fp32."""
+        """Return ``rows``, ``[..., S]``, plus the errors that are kept: fp32."""
+        rows = rows.to(torch.float32, copy=True)
+        for part, start in self._encoded():
+            errors = self._kept[part.number, stage]
+            rows.narrow(-1, start, part.size).add_(decode_float8(*errors))
+        return rows
 
     def keep(self, stage: int, errors: torch.Tensor) -> None:
-        """Keep the errors of rows ``[L, A, S]``: fp32, finite, 0 in the rows of this rank."""
+        """Replace the errors by those of rows ``[..., S]``, fp32 and finite."""
+        for part, start in self._encoded():
+            found = encode_float8(errors.narrow(-1, start, part.size), NEAREST)
+            for old, new in zip(self._kept[part.number, stage], found, strict=True):
+                old.copy_(new)
+
+    def _encoded(self) -> Iterator[tuple[Part, int]]:
+        """Yield the encoded parts, and their offsets in a row."""
+        start = 0
+        for part in self.parts:
+            if part.encoding is not None:
+                yield part, start
+            start += part.size
+
+    def _none_yet(self, stage: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = *self.rows[stage], size
+        codes = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        return codes, codes.new_ones(*self.rows[stage], blocks_of(size))
 
 
-def stages_over(*groups: dist.ProcessGroup) -> tuple[Stage, ...]:
-    """One stage for each group, in the given order."""
-    return tuple(Stage(str(g.group_name), g.rank(), g.size()) for g in groups)
-
-
-def start_all_to_all(rows: torch.Tensor, group: str) -> torch.Tensor:
+def start_all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Send ``rows[i]`` to rank i of a group; row i of the result comes from that rank.
 
     The result is in flight until ``funcol.wait_tensor``.
     """
     sizes = [1] * len(rows)
-    return funcol.all_to_all_single(rows.contiguous(), sizes, sizes, group)
-
-
-def all_to_all(rows: torch.Tensor, group: str) -> torch.Tensor:
-    """Run :func:`start_all_to_all` and wait for its result."""
-    return funcol.wait_tensor(start_all_to_all(rows, group))
+    return funcol.all_to_all_single(rows.contiguous(), sizes, sizes, str(group.group_name))
 
 
 def reduce_scatter(
     x: torch.Tensor,
     runs: Sequence[Run],
-    stages: Sequence[Stage],
+    groups: Sequence[dist.ProcessGroup],
     *,
     seed: int = NEAREST,
-    errors: Errors | None = None,
+    errors: GradientErrors | None = None,
 ) -> torch.Tensor:
     """Sum the rows that all ranks have for this rank.
 
-    With several stages, ranks first sum within the group of the first stage, and then exchange
-    sums. Rank i of all ranks is rank ``i % size`` in its group of the first stage, and rank
-    ``i // size`` in its group of the second.
+    There is one stage for each group. With several, ranks first sum within the first group, and
+    then exchange sums. Rank i of all ranks is rank ``i % size`` in its first group, and rank
+    ``i // size`` in its second one.
 
     Args:
         x: ``[W, ..., S]``, floating point; row i is for rank i.
@@ -75,24 +111,24 @@ def reduce_scatter(
     Collectives: an all-to-all for each stage of more than one rank. The first is of W rows of
     bytes, later ones of W / (product of the sizes of the stages before).
     """
-    if all(stage.size == 1 for stage in stages):
+    if len(x) == 1:
         return x[0].to(torch.float32, copy=True)
-    for number, stage in enumerate(stages):
-        if stage.size == 1:
+    for stage, group in enumerate(groups):
+        if group.size() == 1:
             continue
-        rows = x.view(len(x) // stage.size, stage.size, *x.shape[1:]).transpose(0, 1)
-        x = _exchange(rows, runs, stage, number, seed_of(seed, number), errors)
+        rows = x.view(len(x) // group.size(), group.size(), *x.shape[1:]).transpose(0, 1)
+        x = _exchange(rows, runs, group, stage, seed_of(seed, stage), errors)
     return x.view(x.shape[1:])
 
 
 def all_reduce(
     x: torch.Tensor,
     parts: Sequence[Part],
-    stage: Stage,
+    group: dist.ProcessGroup,
     *,
     divisor: float = 1,
     seed: int = NEAREST,
-    errors: Errors | None = None,
+    errors: GradientErrors | None = None,
 ) -> torch.Tensor:
     """Sum over a group and divide by ``divisor``: fp32 ``[S]``, the same bits on all ranks.
 
@@ -105,19 +141,20 @@ def all_reduce(
 
     Collectives: an all-to-all of x as bytes, and an all-gather of the sums.
     """
-    own_parts = split(parts, stage.size)
+    ranks = group.size()
+    own_parts = split(parts, ranks)
     pieces = [
-        pad(piece, (0, stage.size * own.size - len(piece))).view(stage.size, own.size)
+        pad(piece, (0, ranks * own.size - len(piece))).view(ranks, own.size)
         for piece, own in zip(x.split([part.size for part in parts]), own_parts, strict=True)
     ]
     runs = runs_of(own_parts, seed)
-    own = reduce_scatter(torch.cat(pieces, -1), runs, [stage], seed=seed, errors=errors)
+    own = reduce_scatter(torch.cat(pieces, -1), runs, [group], seed=seed, errors=errors)
     sums = runs_of(
         part._replace(encoding="bf16" if part.encoding == "float8" else None) for part in own_parts
     )
     wire = encode(own.div_(divisor).to(x.dtype), sums, x.dtype)
-    gathered = funcol.wait_tensor(funcol.all_gather_into_tensor(wire, stage.size, stage.group))
-    rows = decode(gathered.view(stage.size, -1), sums, x.dtype)
+    gathered = funcol.all_gather_into_tensor(wire, ranks, str(group.group_name))
+    rows = decode(funcol.wait_tensor(gathered).view(ranks, -1), sums, x.dtype)
     columns = rows.split([part.size for part in own_parts], -1)
     return torch.cat([c.flatten()[: p.size] for c, p in zip(columns, parts, strict=True)])
 
@@ -130,21 +167,21 @@ def split(parts: Sequence[Part], ranks: int) -> list[Part]:
 def _exchange(
     rows: torch.Tensor,
     runs: Sequence[Run],
-    stage: Stage,
-    number: int,
+    group: dist.ProcessGroup,
+    stage: int,
     seed: int,
-    errors: Errors | None,
+    errors: GradientErrors | None,
 ) -> torch.Tensor:
     """Exchange rows ``[L, A, ..., S]`` for L ranks, and sum those for this one, ``[A, ..., S]``."""
     dtype = rows.dtype
     if errors is not None:
-        rows = errors.added(number, rows)
+        rows = errors.added(stage, rows)
     wire = encode(rows, runs, dtype, seed)
     if errors is not None:
         left = rows - decode(wire, runs, dtype)
         # Infinity and NaN are encoded exactly, and leave no error.
         left.masked_fill_(left.isfinite().logical_not_(), 0.0)
-        left[stage.rank] = 0.0
-        errors.keep(number, left)
-    received = all_to_all(wire, stage.group)
-    return sum_of(received, runs, dtype, rows[stage.rank], stage.rank)
+        left[group.rank()] = 0.0
+        errors.keep(stage, left)
+    received = funcol.wait_tensor(start_all_to_all(wire, group))
+    return sum_of(received, runs, dtype, rows[group.rank()], group.rank())

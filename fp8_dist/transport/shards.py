@@ -53,9 +53,7 @@ def start_reduction(
         local = pad(local, (0, 0) * (local.ndim - 1 - dim) + (0, chunk * ranks - size))
     pieces = local.unflatten(dim, (ranks, chunk)).movedim(dim, 0).contiguous()
     runs = runs_of([Part(0, pieces.shape[-1], transport)])
-    received = start_all_to_all(
-        encode(pieces, runs, pieces.dtype), str(mesh.get_group().group_name)
-    )
+    received = start_all_to_all(encode(pieces, runs, pieces.dtype), mesh.get_group())
     layout = Layout(mesh, placements, tensor.shape)
     return Scattering(received, pieces[coordinate[0]], runs, coordinate[0], layout)
 

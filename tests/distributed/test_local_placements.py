@@ -283,7 +283,11 @@ def refused_declarations() -> list[str]:
         (TypeError, declared(whole), "declare_placements needs a Float8Linear, got a Linear;"),
         (TypeError, declared(layer, tp.get_group()), "needs a DeviceMesh, got a ProcessGroup;"),
         (ValueError, declared(layer, both), "0: declare_placements needs a 1-D mesh, got one"),
-        (TypeError, declared(layer, input="sequence"), "input='sequence' is no placement, such as"),
+        (
+            TypeError,
+            declared(layer, input="sequence"),
+            "input='sequence' is not a placement, such as",
+        ),
         (ValueError, declared(layer, weight=Shard(2)), "but it must be Shard(0), Shard(1) or"),
         (
             ValueError,

@@ -46,7 +46,7 @@ from fp8_dist.tensor_parallel import (
     apply_tp_plan,
     llama_tp_plan,
 )
-from fp8_dist.tensor_parallel.models.common import (
+from fp8_dist.tensor_parallel.plan_styles import (
     Float8ResidualRowwiseParallel,
     ResidualRowwiseParallel,
 )
@@ -178,18 +178,18 @@ def test_all_offenders_are_listed_and_nothing_is_changed(fake_world):
     first, *offenders = text.splitlines()
     assert first == "this tensor-parallel plan does not fit the model:"
     heads = "has n_kv_heads=2, which 4 tensor-parallel ranks cannot share evenly"
-    linear = "but is a Linear, not a Float8Linear: convert it first"
+    linear = "needs a Float8Linear, found a Linear; convert it first"
     expected = [
         "'layers.*.attention.w_query' matches no module: a name has one part per level",
         "'layer.0.attention.wq' matches no module: a name has one part per level",
         f"'layers.0.attention' {heads}",
-        f"'layers.1.attention.wq' has the style Float8ColwiseParallel {linear}",
+        f"'layers.1.attention.wq': Float8ColwiseParallel {linear}",
         f"'layers.1.attention' {heads}",
-        f"'output' has the style Float8RowwiseParallel {linear}",
+        f"'output': Float8RowwiseParallel {linear}",
         "'layers.0.attention.wo' is matched by two entries, 'layers.0.attention.wo' and "
         "'layers.*.attention.wo': leave one",
-        "'layers.1.feed_forward' has the style PrepareFloat8ModuleInput but its FeedForward "
-        "contains no Float8Linear: convert one first",
+        "'layers.1.feed_forward': PrepareFloat8ModuleInput: this FeedForward contains no "
+        "Float8Linear; convert the model first",
     ]
     assert all(a.startswith(f"  - {b}") for a, b in zip(offenders, expected, strict=True)), text
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())

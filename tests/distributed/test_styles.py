@@ -241,7 +241,7 @@ def refusals() -> list[str]:
         (
             converted(small),
             prepare(fwd_config_submodule_fqn="w4"),
-            "fwd_config_submodule_fqn='w4' is no Float8Linear in this MLP; it has ['w1',",
+            "fwd_config_submodule_fqn='w4' is not a Float8Linear in this MLP; it has ['w1',",
         ),
         (in_high_precision, prepare(), "w1, w3, w2 take their input in two different casts, or in"),
     ]
@@ -249,9 +249,12 @@ def refusals() -> list[str]:
     plain = nn.Sequential(nn.Linear(32, 32))
     convert_to_float8_training(plain)
     parallelize_module(plain, mesh, {"0": Float8ColwiseParallel()})
+    again = partial(parallelize_module, plain, mesh, {"0": Float8ColwiseParallel()})
+    texts.append(raised(ValueError, again))
     plain[0]._forward_pre_hooks.clear()  # as if no style annotated the input
     texts.append(raised(ValueError, lambda: plain(torch.randn(2, 32))))
-    parts = [part for *_, part in cases] + ["0: the weight is on the mesh "]
+    parts = [part for *_, part in cases]
+    parts += ["parallelize_module: 0 is distrib", "0: the weight is on the mesh "]
     return [text for text, part in zip(texts, parts, strict=True) if part not in text]
 
 

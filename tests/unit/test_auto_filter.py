@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fp8_dist import Float8Linear, Float8LinearRecipeName, auto_filter, convert_to_float8_training
-from fp8_dist.auto_filter import TOO_SMALL, AutoFilter, _matches, _shards
+from fp8_dist.model.filters import TOO_SMALL, AutoFilter, _matches, _shards
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, llama_tp_plan
 from scripts.common.llama import Llama, LlamaConfig
 

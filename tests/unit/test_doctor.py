@@ -155,11 +155,8 @@ def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
   TP + SP, 2 ranks: inputs of converted layers in float8 (1 byte per element)
   TP + SP, 2 ranks: their output gradients in float8 (1 byte per element)
 
-layers with dims that are not multiples of 16 (skip_head leaves out those that are misaligned as a whole; a GPU refuses the parts of ranks, unless pad_inner_dim=True)
-  layers.*.odd (2), 4100 x 48: out_features 4100 (2050 with ColwiseParallel), in_features 48 (24 with RowwiseParallel)
-
-float8 layers that auto_filter("tensorwise", tp_size=2) would leave out as too small
-  layers.*.small (2), 64 x 4096: out <= 1024 and in <= 4096
+float8 layers that auto_filter("tensorwise", tp_size=2) would leave out (a GPU refuses dims that are not multiples of 16, unless pad_inner_dim=True)
+  layers.*.small (2), 64 x 4096: out <= 1024 and in <= 4096 (ColwiseParallel, RowwiseParallel)
 """,
     )
 
@@ -168,8 +165,8 @@ def test_other_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     text = report_of(capsys, "model", "--recipe", "rowwise")
     for told in (
         "gathers\n  none on one rank; --dp N and --tp N say how many there are\n",
-        "  layers.*.odd (2), 4100 x 48: out_features 4100\n",
-        'auto_filter("rowwise", tp_size=1) would leave out as too small\n'
+        'auto_filter("rowwise", tp_size=1) would leave out (a GPU refuses dims that are not '
+        "multiples of 16, unless pad_inner_dim=True)\n"
         "  layers.*.small (2), 64 x 4096: out <= 2048\n",
     ):
         assert told in text
@@ -192,7 +189,7 @@ def test_a_model_that_cannot_be_on_the_meta_device(capsys: pytest.CaptureFixture
 def test_a_layer_without_features(capsys: pytest.CaptureFixture[str]) -> None:
     text = report_of(capsys, "without_features")
     assert "16 x 0" in text
-    assert "24x16, 24 x 16: out_features 24" in text
+    assert "skip_head: out = 24 is not a multiple of 16" in text
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
@@ -216,9 +213,8 @@ def test_alignment_is_that_of_the_layers(
         if any(map(refused, torch.empty(out, in_, device="meta").chunk(tp, dim)))
     }
     text = report_of(capsys, "of_all_sizes", "--tp", str(tp))
-    section = text[text.index("not multiples of 16") : text.index("auto_filter")]
     assert expected
-    assert set(re.findall(r"^  (\d+x\d+), ", section, re.MULTILINE)) == expected
+    assert set(re.findall(r"^  (\d+x\d+)\b.* is not a multiple", text, re.MULTILINE)) == expected
 
 
 def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,13 +225,13 @@ def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
 
 WRONG = {
     "--model test_doctor:nothing": "it can't be imported: AttributeError: module 'test_doctor'",
-    "--model no_such_module:f": "ModuleNotFoundError: No module named 'no_such_module'",
+    "--model no_such_module:f": "it can't be imported: ModuleNotFoundError: No module named 'no_such_module'",
     "--model test_doctor:A_MODEL": "--model test_doctor:A_MODEL: it is a Linear, not a function",
     "--model test_doctor:no_model": "it returned a int, not an nn.Module",
     "--model test_doctor:needs_an_argument": "the function raised TypeError: needs_an_argument() mi",
     "--tp 2": "--recipe, --dp and --tp describe the use of a model: give --model",
-    "--model test_doctor:model --dp 0": "'0' is not a number of ranks",
-    "--model test_doctor:model --recipe int4": "invalid choice: 'int4'",
+    "--model test_doctor:model --dp 0": "argument --dp: '0' is not a number of ranks",
+    "--model test_doctor:model --recipe int4": "argument --recipe: invalid choice: 'int4'",
     "--verbose": "unrecognized arguments: --verbose",
 }
 
@@ -246,6 +242,5 @@ def test_wrong_calls(capsys: pytest.CaptureFixture[str]) -> None:
             doctor.main(arguments.split())
         said = capsys.readouterr()
         assert (stopped.value.code, said.out) == (2, "")
-        assert said.err.startswith("python -m fp8_dist.doctor: error: ")
-        assert said.err.count("\n") == 1
+        assert "python -m fp8_dist.doctor: error: " in said.err
         assert message in said.err

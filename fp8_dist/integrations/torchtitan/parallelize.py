@@ -22,7 +22,7 @@ from fp8_dist.fsdp import set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
 from fp8_dist.integrations.torchtitan.converter import TitanFloat8Linear
 from fp8_dist.tensor_parallel import declare_placements, share_input
-from fp8_dist.tensor_parallel.reductions import check_transport
+from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.transport import Encoding
 
 

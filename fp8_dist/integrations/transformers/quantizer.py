@@ -3,28 +3,75 @@
 In transformers, a quantizer changes a model's layers before its weights are loaded. This one makes
 training layers, whose weights stay in high precision. The model is not marked as quantized, and is
 saved like any other.
+
+transformers' own tensor parallelism (``DistributedConfig(tp_size=...)``) passes DTensors to layers
+in training, which tell them what their scales cover. Without gradients it passes local tensors to
+every ``nn.Linear`` instead. The styles here pass DTensors to float8 layers in both cases.
 """
 
+import re
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.convert import convert_to_float8_training
 from fp8_dist.fsdp import rewrap_float8_weights
-from fp8_dist.integrations.transformers.native_tp import (
-    check_plan,
-    restore_styles,
-    use_float8_styles,
-)
-from fp8_dist.layer_filter import LayerFilter, is_part
+from fp8_dist.linear import Float8Linear, float8_layers
+from fp8_dist.model.convert import convert_to_float8_training
+from fp8_dist.model.filters import LayerFilter
+from fp8_dist.names import is_part
 
 METHOD = "fp8_dist"
+
+# Names of transformers' styles for linear layers, and of the styles that replace them.
+_FLOAT8_NAMES: dict[str, str] = {}
+# Styles under which a layer's weight stays whole on each rank.
+_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+
+if find_spec("transformers.distributed.parallel_utils"):  # in later releases of transformers 5
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
+
+    class Float8Colwise(ColwiseParallel):
+        """Column-parallel; a float8 layer takes and returns DTensors, in evaluation too."""
+
+        def should_use_local_tensors(self, module: nn.Module) -> bool:
+            return not isinstance(module, Float8Linear) and super().should_use_local_tensors(module)
+
+        def transform_inputs_pre_forward(
+            self, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh
+        ) -> Any:
+            x, *others = args
+            if isinstance(module, Float8Linear) and not isinstance(x, DTensor):
+                x = DTensor.from_local(x, mesh, [self.input_layouts], run_check=False)
+            return super().transform_inputs_pre_forward(module, (x, *others), kwargs, mesh)
+
+    class Float8Rowwise(RowwiseParallel):
+        """Row-parallel; a float8 layer takes and returns DTensors, in evaluation too."""
+
+        def should_use_local_tensors(self, module: nn.Module) -> bool:
+            return not isinstance(module, Float8Linear) and super().should_use_local_tensors(module)
+
+    for _name, _style in list(ALL_PARALLEL_STYLES.items()):
+        for _plain, _float8 in ((ColwiseParallel, Float8Colwise), (RowwiseParallel, Float8Rowwise)):
+            if type(_style) is _plain:
+                _FLOAT8_NAMES[_name] = f"fp8_dist_{_name}"
+                ALL_PARALLEL_STYLES.register(
+                    _FLOAT8_NAMES[_name],
+                    _float8(
+                        input_layouts=_style.input_layouts,
+                        output_layouts=_style.output_layouts,
+                        use_local_output=_style.use_local_output,
+                    ),
+                )
 
 
 @register_quantization_config(METHOD)
@@ -98,13 +145,14 @@ class Fp8DistQuantizer(HfQuantizer):
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
         """Use styles for float8 layers, before transformers distributes the converted model."""
-        use_float8_styles(plan)
-        check_plan(model)
+        _replace_styles(plan, _FLOAT8_NAMES)
+        _check_plan(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         """Wrap the weights that loading has rebuilt, and remove all marks of quantization."""
         rewrap_float8_weights(model)
-        restore_styles(model.tp_plan)
+        # transformers looks for ``"colwise"`` when it makes a KV cache.
+        _replace_styles(model.tp_plan, {new: name for name, new in _FLOAT8_NAMES.items()})
         self.remove_quantization_config(model)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
@@ -131,4 +179,45 @@ def _check_names(model: nn.Module, names: list[str]) -> None:
             f"Fp8DistConfig.modules_to_not_convert: {', '.join(unknown)}: no module of the "
             f"{type(model).__name__} has such a name. Take names, or consecutive parts of names, "
             "of model.named_modules()"
+        )
+
+
+def _replace_styles(plan: dict[str, str], names: dict[str, str]) -> None:
+    """Replace styles in a plan, in place."""
+    plan.update({key: names.get(style, style) for key, style in plan.items()})
+
+
+def _check_plan(model: PreTrainedModel) -> None:
+    """Check that no plan passes local tensors to float8 layers: their scales would be per rank.
+
+    Raises:
+        NotImplementedError: a converted layer has a style that is unknown here, or this release of
+            transformers has no styles that could be replaced.
+        ValueError: ``DistributedConfig(tp_plan=...)`` sets a style for unconverted layers.
+    """
+    distributed = getattr(model.config, "distributed_config", None)
+    if distributed is None or distributed.tp_size == 1:
+        return
+    if not _FLOAT8_NAMES:
+        raise NotImplementedError(
+            "Fp8DistConfig: the tensor parallelism of this release of transformers is not known "
+            "here; take a later release (5.23), or apply a plan of fp8_dist to the loaded model"
+        )
+    override = distributed.tp_plan if isinstance(distributed.tp_plan, dict) else {}
+    if plain := {key: style for key, style in override.items() if style in _FLOAT8_NAMES}:
+        remedy = {key: _FLOAT8_NAMES[style] for key, style in plain.items()}
+        raise ValueError(
+            f"Fp8DistConfig: DistributedConfig.tp_plan: {plain} are styles for layers that are not "
+            f"converted; write {remedy}"
+        )
+    plan = model.tp_plan | override
+    known = {*_FLOAT8_NAMES.values(), *_WHOLE}
+    keys = {fqn: re.sub(r"\.\d+(?=\.|$)", ".*", fqn) for fqn in float8_layers(model)}
+    styles = {fqn: plan.get(key) for fqn, key in keys.items()}
+    if unknown := [
+        f"{fqn} ({style})" for fqn, style in styles.items() if style not in (None, *known)
+    ]:
+        raise NotImplementedError(
+            "Fp8DistConfig: these layers have a tensor-parallel style that float8 does not know: "
+            f"{', '.join(unknown)}. Name them in modules_to_not_convert"
         )

@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -12,13 +12,16 @@ from fp8_dist.integrations.transformers import tp_styles
 from fp8_dist.integrations.transformers.tp_structure import (
     Block,
     Structure,
+    StructureReader,
     merges_embeddings,
-    read_structure,
     without_numbers,
 )
-from fp8_dist.tensor_parallel.models.common import (
+from fp8_dist.tensor_parallel.plan_styles import (
+    EmbeddingRowwiseParallel,
     check_plan_transport,
     colwise_style,
+    local_if_even,
+    prepare_style,
     residual_style,
 )
 from fp8_dist.transport import Encoding
@@ -84,7 +87,7 @@ def hf_tp_plan(
             cannot share evenly.
     """
     check_plan_transport(model, reduce_transport, sequence_parallel, "hf_tp_plan")
-    structure = read_structure(model, sequence_parallel)
+    structure = StructureReader(model, sequence_parallel).read()
     if sequence_parallel and merges_embeddings(model):
         raise ValueError(
             f"hf_tp_plan: {type(model).__name__} merges other inputs, such as images, into its "
@@ -108,8 +111,9 @@ def _styles(
 ) -> dict[str, ParallelStyle]:
     """Make the plan of a model with a known structure."""
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    embedding = tp_styles.SequenceEmbedding if sequence_parallel else EmbeddingRowwiseParallel
     plan: dict[str, ParallelStyle] = {
-        structure.embedding: tp_styles.embedding_style(sequence_parallel)
+        structure.embedding: embedding(input_layouts=Replicate(), output_layouts=stream)
     }
     if sequence_parallel:
         plan |= _stream_styles(structure)
@@ -132,9 +136,12 @@ def _styles(
 def _stream_styles(structure: Structure) -> dict[str, ParallelStyle]:
     """Make the styles of a sequence-parallel stream, outside of the sharded blocks."""
     plan: dict[str, ParallelStyle] = {structure.layers[0]: tp_styles.StreamInput()}
-    plan |= {name: tp_styles.StreamNorm() for name in structure.norms}
+    plan |= {name: tp_styles.StreamNorm(local_if_even) for name in structure.norms}
     plan |= {name: tp_styles.ReplicatedBlock() for name in structure.replicated}
-    plan[structure.last_norm] = tp_styles.LastNorm(gathered=structure.head is None)
+    # A sharded head takes the DTensor.
+    plan[structure.last_norm] = (
+        SequenceParallel() if structure.head else tp_styles.StreamNorm(DTensor.full_tensor)
+    )
     return plan
 
 
@@ -144,10 +151,16 @@ def _block_styles(
     """Make the styles of a block that reads from and writes to a stream, and of its layers."""
     module = model.get_submodule(block.name)
     readers = {name: module.get_submodule(name) for name in block.readers}
-    parts = {} if block.gathers_outputs else _parts(module, readers)
-    # Llama 4 adds the output of routed experts to that of shared ones, in place.
-    in_place = block.in_replicated
-    style = tp_styles.block_style(stream, readers, parts, in_place, transport)
+    style = prepare_style(
+        readers,
+        stream,
+        transport,
+        plain=tp_styles.BlockInput,
+        float8=tp_styles.Float8BlockInput,
+        parts={} if block.gathers_outputs else _parts(module, readers),
+        # Llama 4 adds the output of routed experts to that of shared ones, in place.
+        may_change_output=block.in_replicated,
+    )
     plan: dict[str, ParallelStyle] = {block.name: style}
     inside = Replicate() if block.gathers_outputs else Shard(-1)
     for name, layer in readers.items():

@@ -55,27 +55,6 @@ class Structure:
     head: str | None
 
 
-_UNKNOWN = Structure("", [], [], [], [], "", None)
-
-
-def read_structure(model: nn.Module, sequence_parallel: bool) -> Structure:
-    """Read the structure of ``model``.
-
-    Raises:
-        NotImplementedError: it declares no plan, or parts of it are unknown. All are named.
-    """
-    reader = _Reader(model, sequence_parallel)
-    structure = reader.read()
-    if problems := reader.problems:
-        listing = "\n".join(f"  - {problem}" for problem in problems)
-        raise NotImplementedError(
-            f"hf_tp_plan does not know all of this {type(model).__name__}:\n{listing}\n"
-            + ("Try sequence_parallel=False, or write" if all(problems.values()) else "Write")
-            + " a plan of your own (a dict of module names to styles) for apply_tp_plan"
-        )
-    return structure
-
-
 def declared_plan(model: nn.Module) -> dict[str, str]:
     """Return the plan that a model, its class or its config declares: patterns to style names."""
     prefix = getattr(model, "base_model_prefix", "")
@@ -103,7 +82,7 @@ def without_numbers(names: str) -> str:
     return re.sub(r"\.\d+\b", ".*", names)
 
 
-class _Reader:
+class StructureReader:
     """Reader of a model's structure.
 
     Attributes:
@@ -122,30 +101,39 @@ class _Reader:
         ]
 
     def read(self) -> Structure:
+        """Read the structure.
+
+        Raises:
+            NotImplementedError: the model declares no plan, or parts of it are unknown. All are
+                named.
+        """
         styles = self.matched_styles()
-        if self.problems:
-            return _UNKNOWN
-        stacks = dict.fromkeys(stack for name in styles if (stack := self.stack_of(name)))
+        self.raise_problems()
+        stacks = [*dict.fromkeys(stack for name in styles if (stack := self.stack_of(name)))]
         if not stacks:
             self.refuse("it declares no plan for its layers")
-            return _UNKNOWN
-        if len(stacks) > 1:
+        elif len(stacks) > 1:
             self.refuse(f"its plan divides layers of {len(stacks)} lists: {', '.join(stacks)}")
-            return _UNKNOWN
+        self.raise_problems()
         (stack,) = stacks
         layers = [f"{stack}.{i}" for i in self.modules[stack]._modules]
         blocks = self.read_blocks(styles, stack)
         norms = self.check_layers(layers, {block.name for block in blocks})
         embedding, last_norm = self.check_ends(stack, styles)
-        return Structure(
-            embedding,
-            layers,
-            blocks,
-            norms,
-            replicated=[name for name in self.routed if name.startswith(f"{stack}.")],
-            last_norm=last_norm,
-            head=self.find_head(styles, stack, embedding),
-        )
+        head = self.find_head(styles, stack, embedding)
+        self.raise_problems()
+        replicated = [name for name in self.routed if name.startswith(f"{stack}.")]
+        return Structure(embedding, layers, blocks, norms, replicated, last_norm, head)
+
+    def raise_problems(self) -> None:
+        if self.problems:
+            listing = "\n".join(f"  - {problem}" for problem in self.problems)
+            only_sequences = all(self.problems.values())
+            raise NotImplementedError(
+                f"hf_tp_plan does not know all of this {type(self.model).__name__}:\n{listing}\n"
+                + ("Try sequence_parallel=False, or write" if only_sequences else "Write")
+                + " a plan of your own (a dict of module names to styles) for apply_tp_plan"
+            )
 
     def refuse(self, problem: str, *, of_sequences: bool = False) -> None:
         if self.sequence_parallel or not of_sequences:

@@ -1,12 +1,11 @@
 """Parallel styles for the blocks and the residual stream of a transformers model.
 
 Without sequence parallelism the stream between blocks is a plain tensor, equal on all ranks. With
-it, each rank has a part of the sequence (dim 1). The part is a plain tensor if the ranks share the
-sequence evenly, else a DTensor, which knows the lengths of the other ranks' parts.
+it, each rank has a part of the sequence (dim 1), in the form of ``local_if_even``.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,15 +15,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.linear import Float8Linear
 from fp8_dist.tensor_parallel import PrepareFloat8ModuleInput
-from fp8_dist.tensor_parallel.models.common import EmbeddingRowwiseParallel, cast_alike
-from fp8_dist.tensor_parallel.plan import CheckedStyle
-from fp8_dist.tensor_parallel.reductions import ModuleInput
-from fp8_dist.transport import Encoding
+from fp8_dist.tensor_parallel.inputs import ModuleInput
+from fp8_dist.tensor_parallel.plan_styles import EmbeddingRowwiseParallel, local_if_even
+from fp8_dist.tensor_parallel.styles import CheckedStyle
 
-_SEQUENCE = (Shard(1),)
-_WHOLE = (Replicate(),)
+_Places = tuple[Placement, ...]
+_SEQUENCE: _Places = (Shard(1),)
+_WHOLE: _Places = (Replicate(),)
 
 
 class SequenceEmbedding(EmbeddingRowwiseParallel):
@@ -46,10 +44,8 @@ class StreamInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            x = args[0]
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, _WHOLE, run_check=False)
-            return (_local_if_even(x.redistribute(placements=_SEQUENCE)), *args[1:]), kwargs
+            x = _moved(args[0], device_mesh, _WHOLE, _SEQUENCE)
+            return (local_if_even(x), *args[1:]), kwargs
 
         _pass_first_argument_alone(module)
         module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -57,30 +53,20 @@ class StreamInput(ParallelStyle):
 
 
 class StreamNorm(SequenceParallel):
-    """Style of a layer's norm, which runs on the parts of a sequence-parallel stream."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module = super()._apply(module, device_mesh)
-        module.register_forward_hook(lambda module, args, output: _local_if_even(output))
-        return module
-
-
-class LastNorm(SequenceParallel):
-    """Style of the norm after the last layer.
+    """Style of a norm, which runs on the parts of a sequence-parallel stream.
 
     Args:
-        gathered: return the whole sequence as a plain tensor. Otherwise the output is a DTensor
-            that is sharded along the sequence, for a head that the plan shards.
+        returned: the function that makes the output of a DTensor that is sharded along the
+            sequence, such as ``local_if_even``.
     """
 
-    def __init__(self, *, gathered: bool) -> None:
+    def __init__(self, returned: Callable[[DTensor], torch.Tensor]) -> None:
         super().__init__()
-        self.gathered = gathered
+        self.returned = returned
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module = super()._apply(module, device_mesh)
-        if self.gathered:
-            module.register_forward_hook(lambda module, args, output: output.full_tensor())
+        module, returned = super()._apply(module, device_mesh), self.returned
+        module.register_forward_hook(lambda module, args, output: returned(output))
         return module
 
 
@@ -88,30 +74,25 @@ class BlockInput(ModuleInput, CheckedStyle):
     """``PrepareModuleInput`` for a module's first argument, positional or by keyword.
 
     Args:
-        layout: the placement of the argument, which is gathered.
         parts: the number of parts (heads, or features) in the output of each linear layer that
             reads it, by the layer's name in the module. No part may be split.
         may_change_output: whether the caller may change the module's output, one tensor, in place.
     """
 
     def __init__(
-        self,
-        layout: Placement,
-        parts: dict[str, int],
-        may_change_output: bool = False,
-        **arguments: Any,
+        self, *, parts: dict[str, int], may_change_output: bool = False, **arguments: Any
     ) -> None:
-        super().__init__(input_layouts=(layout,), desired_input_layouts=_WHOLE, **arguments)
+        super().__init__(**arguments)
         self.parts, self.may_change_output = parts, may_change_output
 
-    def misfits(self, name: str, size: int) -> Iterator[str]:
+    def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
         """Yield errors for layers whose parts the ranks cannot share evenly."""
+        yield from super().misfits(module, size)
         for layer, count in self.parts.items():
             if count % size:
                 yield (
-                    f"'{name}.{layer}' has {count} heads (or features), which {size} "
-                    f"tensor-parallel ranks cannot share evenly: use a tensor-parallel size that "
-                    f"divides them"
+                    f"{layer!r} has {count} heads (or features), which {size} tensor-parallel "
+                    "ranks cannot share evenly: use a tensor-parallel size that divides them"
                 )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -138,16 +119,13 @@ class ReplicatedBlock(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            x = args[0]
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, _SEQUENCE, run_check=False)
-            return (x.redistribute(placements=_WHOLE).to_local(), *args[1:]), kwargs
+            x = _moved(args[0], device_mesh, _SEQUENCE, _WHOLE)
+            return (x.to_local(), *args[1:]), kwargs
 
         def keep_part(module: nn.Module, args: Any, output: Any) -> Any:
             first, *others = output if isinstance(output, tuple) else (output,)
             first = first.view(args[0].shape)  # Llama 4's experts return a list of tokens
-            x = DTensor.from_local(first, device_mesh, _WHOLE, run_check=False)
-            part = _local_if_even(x.redistribute(placements=_SEQUENCE))
+            part = local_if_even(_moved(first, device_mesh, _WHOLE, _SEQUENCE))
             return (part, *others) if isinstance(output, tuple) else part
 
         _pass_first_argument_alone(module)
@@ -156,45 +134,16 @@ class ReplicatedBlock(ParallelStyle):
         return module
 
 
-def embedding_style(sequence_parallel: bool) -> ParallelStyle:
-    """Return the style of the embedding that starts the stream."""
-    if sequence_parallel:
-        return SequenceEmbedding(input_layouts=Replicate(), output_layouts=Shard(1))
-    return EmbeddingRowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-
-
-def block_style(
-    layout: Placement,
-    readers: dict[str, nn.Module],
-    parts: dict[str, int],
-    may_change_output: bool,
-    reduce_transport: Encoding,
-) -> BlockInput:
-    """Return the style of a block whose input is read by ``readers``, by their names in the block.
-
-    The input is gathered in float8 if all readers cast it alike and one copy serves all their
-    GEMMs. The transport applies to the input's gradient, if a reader is converted.
-    """
-    arguments: dict[str, Any] = {}
-    if any(isinstance(layer, Float8Linear) for layer in readers.values()):
-        arguments["reduce_transport"] = reduce_transport
-    if cast_alike(readers.values()):
-        arguments["fwd_config_submodule_fqn"] = next(iter(readers))
-        return Float8BlockInput(layout, parts, may_change_output, **arguments)
-    return BlockInput(layout, parts, may_change_output, **arguments)
+def _moved(x: torch.Tensor, mesh: DeviceMesh, source: _Places, target: _Places) -> DTensor:
+    """Redistribute a stream; ``source`` is the placement of a plain tensor."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, source, run_check=False)
+    return x.redistribute(placements=target)
 
 
 def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     """Alias the output. Autograd forbids in-place changes of the view that a style returns."""
     return torch.ops.aten._unsafe_view.default(output, output.shape)
-
-
-def _local_if_even(x: DTensor) -> torch.Tensor:
-    """Return a stream in the form that this module's docstring describes."""
-    (placement,), size = x.placements, x.device_mesh.size()
-    if isinstance(placement, Shard) and x.shape[placement.dim] % size == 0:
-        return x.to_local()
-    return x
 
 
 def _pass_first_argument_alone(module: nn.Module) -> None:

@@ -10,11 +10,13 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.convert import FilterFn, convert_to_float8_training
 from fp8_dist.fsdp import attach_update, update_float8_scales
-from fp8_dist.layer_filter import skip_head
 from fp8_dist.linear import float8_layers
 from fp8_dist.linear.amax_history import load_histories
+from fp8_dist.model.convert import convert_to_float8_training
+from fp8_dist.model.filters import FilterFn, skip_head
+from fp8_dist.model.state import Float8State
+from fp8_dist.names import without_wrappers
 from fp8_dist.warn import warn_once
 
 
@@ -60,7 +62,8 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return the state that the Trainer saves with its own: the amax histories of rank 0."""
-        histories = {} if self._model is None else _histories(self._model)
+        histories = {} if self._model is None else Float8State(self._model).state_dict()
+        histories.pop("gradient_errors", None)  # tensors, which JSON does not have
         return {"args": {}, "attributes": {"histories": histories}}
 
     def on_init_end(
@@ -74,7 +77,12 @@ class Float8Callback(TrainerCallback, ExportableState):
                 "Trainer the model itself, which it wraps after the conversion"
             )
         if float8_layers(model):
-            self._check_no_other_conversion()
+            if self.config is not None or self.module_filter_fn is not None:
+                raise ValueError(
+                    "Float8Callback: the model is converted already, so config and "
+                    "module_filter_fn have no effect; leave them out, or leave the conversion to "
+                    "the callback"
+                )
             return
         convert_to_float8_training(
             model,
@@ -124,33 +132,13 @@ class Float8Callback(TrainerCallback, ExportableState):
         if args.load_best_model_at_end:
             update_float8_scales(model)
 
-    def _check_no_other_conversion(self) -> None:
-        if self.config is not None or self.module_filter_fn is not None:
-            raise ValueError(
-                "Float8Callback: the model is converted already, so config and module_filter_fn "
-                "have no effect; leave them out, or leave the conversion to the callback"
-            )
-
-
-def _histories(model: nn.Module) -> dict[str, dict[str, list[float]]]:
-    """Return the amaxes of each layer's DELAYED operands, newest first."""
-    return {
-        name: {
-            operand: history.amaxes().tolist()
-            for operand, history in layer.histories.items()
-            if history.history is not None
-        }
-        for name, layer in float8_layers(model).items()
-        if layer.histories
-    }
-
 
 def _restore_histories(
     model: nn.Module, saved: dict[str, dict[str, list[float]]], is_new: bool
 ) -> None:
     for name, layer in float8_layers(model).items():
         if saved:
-            rows, device = saved.get(name, {}), layer.weight.device
+            rows, device = saved.get(without_wrappers(name), {}), layer.weight.device
             load_histories(layer.histories, rows, layer.meshes(), device, layer.fqn)
         elif is_new:  # a new training has no histories to restore, whatever accelerate loaded
             for history in layer.histories.values():

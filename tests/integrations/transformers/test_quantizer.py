@@ -31,7 +31,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
-from fp8_dist.integrations.transformers import Float8Callback, Fp8DistConfig, native_tp
+from fp8_dist.integrations.transformers import Float8Callback, Fp8DistConfig, quantizer
 from fp8_dist.mesh import local_tensor
 
 E4M3 = torch.float8_e4m3fn
@@ -235,8 +235,8 @@ Fp8DistConfig: these layers have a tensor-parallel style that float8 does not kn
 
 def test_a_release_whose_tensor_parallelism_is_not_known() -> None:
     config = SimpleNamespace(distributed_config=SimpleNamespace(tp_size=2, tp_plan=None))
-    with mock.patch.object(native_tp, "_FLOAT8_NAMES", {}):
+    with mock.patch.object(quantizer, "_FLOAT8_NAMES", {}):
         text = raised(
-            NotImplementedError, lambda: native_tp.check_plan(SimpleNamespace(config=config))
+            NotImplementedError, lambda: quantizer._check_plan(SimpleNamespace(config=config))
         )  # type: ignore[arg-type]
     assert "Fp8DistConfig: the tensor parallelism of this release of transformers is not" in text

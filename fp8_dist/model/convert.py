@@ -1,29 +1,29 @@
 """Conversion of a model: ``nn.Linear`` layers become ``Float8Linear``."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels import ALIGNMENT
-from fp8_dist.layer_filter import why_misaligned
 from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.checks import takes_any_size
 from fp8_dist.linear.module import Float8Linear, other_users
-from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.products import Product, products_of, share_of, size_of
+from fp8_dist.model.filters import FilterFn, note_left_out, why_misaligned, why_unconvertible
+from fp8_dist.model.report import ConversionSummary, WeightSummary, conversion_summary
 
-FilterFn = Callable[[nn.Module, str], bool]
-
-# The reasons why conversions left layers out.
-_reasons: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
+# Weights that no nn.Linear owns: the subject of a message about them, and the remedy.
+_NOT_LINEAR = {
+    "Conv1D": (
+        "Conv1D layers (transformers.pytorch_utils.Conv1D)",
+        ". Replace them by nn.Linear layers with the transposed weight before the conversion "
+        "(docs/transformers.md shows how)",
+    ),
+    "experts": ("Experts whose weights are 3-D parameters", ""),
+}
 
 
 def convert_to_float8_training(
@@ -98,7 +98,8 @@ def _choose(
         if not isinstance(layer, nn.Linear):
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
-            _reasons[layer] = reasons[fqn] = _why_filtered(module_filter_fn, fqn)
+            reasons[fqn] = _why_filtered(module_filter_fn, fqn)
+            note_left_out(layer, reasons[fqn])
         elif isinstance(layer, Float8Linear):
             if config not in (None, layer.config):
                 raise ValueError(
@@ -107,8 +108,9 @@ def _choose(
                     "module_filter_fn"
                 )
             reasons[fqn] = "it is a Float8Linear already"
-        elif reason := _unconvertible(layer):
-            _reasons[layer] = reasons[fqn] = reason
+        elif reason := why_unconvertible(layer):
+            reasons[fqn] = reason
+            note_left_out(layer, reason)
             left.append(f"{fqn} ({reason})")
         else:
             chosen[fqn] = layer
@@ -143,37 +145,28 @@ def _refused_by_gpus(chosen: dict[str, nn.Linear], config: Float8LinearConfig) -
 
 def _not_linear(module: nn.Module) -> list[str]:
     """Messages about weights that no conversion reaches, because no nn.Linear owns them."""
-    products, said = products_of(module), []
-    conv1d = [product for product in products if product.kind == "Conv1D"]
-    if conv1d:
-        said.append(
-            "Conv1D layers (transformers.pytorch_utils.Conv1D) are not nn.Linear and stay in high "
-            f"precision: {_listed((p.name, p.shape) for p in conv1d)}. They hold "
-            f"{_shares(conv1d, products, module)}. Replace them by nn.Linear layers with the "
-            "transposed weight before the conversion (docs/transformers.md shows how)"
-        )
-    experts = [product for product in products if product.kind == "experts"]
-    if experts:
-        said.append(
-            "Experts whose weights are 3-D parameters are not nn.Linear and stay in high "
-            f"precision: {_listed((p.name, p.shape) for p in experts)}. They hold "
-            f"{_shares(experts, products, module)}"
-        )
+    summary, said = conversion_summary(module), []
+    for kind, (subject, remedy) in _NOT_LINEAR.items():
+        if rows := [row for row in summary.rows if row.kind == kind]:
+            said.append(
+                f"{subject} are not nn.Linear and stay in high precision: "
+                f"{_listed((row.name, row.shape) for row in rows)}. They hold "
+                f"{_shares(rows, summary)}{remedy}"
+            )
     return said
 
 
-def _shares(part: list[Product], products: list[Product], module: nn.Module) -> str:
+def _shares(part: list[WeightSummary], summary: ConversionSummary) -> str:
     """Text of the share of parameters, and of FLOPs if they are known."""
-    parameters = share_of(sum(p.parameters for p in part), size_of(module))
+    parameters, flops = summary.shares(part)
     said = f"{parameters:.1%} of the model's parameters"
-    experts = [p for p in products if p.kind == "experts"]
-    if not all(p.visited for p in experts):
+    experts = [row for row in summary.rows if row.kind == "experts"]
+    if not all(row.visited for row in experts):
         return (
             f"{said} (their share of FLOPs is not known: neither the modules nor the config say "
             "how many experts a token uses)"
         )
-    flops = share_of(sum(p.flops for p in part), sum(p.flops for p in products))
-    used = " or ".join(sorted({f"{p.visited} of {p.shape[0]} experts" for p in experts}))
+    used = " or ".join(sorted({f"{row.visited} of {row.shape[0]} experts" for row in experts}))
     how = f" (per token, which uses {used})" if used else ""
     return f"{said} and {flops:.1%} of the FLOPs of products with weights{how}"
 
@@ -185,35 +178,10 @@ def _listed(layers: Iterable[tuple[str, tuple[int, ...]]], limit: int = 4) -> st
     return ", ".join([*(named[:limit] if more else named), *more])
 
 
-def skip_reason(layer: nn.Linear) -> str:
-    """The reason why a layer is not in float8."""
-    never = "convert_to_float8_training has not seen it"
-    return _reasons.get(layer) or _unconvertible(layer) or never
-
-
 def _why_filtered(module_filter_fn: FilterFn, fqn: str) -> str:
     """The reason that the filter gives, if it has a method ``reason``; else a general one."""
     reason = getattr(module_filter_fn, "reason", None)
     return reason(fqn) if callable(reason) else "module_filter_fn returned False"
-
-
-def _unconvertible(layer: nn.Linear) -> str:
-    """The reason why a layer can't be converted, or an empty string."""
-    if is_parametrized(layer) or "weight" not in layer._parameters:
-        return "its weight is computed from other parameters (a parametrization, weight_norm)"
-    if isinstance(layer, LazyModuleMixin):
-        return "it is lazy: run it once, so that it knows its sizes"
-    if isinstance(layer, NonDynamicallyQuantizableLinear):
-        return f"its class {type(layer).__name__} is read by nn.MultiheadAttention, never called"
-    if type(layer).forward is not nn.Linear.forward:
-        return f"its class {type(layer).__name__} has a forward of its own"
-    if not layer.weight.dtype.is_floating_point:
-        return f"its weight is {layer.weight.dtype}, not floating point"
-    if not Float8Weight.can_be(layer.weight):
-        return (
-            f"its weight is a {type(layer.weight).__name__}, which multiplies in a way of its own"
-        )
-    return ""
 
 
 def _nothing_converted(module: nn.Module, skipped: dict[str, str], not_linear: list[str]) -> str:

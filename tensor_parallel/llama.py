@@ -9,7 +9,14 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.tensor_parallel.models import common
+from fp8_dist.tensor_parallel.plan_styles import (
+    EmbeddingRowwiseParallel,
+    check_names,
+    check_plan_transport,
+    colwise_style,
+    prepare_style,
+    residual_style,
+)
 from fp8_dist.transport import Encoding
 
 # Each block of a layer: its norm, its consumers, its writer.
@@ -54,10 +61,10 @@ def llama_tp_plan(
         ValueError: modules are missing (all of them are listed), or ``reduce_transport`` is given
             without sequence parallelism or for a model that was not converted.
     """
-    common.check_plan_transport(model, reduce_transport, sequence_parallel, "llama_tp_plan")
+    check_plan_transport(model, reduce_transport, sequence_parallel, "llama_tp_plan")
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
-        "tok_embeddings": common.EmbeddingRowwiseParallel(
+        "tok_embeddings": EmbeddingRowwiseParallel(
             input_layouts=Replicate(), output_layouts=between
         )
     }
@@ -67,15 +74,15 @@ def llama_tp_plan(
                 plan[f"{layer}.{norm}"] = SequenceParallel()
             path = f"{layer}.{block}"
             module = model.get_submodule(path)
-            plan[path] = common.prepare_style(module, consumers, between, reduce_transport)
-            for name in consumers:
-                plan[f"{path}.{name}"] = common.colwise_style(module.get_submodule(name))
-            plan[f"{path}.{writer}"] = common.residual_style(
+            layers = {name: module.get_submodule(name) for name in consumers}
+            plan[path] = prepare_style(layers, between, reduce_transport)
+            plan |= {f"{path}.{name}": colwise_style(layer) for name, layer in layers.items()}
+            plan[f"{path}.{writer}"] = residual_style(
                 module.get_submodule(writer), reduce_transport, output_layouts=between
             )
     if sequence_parallel:
         plan["norm"] = SequenceParallel()
-    plan["output"] = common.colwise_style(
+    plan["output"] = colwise_style(
         model.get_submodule("output"),
         reduce_transport,
         input_layouts=between,
@@ -94,5 +101,5 @@ def _layer_names(model: nn.Module) -> list[str]:
         for block, (norm, consumers, writer) in _BLOCKS.items():
             expected += [f"{layer}.{norm}", f"{layer}.{block}"]
             expected += [f"{layer}.{block}.{name}" for name in (*consumers, writer)]
-    common.check_names(model, expected, "llama_tp_plan")
+    check_names(model, expected, "llama_tp_plan")
     return layers

@@ -1,6 +1,11 @@
-"""Common parts of plans: styles of converted and other layers, and of a residual stream."""
+"""Styles of plans: of converted and other layers, and of a residual stream.
 
-from collections.abc import Iterable
+Between blocks the stream is a plain local tensor where the ranks share it evenly, which is the
+cheapest form. Otherwise it is a DTensor, which knows the lengths of the other ranks' shards for
+later gathers.
+"""
+
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear import Float8Linear, float8_layers
-from fp8_dist.tensor_parallel.reductions import ModuleInput, check_transport
-from fp8_dist.tensor_parallel.shared_casts import shared_input_cast
+from fp8_dist.tensor_parallel.inputs import ModuleInput, check_transport, shared_input_cast
 from fp8_dist.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -24,9 +28,7 @@ from fp8_dist.transport import Encoding
 class ResidualRowwiseParallel(RowwiseParallel):
     """torch's ``RowwiseParallel`` for a layer that writes to the residual stream.
 
-    If the ranks share the sharded dim evenly, the output is a plain local tensor, which is the
-    cheapest form. Otherwise it is a DTensor, which knows the lengths of the other ranks' shards for
-    later gathers. The arguments are those of torch's style.
+    The arguments are those of torch's style.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -34,7 +36,7 @@ class ResidualRowwiseParallel(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
-        module.register_forward_hook(_local_if_even)
+        module.register_forward_hook(_written)
         return module
 
 
@@ -63,14 +65,18 @@ class EmbeddingRowwiseParallel(ResidualRowwiseParallel):
         return outputs.redistribute(placements=output_layouts)
 
 
-def _local_if_even(module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
-    """Forward hook that returns the output as :class:`ResidualRowwiseParallel` describes."""
-    (placement,), size = output.placements, output.device_mesh.size()
-    if isinstance(placement, Shard) and output.shape[placement.dim] % size:
-        # A shard that was padded for its reduction keeps the strides of the padded one, and its
-        # DTensor has other strides. Compiled blocks would be recompiled for it, or fail.
-        return output.clone()
-    return output.to_local()
+def local_if_even(x: DTensor) -> torch.Tensor:
+    """Return a stream in the form that this module's docstring describes."""
+    (placement,), size = x.placements, x.device_mesh.size()
+    uneven = isinstance(placement, Shard) and x.shape[placement.dim] % size
+    return x if uneven else x.to_local()
+
+
+def _written(module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
+    x = local_if_even(output)
+    # A shard that was padded for its reduction keeps the strides of the padded one, and its DTensor
+    # has other strides. Compiled blocks would be recompiled for it, or fail.
+    return x.clone() if isinstance(x, DTensor) else x
 
 
 def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> None:
@@ -121,28 +127,31 @@ def check_plan_transport(
         )
 
 
-def cast_alike(layers: Iterable[nn.Module]) -> bool:
-    """Whether all of these layers cast their input alike, in one float8 copy."""
-    casts = {shared_input_cast(x) if isinstance(x, Float8Linear) else None for x in layers}
-    return len(casts) == 1 and None not in casts
-
-
 def prepare_style(
-    block: nn.Module,
-    consumers: tuple[str, ...],
+    layers: Mapping[str, nn.Module],
     layout: Placement,
     reduce_transport: Encoding = None,
+    *,
+    plain: type[PrepareModuleInput] | None = None,
+    float8: type[PrepareFloat8ModuleInput] = PrepareFloat8ModuleInput,
+    **arguments: Any,
 ) -> ParallelStyle:
     """Return the style of a module that gathers its first input for linear layers.
 
-    The input has the placement ``layout``. It is gathered in float8 if all consumers cast it alike,
-    else in high precision. The transport applies to the input's gradient, if a consumer is
-    converted.
+    Args:
+        layers: the layers that read the input, by their names in the module. The input is gathered
+            in float8 if all of them cast it alike, in one float8 copy; else in high precision.
+        layout: the placement of the input.
+        reduce_transport: applies to the input's gradient, if one of the layers is converted.
+        plain: the style in high precision; None: torch's, or ours with a transport.
+        float8: the style in float8.
+        arguments: further arguments of the style.
     """
-    at: dict[str, Any] = {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
-    layers = [block.get_submodule(name) for name in consumers]
-    if reduce_transport is not None and any(isinstance(m, Float8Linear) for m in layers):
-        at["reduce_transport"] = reduce_transport
-    if cast_alike(layers):
-        return PrepareFloat8ModuleInput(**at, fwd_config_submodule_fqn=consumers[0])
-    return (ModuleInput if "reduce_transport" in at else PrepareModuleInput)(**at)
+    arguments |= {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
+    casts = {shared_input_cast(m) if isinstance(m, Float8Linear) else None for m in layers.values()}
+    if reduce_transport is not None and any(isinstance(m, Float8Linear) for m in layers.values()):
+        arguments["reduce_transport"] = reduce_transport
+        plain = plain or ModuleInput
+    if len(casts) == 1 and None not in casts:
+        return float8(**arguments, fwd_config_submodule_fqn=next(iter(layers)))
+    return (plain or PrepareModuleInput)(**arguments)

@@ -1,0 +1,1 @@
+"""A whole model: its conversion, filters and report, its checkpoints and export."""

@@ -1,0 +1,445 @@
+"""Filters of the linear layers to convert, and the reasons why the others are not converted.
+
+Rounding costs more in a head's outputs, the logits, than elsewhere, and its weight is often tied to
+the embedding. The inner dim of a low-rank adapter is too small to gain. A GPU's float8 GEMM refuses
+sizes that are not multiples of 16. In a small layer few multiplications share a cast: the casts
+cost more than the GEMM saves. Shapes in this module are ``(out_features, in_features)``.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+
+from fp8_dist.config import Float8LinearRecipeName
+from fp8_dist.kernels import ALIGNMENT
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.names import is_part
+
+FilterFn = Callable[[nn.Module, str], bool]
+Shape = tuple[int, int]
+Limits = tuple[int | None, int | None]  # the largest (out, in) that is too small; None: any
+
+# The limits of torchao 0.18's auto filter, which were measured on H100.
+_TENSORWISE: tuple[Limits, ...] = ((1024, 4096),)
+_ROWWISE: tuple[Limits, ...] = ((2048, None), (None, 1024), (4096, 2048))
+# The limits of the other recipes are assumed, not measured: those of a recipe with the same or
+# similar GEMMs.
+TOO_SMALL: dict[str, tuple[Limits, ...]] = {
+    "tensorwise": _TENSORWISE,
+    "rowwise": _ROWWISE,
+    "rowwise_with_gw_hp": _ROWWISE,
+    "rowwise_folded": _ROWWISE,
+    "delayed": _TENSORWISE,
+    "blockwise": _ROWWISE,
+    "mxfp8": _ROWWISE,
+}
+
+# The name of heads at any depth, and the names of heads directly in the model.
+_HEAD = "lm_head"
+_HEADS_OF_A_MODEL = {"classification_head", "classifier", "cls", "embed_out", "qa_outputs", "score"}
+# Names that wrappers give the module that they wrap.
+_WRAPPED = {"module", "model", "base_model", "_orig_mod"}
+_WRAPPED |= {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+_IS_HEAD = "it is the model's head"
+# The reasons why conversions left layers out.
+_reasons: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
+
+
+class LayerFilter:
+    """A ``module_filter_fn`` that keeps its reasons; see :func:`skip_head`.
+
+    Args:
+        model: the model that will be converted. Without it, heads are recognized by their names
+            alone.
+        names: further modules to leave out: whole names or consecutive parts of them.
+    """
+
+    def __init__(self, model: nn.Module | None = None, names: Iterable[str] = ()) -> None:
+        self._never: dict[nn.Module, str] = {}
+        if model is not None:
+            outside = "it stands outside of the base model"
+            self._never = dict.fromkeys(_outside_of_base_models(model), outside)
+            self._never |= dict.fromkeys(_output_embeddings(model), _IS_HEAD)
+        self._names = tuple(names)
+        self._reasons: dict[str, str] = {}
+
+    def __call__(self, module: nn.Module, fqn: str) -> bool:
+        """Whether to convert a layer; False for any module that is not an nn.Linear."""
+        if not isinstance(module, nn.Linear):
+            return False
+        named = [f"modules_to_not_convert: {name}" for name in self._names if is_part(name, fqn)]
+        reason = self._why_head_or_adapter(module, fqn)
+        reason = reason or why_misaligned(module.out_features, module.in_features)
+        self._reasons[fqn] = named[0] if named else f"skip_head: {reason}"
+        return not named and not reason
+
+    def reason(self, fqn: str) -> str:
+        """The reason why a layer was left out, for messages."""
+        return self._reasons[fqn]
+
+    def _why_head_or_adapter(self, module: nn.Module, fqn: str) -> str:
+        """The reason, other than size, why a layer is left out, or an empty string."""
+        if _has_name_of_head(fqn):
+            return _IS_HEAD
+        in_adapter = any(part.startswith("lora_") for part in fqn.split("."))
+        return self._never.get(module) or ("it belongs to a LoRA adapter" if in_adapter else "")
+
+
+@dataclass(frozen=True)
+class FilterDecision:
+    """The decision about one linear layer, and its reason."""
+
+    fqn: str  # "" for a model that is itself a linear layer
+    shape: Shape  # global (out_features, in_features)
+    local_shape: Shape  # the smallest part that a tensor-parallel rank holds
+    convert: bool  # what the filter returned
+    reason: str
+
+
+@dataclass(frozen=True)
+class AutoFilterReport:
+    """The decisions of an :class:`AutoFilter` so far; ``str()`` prints a table."""
+
+    recipe: str
+    tp_size: int
+    planned: bool  # whether a plan says how layers are divided
+    rows: tuple[FilterDecision, ...]  # one for each layer, in the order of the first calls
+    unmatched_fqns: tuple[str, ...]  # entries of filter_fqns that no layer's name contains
+    unmatched_exclude: tuple[str, ...] = ()  # entries of exclude that are not a layer's name
+
+    def __str__(self) -> str:
+        converted = sum(row.convert for row in self.rows)
+        layers = "linear layer" if len(self.rows) == 1 else "linear layers"
+        lines = [
+            f"auto_filter: {converted} of {len(self.rows)} {layers} to float8, recipe "
+            f"{self.recipe} (thresholds: H100)"
+        ]
+        if self.planned or self.tp_size > 1:
+            no_plan = "out or in divided, whichever gains less (no plan)"
+            how = "divided as the plan says" if self.planned else no_plan
+            lines.append(f"local: tp_size {self.tp_size}, {how}")
+        table = [("layer", "out x in", "local", "", "reason")]
+        for row in self.rows:
+            shape, local = (f"{out} x {in_}" for out, in_ in (row.shape, row.local_shape))
+            if self.tp_size > 1 and local == shape:
+                local = "not divided"
+            verdict = "float8" if row.convert else "skip"
+            table.append((row.fqn or "(the module itself)", shape, local, verdict, row.reason))
+        lines += aligned(table) if self.rows else ["  no layer was asked for yet"]
+        lines += [f"filter_fqns: {entry!r} matched no layer" for entry in self.unmatched_fqns]
+        lines += [f"exclude: {entry!r} is no layer" for entry in self.unmatched_exclude]
+        return "\n".join(lines)
+
+
+class AutoFilter(LayerFilter):
+    """A ``module_filter_fn`` that decides by size too, for one model; see :func:`auto_filter`."""
+
+    def __init__(
+        self,
+        recipe: str,
+        filter_fqns: tuple[str, ...],
+        tp_size: int,
+        plan: Mapping[str, ParallelStyle] | None,
+        exclude: tuple[str, ...],
+        model: nn.Module | None,
+    ) -> None:
+        super().__init__(model)
+        self._recipe, self._tp_size, self._plan = recipe, tp_size, plan
+        self._filter_fqns, self._exclude = filter_fqns, exclude
+        self._rows: dict[str, FilterDecision] = {}
+
+    def __call__(self, module: nn.Module, fqn: str) -> bool:
+        """Whether to convert a layer; False for any module that is not an nn.Linear."""
+        if not isinstance(module, nn.Linear):
+            return False
+        reason = ""
+        if named := [entry for entry in self._filter_fqns if entry in fqn]:
+            reason = f"filter_fqns: {', '.join(map(repr, named))}"
+        elif fqn in self._exclude:
+            reason = "named in exclude"
+        elif is_lazy(module.weight):
+            raise ValueError(
+                f"auto_filter: {fqn or 'the module'} is lazy and has no shape yet: run it once "
+                "before the conversion, or name it in filter_fqns"
+            )
+        shape = (module.out_features, module.in_features)
+        divisions = self._possible_divisions(fqn)
+        judged = [why_too_small(self._recipe, shape, dim, self._tp_size) for dim in divisions]
+        # Skipped before converted; if both divisions agree, the one with the shorter side.
+        local, small = min(judged, key=lambda each: (not each[1], min(each[0])))
+        reason = reason or self._why_head_or_adapter(module, fqn) or small
+        self._reasons[fqn] = f"auto_filter: {reason}"
+        self._rows[fqn] = FilterDecision(fqn, shape, local, not reason, reason or "large enough")
+        return not reason
+
+    @property
+    def report(self) -> AutoFilterReport:
+        """The decisions so far, with one row per layer."""
+        fqns = tuple(e for e in self._filter_fqns if not any(e in fqn for fqn in self._rows))
+        exclude = tuple(entry for entry in self._exclude if entry not in self._rows)
+        planned, rows = self._plan is not None, tuple(self._rows.values())
+        return AutoFilterReport(self._recipe, self._tp_size, planned, rows, fqns, exclude)
+
+    def _possible_divisions(self, fqn: str) -> tuple[int | None, ...]:
+        """The dims of the shape that may be divided over the ranks; None means no division."""
+        if self._tp_size == 1:
+            return (None,)
+        if self._plan is None:
+            return (0, 1)
+        dims: dict[int | None, str] = {}
+        for pattern, style in self._plan.items():
+            if isinstance(style, ColwiseParallel | RowwiseParallel) and _matches(pattern, fqn):
+                dims[0 if isinstance(style, ColwiseParallel) else 1] = pattern
+        if len(dims) > 1:
+            raise ValueError(
+                f"auto_filter: the plan divides {fqn or 'the module'} both ways: {dims[0]!r} is a "
+                f"ColwiseParallel and {dims[1]!r} a RowwiseParallel; leave one of them"
+            )
+        return tuple(dims) or (None,)
+
+
+def skip_head(model: nn.Module | None = None) -> LayerFilter:
+    """Make a filter for ``convert_to_float8_training`` that skips heads and small layers.
+
+    The filter leaves out the same layers as ``Float8Callback`` and ``Fp8DistConfig``:
+
+    * the head: the result of ``get_output_embeddings()`` of the model, or of a model within it;
+      layers of a transformers model outside of its base model, except for stacks of layers (a
+      decoder in an nn.ModuleList); layers with the name ``lm_head``, or within a module of this
+      name; the layer ``output`` of the model itself; and ``score``, ``classifier``,
+      ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls`` of the model itself, with
+      all layers within. A layer ``output`` or ``score`` of a module within the model, such as
+      ``attention.output``, is not the head. Names that wrappers add are ignored: ``module``,
+      ``model``, ``base_model``, ``_orig_mod``, ``_fsdp_wrapped_module`` and
+      ``_checkpoint_wrapped_module``.
+    * low-rank adapters: layers within a module whose name begins with ``lora_``
+    * layers whose in_features or out_features is not a multiple of 16, which a GPU's float8 GEMM
+      refuses. With ``pad_inner_dim=True`` such a layer would run, but not gain.
+
+    ::
+
+        convert_to_float8_training(model, module_filter_fn=skip_head(model))
+
+    Args:
+        model: the model that will be converted. Without it, heads are recognized by their names
+            alone.
+
+    Returns:
+        The filter, a function of a module and its name, false for any module that is not an
+        nn.Linear. Combine it with another one by ``lambda m, fqn: not_head(m, fqn) and
+        other(m, fqn)``.
+
+    Raises:
+        TypeError: ``model`` is not an nn.Module.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"skip_head takes the model, got {model!r}; pass what it returns as module_filter_fn: "
+            "module_filter_fn=skip_head(model)"
+        )
+    return LayerFilter(model)
+
+
+def auto_filter(
+    recipe: Float8LinearRecipeName | str,
+    filter_fqns: Iterable[str] = (),
+    tp_size: int = 1,
+    *,
+    plan: Mapping[str, ParallelStyle] | None = None,
+    exclude: Iterable[str] = (),
+    model: nn.Module | None = None,
+) -> AutoFilter:
+    """Make a filter for :func:`fp8_dist.convert_to_float8_training` that skips small layers.
+
+    ::
+
+        admits = auto_filter("tensorwise", filter_fqns=["output"], tp_size=8)
+        convert_to_float8_training(model, module_filter_fn=admits)
+        print(admits.report)
+
+    A layer is skipped if its name contains an entry of ``filter_fqns`` or is one of ``exclude``; if
+    :func:`fp8_dist.skip_head` leaves it out (heads, low-rank adapters); if a local dim is not a
+    multiple of 16 (a GPU's float8 GEMM needs that); if a rank holds nothing of it; or if its
+    smallest local part is within one of its recipe's limits in ``TOO_SMALL``. The number of tokens
+    and savings in communication are not considered. ``docs/support.md`` has the limits and
+    says how to measure a device.
+
+    Args:
+        recipe: a :class:`Float8LinearRecipeName` or its value.
+        filter_fqns: layers whose name contains one of these strings are skipped.
+        tp_size: number of tensor-parallel ranks. A layer is judged by its smallest local part,
+            with uneven parts as torch makes them. Without a plan a layer may be divided by rows or
+            by columns, and the division that gains less decides.
+        plan: a tensor-parallel plan that maps module names (``*`` for any one part) to styles. A
+            ColwiseParallel divides out_features by ``tp_size``, a RowwiseParallel in_features;
+            layers without either are not divided. The styles may be torch's, as in
+            ``llama_tp_plan`` of a model that is not converted yet.
+        exclude: layers with exactly these names are skipped, such as those that lose too much in
+            float8: ``compare_recipes(...).layers_below(20, recipe)`` of ``fp8_dist.debug``.
+        model: the model that will be converted, as for ``skip_head``. Without it, heads are
+            recognized by their names alone.
+
+    Returns:
+        The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport` of
+        its decisions. The conversion warns about admitted layers that it can't convert.
+
+    Raises:
+        ValueError: ``recipe`` is not a recipe, ``tp_size`` is below 1, or an entry of
+            ``filter_fqns`` is empty. The filter itself raises it for a lazy layer, and for one
+            that the plan divides both ways.
+        TypeError: an argument has another type.
+    """
+    name = recipe.value if isinstance(recipe, Float8LinearRecipeName) else recipe
+    if name not in list(TOO_SMALL):
+        raise ValueError(f"auto_filter: recipe={recipe!r} is not one of {list(TOO_SMALL)}")
+    fqns, excluded = _checked("filter_fqns", filter_fqns), _checked("exclude", exclude)
+    if "" in fqns:
+        raise ValueError("auto_filter: filter_fqns holds '', which matches every layer")
+    if not isinstance(tp_size, int) or isinstance(tp_size, bool):
+        raise TypeError(f"auto_filter: tp_size={tp_size!r}: pass the number of ranks, an int")
+    if tp_size < 1:
+        raise ValueError(f"auto_filter: tp_size={tp_size} must be at least 1")
+    if plan is not None and not isinstance(plan, Mapping):
+        raise TypeError(f"auto_filter: plan must map module names to styles, got {plan!r}")
+    for pattern, style in (plan or {}).items():
+        if not isinstance(pattern, str) or not isinstance(style, ParallelStyle):
+            raise TypeError(
+                f"auto_filter: the plan's entry {pattern!r} is {style!r}: give a module name and "
+                "the instance of a parallel style, such as ColwiseParallel()"
+            )
+    plan = None if plan is None else dict(plan)
+    return AutoFilter(name, fqns, tp_size, plan, excluded, model)
+
+
+def why_misaligned(out_features: int, in_features: int) -> str:
+    """Text of the size that a GPU's float8 GEMM refuses; an empty string if there is none."""
+    for name, size in (("out", out_features), ("in", in_features)):
+        if size % ALIGNMENT:
+            return f"{name} = {size} is not a multiple of {ALIGNMENT}"
+    return ""
+
+
+def why_too_small(recipe: str, shape: Shape, dim: int | None, ranks: int) -> tuple[Shape, str]:
+    """The smallest part of a layer that is divided along ``dim``, and why it is left out.
+
+    The reason is empty for parts that are large enough.
+    """
+    largest, smallest = _shards(shape, dim, ranks)
+    reason = why_misaligned(*smallest) or why_misaligned(*largest)
+    if 0 in smallest:
+        return smallest, "a rank holds nothing of it"
+    for limits in () if reason else TOO_SMALL[recipe]:
+        bounds = list(zip(("out", "in"), smallest, limits, strict=True))
+        if all(limit is None or size <= limit for _, size, limit in bounds):
+            reason = " and ".join(f"{name} <= {limit}" for name, _, limit in bounds if limit)
+            break
+    return smallest, reason
+
+
+def note_left_out(layer: nn.Module, reason: str) -> None:
+    """Keep the reason why a conversion leaves a layer out."""
+    _reasons[layer] = reason
+
+
+def why_left_out(layer: nn.Linear) -> str:
+    """The reason why a layer is not in float8."""
+    never = "convert_to_float8_training has not seen it"
+    return _reasons.get(layer) or why_unconvertible(layer) or never
+
+
+def why_unconvertible(layer: nn.Linear) -> str:
+    """The reason why a layer can't be converted, or an empty string."""
+    if is_parametrized(layer) or "weight" not in layer._parameters:
+        return "its weight is computed from other parameters (a parametrization, weight_norm)"
+    if isinstance(layer, LazyModuleMixin):
+        return "it is lazy: run it once, so that it knows its sizes"
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return f"its class {type(layer).__name__} is read by nn.MultiheadAttention, never called"
+    if type(layer).forward is not nn.Linear.forward:
+        return f"its class {type(layer).__name__} has a forward of its own"
+    if not layer.weight.dtype.is_floating_point:
+        return f"its weight is {layer.weight.dtype}, not floating point"
+    if not Float8Weight.can_be(layer.weight):
+        return (
+            f"its weight is a {type(layer.weight).__name__}, which multiplies in a way of its own"
+        )
+    return ""
+
+
+def aligned(table: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Lines of a table, whose columns with a number in ``right`` are aligned on the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    align = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    lines = []
+    for row in table:
+        cells = [pad(cell, n) for pad, cell, n in zip(align, row, widths, strict=True)]
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    return lines
+
+
+def _checked(argument: str, given: Iterable[str]) -> tuple[str, ...]:
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    fqns = tuple(given) if is_list else ()
+    if not is_list or not all(isinstance(entry, str) for entry in fqns):
+        raise TypeError(
+            f"auto_filter: {argument}={given!r}: pass a list of strings, such as ['output']"
+        )
+    return tuple(dict.fromkeys(fqns))
+
+
+def _matches(pattern: str, fqn: str) -> bool:
+    """Match a name as ``parallelize_module`` does: part by part; an empty pattern is the root."""
+    if not pattern or not fqn:
+        return pattern == fqn
+    patterns, parts = pattern.split("."), fqn.split(".")
+    return len(patterns) == len(parts) and all(map(fnmatch, parts, patterns))
+
+
+def _shards(shape: Shape, dim: int | None, ranks: int) -> tuple[Shape, Shape]:
+    """The largest and the smallest part when ``dim`` is divided over ranks as torch does it."""
+    if dim is None:
+        return shape, shape
+    largest = -(-shape[dim] // ranks)
+    smallest = max(0, shape[dim] - largest * (ranks - 1))
+    out, in_ = shape
+    return ((largest, in_), (smallest, in_)) if dim == 0 else ((out, largest), (out, smallest))
+
+
+def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules in the output embeddings of the model or of any module in it."""
+    for module in model.modules():
+        get: Any = getattr(module, "get_output_embeddings", None)
+        try:
+            head = get() if callable(get) else None
+        except NotImplementedError:  # a base class without an implementation
+            continue
+        for each in head if isinstance(head, list | tuple) else [head]:
+            if isinstance(each, nn.Module):
+                yield from each.modules()
+
+
+def _outside_of_base_models(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of transformers models outside of base models, except for stacks of layers."""
+    stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+    stacked = {module for stack in stacks for module in stack.modules()}
+    for module in model.modules():
+        # transformers sets it on the class; wrappers such as PEFT's only forward the attribute.
+        prefix = getattr(type(module), "base_model_prefix", None)
+        base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
+        if isinstance(base, nn.Module):
+            yield from set(module.modules()) - set(base.modules()) - {module} - stacked
+
+
+def _has_name_of_head(fqn: str) -> bool:
+    parts = [part for part in fqn.split(".") if part not in _WRAPPED]
+    return _HEAD in parts or parts == ["output"] or bool(_HEADS_OF_A_MODEL & set(parts[:1]))

@@ -1,0 +1,227 @@
+"""Report of a conversion: the share of a model's parameters and FLOPs that is in float8."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fp8_dist.linear.module import Float8Linear
+from fp8_dist.model.filters import aligned, why_left_out
+
+# Names of the number of experts per token in transformers' configs. Their ``top_k`` is an option of
+# sampling.
+_EXPERTS_IN_CONFIG = ("num_experts_per_tok", "experts_per_token")
+# Its names in modules.
+_EXPERTS_IN_MODULE = ("top_k", *_EXPERTS_IN_CONFIG)
+# Modules that multiply by each of their matrices, once per token.
+_PRODUCTS = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
+# Modules whose 2-D or 3-D parameters are looked up, or multiplied more than once per token.
+_NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
+
+
+@dataclass(frozen=True)
+class WeightSummary:
+    """A weight that the model multiplies by, or may multiply by.
+
+    Attributes:
+        name: the FQN of the linear layer or Conv1D, or of another module's parameter.
+        shape: the global shape; [in, out] for a Conv1D.
+        converted: whether the layer computes in float8.
+        reason: the reason why it does not; empty if it does.
+        parameters: elements of the weight; 0 if an earlier row shares it.
+        flops: FLOPs of its product in the forward per token, 2 per multiplication. For experts,
+            only those that a token visits count, or all if their number is not known; 0 for a 2-D
+            parameter that may be a table. The reason states these cases.
+        kind: the kind of its owner: an nn.Linear, transformers' Conv1D, experts, or another module.
+        visited: the number of experts that a token visits; None if it is not known.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    converted: bool
+    reason: str
+    parameters: int
+    flops: int
+    kind: Literal["linear", "Conv1D", "experts", "other"] = "linear"
+    visited: int | None = None
+
+
+@dataclass(frozen=True)
+class ConversionSummary:
+    """The result of :func:`conversion_summary`; ``str()`` prints a table.
+
+    Attributes:
+        rows: every weight that the model multiplies by, or may multiply by, in its order.
+        parameters: the number of the model's parameters, shared ones counted once.
+    """
+
+    rows: tuple[WeightSummary, ...]
+    parameters: int
+
+    @property
+    def converted(self) -> tuple[WeightSummary, ...]:
+        """The rows of layers in float8."""
+        return tuple(row for row in self.rows if row.converted)
+
+    @property
+    def skipped(self) -> tuple[WeightSummary, ...]:
+        """The other rows."""
+        return tuple(row for row in self.rows if not row.converted)
+
+    @property
+    def parameter_share(self) -> float:
+        """The share of all parameters that belongs to weights of float8 layers, 0 to 1."""
+        return self.shares(self.converted)[0]
+
+    @property
+    def flop_share(self) -> float:
+        """The share of the FLOPs of all products with weights that is in float8, 0 to 1."""
+        return self.shares(self.converted)[1]
+
+    def shares(self, rows: Iterable[WeightSummary]) -> tuple[float, float]:
+        """The shares of some rows in all parameters, and in the FLOPs of all rows, 0 to 1."""
+        rows, flops = tuple(rows), sum(row.flops for row in self.rows)
+        parameters = sum(row.parameters for row in rows)
+        return parameters / (self.parameters or 1), sum(row.flops for row in rows) / (flops or 1)
+
+    def __str__(self) -> str:
+        lines = [
+            f"conversion_summary: {len(self.converted)} of {len(self.rows)} weights in float8, "
+            f"{self.parameter_share:.1%} of {self.parameters:,} parameters, {self.flop_share:.1%} "
+            "of FLOPs",
+            "FLOPs: of products with weights, without attention's own products and convolutions",
+        ]
+        table: list[tuple[str, ...]] = [("weight", "shape", "", "parameters", "FLOPs", "reason")]
+        for name, rows in alike(self.rows):
+            shape = " x ".join(map(str, rows[0].shape))
+            shares = [f"{share:.1%}" for share in self.shares(rows)]
+            verdict = "float8" if rows[0].converted else "skip"
+            table.append((name, shape, verdict, *shares, rows[0].reason))
+        rest = self.parameters - sum(row.parameters for row in self.rows)
+        if rest:
+            share = f"{rest / self.parameters:.1%}"
+            table.append(("(embeddings, norms, biases, ...)", "", "", share, "", ""))
+        return "\n".join([*lines, *aligned(table, right=(3, 4))])
+
+
+def conversion_summary(model: nn.Module) -> ConversionSummary:
+    """Summarize the weights of a model: those in float8, those that are not, and the reasons.
+
+    Call it after ``convert_to_float8_training``, before or after the model is distributed. Besides
+    linear layers it lists parameters that modules multiply by without an nn.Linear, which no
+    conversion reaches: 3-D parameters of experts, and matrices such as those of
+    nn.MultiheadAttention. A 2-D parameter of another module may be a table (of positions, for
+    instance), and counts no FLOPs. ::
+
+        print(conversion_summary(model))
+
+    Collectives: none.
+    """
+    size = sum(p.numel() for p in model.parameters() if not is_lazy(p))
+    return ConversionSummary(tuple(_rows(model)), size)
+
+
+def alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]]:
+    """Group rows whose names differ only by numbers.
+
+    The name of a group has ``*`` for the numbers, and ends with the number of its rows.
+    """
+    groups: dict[tuple[object, ...], list[WeightSummary]] = {}
+    for row in rows:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name)
+        groups.setdefault((pattern, row.shape, row.converted, row.reason), []).append(row)
+    return [
+        (f"{key[0]} ({len(found)})" if len(found) > 1 else found[0].name, found)
+        for key, found in groups.items()
+    ]
+
+
+def _rows(model: nn.Module) -> Iterator[WeightSummary]:
+    modules = dict(model.named_modules())
+    counted: set[int] = set()  # parameters, by id
+    whole = (nn.Linear, *_NO_PRODUCTS)  # a parametrization is a module inside of these
+    inside = {part for m in modules.values() if isinstance(m, whole) for part in m.modules()}
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear):
+            # A parametrized weight consists of several parameters.
+            weights = [p for p in module.parameters() if not is_lazy(p) and p.ndim > 1]
+            shape, converted = (
+                (module.out_features, module.in_features),
+                isinstance(module, Float8Linear),
+            )
+            yield WeightSummary(
+                name or "(the module itself)",
+                shape,
+                converted,
+                "" if converted else why_left_out(module),
+                _count(weights, counted),
+                2 * math.prod(shape),
+            )
+        elif module not in inside:
+            for own, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[0] > 1):
+                    yield _of_parameter(name, own, parameter, modules, _count([parameter], counted))
+
+
+def _of_parameter(
+    owner: str, own: str, parameter: torch.Tensor, modules: dict[str, nn.Module], size: int
+) -> WeightSummary:
+    """The row of a parameter whose owner is not an nn.Linear."""
+    module, shape = modules[owner], tuple(parameter.shape)
+    name = f"{owner}.{own}" if owner else own
+    flops = 2 * parameter.numel()
+    reason = f"no nn.Linear, but a parameter of {type(module).__name__}"
+    if _is_conv1d(module):
+        name = owner or "(the module itself)"
+        return WeightSummary(name, shape, False, reason, size, flops, "Conv1D")
+    if isinstance(module, _PRODUCTS):
+        return WeightSummary(name, shape, False, reason, size, flops, "other")
+    if parameter.ndim == 3:
+        called = re.search("expert|moe", f"{name} {type(module).__name__}", re.IGNORECASE)
+        visited = _experts_per_token(owner, modules, shape[0], bool(called))
+        if visited or called:
+            flops = flops // shape[0] * (visited or shape[0])
+            found = f"{visited} per token" if visited else "FLOPs of all"
+            reason = f"no nn.Linear, but a 3-D parameter of {shape[0]} experts ({found})"
+            return WeightSummary(name, shape, False, reason, size, flops, "experts", visited)
+    reason += " (may be a table or a matrix; not counted in FLOPs)"
+    return WeightSummary(name, shape, False, reason, size, 0, "other")
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D, a linear layer whose weight is [in, out]."""
+    classes = ((cls.__module__, cls.__name__) for cls in type(module).__mro__)
+    return ("transformers.pytorch_utils", "Conv1D") in classes
+
+
+def _experts_per_token(
+    owner: str, modules: dict[str, nn.Module], experts: int, called: bool
+) -> int | None:
+    """Number of experts per token in a parameter's owner, its neighbours, or the model's config.
+
+    The config counts for modules that are *called* experts alone. None if none of them has it.
+    """
+    parent = modules[owner.rpartition(".")[0]]
+    places: list[tuple[object, tuple[str, ...]]] = [
+        (module, _EXPERTS_IN_MODULE) for module in (modules[owner], parent, *parent.children())
+    ]
+    if called:
+        places.append((getattr(modules[""], "config", None), _EXPERTS_IN_CONFIG))
+    for place, attributes in places:
+        for attribute in attributes:
+            found = getattr(place, attribute, None)
+            if isinstance(found, int) and 0 < found <= experts:
+                return found
+    return None
+
+
+def _count(parameters: Iterable[torch.Tensor], counted: set[int]) -> int:
+    """The elements of the parameters that were not counted before."""
+    new = [p for p in parameters if id(p) not in counted]
+    counted.update(map(id, new))
+    return sum(p.numel() for p in new)

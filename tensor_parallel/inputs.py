@@ -1,0 +1,277 @@
+"""Inputs that several layers share: one cast, one gather, one reduction of their gradient."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput
+
+from fp8_dist.cast import as_float8_of, quantize_over
+from fp8_dist.config import CastSpec, CopySpec
+from fp8_dist.dtypes import autocast
+from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.linear.checks import check_summed_in_fp32
+from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.observing import Owner, is_observed
+from fp8_dist.linear.observing_prepared import observe_prepared_cast
+from fp8_dist.linear.once import Gradients, differentiable_once
+from fp8_dist.mesh import Layout, has_pieces, local_tensor, reduced, sharded_dim
+from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.transport import Encoding, reduced_to
+from fp8_dist.warn import warn_once
+
+_ALLOWED = ("float8", "bf16", None)
+
+
+def share_input(
+    input: torch.Tensor,
+    layers: Sequence[Float8Linear],
+    *,
+    reduce_transport: Encoding = None,
+) -> torch.Tensor:
+    """Cast and gather an input once for several layers, such as wq, wk and wv.
+
+    This is ``PrepareFloat8ModuleInput`` as a function.
+
+    Args:
+        input: a plain tensor at the placement that the layers declared for their input; or a
+            DTensor on a 1-D mesh, for layers whose parameters are DTensors.
+        layers: column-parallel layers with the same config, and with the same declared mesh and
+            input placement, or none. The first layer has the amax history of a DELAYED scale.
+        reduce_transport: as in ``PrepareFloat8ModuleInput``, for a DTensor. For a plain tensor the
+            layers declare it.
+
+    Returns:
+        A DTensor that each of the layers takes as its input. It is float8 where one copy serves all
+        GEMMs (``rowwise`` and ``rowwise_with_gw_hp`` gather in high precision). The gradients of
+        the layers are summed, and then reduced once to the placement of ``input``.
+
+    Collectives: those of ``PrepareFloat8ModuleInput``, or of torch's ``PrepareModuleInput``.
+
+    Raises:
+        ValueError: no layers, one that is not column-parallel by its declaration, layers that
+            disagree, a DTensor on a mesh of several axes, or ``reduce_transport`` for an input that
+            is not sharded, or whose layers declare it.
+        TypeError: ``layers`` is not a sequence of Float8Linear; or ``input`` is a DTensor where a
+            local tensor was declared, or the other way round.
+    """
+    if not torch.compiler.is_compiling():
+        _check_shared(input, layers, reduce_transport)
+    first = layers[0]
+    declared, cast = first.local_placements, shared_input_cast(first)
+    if isinstance(input, DTensor):
+        placed = input
+    else:
+        assert declared is not None
+        placed = DTensor.from_local(input, declared.mesh, (declared.input,), run_check=False)
+    if cast is not None:
+        at, mesh, history = placed.placements[0], placed.device_mesh, first.histories.get("input")
+        placed = cast_input(placed, at, mesh, *cast, history, first.float8_weight)
+    transport = reduce_transport if declared is None else first.reduce_transport
+    return gathered(placed, transport, "share_input")
+
+
+class ModuleInput(PrepareModuleInput):
+    """``PrepareModuleInput`` with a ``reduce_transport`` for the gradients of gathered inputs."""
+
+    def __init__(self, *, reduce_transport: Encoding = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
+        pairs = [*zip(self.input_layouts or (), self.desired_input_layouts or (), strict=False)]
+        by_name = self.desired_input_kwarg_layouts
+        pairs += [(at, by_name.get(name)) for name, at in self.input_kwarg_layouts.items()]
+        gathers = any(isinstance(at, Shard) and then == Replicate() for at, then in pairs)
+        if reduce_transport is not None and (self.use_local_output or not gathers):
+            raise ValueError(
+                f"{type(self).__name__}: reduce_transport={reduce_transport!r} applies to the "
+                "reduce-scatter of the gradient of an input that is gathered: from a Shard to "
+                f"Replicate(), with use_local_output=False. This style has none: {self!r}"
+            )
+
+    def _prepare_input_arg(
+        self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
+    ) -> Any:
+        """Gather an input with the transport; torch's hook calls this for each input."""
+        transport, gathers = self.reduce_transport, desired_layout == Replicate()
+        if transport is None or not (gathers and isinstance(input_layout, Shard)):
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        if not isinstance(input, DTensor):
+            input = DTensor.from_local(input, mesh, (input_layout,), run_check=False)
+        return gathered(input, transport, type(self).__name__)
+
+
+def check_transport(transport: Any, who: str) -> Encoding:
+    """Return the argument ``reduce_transport`` of ``who``, or raise if it is unknown."""
+    if transport not in _ALLOWED:
+        raise ValueError(f"{who}: reduce_transport is {transport!r}; it must be one of {_ALLOWED}")
+    return transport  # type: ignore[no-any-return]
+
+
+def shared_input_cast(layer: Float8Linear) -> tuple[CastSpec, bool] | None:
+    """Return the input's cast, and whether its scales are rounded to powers of 2.
+
+    None: no single float8 copy of the input serves both GEMMs.
+    """
+    cast = layer.config.gather_cast("input")
+    return None if cast is None else (cast, layer.config.round_scales_to_power_of_2)
+
+
+def cast_input(
+    x: Any,
+    layout: Placement | None,
+    mesh: DeviceMesh,
+    cast: CastSpec,
+    power_of_2: bool,
+    history: AmaxHistory | None,
+    owner: Owner,
+) -> Any:
+    """Cast a floating-point input to a float8 DTensor; return anything else unchanged.
+
+    ``owner`` is the ``float8_weight`` of the first layer that takes the input.
+    """
+    castable = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
+    if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
+        return x
+    x = autocast(x)
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, (layout,), run_check=False)
+    sharded = [sharded_dim(placement, x.ndim) for placement in x.placements]
+    in_parts = cast.granularity.blocks is not None and x.ndim - 1 in sharded
+    if in_parts or has_pieces(tuple(x.placements)):
+        warn_once(
+            "prepared in parts",
+            f"{owner.fqn}: PrepareFloat8ModuleInput leaves its input in high precision, because "
+            f"it has one scale per {cast.granularity.name} and is placed as {list(x.placements)}; "
+            "shard the sequence or the batch instead (Shard(0), Shard(1))",
+        )
+        return x
+    return _CastInput.apply(reduced(x), cast, power_of_2, history, torch.is_grad_enabled(), owner)
+
+
+def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
+    """Gather a sharded input, whose gradient is reduced with a transport.
+
+    Args:
+        input: a DTensor on a 1-D mesh, in high precision or float8.
+        transport: the encoding of the sums; None for torch's reduce-scatter.
+
+    Collectives: an all-gather; in the backward a reduce-scatter, or what
+    :func:`fp8_dist.transport.start_reduction` makes of it.
+    """
+    if transport is None:
+        return input.redistribute(placements=(Replicate(),))
+    check_summed_in_fp32(input, transport, who)
+    if not isinstance(input.placements[0], Shard):
+        raise ValueError(
+            f"{who}: reduce_transport={transport!r} applies to the reduce-scatter of the gradient "
+            f"of a sharded input, but the input is {input.placements} on {input.device_mesh}; "
+            "shard it (sequence parallelism), or drop the argument"
+        )
+    return _gathered(input, transport, who)
+
+
+# Dynamo assumes that a gradient has the placement of its output, but this one is Partial. So only
+# AOTAutograd, which knows the placement, traces the function.
+@torch.compiler.allow_in_graph
+def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
+    whole: DTensor = _Gather.apply(input, _Spec(who, transport))
+    return whole
+
+
+class _CastInput(torch.autograd.Function):
+    """Cast whose gradient passes unchanged; ``record``: it belongs to a training step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        cast: CastSpec,
+        power_of_2: bool,
+        history: AmaxHistory | None,
+        record: bool,
+        owner: Owner,
+    ) -> torch.Tensor:
+        if history is not None:
+            copy = CopySpec(cast)
+            quantized = history.copies_of(input, (copy,), record)[copy]
+        else:
+            quantized = quantize_over(input, cast, power_of_2)
+        if is_observed():
+            return observe_prepared_cast(owner, input, quantized)
+        return as_float8_of(input, quantized)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return grad, None, None, None, None, None
+
+
+class _Spec(NamedTuple):
+    fqn: str
+    transport: Encoding
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: DTensor, spec: _Spec) -> DTensor:
+        ctx.spec, ctx.layout = spec, Layout.of(input)
+        ctx.set_materialize_grads(False)
+        return input.redistribute(placements=(Replicate(),))
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
+        if grad is None:
+            return None, None
+        assert isinstance(grad, DTensor)
+        placements: tuple[Placement, ...] = ctx.layout.placements
+        return reduced_to(grad, placements, ctx.spec.transport), None
+
+
+def _check_shared(
+    input: torch.Tensor, layers: Sequence[Float8Linear], reduce_transport: Encoding
+) -> None:
+    single = isinstance(layers, nn.Linear)
+    wrong = [layers] if single else [m for m in layers if not isinstance(m, Float8Linear)]
+    if wrong:
+        kinds = ", ".join(type(layer).__name__ for layer in wrong)
+        raise TypeError(
+            f"share_input takes a list of Float8Linear, got {kinds}"
+            + (" alone" if single else "; convert it first (convert_to_float8_training)")
+        )
+    names = [layer.fqn for layer in layers]
+    declared = layers[0].local_placements if layers else None
+    if not layers or any(
+        layer.local_placements != declared
+        or (declared is not None and declared.weight != Shard(0))
+        or shared_input_cast(layer) != shared_input_cast(layers[0])
+        or layer.reduce_transport != layers[0].reduce_transport
+        for layer in layers
+    ):
+        found = "".join(f"\n  - {m.fqn}: {m.local_placements}, {m.extra_repr()}" for m in layers)
+        raise ValueError(
+            f"share_input: {names} must be column-parallel layers (declare_placements with "
+            f"weight=Shard(0)), with one mesh, input placement and cast of the input; found{found}"
+        )
+    check_transport(reduce_transport, "share_input")
+    if reduce_transport is not None and declared is not None:
+        raise ValueError(
+            f"share_input: reduce_transport={reduce_transport!r}, but {names} declared how their "
+            "input stands; give it to declare_placements"
+        )
+    if isinstance(input, DTensor) and declared is not None:
+        raise TypeError(
+            f"share_input: {names} declared a local input, but got a DTensor, {input.placements} "
+            f"on {input.device_mesh}; pass its to_local()"
+        )
+    if isinstance(input, DTensor) and input.device_mesh.ndim != 1:
+        raise ValueError(
+            f"share_input: the input of {names} is on {input.device_mesh}; it must be on a 1-D mesh"
+        )
+    if not isinstance(input, DTensor) and declared is None:
+        raise TypeError(
+            f"share_input: the input of {names} is a plain tensor; declare where it stands "
+            "(declare_placements), or pass a DTensor"
+        )
