@@ -15,8 +15,7 @@ from fp8_dist.dtypes import autocast
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_summed_in_fp32
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.observing import Owner, is_observed
-from fp8_dist.linear.observing_prepared import observe_prepared_cast
+from fp8_dist.linear.observing import Owner, is_observed, observe_prepared_cast
 from fp8_dist.linear.once import Gradients, differentiable_once
 from fp8_dist.mesh import Layout, has_pieces, local_tensor, reduced, sharded_dim
 from fp8_dist.tensor.float8_tensor import Float8Tensor

@@ -7,15 +7,20 @@ In the import order this package is above the layers, and below FSDP2 and tensor
 Nothing in the library depends on it.
 """
 
-from fp8_dist.debug.captures.files import CapturedCast, load_capture
-from fp8_dist.debug.captures.recorder import Capture, capture
-from fp8_dist.debug.communication.audit import CommAudit, comm_audit
-from fp8_dist.debug.communication.table import CommRow
-from fp8_dist.debug.recipes.comparing import compare_recipes
-from fp8_dist.debug.recipes.comparison import LayerSqnr, ParameterSqnr, RecipeComparison
-from fp8_dist.debug.statistics.anomalies import Anomaly, AnomalyLimits, anomaly_dict
-from fp8_dist.debug.statistics.recorder import Float8Stats, float8_stats
-from fp8_dist.debug.statistics.rows import CastStats, GemmStats, append_jsonl
+from fp8_dist.debug.audit import CommAudit, CommRow, comm_audit
+from fp8_dist.debug.captured_cast import CapturedCast, load_capture
+from fp8_dist.debug.capturing import Capture, capture
+from fp8_dist.debug.comparing import compare_recipes
+from fp8_dist.debug.comparison import LayerSqnr, ParameterSqnr, RecipeComparison
+from fp8_dist.debug.rows import (
+    Anomaly,
+    AnomalyLimits,
+    CastStats,
+    GemmStats,
+    anomaly_dict,
+    append_jsonl,
+)
+from fp8_dist.debug.statistics import Float8Stats, float8_stats
 
 __all__ = [
     "Anomaly",

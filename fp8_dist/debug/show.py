@@ -14,8 +14,7 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
-from fp8_dist.debug.captures.files import CapturedCast, load_capture
-from fp8_dist.debug.captures.octaves import Histogram, Octave, histogram
+from fp8_dist.debug.captured_cast import CapturedCast, Histogram, Octave, histogram, load_capture
 from fp8_dist.dtypes import short_name
 
 _WIDTH = 40  # of the longest bar, in characters
@@ -54,7 +53,7 @@ def plot(casts: Sequence[CapturedCast], path: Path) -> None:
     """
     if find_spec("matplotlib") is None:
         raise ImportError('--plot needs matplotlib: pip install "fp8-dist[train]"')
-    importlib.import_module("fp8_dist.debug.captures.plot").draw(casts, path)
+    importlib.import_module("fp8_dist.debug.plot").draw(casts, path)
 
 
 def describe(cast: CapturedCast) -> str:

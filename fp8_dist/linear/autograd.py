@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from fp8_dist.config import Gemm
 from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import block_scaled_mm, quantize_after, quantize_blocks, scaled_mm
-from fp8_dist.linear.observing import is_observed, observe
-from fp8_dist.linear.observing_gemms import (
+from fp8_dist.linear.observing import (
     HighPrecision,
     are_gemms_observed,
     high_precision,
+    is_observed,
+    note_gemm,
+    observe,
     observe_gemm,
 )
 from fp8_dist.linear.once import Gradients, differentiable_once
@@ -37,7 +39,6 @@ from fp8_dist.linear.operands import (
     redistributed,
     wait_local,
 )
-from fp8_dist.linear.recording import note_gemm
 from fp8_dist.linear.sharded_tokens import BlockMatrix, as_block_matrix, reblocked
 from fp8_dist.mesh import (
     Layout,

@@ -1,22 +1,32 @@
-"""Observers of the casts of layers, for statistics and captures.
+"""Observers of the casts and GEMMs of layers, for statistics, captures and tests.
 
 Without an observer a cast costs one check of a Python variable, and no operator. In compiled code
-the operators are in the graph only while there is an observer. The graphs with and without them are
-both kept, so code compiles once more when it is first observed, and never again.
+the operators are in the graph only while there is an observer of casts. The graphs with and without
+them are both kept, so code compiles once more when it is first observed, and never again. GEMMs are
+observed in eager code alone.
+
+An input that ``PrepareFloat8ModuleInput`` casts for several layers is *prepared*. Its cast and its
+uses are in different places, perhaps with a gather in between, and a module may have several such
+inputs. So each cast has a number, which the Float8Tensor carries to the layers.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8_dist.cast import Copies
 from fp8_dist.config import CastSpec, Float8LinearConfig, Gemm, Operand
-from fp8_dist.granularity import COLUMN, granularity_named
+from fp8_dist.granularity import COLUMN, Blocks, granularity_named
 from fp8_dist.linear.scale_query import owner_of, query
-from fp8_dist.tensor import Quantized
+from fp8_dist.mesh import local_tensor, with_local
+from fp8_dist.tensor import Float8Tensor, Quantized
 from fp8_dist.torch_internals import STAND_INS, in_backward, without_dispatch_modes
+
+R = TypeVar("R")
 
 
 class Owner(Protocol):
@@ -36,10 +46,10 @@ class Owner(Protocol):
         """The high-precision parameter behind a forward's weight, detached: plain or a DTensor."""
 
 
-class CastObserver(Protocol):
-    """An observer of every cast. It must not change the tensors that it is given.
+class Observer:
+    """An observer of casts and GEMMs. It overrides methods, and must not change their tensors.
 
-    Its methods are called without gradients and outside of dispatch modes.
+    The methods are called without gradients and outside of dispatch modes.
     """
 
     def on_casts(
@@ -55,21 +65,56 @@ class CastObserver(Protocol):
         the GEMMs that take them. In eager code one call has all copies of a cast operand.
         """
 
-    def on_prepared_cast(
-        self, owner: Owner, number: int, high: torch.Tensor, low: Quantized
-    ) -> None:
-        """Called when ``PrepareFloat8ModuleInput`` cast a local input by the config of ``owner``.
+    def on_prepared_cast(self, owner: Owner, high: torch.Tensor, low: Quantized) -> object:
+        """Called when a local input was prepared by the config of ``owner``.
 
-        ``number`` identifies the cast in this process, for :meth:`on_prepared_use`.
+        The result is handed to :meth:`on_prepared_use`.
+        """
+        return None
+
+    def on_prepared_use(self, owner: Owner, kept: Any) -> None:
+        """Called when a layer takes a prepared input, perhaps gathered since its cast.
+
+        ``kept`` is the result of :meth:`on_prepared_cast`; None if the cast was not observed.
         """
 
-    def on_prepared_use(self, owner: Owner, number: int) -> None:
-        """Called when a layer takes the input of the cast ``number``, perhaps gathered since."""
+    def on_gemm(
+        self,
+        owner: Owner,
+        gemm: Gemm,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        result: torch.Tensor,
+    ) -> None:
+        """Called after a GEMM of a layer in eager code.
+
+        ``left`` is the input or grad_output, ``[..., K]``. ``right`` is the weight, or the input
+        for grad_weight. Both are in high precision, as they were before casts and moves. ``result``
+        is the result of the float8 GEMM. All of them are plain tensors, or DTensors of any
+        placements. All ranks of their meshes get the same calls, so this may communicate.
+        """
 
 
-# Observers, each with the casts that it was shown outside of a backward.
-_observers: dict[CastObserver, set[Hashable]] = {}
-_is_observed = False  # guards of graphs: with the dict they would be guarded by its items, too
+class _Shown(NamedTuple):
+    """Record of the casts that an observer was shown.
+
+    Attributes:
+        casts: casts outside of a backward.
+        kept: results of :meth:`Observer.on_prepared_cast`, by the number of the cast.
+    """
+
+    casts: set[Hashable]
+    kept: dict[int, object]
+
+
+_observers: dict[Observer, _Shown] = {}  # of casts
+_is_observed = False  # for guards of graphs; with the dict they would guard its items too
+_gemm_observers: list[Observer] = []
+_recordings: list[list["GemmRecord"]] = []
+# Prepared inputs in high precision, by the cast number of the Float8Tensors made of each. Eager
+# code passes on the number's tensor itself, so an input is kept as long as one of them lives.
+_prepared: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+_cast_numbers = itertools.count()
 
 
 def is_observed() -> bool:
@@ -77,17 +122,39 @@ def is_observed() -> bool:
     return _is_observed
 
 
+def are_gemms_observed() -> bool:
+    """Whether there is an observer of GEMMs; False in compiled code."""
+    return bool(_gemm_observers) and not torch.compiler.is_compiling()
+
+
 @contextmanager
-def observed_by(observer: CastObserver) -> Iterator[None]:
+def observed_by(observer: Observer) -> Iterator[None]:
     """Show an observer the casts of all layers inside the block."""
     global _is_observed
-    _observers[observer] = set()
+    _observers[observer] = _Shown(set(), {})
     _is_observed = True
     try:
         yield
     finally:
         del _observers[observer]
         _is_observed = bool(_observers)
+
+
+@contextmanager
+def gemms_observed_by(observer: Observer) -> Iterator[None]:
+    """Show an observer the GEMMs of all layers inside the block. Compiled code runs eagerly."""
+    _gemm_observers.append(observer)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _gemm_observers[:] = [kept for kept in _gemm_observers if kept is not observer]
+
+
+def _tell(method: Callable[..., R], *arguments: Any) -> R:
+    """Call a method of an observer."""
+    with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+        return method(*arguments)
 
 
 def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, ...], CastSpec]:
@@ -116,27 +183,27 @@ def observe(
     high: torch.Tensor,
     low: Quantized,
     repeats: bool,
-    carrier: torch.Tensor | None = None,
+    used: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Show observers a cast.
 
     Args:
         owner: the layer's ``float8_weight``.
-        operand, gemms, high, low: as for :meth:`CastObserver.on_casts`.
+        operand, gemms, high, low: as for :meth:`Observer.on_casts`.
         repeats: a backward may repeat the cast (activation checkpointing, FSDP2's second gather).
             It is shown once.
-        carrier: a tensor that the layer uses afterwards; None: the scale of ``low``.
+        used: a tensor that the layer uses afterwards; None: the scale of ``low``.
 
     Returns:
-        The tensor to use in place of the carrier. A graph would drop the operator otherwise.
+        The tensor to use in place of ``used``. A graph would drop the operator otherwise.
     """
-    carrier = low.scale if carrier is None else carrier
+    used = low.scale if used is None else used
     if not torch.compiler.is_compiling():
         _show(owner, operand, high, {gemms: low}, repeats)
-        return carrier
+        return used
     qdata, scale, granularity = low
     return observe_cast.overload(
-        carrier,
+        used,
         owner.handle,
         operand,
         list(gemms),
@@ -181,16 +248,15 @@ def _show(
 ) -> None:
     if isinstance(high, STAND_INS):
         return
-    new: dict[CastObserver, dict[tuple[Gemm, ...], Quantized]] = {}
+    new: dict[Observer, dict[tuple[Gemm, ...], Quantized]] = {}
     for gemms, low in lows.items():
-        for observer in who_has_not_seen((owner, operand, gemms), repeats):
+        for observer in _observers_of((owner, operand, gemms), repeats):
             new.setdefault(observer, {})[gemms] = low
     for observer, casts in new.items():
-        with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-            observer.on_casts(owner, operand, high, casts)
+        _tell(observer.on_casts, owner, operand, high, casts)
 
 
-def who_has_not_seen(what: Hashable, repeats: bool) -> list[CastObserver]:
+def _observers_of(what: Hashable, repeats: bool) -> list[Observer]:
     """The observers to show a cast. If it ``repeats``, a backward shows it only to new ones.
 
     Compiled code may move a cast of the forward to the backward, where it is used.
@@ -198,18 +264,18 @@ def who_has_not_seen(what: Hashable, repeats: bool) -> list[CastObserver]:
     if not repeats:
         return list(_observers)
     if in_backward():
-        return [observer for observer, seen in _observers.items() if what not in seen]
-    for seen in _observers.values():
-        seen.add(what)
+        return [observer for observer, shown in _observers.items() if what not in shown.casts]
+    for shown in _observers.values():
+        shown.casts.add(what)
     return list(_observers)
 
 
 @query(
-    "observe_cast(Tensor carrier, Tensor handle, str operand, str[] gemms, Tensor high, "
+    "observe_cast(Tensor used, Tensor handle, str operand, str[] gemms, Tensor high, "
     "Tensor qdata, Tensor scale, str granularity, bool repeats) -> Tensor"
 )
 def observe_cast(
-    carrier: torch.Tensor,
+    used: torch.Tensor,
     handle: torch.Tensor,
     operand: Operand,
     gemms: list[Gemm],
@@ -222,7 +288,195 @@ def observe_cast(
     """:func:`observe` in a compiled graph."""
     low = Quantized(qdata, scale, granularity_named(granularity))
     _show(owner_of(handle), operand, high, {tuple(gemms): low}, repeats)
-    return carrier.clone()
+    return used.clone()
 
 
-observe_cast.register_fake(lambda carrier, *_: torch.empty_like(carrier))
+observe_cast.register_fake(lambda used, *_: torch.empty_like(used))
+
+
+def observe_prepared_cast(owner: Owner, input: torch.Tensor, low: Quantized) -> torch.Tensor:
+    """Show observers the cast of a prepared input.
+
+    Args:
+        owner: the ``float8_weight`` of the layer whose config the cast follows.
+        input: ``[..., K]``, a tensor or DTensor in high precision.
+        low: its local part in float8.
+
+    Returns:
+        The Float8Tensor of ``low``, or a DTensor of it, with the number of this cast.
+    """
+    high, (qdata, scale, granularity) = local_tensor(input).detach(), low
+    if torch.compiler.is_compiling():
+        scale, number = observe_preparation.overload(
+            scale, owner.handle, high, qdata, granularity.name
+        )
+    else:
+        number = _show_preparation(owner, high, low)
+        if _gemm_observers:
+            _prepared[number] = input.detach()
+    prepared = low._replace(scale=scale).as_tensor(input.dtype).rewrap(cast_number=number)
+    return with_local(input, prepared)
+
+
+def observe_prepared_use(owner: Owner, prepared: Float8Tensor) -> Float8Tensor:
+    """Tell observers that a layer takes a prepared input, and return the input to use."""
+    number = prepared.cast_number
+    if number is None:  # its cast was not observed
+        return prepared
+    if torch.compiler.is_compiling():
+        scale = observe_use.overload(prepared.scale, owner.handle, number)
+        return prepared.rewrap(scale=scale)
+    _show_use(owner, number)
+    return prepared
+
+
+def _show_preparation(owner: Owner, high: torch.Tensor, low: Quantized) -> torch.Tensor:
+    """Show the cast of a prepared input, and return its number as a new tensor."""
+    value = next(_cast_numbers)
+    with without_dispatch_modes(), torch.inference_mode(False):
+        number = torch.tensor(value, device="cpu")
+    if not isinstance(high, STAND_INS):
+        for observer in _observers_of((owner, "prepared input"), True):
+            kept = _tell(observer.on_prepared_cast, owner, high, low)
+            _observers[observer].kept[value] = kept
+    return number
+
+
+def _show_use(owner: Owner, number: torch.Tensor) -> None:
+    if not isinstance(number, STAND_INS):
+        for observer in _observers_of((owner, "use"), True):
+            kept = _observers[observer].kept.get(int(number.item()))
+            _tell(observer.on_prepared_use, owner, kept)
+
+
+@query(
+    "observe_preparation(Tensor scale, Tensor handle, Tensor high, Tensor qdata, str granularity) "
+    "-> (Tensor, Tensor)"
+)
+def observe_preparation(
+    scale: torch.Tensor,
+    handle: torch.Tensor,
+    high: torch.Tensor,
+    qdata: torch.Tensor,
+    granularity: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`observe_prepared_cast` in a compiled graph.
+
+    Returns the scale to use, and the number of the cast.
+    """
+    low = Quantized(qdata, scale, granularity_named(granularity))
+    return scale.clone(), _show_preparation(owner_of(handle), high, low)
+
+
+@query("observe_use(Tensor scale, Tensor handle, Tensor number) -> Tensor")
+def observe_use(scale: torch.Tensor, handle: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """:func:`observe_prepared_use` in a compiled graph."""
+    _show_use(owner_of(handle), number)
+    return scale.clone()
+
+
+observe_preparation.register_fake(
+    lambda scale, *_: (torch.empty_like(scale), torch.empty((), dtype=torch.int64, device="cpu"))
+)
+observe_use.register_fake(lambda scale, *_: torch.empty_like(scale))
+
+
+class HighPrecision(NamedTuple):
+    """The operands of a forward before casts and moves; None where they are not known."""
+
+    input: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+
+
+def high_precision(owner: Owner, input: torch.Tensor, weight: torch.Tensor) -> HighPrecision:
+    """The high-precision operands of a forward with a possibly prepared input, gathered weight."""
+    local, high = local_tensor(input), None
+    if not isinstance(local, Float8Tensor):
+        high = input.detach()
+    elif local.cast_number is not None:
+        high = _prepared.get(local.cast_number)
+    return HighPrecision(high, owner.high_precision(weight))
+
+
+def observe_gemm(
+    owner: Owner,
+    gemm: Gemm,
+    left: torch.Tensor | None,
+    right: torch.Tensor | None,
+    result: torch.Tensor | None,
+) -> None:
+    """Show observers a GEMM if its operands are known and it is not of a repeated forward.
+
+    Arguments as for :meth:`Observer.on_gemm`.
+    """
+    if left is None or right is None or result is None or (gemm == "output" and in_backward()):
+        return
+    for observer in list(_gemm_observers):
+        _tell(observer.on_gemm, owner, gemm, left, right, result)
+
+
+# Data, scale, and the blocks of block scales. (The shape of other scales tells what they cover.)
+Matrix = tuple[torch.Tensor, torch.Tensor, tuple[int, int, int, int] | None]
+
+
+class GemmRecord(NamedTuple):
+    """One float8 GEMM of a layer: ``a @ b``.
+
+    Attributes:
+        fqn: the layer's name; empty in a compiled graph.
+        gemm: one of the layer's three GEMMs.
+        a: a copy of the left operand, ``[M, K]``, local.
+        b: a copy of the right operand, ``[K, N]``, local.
+        options: the (use_fast_accum, pad_inner_dim, emulate) of the GEMM.
+    """
+
+    fqn: str
+    gemm: Gemm
+    a: Float8Tensor
+    b: Float8Tensor
+    options: tuple[bool, bool, bool]
+
+
+@contextmanager
+def record_gemms() -> Iterator[list[GemmRecord]]:
+    """Record the operands of every float8 GEMM that a layer runs inside the block.
+
+    Yields:
+        A list that grows by one :class:`GemmRecord` per GEMM, in the order in which they run. GEMMs
+        of compiled graphs and those left in high precision are not recorded.
+
+    Collectives: none.
+    """
+    records: list[GemmRecord] = []
+    _recordings.append(records)
+    try:
+        yield records
+    finally:
+        # By identity: two recordings of the same GEMMs are equal.
+        _recordings[:] = [kept for kept in _recordings if kept is not records]
+
+
+def note_gemm(
+    fqn: str,
+    gemm: Gemm,
+    a: Matrix,
+    b: Matrix,
+    out_dtype: torch.dtype,
+    options: tuple[bool, bool, bool],
+) -> None:
+    """Add a GEMM of two matrices to the active recordings."""
+    if not _recordings:
+        return
+    left, right = (
+        Float8Tensor(qdata, scale, out_dtype, _name_of(blocks)).clone()
+        for qdata, scale, blocks in (a, b)
+    )
+    for records in _recordings:
+        records.append(GemmRecord(fqn, gemm, left, right, options))  # type: ignore[arg-type]
+
+
+def _name_of(blocks: tuple[int, int, int, int] | None) -> str | None:
+    if blocks is None:
+        return None
+    rows, columns, *start = blocks
+    return Blocks.of(rows, columns, start=(start[0], start[1])).name

@@ -17,8 +17,7 @@ from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig, Gemm, Operan
 from fp8_dist.granularity import Granularity
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.amax_history import AmaxHistory
-from fp8_dist.linear.observing import Owner, is_observed, observe_copies
-from fp8_dist.linear.observing_prepared import observe_prepared_use
+from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
 from fp8_dist.mesh import (

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8_dist.debug import comm_audit
-from fp8_dist.debug.communication.table import CommRow
+from fp8_dist.debug.audit import CommRow
 from fp8_dist.fsdp import set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
 from scripts.common import candidates

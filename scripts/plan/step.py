@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8_dist import float8_layers
 from fp8_dist.debug import CommAudit, comm_audit
-from fp8_dist.debug.communication.table import CommTable
+from fp8_dist.debug.audit import CommTable
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport, gradient_errors
 from scripts.common.llama import Llama, LlamaConfig

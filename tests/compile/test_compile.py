@@ -27,7 +27,7 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.debug.communication.table import CommTable
+from fp8_dist.debug.audit import CommTable
 from fp8_dist.kernels import block_scaled_mm, scaled_mm
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]

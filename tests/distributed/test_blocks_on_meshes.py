@@ -44,7 +44,7 @@ from fp8_dist import (
     warn,
 )
 from fp8_dist.debug import CommAudit, comm_audit
-from fp8_dist.linear.recording import record_gemms
+from fp8_dist.linear.observing import record_gemms
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     PrepareFloat8ModuleInput,

@@ -29,7 +29,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.debug.communication.collectives import (
+from fp8_dist.debug.collectives import (
     IGNORED_OPS,
     NAMESPACES,
     SCHEMAS,

@@ -9,7 +9,7 @@ from reference import same_bits
 
 from fp8_dist import Float8LinearConfig, Float8Tensor, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
-from fp8_dist.linear.recording import GemmRecord, record_gemms
+from fp8_dist.linear.observing import GemmRecord, record_gemms
 
 
 def recorded_step(model: torch.nn.Module, x: torch.Tensor) -> list[GemmRecord]:

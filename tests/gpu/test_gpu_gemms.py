@@ -15,7 +15,7 @@ from fp8_dist import (
     ScalingGranularity,
     cast_to_float8,
 )
-from fp8_dist.linear.recording import GemmRecord, record_gemms
+from fp8_dist.linear.observing import GemmRecord, record_gemms
 from fp8_dist.tensor import Float8Tensor, scaled_mm
 
 pytestmark = pytest.mark.gpu

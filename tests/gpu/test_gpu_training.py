@@ -20,9 +20,9 @@ from fp8_dist import (
 )
 from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug import CastStats, float8_stats
-from fp8_dist.debug.statistics.measuring import Measures, measure
-from fp8_dist.debug.statistics.rows import decibels
-from fp8_dist.linear.observing import Owner, observed_by
+from fp8_dist.debug.measures import Measures, measure
+from fp8_dist.debug.rows import decibels
+from fp8_dist.linear.observing import Observer, Owner, observed_by
 from fp8_dist.tensor import Quantized
 
 pytestmark = pytest.mark.gpu
@@ -202,7 +202,7 @@ def test_statistics(recipe: str, compiled: bool) -> None:
         assert abs(row.sqnr - decibels(expected.signal, expected.noise)) < 0.01
 
 
-class CastsOnCpu:
+class CastsOnCpu(Observer):
     """Measures each cast again, on the CPU."""
 
     def __init__(self) -> None:
@@ -219,8 +219,3 @@ class CastsOnCpu:
             copied = low._replace(qdata=low.qdata.cpu(), scale=low.scale.cpu())
             measured = measure(high.cpu(), copied, 0)
             self.found[owner.fqn, operand, gemms] = Measures(*measured.tolist())
-
-    def on_prepared_cast(self, *args: object) -> None:
-        raise NotImplementedError
-
-    on_prepared_use = on_prepared_cast

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist.debug import comm_audit
-from fp8_dist.debug.communication.collectives import read_collective
-from fp8_dist.debug.communication.table import CommRow, CommTable
+from fp8_dist.debug.audit import CommRow, CommTable
+from fp8_dist.debug.collectives import read_collective
 from fp8_dist.kernels import (
     cast_and_record,
     cast_blocks,

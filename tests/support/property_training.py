@@ -42,7 +42,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
-from fp8_dist.linear.recording import GemmRecord, record_gemms
+from fp8_dist.linear.observing import GemmRecord, record_gemms
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan
 

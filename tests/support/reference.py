@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist import Float8Tensor, float8_layers
-from fp8_dist.linear.recording import GemmRecord, record_gemms
+from fp8_dist.linear.observing import GemmRecord, record_gemms
 
 # Largest finite values of the two encodings, and the number of mantissa bits.
 FORMATS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}

@@ -16,8 +16,8 @@ from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float
 from fp8_dist.cast import quantize_over
 from fp8_dist.config import GEMM_OPERANDS, CastSpec, Operand
 from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity, covering
+from fp8_dist.linear.observing import record_gemms
 from fp8_dist.linear.operands import plan_operand
-from fp8_dist.linear.recording import record_gemms
 
 E4M3 = torch.float8_e4m3fn
 ALL = [TENSOR, ROW, COLUMN, covering((1,), 3), ROW_PAIRS, COLUMN_PAIRS, ROW_QUADS]

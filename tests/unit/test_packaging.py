@@ -100,7 +100,7 @@ def test_sub_packages_are_attributes_that_are_imported_when_used() -> None:
 
 # Modules that nothing else in the library imports without asking, and what they need besides torch.
 OPTIONAL = {
-    "fp8_dist.debug.captures.plot": {"matplotlib"},
+    "fp8_dist.debug.plot": {"matplotlib"},
     "fp8_dist.kernels.cuda.triton": {"triton"},
     "fp8_dist.integrations.torchtitan": {"torchtitan"},
     "fp8_dist.integrations.transformers": {"accelerate", "transformers"},

@@ -33,23 +33,6 @@ _FORMATS = {
 }
 
 
-class _HalfFormat(NamedTuple):
-    shift: torch.Tensor  # factor that moves the 7 bits to their place in an fp16 number
-    mask: torch.Tensor | None  # clears a copy of the sign among them
-    factor: float  # the factor that is then missing
-
-
-def _int16(number: int) -> torch.Tensor:
-    # A Python number would be converted to a tensor in each call.
-    return torch.tensor(number, dtype=torch.int16, device="cpu")
-
-
-_HALF_FORMATS = {
-    torch.float8_e4m3fn: _HalfFormat(_int16(1 << 7), _int16(~(1 << 14)), 2.0**8),
-    torch.float8_e5m2: _HalfFormat(_int16(1 << 8), None, 1.0),
-}
-
-
 def upcast(qdata: torch.Tensor, dtype: torch.dtype, is_finite: bool = False) -> torch.Tensor:
     """Return the values of ``qdata.to(dtype)``: float8 data of any shape as bf16, fp32 or fp64.
 
@@ -69,15 +52,6 @@ def upcast(qdata: torch.Tensor, dtype: torch.dtype, is_finite: bool = False) -> 
     bits = qdata.view(torch.int8).to(torch.int16).mul_(1 << known.shift)
     bits.bitwise_and_((0x7F << known.shift) - 0x8000)
     return bits.view(torch.bfloat16).mul_(2.0**known.exponent).to(dtype)
-
-
-def as_half(qdata: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Convert finite e4m3fn or e5m2 data exactly to fp16 numbers, to be multiplied by a factor."""
-    shift, mask, factor = _HALF_FORMATS[qdata.dtype]
-    bits = qdata.view(torch.int8).to(torch.int16).mul_(shift)
-    if mask is not None:
-        bits.bitwise_and_(mask)
-    return bits.view(torch.float16), factor
 
 
 def _is_finite(qdata: torch.Tensor, last: int) -> bool:

@@ -8,8 +8,8 @@ from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 
 from fp8_dist.debug import CommRow, comm_audit
-from fp8_dist.debug.communication.table import CommTable
-from fp8_dist.debug.communication.timing import _seconds_of_kernels
+from fp8_dist.debug.audit import CommTable
+from fp8_dist.debug.collectives import _seconds_of_kernels
 
 
 def test_a_sum_of_times_is_known_where_all_of_them_are() -> None:

@@ -13,8 +13,7 @@ from torch import nn
 
 from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float8
 from fp8_dist.debug import CapturedCast, show
-from fp8_dist.debug.captures.files import save_capture
-from fp8_dist.debug.captures.octaves import Float8Range, histogram
+from fp8_dist.debug.captured_cast import Float8Range, histogram, save_capture
 
 ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 E5M2 = CastConfig(target_dtype=torch.float8_e5m2)

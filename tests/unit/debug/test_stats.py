@@ -28,7 +28,7 @@ from fp8_dist import (
 from fp8_dist.cast import quantize_over
 from fp8_dist.config import CastSpec
 from fp8_dist.debug import AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
-from fp8_dist.debug.statistics.measuring import Measures, combine_, measure, measure_casts, nothing
+from fp8_dist.debug.measures import Measures, combine_, measure, measure_casts, nothing
 from fp8_dist.granularity import COLUMN, ROW, TENSOR, Granularity
 from fp8_dist.tensor import Quantized
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import same_bits
 
-from fp8_dist.kernels.cpu.upcast import as_half, upcast
+from fp8_dist.kernels.cpu.upcast import upcast
 
 DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 FNUZ = dict(zip(DTYPES, (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), strict=True))
@@ -33,15 +33,9 @@ def test_every_code(dtype: torch.dtype, wide: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_finite_code_as_half_and_where_subnormal_numbers_are_flushed(
-    dtype: torch.dtype,
-) -> None:
+def test_every_finite_code_where_subnormal_numbers_are_flushed(dtype: torch.dtype) -> None:
     codes = every_code(dtype, True)
     before = codes.view(torch.uint8).clone()
-    for qdata in (codes, codes.t(), codes[:, ::2]):
-        half, factor = as_half(qdata)
-        assert half.dtype is torch.float16
-        assert same_bits(half.float() * factor, qdata.float())
     expected = codes.to(torch.bfloat16)
     if torch.set_flush_denormal(True):  # (Some CPUs can't.)
         try:

@@ -9,7 +9,7 @@ from reference import same_bits
 from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, cast, config
 from fp8_dist.kernels import cast_blocks
 from fp8_dist.linear import sharded_tokens
-from fp8_dist.linear.recording import GemmRecord, record_gemms
+from fp8_dist.linear.observing import GemmRecord, record_gemms
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,31 +15,40 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.config import Gemm, Operand
-from fp8_dist.debug.slots import CastSlot, GemmSlot, cast_slots, gemm_slots
-from fp8_dist.debug.statistics.anomalies import Anomaly, AnomalyLimits, anomalies_of
-from fp8_dist.debug.statistics.combining import RanksOfLayers
-from fp8_dist.debug.statistics.measuring import (
+from fp8_dist.debug.measures import (
     Measures,
     combine_,
+    gemm_results,
     measure,
     measure_casts,
     measure_product,
+    nothing,
 )
-from fp8_dist.debug.statistics.rows import (
+from fp8_dist.debug.recorder import (
+    CastSlot,
+    GemmSlot,
+    StepRecorder,
+    cast_slots,
+    gemm_slots,
+    own_rank,
+)
+from fp8_dist.debug.rows import (
+    Anomaly,
+    AnomalyLimits,
     CastStats,
     GemmStats,
     Row,
+    anomalies_of,
     append_jsonl,
     as_dict,
     decibels,
     table,
 )
-from fp8_dist.debug.statistics.whole import whole_matrix
-from fp8_dist.debug.step_recorder import StepRecorder
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.observing import Owner, casts_of
-from fp8_dist.linear.observing_gemms import gemms_observed_by
+from fp8_dist.linear.observing import Owner, casts_of, gemms_observed_by
+from fp8_dist.mesh import GroupNames, first_difference, make_group
 from fp8_dist.tensor import Quantized
+from fp8_dist.torch_internals import funcol, resolve_process_group
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 
@@ -59,7 +68,7 @@ class _LastInput(NamedTuple):
     found: torch.Tensor
 
 
-class Float8Stats(StepRecorder[torch.Tensor]):
+class Float8Stats(StepRecorder):
     """Context manager that :func:`float8_stats` returns, with the rows that it recorded.
 
     Attributes:
@@ -117,7 +126,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
         high: torch.Tensor,
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        """Measure casts of an operand. See :class:`~fp8_dist.linear.observing.CastObserver`."""
+        """Measure casts of an operand."""
         if owner not in self._ranks.owners:
             return
         new = dict(lows)
@@ -126,7 +135,7 @@ class Float8Stats(StepRecorder[torch.Tensor]):
             if last and _is_same(high, last.high) and _is_same(low.qdata, last.qdata):
                 self._add((owner, operand, gemms), last.found)
                 del new[gemms]
-        measured = measure_casts(high, [*new.values()], _rank()) if new else []
+        measured = measure_casts(high, [*new.values()], own_rank()) if new else []
         for (gemms, low), found in zip(new.items(), measured, strict=True):
             if operand == "input":
                 self._last_inputs[gemms] = _LastInput(high, low.qdata, found)
@@ -140,19 +149,21 @@ class Float8Stats(StepRecorder[torch.Tensor]):
         right: torch.Tensor,
         result: torch.Tensor,
     ) -> None:
-        """Measure a GEMM's result. See :class:`~fp8_dist.linear.observing.GemmObserver`."""
+        """Measure a GEMM's result."""
         if owner not in self._ranks.owners:
             return
-        a, b, found = (whole_matrix(tensor) for tensor in (left, right, result))
-        a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
-        if not a.numel() or a.shape[1] != b.shape[0] or found.shape != (len(a), b.shape[1]):
-            return  # no tokens, or not the input that was last prepared
-        self._add((owner, None, (gemm,)), measure_product(torch.mm(a, b), found))
+        results = gemm_results(gemm, left, right, result)
+        if results is not None:
+            self._add((owner, None, (gemm,)), measure_product(*results))
 
-    def _keep(self, owner: Owner, high: torch.Tensor, low: Quantized) -> torch.Tensor | None:
-        return measure(high, low, _rank()) if owner in self._ranks.owners else None
+    def on_prepared_cast(
+        self, owner: Owner, high: torch.Tensor, low: Quantized
+    ) -> torch.Tensor | None:
+        """Measure the cast of an input for several layers."""
+        return measure(high, low, own_rank()) if owner in self._ranks.owners else None
 
-    def _take(self, owner: Owner, kept: torch.Tensor | None) -> None:
+    def on_prepared_use(self, owner: Owner, kept: torch.Tensor | None) -> None:
+        """Count the measures of a prepared input for a layer that takes it."""
         if kept is not None and owner in self._ranks.owners:
             (gemms,) = casts_of(owner.config, "input")
             self._add((owner, "input", gemms), kept)
@@ -235,10 +246,6 @@ class Float8Stats(StepRecorder[torch.Tensor]):
         return usual
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _is_same(x: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, both alive, are the same view of the same memory."""
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
@@ -262,6 +269,112 @@ def _scalars(row: Row) -> dict[str, float]:
     names = ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr")
     cast = f"{row.operand}_for_{'_'.join(row.gemms)}"
     return {f"float8/{cast}/{row.fqn}/{name}": getattr(row, name) for name in names}
+
+
+class RanksOfLayers:
+    """Ranks of each layer whose measures are combined.
+
+    Args:
+        model: a model with converted layers.
+        mesh: the ranks of all layers. None: a layer has the ranks of the largest mesh that its
+            operands were seen on. Layers on no mesh have the ranks of the largest mesh of all
+            layers, or all ranks if there is no mesh.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+        self._model, self._given = model, mesh
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._agrees = False
+        self._groups_of: dict[str, GroupNames] = {}
+        self.owners: set[Owner] = set()
+        self.look()
+
+    def look(self) -> None:
+        """Update the meshes of the layers. FSDP2 may exchange a parameter for one on no mesh."""
+        layers = float8_layers(self._model)
+        self.owners = {layer.float8_weight for layer in layers.values()}
+        for name, layer in layers.items():
+            for mesh in layer.meshes():
+                if name not in self._meshes or mesh.size() > self._meshes[name].size():
+                    self._meshes[name] = mesh
+
+    def combined(
+        self, owners: Sequence[Owner], own: Sequence[torch.Tensor | None]
+    ) -> list[Measures]:
+        """Combine the measures of all ranks, for layers given by their ``owners``.
+
+        All ranks call it with the same layers. ``own`` has this rank's measures; None: it has none.
+
+        Collectives: an all-gather of 80 bytes per measure for each group of ranks.
+        """
+        self.look()
+        groups = self._groups_of = self._groups()
+        layers = float8_layers(self._model)
+        by_owner: dict[Owner, GroupNames] = {
+            layer.float8_weight: groups[name] for name, layer in layers.items()
+        }
+        # The weights are on the mesh's device, except with FSDP2's offload to the CPU.
+        device = next(iter(layers.values())).weight.device
+        for mesh in self._meshes.values():
+            device = torch.device(mesh.device_type)
+        alike: dict[GroupNames, list[int]] = {}
+        for i, owner in enumerate(owners):
+            alike.setdefault(by_owner[owner], []).append(i)
+        found: dict[int, Measures] = {}
+        for names, members in alike.items():
+            none = nothing(device)
+            rows = [none if (row := own[i]) is None else row.to(device) for i in members]
+            found |= zip(members, _over(names, torch.stack(rows)), strict=True)
+        return [found[i] for i in range(len(owners))]
+
+    def is_first(self, name: str) -> bool:
+        """Whether this is the first of the ranks whose measures of a layer were combined."""
+        return all(resolve_process_group(group).rank() == 0 for group in self._groups_of[name])
+
+    def _groups(self) -> dict[str, GroupNames]:
+        """Return the process groups of each layer."""
+        names = list(float8_layers(self._model))
+        if self._given is not None:
+            return dict.fromkeys(names, make_group([self._given]))
+        meshes = dict.fromkeys(self._meshes.values())
+        made = {mesh: make_group([mesh]) for mesh in meshes}
+        others: GroupNames = ()
+        if meshes:
+            others = made[max(meshes, key=lambda mesh: mesh.size())]
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            assert dist.group.WORLD is not None
+            others = (str(dist.group.WORLD.group_name),)
+            self._check_world(names, dist.group.WORLD)
+        return {
+            name: made[self._meshes[name]] if name in self._meshes else others for name in names
+        }
+
+    def _check_world(self, names: list[str], world: dist.ProcessGroup) -> None:
+        """Raise if ranks have different layers, once. Collectives: an all-reduce of 16 bytes."""
+        if self._agrees:
+            return
+        layers = float8_layers(self._model)
+        facts = {name: f"{layers[name].weight.shape} {layers[name].config}" for name in names}
+        device = layers[names[0]].weight.device.type
+        if (difference := first_difference(facts, [world], device)) is not None:
+            raise ValueError(
+                f"float8_stats: the ranks have different layers ({difference}), and weights on no "
+                "mesh to tell which ranks belong together (pipeline stages?); give mesh=, the "
+                "ranks that have the same layers"
+            )
+        self._agrees = True
+
+
+def _over(groups: GroupNames, own: torch.Tensor) -> list[Measures]:
+    """Combine measures ``[rows, 10]`` over all ranks of some groups."""
+    for name in groups:
+        size = resolve_process_group(name).size()
+        parts = funcol.wait_tensor(funcol.all_gather_into_tensor(own, size, name))
+        own, *others = parts.view(size, *own.shape)
+        own = own.clone()
+        for other in others:
+            combine_(own, other)
+    return [Measures(*row) for row in own.tolist()]
 
 
 def float8_stats(

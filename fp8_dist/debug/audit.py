@@ -8,9 +8,9 @@ Float8 rows and their scales that travel in one message (``pack_rows``) are coun
 so are the parts of encoded summands.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8_dist.debug.communication.collectives import Collective, read_collective
-from fp8_dist.debug.communication.table import CommRow, CommTable, RowKey, total_seconds
-from fp8_dist.debug.communication.timing import CollectiveTimer
+from fp8_dist.debug.collectives import Collective, CollectiveTimer, read_collective
 from fp8_dist.debug.module_path import ModulePath
+from fp8_dist.debug.rows import aligned
 from fp8_dist.dtypes import is_float8
 from fp8_dist.kernels.encoding import encode_float8, join_bytes
 from fp8_dist.linear.scale_query import QUERIES
@@ -37,6 +36,157 @@ from fp8_dist.torch_internals import (
 
 # FSDP2's copy of all its inputs into the buffer that the next all-gather moves.
 FSDP_COPY_IN = "fsdp::all_gather_copy_in"
+
+RowKey = tuple[str, str, torch.dtype, str, bool]
+
+
+@dataclass(frozen=True)
+class CommRow:
+    """Sum of the collectives that differ only in size.
+
+    Attributes:
+        op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``,
+            ``"broadcast"``, ... A communication op whose arguments this library doesn't know is
+            counted under its qualified name, such as ``"symm_mem::one_shot_all_reduce"``.
+        axis: the mesh axis of the process group; ``"world"`` for the default group,
+            ``"group NAME"`` for one that no mesh knows, ``"unknown"`` where an op names none.
+        dtype: dtype of the payload: float8 that travels as uint8 is float8 here.
+        module: FQN of the innermost module that was running, forward or backward; ``""`` for the
+            outermost one and for code outside of modules. Submodules of a compiled module count as
+            the compiled module.
+        in_mixed_gather: these elements travelled in messages of several dtypes (FSDP2's gathers,
+            encoded summands) that the row of another dtype counts.
+        count: number of collectives; 0 where ``in_mixed_gather``.
+        elements: number of elements of ``dtype`` in the buffers, summed over the collectives.
+        bytes: size of the buffers in bytes, summed over the collectives. The buffer is the output
+            of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce, and the
+            largest tensor argument of an op that is counted under its qualified name.
+        seconds: the sum of the durations (see :func:`comm_audit`); None without ``timings``, where
+            ``in_mixed_gather``, and where torch's profiler has no duration for one of them.
+    """
+
+    op: str
+    axis: str
+    dtype: torch.dtype
+    module: str
+    in_mixed_gather: bool
+    count: int
+    elements: int
+    bytes: int
+    seconds: float | None = None
+
+    @property
+    def key(self) -> RowKey:
+        """Fields that the row's collectives have in common."""
+        return self.op, self.axis, self.dtype, self.module, self.in_mixed_gather
+
+    @property
+    def float8_bytes(self) -> int:
+        """``bytes`` if the payload is float8, else 0."""
+        return self.bytes if is_float8(self.dtype) else 0
+
+    @property
+    def other_bytes(self) -> int:
+        """``bytes`` if the payload is not float8, else 0."""
+        return self.bytes - self.float8_bytes
+
+
+class CommTable:
+    """Rows of collectives, and their sums.
+
+    Attributes:
+        timings: whether the text has a column of milliseconds.
+    """
+
+    def __init__(self, rows: Iterable[CommRow] = (), timings: bool = False) -> None:
+        self.timings = timings
+        self._rows: dict[RowKey, CommRow] = {}
+        for row in rows:
+            self.add(row)
+
+    @property
+    def rows(self) -> list[CommRow]:
+        """One row per (op, axis, dtype, module, in_mixed_gather), in order of first appearance."""
+        return list(self._rows.values())
+
+    @property
+    def bytes(self) -> int:
+        """Sum of the bytes of all rows."""
+        return sum(row.bytes for row in self.rows)
+
+    def add(self, row: CommRow) -> None:
+        """Add a row's count and sizes to those of the row with the same key."""
+        key = row.key
+        if known := self._rows.get(key):
+            row = replace(
+                known,
+                count=known.count + row.count,
+                elements=known.elements + row.elements,
+                bytes=known.bytes + row.bytes,
+                seconds=total_seconds([known.seconds, row.seconds]),
+            )
+        self._rows[key] = row
+
+    def count(
+        self,
+        op: str | None = None,
+        axis: str | None = None,
+        dtype: torch.dtype | None = None,
+        module: str | None = None,
+    ) -> int:
+        """Return the number of collectives in the rows that match; ``None`` matches everything.
+
+        A mixed gather counts under its float8 dtype, or under its first dtype if it has no float8.
+        """
+        wanted = {"op": op, "axis": axis, "dtype": dtype, "module": module}
+        return sum(
+            row.count
+            for row in self.rows
+            if all(v is None or getattr(row, name) == v for name, v in wanted.items())
+        )
+
+    def without_modules(self) -> "CommTable":
+        """Return a table of the same collectives, summed over modules."""
+        return CommTable((replace(row, module="") for row in self.rows), self.timings)
+
+    def table(self, by_module: bool = False) -> str:
+        """Return the rows as text, with totals; ``by_module`` gives one line per module.
+
+        A ``+`` in place of a count marks data that travelled inside the collectives of another line
+        of the same op and axis: FSDP2 gathers tensors of several dtypes in one message. With
+        timings there is a column of milliseconds, with ``-`` where they are not known. The total
+        adds those that are known. Collectives overlap each other and computation, so the total is
+        not a share of the step's time.
+        """
+        rows = self.rows if by_module else self.without_modules().rows
+        if not rows:
+            return "no collectives"
+        lines = [["op", "axis", "dtype", "count", "elements", "bytes", "ms", "module"]]
+        for row in rows:
+            count = "+" if row.in_mixed_gather else f"{row.count:,}"
+            dtype = str(row.dtype).removeprefix("torch.")
+            sizes = [count, f"{row.elements:,}", f"{row.bytes:,}"]
+            ms = "+" if row.in_mixed_gather else _milliseconds(row.seconds)
+            lines.append([row.op, row.axis, dtype, *sizes, ms, row.module])
+        float8 = sum(row.float8_bytes for row in rows)
+        ms = _milliseconds(total_seconds([s for row in rows if (s := row.seconds) is not None]))
+        lines.append(["total", "", "", f"{self.count():,}", "", f"{self.bytes:,}", ms, ""])
+        lines.append(["  float8", "", "", "", "", f"{float8:,}", "", ""])
+        lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}", "", ""])
+        if not self.timings:
+            lines = [[*line[:6], line[7]] for line in lines]
+        align = [str.ljust] * 3 + [str.rjust] * (3 + self.timings) + [str.ljust]
+        return aligned(lines if by_module else [line[:-1] for line in lines], align)
+
+
+def total_seconds(seconds: Sequence[float | None]) -> float | None:
+    """Return the sum of durations; None if one of them is not known, or if there are none."""
+    known = [each for each in seconds if each is not None]
+    return sum(known) if known and len(known) == len(seconds) else None
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.3f}"
 
 
 class CommAudit(CommTable):
@@ -55,12 +205,9 @@ class CommAudit(CommTable):
         # Payload dtypes of the storages that were viewed as uint8, by the storage's address. The
         # weak references keep an address from being given to another storage.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
-        # Bytes by payload dtype of messages that were made of several tensors, by the address of
-        # their storage.
+        # Bytes by payload dtype of messages that were made of several tensors, such as the inputs
+        # of FSDP2's all-gathers, by the address of their storage.
         self._joined: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
-        # Bytes by payload dtype of the all-gather inputs that FSDP2 has filled, by the address of
-        # their storage.
-        self._copied_in: dict[int, dict[torch.dtype, int]] = {}
 
     def __enter__(self) -> Self:
         if self._entered is not None:
@@ -96,35 +243,30 @@ class CommAudit(CommTable):
     def _forget(self) -> None:
         self._payload_dtypes.clear()
         self._joined.clear()
-        self._copied_in.clear()
 
     def __repr__(self) -> str:
         return f"CommAudit({self.count()} collectives, {self.bytes:,} bytes)"
 
-    def _note_view(self, source: torch.Tensor) -> None:
-        """Note the dtype of ``source``, which is about to be viewed as uint8."""
-        reference = StorageWeakRef(source.untyped_storage())
-        self._payload_dtypes[storage_address(source)] = (reference, source.dtype)
+    def _note_payload(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Note that uint8 tensors on the storage of ``tensor`` hold numbers of this dtype."""
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._payload_dtypes[storage_address(tensor)] = (reference, dtype)
 
-    def _note_codes(self, codes: torch.Tensor) -> None:
-        """Note that ``codes``, a uint8 tensor, holds float8 numbers."""
-        reference = StorageWeakRef(codes.untyped_storage())
-        self._payload_dtypes[storage_address(codes)] = (reference, torch.float8_e4m3fn)
+    def _note_joined(
+        self, message: torch.Tensor, parts: Iterable[torch.Tensor], nbytes: int = 0
+    ) -> None:
+        """Note the payload dtypes of ``message``, which is made of the bytes of ``parts``.
 
-    def _note_joined(self, message: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
-        """Note the payload dtypes of ``message``, which was made of the bytes of ``parts``."""
+        ``nbytes``: its size with padding, which counts as the first dtype.
+        """
         sizes = self._bytes_by_dtype(parts)
         if sizes.keys() - {torch.uint8}:
-            sizes[next(iter(sizes))] += message.nbytes - sum(sizes.values())  # padding
+            sizes[next(iter(sizes))] += max(0, nbytes - sum(sizes.values()))
             reference = StorageWeakRef(message.untyped_storage())
             self._joined[storage_address(message)] = (reference, sizes)
 
-    def _note_copy_in(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
-        """Note ``inputs``, which FSDP2 is about to copy into the buffer that it gathers next."""
-        self._copied_in[storage_address(output)] = self._bytes_by_dtype(inputs)
-
     def _note_collective(self, collective: Collective) -> None:
-        sizes = self._copied_in_sizes(collective) or self._bytes_by_dtype(collective.tensors)
+        sizes = self._bytes_by_dtype(collective.tensors)
         # The row of the first dtype counts the collective. It is float8 if there is any.
         by_dtype = sorted(sizes.items(), key=lambda item: not is_float8(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
@@ -148,15 +290,6 @@ class CommAudit(CommTable):
     def _timed(self, collective: Collective) -> AbstractContextManager[Any]:
         """Return a context manager for the call of a noted collective, which is timed if asked."""
         return nullcontext() if self._timer is None else self._timer.around(collective)
-
-    def _copied_in_sizes(self, collective: Collective) -> dict[torch.dtype, int] | None:
-        """Bytes by payload dtype that FSDP2 copied into the input of this all-gather, if any."""
-        if not self._copied_in or collective.op != "all_gather":
-            return None
-        first = collective.tensors[0]
-        if isinstance(first, Float8Tensor):
-            return None
-        return self._copied_in.pop(storage_address(first), None)
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Bytes by payload dtype, in order of first appearance."""
@@ -280,20 +413,20 @@ class _Recorder(TorchDispatchMode):
             with self._audit._timed(call):
                 return func(*args, **kwargs)
         if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
-            self._audit._note_view(args[0])
+            self._audit._note_payload(args[0], args[0].dtype)
         elif isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN:
-            self._audit._note_copy_in(inputs=args[0], output=args[1])
+            self._audit._note_joined(message=args[1], parts=args[0])
         elif func is pack_rows.overload:
             message = func(*args, **kwargs)
-            self._audit._note_joined(message, args)
+            self._audit._note_joined(message, args, message.nbytes)
             return message
         elif func is encode_float8.overload:
             codes, exponents = func(*args, **kwargs)
-            self._audit._note_codes(codes)
+            self._audit._note_payload(codes, torch.float8_e4m3fn)
             return codes, exponents
         elif func is join_bytes.overload:
             message = func(*args, **kwargs)
-            self._audit._note_joined(message, [args[0], *args[1]])
+            self._audit._note_joined(message, [args[0], *args[1]], message.nbytes)
             return message
         elif func in QUERIES and not any(issubclass(kind, STAND_INS) for kind in types):
             with self:  # the query may communicate

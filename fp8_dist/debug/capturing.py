@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.config import Gemm, Operand
-from fp8_dist.debug.captures.files import CapturedCast, FileFormat, check_format, save_capture
-from fp8_dist.debug.slots import CastSlot, Patterns, choose_slots
-from fp8_dist.debug.step_recorder import StepRecorder
+from fp8_dist.debug.captured_cast import CapturedCast, FileFormat, check_format, save_capture
+from fp8_dist.debug.recorder import CastSlot, Patterns, StepRecorder, choose_slots, own_rank
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner
 from fp8_dist.tensor import Quantized
@@ -31,7 +30,7 @@ class _Copies(NamedTuple):
     granularity: str
 
 
-class Capture(StepRecorder[_Copies]):
+class Capture(StepRecorder):
     """Context manager that :func:`capture` returns.
 
     Attributes:
@@ -80,8 +79,8 @@ class Capture(StepRecorder[_Copies]):
             self.left_out += len(missing)
             first = f"{missing[0].fqn} {missing[0].operand}"
             warnings.warn(
-                f"capture: casts of step {self.step} were left out on rank {_rank()}, from {first} "
-                f"on ({len(missing)} in all): {self._full}",
+                f"capture: casts of step {self.step} were left out on rank {own_rank()}, from "
+                f"{first} on ({len(missing)} in all): {self._full}",
                 stacklevel=3,
             )
 
@@ -92,20 +91,22 @@ class Capture(StepRecorder[_Copies]):
         high: torch.Tensor,
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        """Save casts of an operand. See :class:`~fp8_dist.linear.observing.CastObserver`."""
+        """Save casts of an operand."""
         for gemms, low in lows.items() if self._is_chosen_rank() else ():
             if slot := self._slots.get((owner, operand, gemms)):
                 size = high.nbytes + low.qdata.nbytes + low.scale.nbytes
                 if self._has_room(slot, size):
                     self._write(slot, _copies(high, low))
 
-    def _keep(self, owner: Owner, high: torch.Tensor, low: Quantized) -> _Copies | None:
+    def on_prepared_cast(self, owner: Owner, high: torch.Tensor, low: Quantized) -> _Copies | None:
+        """Copy the cast of an input for several layers."""
         if self._full or not self._is_chosen_rank() or owner.fqn not in self._prepared_by:
             return None
         # Copied now, because compiled code may reuse the memory before a layer takes the input.
         return _copies(high, low)
 
-    def _take(self, owner: Owner, kept: _Copies | None) -> None:
+    def on_prepared_use(self, owner: Owner, kept: _Copies | None) -> None:
+        """Save a prepared input for a layer that takes it."""
         slot = self._inputs.get(owner)
         if slot is None or not self._is_chosen_rank():
             return
@@ -119,7 +120,7 @@ class Capture(StepRecorder[_Copies]):
         )
 
     def _is_chosen_rank(self) -> bool:
-        return self._ranks is None or _rank() in self._ranks
+        return self._ranks is None or own_rank() in self._ranks
 
     def _has_room(self, slot: CastSlot, size: int) -> bool:
         if not self._full and self.bytes + size > self._max_bytes:
@@ -135,7 +136,7 @@ class Capture(StepRecorder[_Copies]):
     def _write(self, slot: CastSlot, copies: _Copies) -> None:
         captured = CapturedCast(
             step=self.step,
-            rank=_rank(),
+            rank=own_rank(),
             fqn=slot.fqn,
             operand=slot.operand,
             gemms=slot.gemms,
@@ -153,10 +154,6 @@ class Capture(StepRecorder[_Copies]):
             return
         self.files.append(path)
         self.bytes += path.stat().st_size
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _copies(high: torch.Tensor, low: Quantized) -> _Copies:

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fp8_dist.debug.captures.files import CapturedCast
-from fp8_dist.debug.captures.octaves import Float8Range, Histogram, histogram
+from fp8_dist.debug.captured_cast import CapturedCast, Float8Range, Histogram, histogram
 from fp8_dist.dtypes import short_name
 
 _KEPT, _TO_ZERO, _SATURATED = "#3b75af", "#d1495b", "#edae49"

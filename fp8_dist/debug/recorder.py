@@ -1,15 +1,18 @@
-"""Casts and GEMMs of a model's layers, by name, and the selection of casts by patterns."""
+"""Recorders of casts: their steps, and the casts and GEMMs of a model's layers by name."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, Self, get_args
 
+import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.config import CastSpec, Gemm, Operand
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.observing import Owner, casts_of
+from fp8_dist.linear.observing import Observer, Owner, casts_of, observed_by
 from fp8_dist.names import without_wrappers
 
 # One fnmatch pattern or several; None matches everything.
@@ -112,3 +115,54 @@ def _matching(
             )
         chosen |= found
     return chosen
+
+
+def own_rank() -> int:
+    """Return the rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class StepRecorder(Observer, ABC):
+    """Context manager that observes the casts of each step whose block is entered.
+
+    Attributes:
+        step: the number of the last step that was entered.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.step = -1
+        self._name = name  # for messages
+        self._stack: ExitStack | None = None
+
+    def at(self, step: int) -> Self:
+        """Return this object, to be entered for the step with this number."""
+        self.step = step - 1
+        return self
+
+    def __enter__(self) -> Self:
+        if self._stack is not None:
+            raise RuntimeError(f"this {self._name} is already recording; leave its block first")
+        self.step += 1
+        self._stack = ExitStack()
+        # On all ranks, so that compiled code has the same operators on all of them.
+        if self._is_recorded(self.step):
+            self._begin(self._stack)
+            self._stack.enter_context(observed_by(self))
+        return self
+
+    def __exit__(self, error: Any, *others: Any) -> None:
+        stack, self._stack = self._stack, None
+        assert stack is not None
+        stack.close()
+        self._end(failed=error is not None)
+
+    @abstractmethod
+    def _is_recorded(self, step: int) -> bool:
+        """Whether the casts of this step are recorded."""
+
+    def _begin(self, stack: ExitStack) -> None:
+        """Begin a recorded step; ``stack`` is closed when it ends."""
+
+    @abstractmethod
+    def _end(self, failed: bool) -> None:
+        """End a block, which may have ``failed`` with an error."""

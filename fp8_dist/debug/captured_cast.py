@@ -1,4 +1,4 @@
-"""A captured cast, and the file that holds it.
+"""A captured cast: its file, its statistics, and the histogram of its magnitudes.
 
 A file holds the tensors ``high``, ``qdata`` and ``scale``, and the other fields as a JSON string.
 ``torch.save`` writes a dictionary of both. safetensors stores the string in the metadata.
@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import io
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +22,12 @@ from zipfile import ZipFile
 import torch
 
 from fp8_dist.config import CastSpec, Gemm, Operand
-from fp8_dist.debug.statistics.measuring import Measures, measure
-from fp8_dist.debug.statistics.rows import CastStats
+from fp8_dist.debug.measures import Measures, measure, saturation_limit
+from fp8_dist.debug.rows import CastStats
 from fp8_dist.dtypes import is_float8
 from fp8_dist.granularity import granularity_named
 from fp8_dist.tensor import Quantized
+from fp8_dist.tensor.ops import as_bytes
 
 FileFormat = Literal["torch", "safetensors"]
 SUFFIXES: dict[FileFormat, str] = {"torch": ".pt", "safetensors": ".safetensors"}
@@ -215,3 +217,100 @@ def _checked(others: dict[str, Any], tensors: dict[str, Any]) -> CapturedCast:
         raise ValueError(f"a scale is {scale.min().item():g}; all of them must be positive")
     known = {name: others[name] for name in _VALUES} | {"gemms": tuple(others["gemms"])}
     return CapturedCast(**known, **tensors)
+
+
+@dataclass(frozen=True)
+class Float8Range:
+    """Bounds of the magnitudes that a float8 format represents, for a scale.
+
+    Attributes:
+        largest: the largest number.
+        normal: the smallest normal number.
+        subnormal: the smallest nonzero number.
+        zero: half of ``subnormal``; values up to this one are rounded to zero.
+        saturation: values above this one are further than half a step from ``largest``.
+    """
+
+    largest: float
+    normal: float
+    subnormal: float
+    zero: float
+    saturation: float
+
+    @staticmethod
+    def of(dtype: torch.dtype, scale: float = 1.0) -> "Float8Range":
+        """Return the range of a format whose numbers are multiplied by ``scale``."""
+        info = torch.finfo(dtype)
+        subnormal = info.smallest_normal * info.eps
+        numbers = info.max, info.smallest_normal, subnormal, subnormal / 2, saturation_limit(dtype)
+        return Float8Range(*(number * scale for number in numbers))
+
+
+@dataclass(frozen=True)
+class Octave:
+    """Counts of the values in ``[2^exponent, 2^(exponent + 1))``, by the effect of the cast."""
+
+    exponent: int
+    kept: int = 0
+    to_zero: int = 0
+    saturated: int = 0
+
+    @property
+    def values(self) -> int:
+        """Total number of values."""
+        return self.kept + self.to_zero + self.saturated
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of a tensor's magnitudes.
+
+    Attributes:
+        octaves: without gaps, from the smallest magnitude to the largest.
+        values: the number of values in the octaves. Zeros, NaN and infinities are not counted. If
+            ``relative``, values whose scale is not finite are not counted either.
+        zeros: the number of zeros.
+        relative: whether each value was divided by its own scale, because there are several.
+        range: the range of float8 in the same unit; None if the only scale is not finite.
+    """
+
+    octaves: tuple[Octave, ...]
+    values: int
+    zeros: int
+    relative: bool
+    range: Float8Range | None
+
+
+def histogram(cast: CapturedCast) -> Histogram:
+    """Return the histogram of the values before a cast.
+
+    With one scale, magnitudes are those of the values. With a scale per row or column, no single
+    range of float8 applies. Each value is then divided by its own scale, and the range is that of
+    the format.
+    """
+    dtype, relative = cast.qdata.dtype, cast.scale.ndim > 0
+    columns = cast.high.shape[-1] if cast.high.ndim else 1
+    shape = math.prod(cast.high.shape[:-1]), columns
+    scale = cast.low.granularity.matrix_scale(cast.scale, shape).double()
+    high = cast.high.reshape(shape).double()
+    units = high / scale
+    counted = units.isfinite() & (units != 0)
+    if not relative and not scale.isfinite():
+        counted = high.isfinite() & (high != 0)
+    magnitudes = (units if relative else high)[counted].abs()
+    low = as_bytes(cast.qdata.reshape(high.shape))[counted]
+    to_zero = (low & 0x7F) == 0
+    saturated = units[counted].abs() > Float8Range.of(dtype).saturation
+    exponents = torch.frexp(magnitudes).exponent - 1  # frexp's mantissa is from 1/2 to 1
+    first, last = (int(exponents.min()), int(exponents.max())) if len(exponents) else (0, -1)
+    effects = to_zero + 2 * saturated  # the fields of an Octave
+    cells = torch.bincount(3 * (exponents - first) + effects, minlength=3 * (last - first + 1))
+    octaves = [Octave(first + i, *counts) for i, counts in enumerate(cells.view(-1, 3).tolist())]
+    known = relative or bool(scale.isfinite())
+    return Histogram(
+        tuple(octaves),
+        len(magnitudes),
+        int((high == 0).sum()),
+        relative,
+        Float8Range.of(dtype, 1.0 if relative else scale.item()) if known else None,
+    )

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fp8_dist.config import Gemm
+from fp8_dist.debug.rows import aligned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +20,8 @@ class LayerSqnr:
     Attributes:
         recipe: the name of the recipe.
         fqn: the layer.
-        output: the SQNR of the output with this layer alone in float8. The layer gets the input,
-            weight and gradient of the run in high precision.
+        output: the SQNR of the output's GEMM (without the bias) with this layer alone in float8.
+            The layer gets the input, weight and gradient of the run in high precision.
         grad_input: the same for the gradient of its input.
         grad_weight: the same for the gradient of its weight.
         model_output: the SQNR of the output with all compared layers in float8, which includes the
@@ -143,7 +144,7 @@ class RecipeComparison:
         lines.append([f"loss ({self.losses[HIGH_PRECISION]:.6g} in high precision)", *losses])
         if self.not_called:
             lines.append([f"not called: {', '.join(self.not_called)}"])
-        return _aligned(lines)
+        return aligned(lines, [str.ljust] * len(lines[0]))
 
     def __repr__(self) -> str:
         layers = len({row.fqn for row in self.layers})
@@ -166,14 +167,3 @@ HIGH_PRECISION = "high precision"
 
 def _rank(value: float) -> float:
     return -math.inf if math.isnan(value) else value
-
-
-def _aligned(lines: Iterable[Sequence[str]]) -> str:
-    """Align cells in columns as wide as their widest cell, not counting lines of one cell."""
-    lines = list(lines)
-    columns = zip(*(line for line in lines if len(line) > 1), strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    padded = (
-        [cell.ljust(width) for cell, width in zip(line, widths, strict=False)] for line in lines
-    )
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)

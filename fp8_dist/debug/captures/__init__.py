@@ -1,1 +1,0 @@
-"""Captures: single casts, saved to files for inspection."""

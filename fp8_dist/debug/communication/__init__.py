@@ -1,1 +1,0 @@
-"""Audits of a step's collectives: kinds, bytes, times."""

@@ -1,0 +1,262 @@
+"""Measures of casts and GEMMs: counts and sums that add up, from which statistics follow."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
+
+from fp8_dist.config import Gemm
+from fp8_dist.kernels.cpu.upcast import upcast
+from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor import Quantized
+from fp8_dist.torch_internals import funcol
+
+# Elements per part in which an operand is read. On CPUs a part fits into a cache. On GPUs its copy
+# in fp32 takes little memory.
+_CPU_PART, _PART = 2**18, 2**24
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+
+
+class Measures(NamedTuple):
+    """Measures of one or several casts, one fp64 number each.
+
+    Combined by their maximum: ``amax`` (of the operand), ``scale`` (the largest one),
+    ``minus_scale`` (the smallest one, negated), ``minus_rank`` (the first rank with a value that
+    is not finite, negated; -inf: none).
+    Combined by their sum: the number of ``values`` that are not zero in high precision, and of
+    those that ``underflow`` (are zero in float8), that saturate (``saturated``) and that are
+    ``nonfinite``; the squares of the operand (``signal``) and of the cast's errors (``noise``).
+    """
+
+    amax: float
+    scale: float
+    minus_scale: float
+    minus_rank: float
+    values: float
+    underflow: float
+    saturated: float
+    nonfinite: float
+    signal: float
+    noise: float
+
+
+MAXIMA = 4  # the number of leading fields that are combined by their maximum
+
+
+def nothing(device: torch.device | str) -> torch.Tensor:
+    """Return the measures of zero casts, the identity of :func:`combine_`."""
+    total = torch.zeros(len(Measures._fields), dtype=torch.float64, device=device)
+    total[1:MAXIMA] = -math.inf
+    return total
+
+
+def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
+    """Add the measures ``[..., 10]`` of further casts of the same operands to a total, in place."""
+    maxima = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # propagates NaN
+    total[..., MAXIMA:] += more[..., MAXIMA:]
+    total[..., :MAXIMA] = maxima
+
+
+def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
+    """Return the :class:`Measures` of one cast, as :func:`measure_casts` does: fp64 ``[10]``."""
+    return measure_casts(high, [low], rank)[0]
+
+
+def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> list[torch.Tensor]:
+    """Return the :class:`Measures` of casts of one operand: fp64 ``[10]`` each, on its device.
+
+    On a GPU there is no host synchronization. On a CPU, where reading a value costs little, finite
+    values that do not saturate take less time. Measures of the operand alone are taken once.
+
+    A value saturates if it lies beyond the values that round to the largest float8 number, in
+    either direction. No value saturates under a dynamic scale, except by the block rule *floor*.
+
+    Args:
+        high: ``[..., K]``, local, in high precision.
+        lows: its float8 copies.
+        rank: the rank of this process.
+    """
+    totals = [nothing(high.device) for _ in lows]
+    if not high.numel():
+        return totals
+    columns = high.shape[-1] if high.ndim else 1
+    matrix = high.detach().reshape(-1, columns)
+    casts = [_Cast.of(low, matrix) for low in lows]
+    size = max(1, (_CPU_PART if high.is_cpu else _PART) // columns)
+    for start in range(0, len(matrix), size):
+        part = matrix[start : start + size]
+        x, bits = part.to(torch.promote_types(part.dtype, torch.float32)), _magnitude_bits(part)
+        amax, values = bits.max().view(part.dtype), torch.count_nonzero(bits)
+        nonfinite = torch.zeros_like(values)
+        if not (part.is_cpu and amax.isfinite()):
+            nonfinite = torch.count_nonzero(part - part)  # NaN of NaN and Inf
+        for total, each in zip(totals, casts, strict=True):
+            underflow, saturated, *squares = _losses(x, values, each.rows(start, size))
+            total[0] = torch.maximum(total[0], amax)
+            sums = values, underflow, saturated, nonfinite, *squares
+            total[MAXIMA:] += torch.stack([number.to(torch.float64) for number in sums])
+    for total, low in zip(totals, lows, strict=True):
+        scale = low.granularity.scale_values(low.scale)
+        total[1], total[2] = scale.max(), -scale.min()
+        total[3] = torch.where(total[7] > 0, -float(rank), -math.inf)
+    return totals
+
+
+class _Cast(NamedTuple):
+    """A cast of a matrix ``[M, K]``.
+
+    Attributes:
+        qdata: the float8 data.
+        scale: 0-dim, ``[M, 1]``, ``[1, K]`` or ``[M, K]``.
+        of_rows: whether the rows have different scales.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    of_rows: bool
+
+    @classmethod
+    def of(cls, low: Quantized, matrix: torch.Tensor) -> "_Cast":
+        scale = low.granularity.matrix_scale(low.scale.detach(), tuple(matrix.shape))
+        qdata = low.qdata.detach().reshape(matrix.shape)
+        return cls(qdata, scale, scale.ndim > 0 and len(scale) == len(matrix))
+
+    def rows(self, start: int, size: int) -> "_Cast":
+        """The cast of the rows from ``start`` on."""
+        here = slice(start, start + size)
+        scale = self.scale[here] if self.of_rows else self.scale
+        return _Cast(self.qdata[here], scale, self.of_rows)
+
+    @property
+    def covered(self) -> tuple[int, ...]:
+        """The dims that a scale covers completely."""
+        if not self.scale.ndim:
+            return 0, 1
+        return tuple(
+            d for d in (0, 1) if self.scale.shape[d] == 1 and not (d == 0 and self.of_rows)
+        )
+
+
+def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.Tensor, ...]:
+    """Return ``underflow``, ``saturated``, ``signal`` and ``noise`` of a part ``x``, 0-dim.
+
+    Squares are summed over the values that each scale covers, in units of the scale, so that they
+    neither overflow nor vanish in fp32.
+    """
+    units, qdata = x * cast.scale.reciprocal(), cast.qdata
+    limit = saturation_limit(qdata.dtype)
+    largest = max(abs(end.item()) for end in units.aminmax()) if units.is_cpu else math.inf
+    saturated = torch.zeros_like(values)
+    if not largest <= limit:
+        saturated = torch.count_nonzero(units.abs() > limit)
+    left = torch.count_nonzero(_magnitude_bits(qdata))
+    is_finite = largest < math.inf
+    low = upcast(qdata, x.dtype, is_finite) if qdata.is_cpu else qdata.to(x.dtype)
+    unit = cast.scale.to(torch.float64).square()
+    signal, noise = (
+        (_squares(each, cast.covered).to(torch.float64) * unit).sum()
+        for each in (units, low - units)
+    )
+    return values - left, saturated, signal, noise
+
+
+def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of ``x.abs()`` as integers, in the same order, with NaN above inf."""
+    return x.view(_INTEGERS[x.itemsize]) & (2 ** (8 * x.itemsize - 1) - 1)
+
+
+def _squares(x: torch.Tensor, covered: tuple[int, ...]) -> torch.Tensor:
+    """Return the sum of squares over the dims that a scale covers."""
+    if len(covered) == 2:
+        return torch.dot(x.reshape(-1), x.reshape(-1))
+    if not covered:
+        return x.square()
+    (dim,) = covered
+    return torch.linalg.vecdot(x, x, dim=dim).unsqueeze(dim)
+
+
+def saturation_limit(dtype: torch.dtype) -> float:
+    """Return the limit of saturation: half a step beyond the format's largest number."""
+    info = torch.finfo(dtype)
+    return float(info.max + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2)
+
+
+def measure_product(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return the :class:`Measures` of a GEMM's result: ``signal`` and ``noise`` alone.
+
+    Args:
+        exact: the result for high-precision operands, fp32.
+        found: the result for float8 operands, of the same shape.
+    """
+    total = nothing(exact.device)
+    total[1] = total[2] = 0.0
+    total[8] = exact.to(torch.float64).square().sum()
+    total[9] = (found - exact).to(torch.float64).square().sum()
+    return total
+
+
+def gemm_results(
+    gemm: Gemm, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return a GEMM's result for high-precision operands, and its float8 result.
+
+    Both are plain fp32 matrices, on all ranks of the operands' meshes. None: there are no tokens,
+    or ``left`` is not the input that the layer was given.
+
+    Args as for :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
+
+    Collectives: those of :func:`whole_matrix` for each tensor.
+    """
+    a, b, found = (whole_matrix(tensor) for tensor in (left, right, result))
+    a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
+    if not a.numel() or a.shape[1] != b.shape[0] or found.shape != (len(a), b.shape[1]):
+        return None
+    return torch.mm(a, b), found
+
+
+def whole_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor or DTensor ``[..., K]`` as a plain fp32 matrix, on all ranks of its mesh.
+
+    The ranks exchange the sizes of their shards. The shape of a DTensor that was made of local
+    tensors, as by tensor-parallel styles, is torch's guess. It is wrong where the ranks don't
+    divide a dim.
+
+    Collectives: for each mesh axis on which a DTensor is sharded, an all-gather of its sizes,
+    8 bytes, and one of its parts; an all-reduce for each axis on which it is Partial.
+    """
+    whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
+    return whole.reshape(-1, whole.shape[-1]).to(torch.float32)
+
+
+def _whole(tensor: DTensor) -> torch.Tensor:
+    mesh, whole = tensor.device_mesh, local_tensor(tensor)
+    plain = all(p.is_replicate() or p.is_partial() or type(p) is Shard for p in tensor.placements)
+    if not plain:  # a parameter that FSDP2 shards over tensor parallelism: its shape is known
+        return tensor.full_tensor()
+    # In reverse order: the last axis divides the parts of the axes before it.
+    for axis in reversed(range(mesh.ndim)):
+        placement, group = tensor.placements[axis], str(mesh.get_group(axis).group_name)
+        if placement.is_partial():
+            reduced = funcol.all_reduce(whole, placement.reduce_op, group)  # type: ignore[attr-defined]
+            whole = funcol.wait_tensor(reduced)
+        elif isinstance(placement, Shard):
+            whole = _gathered(whole, placement.dim, mesh.size(axis), group)
+    return whole
+
+
+def _gathered(part: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
+    """Concatenate the parts of all ranks of a group along ``dim``."""
+    rows = part.movedim(dim, 0)
+    sizes = _all_gather(torch.tensor([len(rows)], device=part.device), ranks, group).tolist()
+    padding = [0, 0] * (rows.ndim - 1) + [0, max(sizes) - len(rows)]
+    padded = F.pad(rows, padding).contiguous()
+    parts = _all_gather(padded, ranks, group).view(ranks, *padded.shape)
+    filled = [each[:size] for each, size in zip(parts, sizes, strict=True)]
+    return torch.cat(filled).movedim(0, dim)
+
+
+def _all_gather(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    return funcol.wait_tensor(funcol.all_gather_into_tensor(part, ranks, group))

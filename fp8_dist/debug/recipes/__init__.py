@@ -1,1 +1,0 @@
-"""Comparison of recipes: the error of each recipe in each layer, for one batch."""

@@ -1,0 +1,283 @@
+"""Rows that ``float8_stats`` reports, as data and as text, and the anomalies in them."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fp8_dist.config import CastSpec, Gemm, Operand
+from fp8_dist.debug.measures import Measures
+from fp8_dist.dtypes import short_name
+
+What = Literal["non-finite", "jump", "underflow", "SQNR", "lag"]  # of an anomaly
+
+
+@dataclasses.dataclass(frozen=True)
+class CastStats:
+    """Statistics of one cast of a layer's operand in one step, over all micro-batches and ranks.
+
+    Shares are in per cent of the values that are not zero in high precision.
+
+    Attributes:
+        step: the number of the step.
+        fqn: the layer.
+        operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        gemms: the GEMMs that multiply this float8 copy: ``"output"``, ``"grad_input"``,
+            ``"grad_weight"``.
+        granularity: the name of the granularity, such as ``"tensor"``, ``"row"`` or ``"column"``.
+        dtype: the dtype of the float8 data.
+        amax: the largest magnitude that was cast; NaN if there was a NaN.
+        scale: the largest dequantization scale.
+        scale_min: the smallest one.
+        underflow: share that is zero in float8.
+        saturation: share beyond the range of float8 at the given scale. It is 0 for a dynamic
+            scale, except by the block rule *floor*.
+        nonfinite: share of NaN and infinity, in high precision.
+        sqnr: dB, ``10 log10(sum x^2 / sum (float8 * scale - x)^2)``; infinite for a cast that
+            changes nothing, NaN for one with values that are not finite.
+        delayed: whether the scale follows from the amaxes of earlier steps.
+        nonfinite_rank: the first rank with a value that is not finite; None if there is none.
+    """
+
+    step: int
+    fqn: str
+    operand: Operand
+    gemms: tuple[Gemm, ...]
+    granularity: str
+    dtype: torch.dtype
+    amax: float
+    scale: float
+    scale_min: float
+    underflow: float
+    saturation: float
+    nonfinite: float
+    sqnr: float
+    delayed: bool
+    nonfinite_rank: int | None
+
+    @staticmethod
+    def of(
+        m: Measures,
+        step: int,
+        fqn: str,
+        operand: Operand,
+        gemms: tuple[Gemm, ...],
+        cast: CastSpec,
+    ) -> "CastStats":
+        """Return the statistics that follow from the measures of a cast."""
+        percent = 100 / m.values if m.values else 0.0
+        return CastStats(
+            step=step,
+            fqn=fqn,
+            operand=operand,
+            gemms=gemms,
+            granularity=cast.granularity.name,
+            dtype=cast.dtype,
+            amax=m.amax,
+            scale=m.scale,
+            scale_min=-m.minus_scale,
+            # The count is negative where the scale is NaN: zeros become NaN in float8.
+            underflow=max(0.0, percent * m.underflow),
+            saturation=percent * m.saturated,
+            nonfinite=percent * m.nonfinite,
+            sqnr=decibels(m.signal, m.noise),
+            delayed=cast.delayed,
+            nonfinite_rank=int(-m.minus_rank) if m.nonfinite else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmStats:
+    """Statistics of one of a layer's GEMMs in one step, over all micro-batches and ranks.
+
+    Attributes:
+        step, fqn: as in :class:`CastStats`.
+        gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
+        sqnr: SQNR in dB of the result, relative to the product of the operands in high precision.
+    """
+
+    step: int
+    fqn: str
+    gemm: Gemm
+    sqnr: float
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return the signal-to-noise ratio of two sums of squares in dB."""
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+Row = CastStats | GemmStats
+
+
+def as_dict(row: Row) -> dict[str, Any]:
+    """Return a row as plain Python values, with its ``kind``: ``"cast"`` or ``"gemm"``."""
+    values = {"kind": "cast" if isinstance(row, CastStats) else "gemm", **dataclasses.asdict(row)}
+    if isinstance(row, CastStats):
+        values |= {"gemms": list(row.gemms), "dtype": short_name(row.dtype)}
+    return values
+
+
+def append_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> None:
+    """Append rows to a file, one JSON object per line, with NaN and infinities as strings."""
+    with path.open("a") as stream:
+        stream.writelines(json.dumps(_strict(row), allow_nan=False) + "\n" for row in rows)
+
+
+def _strict(row: dict[str, Any]) -> dict[str, Any]:
+    names = {math.inf: "Infinity", -math.inf: "-Infinity"}
+    return {
+        key: names.get(value, "NaN")
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for key, value in row.items()
+    }
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return rows as text."""
+    lines = [["step", "layer", "operand", "for", "amax", "scale", "underflow", "saturation"]]
+    lines[0] += ["non-finite", "SQNR"]
+    for row in rows:
+        if isinstance(row, CastStats):
+            numbers = [f"{row.amax:.4g}", f"{row.scale:.4g}"]
+            numbers += [f"{s:.4g} %" for s in (row.underflow, row.saturation, row.nonfinite)]
+            what = [row.operand, ", ".join(row.gemms)]
+        else:
+            numbers, what = [""] * 5, ["", row.gemm]
+        lines.append([str(row.step), row.fqn, *what, *numbers, f"{row.sqnr:.2f} dB"])
+    if len(lines) == 1:
+        return "no casts"
+    return aligned(lines, [str.rjust] + [str.ljust] * 3 + [str.rjust] * 6)
+
+
+def aligned(lines: Iterable[Sequence[str]], align: Sequence[Callable[[str, int], str]]) -> str:
+    """Align cells in columns as wide as their widest cell, not counting lines of one cell.
+
+    Args:
+        lines: the cells of each line.
+        align: ``str.ljust`` or ``str.rjust`` for each column.
+    """
+    lines = list(lines)
+    columns = zip(*(line for line in lines if len(line) > 1), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    padded = (
+        [pad(cell, width) for pad, cell, width in zip(align, line, widths, strict=False)]
+        for line in lines
+    )
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnomalyLimits:
+    """Limits beyond which statistics are anomalous; ``None``: no limit.
+
+    Non-finite values are always anomalous.
+
+    Attributes:
+        underflow: the largest share of the non-zero values that may become zero, in per cent.
+        sqnr: the lowest SQNR, in dB.
+        lag: the number of octaves by which the amax may exceed the one that a DELAYED scale was
+            made for.
+        jump: the number of octaves by which the amax may exceed the largest one of the operand's
+            last 16 recorded steps.
+
+    Raises:
+        TypeError: a limit is not a number.
+        ValueError: a limit is NaN, or one other than ``sqnr`` is negative.
+    """
+
+    underflow: float | None = 20.0
+    sqnr: float | None = 15.0
+    lag: float | None = 1.0
+    jump: float | None = 7.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"AnomalyLimits: {name}={value!r} must be a number or None (never)")
+            if math.isnan(value) or (value < 0 and name != "sqnr"):
+                raise ValueError(
+                    f"AnomalyLimits: {name}={value!r} is no limit; give a number"
+                    f"{'' if name == 'sqnr' else ' that is not negative'}, or None (never)"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Anomaly:
+    """Anomaly in the statistics of a layer.
+
+    Attributes:
+        what: ``"non-finite"``, ``"jump"``, ``"underflow"``, ``"SQNR"`` or ``"lag"``.
+        value: the measured value, in per cent, dB or octaves.
+        limit: the limit that it violates, in the same unit.
+        row: the statistics that show it, with the layer, the operand and the step.
+        rank: the first rank with a value that is not finite; None: the anomaly is one of all ranks
+            together.
+    """
+
+    what: What
+    value: float
+    limit: float
+    row: Row
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        row, value, limit = self.row, f"{self.value:.4g}", f"{self.limit:g}"
+        place = f"the GEMM of {row.gemm}" if not isinstance(row, CastStats) else row.operand
+        if isinstance(row, CastStats) and row.gemms:
+            place += f" (for {', '.join(row.gemms)})"
+        found = {
+            "non-finite": f"{value} % of the values are NaN or infinite, first on rank {self.rank}",
+            "jump": f"the amax is {value} octaves above the largest of the last steps (limit: "
+            f"{limit})",
+            "underflow": f"{value} % of the values become zero in float8 (limit: {limit} %)",
+            "SQNR": f"an SQNR of {value} dB (limit: {limit} dB)",
+            "lag": f"the amax is {value} octaves above what the delayed scale was made for (limit: "
+            f"{limit}): values saturate until the history has caught up",
+        }[self.what]
+        return f"step {row.step}: {row.fqn}: {place}: {found}"
+
+
+def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:
+    """Return an anomaly as plain Python values; ``ranks`` is empty if it is one of all ranks."""
+    row = anomaly.row
+    return {
+        "step": row.step,
+        "fqn": row.fqn,
+        "operand": row.operand if isinstance(row, CastStats) else f"GEMM of {row.gemm}",
+        "what": anomaly.what,
+        "value": anomaly.value,
+        "threshold": anomaly.limit,
+        "ranks": [] if anomaly.rank is None else [anomaly.rank],
+        "message": str(anomaly),
+    }
+
+
+def anomalies_of(row: Row, limits: AnomalyLimits, usual: float = 0.0) -> Iterator[Anomaly]:
+    """Yield the anomalies of a row, causes before effects.
+
+    ``usual`` is the largest amax of the same cast in earlier steps, or 0 if there is none.
+    """
+    if isinstance(row, CastStats):
+        if row.nonfinite:
+            yield Anomaly("non-finite", row.nonfinite, 0.0, row, row.nonfinite_rank)
+        if limits.jump is not None and 0 < usual * 2**limits.jump < row.amax < math.inf:
+            yield Anomaly("jump", math.log2(row.amax / usual), limits.jump, row)
+        if limits.underflow is not None and row.underflow > limits.underflow:
+            yield Anomaly("underflow", row.underflow, limits.underflow, row)
+        fits = row.scale * torch.finfo(row.dtype).max
+        if limits.lag is not None and row.delayed and fits * 2**limits.lag < row.amax < math.inf:
+            yield Anomaly("lag", math.log2(row.amax / fits), limits.lag, row)
+    if limits.sqnr is not None and row.sqnr < limits.sqnr:
+        yield Anomaly("SQNR", row.sqnr, limits.sqnr, row)

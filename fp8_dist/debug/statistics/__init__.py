@@ -1,1 +1,0 @@
-"""Statistics of a model's casts and GEMMs, measured while it runs."""
