@@ -34,7 +34,7 @@ def on_a_gpu(transpose: Callable[[Tensor], Tensor]) -> Iterator[None]:
         patch.object(gemm, "device_has_float8_gemm", lambda device: True),
         patch.object(gemm, "native_scaled_mm", native),
         patch.object(weight, "takes_transposed", lambda device: True),
-        patch.dict(scaled_mm._direct, {"cpu": run}),
+        patch.dict(scaled_mm.implementations, {"cpu": run}),
     ):
         yield
 
