@@ -357,7 +357,7 @@ class _FinishOutput(torch.autograd.Function):
     def forward(
         ctx: Any, output: DTensor, bias: torch.Tensor | None, spec: LinearSpec
     ) -> torch.Tensor:
-        ctx.bias_layout = Layout.of(bias)
+        ctx.spec, ctx.bias_layout = spec, Layout.of(bias)
         ctx.set_materialize_grads(False)
         finished = _finished(output, bias, spec)
         # Autograd would make a view of an input that is returned, through DTensor's dispatch.
