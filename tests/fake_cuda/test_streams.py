@@ -170,7 +170,7 @@ def test_steps(recipe: str, options: str, fake_cuda: FakeCudaProcess) -> None:
 
 _WAIT = f"{streams.__name__}.Event.wait"
 _SCALES_TOO_EARLY = "(_cast|_record|all_gather_copy_in) on .* reads what _scaling on compute .*"
-_SHARDS_TOO_EARLY = "(_cast_many|all_gather_copy_in) on .* reads what _scaling on compute .*"
+_SHARDS_TOO_EARLY = "(_cast_many|cat|all_gather_copy_in) on .* reads what _scaling on compute .*"
 _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
 
 
