@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, Operand
+from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.dtypes import device_has_float8_gemm
 from fp8_dist.env import SWITCHES, set_switches, strict_alignment
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head, why_too_small
 from fp8_dist.model.report import WeightSummary, alike, conversion_summary
+from fp8_dist.recipe import Operand
 from fp8_dist.version import __version__
 
 OLDEST_TORCH = "2.11"

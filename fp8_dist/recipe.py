@@ -29,12 +29,14 @@ class Recipe:
 
     Args:
         table: the scheme of each operand in each of its two GEMMs; ``None``: high precision.
-        delayed: the operands whose statistic follows from the amaxes of earlier steps.
+        delayed: the operands whose statistic follows from the amaxes of earlier steps; they have
+            one scale per tensor.
         folds: the scales that run along a contraction are folded into grad_output
             (:mod:`fp8_dist.linear.rowwise_folded`).
 
     Attributes:
         uses: the table, by operand.
+        delayed: the schemes of the operands whose statistic follows from earlier steps.
         schemes: the different schemes of each operand, in the order of its GEMMs.
         gather_scheme: the one scheme that serves both GEMMs of an operand and can be gathered;
             ``None``: it is gathered in high precision.
@@ -49,7 +51,7 @@ class Recipe:
         delayed: frozenset[Operand] = frozenset(),
         folds: bool = False,
     ) -> None:
-        self.delayed, self.folds = delayed, folds
+        self.folds = folds
         self.uses: dict[Operand, dict[Gemm, Scheme | None]] = {o: {} for o in get_args(Operand)}
         for gemm, operands in GEMM_OPERANDS.items():
             for operand in operands:
@@ -57,6 +59,7 @@ class Recipe:
         used = {operand: dict.fromkeys(uses.values()) for operand, uses in self.uses.items()}
         self.schemes = {o: tuple(scheme for scheme in each if scheme) for o, each in used.items()}
         self._check_operands()
+        self.delayed = {o: self._history_scheme(o) for o in self.uses if o in delayed}
         self._check_gemms()
         if folds:
             self._check_folding()
@@ -103,6 +106,15 @@ class Recipe:
             for scheme in schemes:
                 if why := scheme.unfit_for(operand):
                     raise ValueError(f"Float8LinearConfig: {why}")
+
+    def _history_scheme(self, operand: Operand) -> Dense:
+        scheme, *others = self.schemes[operand]
+        if others or not isinstance(scheme, Dense) or scheme.per != "tensor":
+            raise ValueError(
+                f"Float8LinearConfig: {operand} is DELAYED, which needs one scale per tensor; use "
+                "ScalingGranularity.TENSORWISE, or ScalingType.DYNAMIC"
+            )
+        return scheme
 
     def _check_gemms(self) -> None:
         for gemm, operands in GEMM_OPERANDS.items():

@@ -268,14 +268,15 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         layers = float8_layers(module)
         name = self.fwd_config_submodule_fqn or next(iter(layers))
         first = layers[name]
-        scheme = first.config.recipe.gather_scheme["input"]
+        recipe, length = first.config.recipe, first.config.amax_history_len
+        scheme = recipe.gather_scheme["input"]
         assert scheme is not None
         for each in layers.values():
             each.prepared_by |= {first.fqn}
-        if "input" in first.config.recipe.delayed:
+        if "input" in recipe.delayed:
             # Among a layer's histories, because sync reduces them and a state_dict contains them.
-            length = first.config.amax_history_len
-            first.histories[_PREPARED_INPUT] = AmaxHistory(scheme, length, device_mesh)
+            history = AmaxHistory(recipe.delayed["input"], length, device_mesh)
+            first.histories[_PREPARED_INPUT] = history
 
         def cast_inputs(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

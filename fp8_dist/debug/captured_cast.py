@@ -21,10 +21,10 @@ from zipfile import ZipFile
 
 import torch
 
-from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug.measures import Measures, measure, saturation_limit
 from fp8_dist.debug.rows import CastStats
 from fp8_dist.dtypes import is_float8
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, Scales, Start, as_matrix, scheme_named
 from fp8_dist.tensor.ops import as_bytes
 

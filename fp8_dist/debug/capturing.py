@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug.captured_cast import CapturedCast, FileFormat, check_format, save_capture
 from fp8_dist.debug.recorder import CastSlot, Patterns, StepRecorder, choose_slots, own_rank
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, Scales, Start
 
 Numbers = int | Collection[int] | None

@@ -25,7 +25,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
-from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, Gemm
+from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.debug.comparison import HIGH_PRECISION, LayerSqnr, ParameterSqnr, RecipeComparison
 from fp8_dist.debug.measures import gemm_results
 from fp8_dist.debug.rows import decibels
@@ -33,6 +33,7 @@ from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Observer, Owner, gemms_observed_by
 from fp8_dist.mesh import local_tensor, make_group
 from fp8_dist.names import without_wrappers
+from fp8_dist.recipe import Gemm
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import (
     has_hooks_after_accumulation,

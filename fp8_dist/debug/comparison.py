@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fp8_dist.config import Gemm
 from fp8_dist.debug.rows import aligned
+from fp8_dist.recipe import Gemm
 
 
 @dataclasses.dataclass(frozen=True)

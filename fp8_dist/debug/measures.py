@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
-from fp8_dist.config import Gemm
 from fp8_dist.kernels.cpu.upcast import upcast
 from fp8_dist.mesh import local_tensor
+from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, as_matrix
 from fp8_dist.torch_internals import funcol
 

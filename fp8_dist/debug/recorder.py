@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Self, get_args
 import torch.distributed as dist
 from torch import nn
 
-from fp8_dist.config import Gemm, Operand
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Observer, Owner, casts_of, observed_by
 from fp8_dist.names import without_wrappers
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
 
 # One fnmatch pattern or several; None matches everything.

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug.measures import Measures
 from fp8_dist.dtypes import short_name
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
 
 What = Literal["non-finite", "jump", "underflow", "SQNR", "lag"]  # of an anomaly

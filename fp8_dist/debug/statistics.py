@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug.measures import (
     Measures,
     combine_,
@@ -47,6 +46,7 @@ from fp8_dist.debug.rows import (
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner, casts_of, gemms_observed_by
 from fp8_dist.mesh import GroupNames, first_difference, make_group
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized
 from fp8_dist.torch_internals import funcol, resolve_process_group
 

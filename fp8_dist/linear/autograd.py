@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.config import Gemm
 from fp8_dist.linear.observing import (
     HighPrecision,
     are_gemms_observed,
@@ -47,6 +46,7 @@ from fp8_dist.mesh import (
     reduced,
     with_local,
 )
+from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, Scheme, Start, cast, multiply
 from fp8_dist.transport import Encoding, Scattering, finish_reduction, reduced_to, start_reduction
 
@@ -90,16 +90,16 @@ class _Form(NamedTuple):
 
     Attributes:
         scheme, start, is_cut: those of the operand.
-        index: for the data and each of the scales its place in a flat list of tensors.
+        places: for the data and each of the scales its place in a flat list of tensors.
     """
 
     scheme: Scheme
     start: Start
     is_cut: bool
-    index: tuple[int, ...]
+    places: tuple[int, ...]
 
     def operand(self, flat: Sequence[torch.Tensor]) -> Quantized:
-        qdata, *scales = [flat[i] for i in self.index]
+        qdata, *scales = [flat[i] for i in self.places]
         return Quantized(qdata, tuple(scales), self.scheme, self.start, self.is_cut)
 
 
@@ -134,8 +134,8 @@ def _flat_weight(casts: WeightCasts) -> tuple[list[torch.Tensor | None], _Kept]:
     output, grad_input, recast = casts
     again = None
     if recast is not None:
-        statistics, *others = recast
-        again = _Form(*others, indices(statistics))
+        statistics, scheme, start, is_cut = recast
+        again = _Form(scheme, start, is_cut, indices(statistics))
     kept = _Kept(form(output), form(grad_input), again)
     # Dynamo (2.13) tells by the number of arguments whether a forward takes a ctx. With two of
     # them *flat would count as if it were one more name.
@@ -223,7 +223,7 @@ class _LinearFunction(torch.autograd.Function):
                 right = kept.grad_input.operand(flat)
         recast: list[torch.Tensor] = []
         if needs_input and kept.recast is not None:
-            recast = [weight, *[flat[i] for i in kept.recast.index]]
+            recast = [weight, *[flat[i] for i in kept.recast.places]]
         # Plain tensors: hooks on saved tensors see the real bytes.
         of_input: Local | None = None
         if needs_weight:
@@ -263,7 +263,7 @@ class _LinearFunction(torch.autograd.Function):
         x = _unsaved(saved, x_form) if needs_weight else None
         w = _unsaved(saved, w_form) if needs_input else None
         if needs_input and ctx.recast is not None:
-            n = len(saved) - len(ctx.recast.index)
+            n = len(saved) - len(ctx.recast.places)
             w = _recast(saved[n - 1], saved[n:], ctx.recast, grad, spec)
         operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
         grad_input = grad_weight = moving = None

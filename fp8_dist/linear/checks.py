@@ -5,9 +5,10 @@ from typing import get_args
 import torch
 from torch.distributed.tensor import Shard
 
-from fp8_dist.config import Float8LinearConfig, Gemm
+from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
 from fp8_dist.mesh import Layout, local_sizes
+from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor import Float8Tensor
 

@@ -7,15 +7,10 @@ from typing import get_args
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.config import (
-    GEMM_OPERANDS,
-    Float8LinearConfig,
-    Float8LinearRecipeName,
-    Gemm,
-    Operand,
-)
+from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
+from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import dtensor_local
 

@@ -1,7 +1,7 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import check_transforms
-from fp8_dist.config import Float8LinearConfig, Operand
+from fp8_dist.config import Float8LinearConfig
 from fp8_dist.dtypes import autocast
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory
@@ -137,9 +137,7 @@ class Float8Linear(nn.Linear):
         self.local_placements: LocalPlacements | None = None
         recipe, length = self.config.recipe, self.config.amax_history_len
         self.histories = {
-            str(operand): AmaxHistory(recipe.schemes[operand][0], length)
-            for operand in get_args(Operand)
-            if operand in recipe.delayed
+            str(operand): AmaxHistory(scheme, length) for operand, scheme in recipe.delayed.items()
         }
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
         if self.config.fsdp_float8_all_gather:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import Copies, as_float8_of, cast_copies
-from fp8_dist.config import Float8LinearConfig, Gemm, Operand
+from fp8_dist.config import Float8LinearConfig
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
@@ -26,6 +26,7 @@ from fp8_dist.mesh import (
     sharded_dim,
     with_local,
 )
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Copy, Quantized, Scheme, Start, Statistics
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local

@@ -168,10 +168,9 @@ def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
 
 def _blocks_of(layer: Float8Linear) -> Blocks | None:
     """The scheme of a layer's weight, if it is that of an FP8 block checkpoint."""
-    schemes = layer.float8_weight.schemes
-    if len(schemes) != 1 or not isinstance(schemes[0], Blocks):
+    blocks, *others = layer.float8_weight.schemes or (None,)
+    if others or not isinstance(blocks, Blocks):
         return None
-    (blocks,) = schemes
     is_square = blocks.rows == blocks.columns and blocks.dtype is torch.float8_e4m3fn
     return blocks if is_square else None
 

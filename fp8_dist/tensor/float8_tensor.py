@@ -141,7 +141,7 @@ class Float8Tensor(torch.Tensor):
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
         """Return a new Float8Tensor with the arguments of this one, except for those given."""
-        given = {
+        given: dict[str, Any] = {
             "qdata": self.qdata,
             "scale": self.scales,
             "orig_dtype": self.orig_dtype,

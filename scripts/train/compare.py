@@ -14,7 +14,7 @@ import matplotlib as mpl
 mpl.use("Agg")  # before pyplot chooses: there may be no display
 import matplotlib.pyplot as plt
 
-from fp8_dist.config import Operand
+from fp8_dist.recipe import Operand
 from scripts.common.candidates import BF16, config_of
 from scripts.common.markdown import table
 from scripts.common.options import command_parser

@@ -18,11 +18,11 @@ from fp8_dist import (
     convert_to_float8_training,
     update_float8_scales,
 )
-from fp8_dist.config import Gemm, Operand
 from fp8_dist.debug import CastStats, float8_stats
 from fp8_dist.debug.measures import Measures, measure
 from fp8_dist.debug.rows import decibels
 from fp8_dist.linear.observing import Observer, Owner, observed_by
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized
 
 pytestmark = pytest.mark.gpu

@@ -18,8 +18,8 @@ from fp8_dist import (
     fsdp,
     tensor_parallel,
 )
-from fp8_dist.config import Operand
 from fp8_dist.dtypes import short_name
+from fp8_dist.recipe import Operand
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
