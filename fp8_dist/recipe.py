@@ -108,12 +108,8 @@ class Recipe:
                     raise ValueError(f"Float8LinearConfig: {why}")
 
     def _history_scheme(self, operand: Operand) -> Dense:
-        scheme, *others = self.schemes[operand]
-        if others or not isinstance(scheme, Dense) or scheme.per != "tensor":
-            raise ValueError(
-                f"Float8LinearConfig: {operand} is DELAYED, which needs one scale per tensor; use "
-                "ScalingGranularity.TENSORWISE, or ScalingType.DYNAMIC"
-            )
+        (scheme,) = self.schemes[operand]
+        assert isinstance(scheme, Dense), f"{operand} has a history, but no scale per tensor"
         return scheme
 
     def _check_gemms(self) -> None:

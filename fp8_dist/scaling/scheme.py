@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fp8_dist.kernels import blocks_along, expanded, powers_of_2, transposed_copy
 from fp8_dist.mesh import (
@@ -99,6 +100,23 @@ class Level:
             return []
         blocks = [self.block(dim, len(offset)) for dim in range(len(offset))]
         return [0 if b is None else n // b for n, b in zip(offset, blocks, strict=True)]
+
+    def amax(self, x: Tensor, start: Start = (0, 0)) -> Tensor:
+        """The largest magnitude in each block of a local tensor, fp32, or 0; NaN if one is NaN."""
+        found = x.abs().to(torch.float32)
+        for dim, size in enumerate(x.shape):
+            block, first, count = self.block(dim, x.ndim), 0, 1
+            if block == 1:
+                continue
+            if block is None:
+                block = max(size, 1)
+            else:
+                first = start[dim - x.ndim] % block
+                count = blocks_along(size, block, first)
+            missing = [first, count * block - first - size]
+            found = pad(found, [0, 0] * (x.ndim - 1 - dim) + missing)
+            found = found.unflatten(dim, (count, block)).amax(dim + 1)
+        return found.view(self.shape(x.shape, start))
 
     def covered_dims(self, ndim: int) -> tuple[int, ...] | None:
         """The dims that a scale covers completely; ``None``: all."""

@@ -14,6 +14,7 @@ from ranks import RankPools, device_mesh
 from reference import same_bits, sqnr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from two_level import config_named
 
 from fp8_dist import (
     CastConfig,
@@ -83,7 +84,7 @@ class Steps(NamedTuple):
 def compiled_steps(
     dp: int, tp: int, recipe: str, precompute: bool, backend: str, model_is: str = DTENSORS
 ) -> Steps:
-    config, sharded_first = Float8LinearConfig.from_recipe_name(recipe), model_is == SHARDED
+    config, sharded_first = config_named(recipe), model_is == SHARDED
     results: list[dict[str, torch.Tensor]] = []
     weights: list[set[tuple[bytes, float]]] = []
     rows: list[list[tuple[object, ...]]] = []
@@ -160,6 +161,7 @@ def compiled_steps(
         pytest.param(2, 2, "mxfp8", True, "counting", DTENSORS, None, marks=full_tier),
         pytest.param(2, 2, "delayed", True, "counting", DTENSORS, (0, 10), marks=full_tier),
         (1, 2, "rowwise_folded", False, "aot_eager", LOCAL, None),
+        (2, 2, "two levels", True, "aot_eager", DTENSORS, None),
         pytest.param(2, 2, "tensorwise", True, "aot_eager", LOCAL, None, marks=full_tier),
         pytest.param(1, 2, "delayed", True, "aot_eager", LOCAL, None, marks=full_tier),
         pytest.param(1, 2, "rowwise", True, "counting", DTENSORS, None, marks=full_tier),
@@ -200,7 +202,7 @@ def test_blocks(
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("dp", "tp", "recipe"), [(2, 1, "rowwise_folded"), (2, 2, "delayed"), (1, 2, "blockwise")]
+    ("dp", "tp", "recipe"), [(2, 1, "rowwise_folded"), (2, 2, "delayed"), (2, 2, "two levels")]
 )
 def test_blocks_with_inductor(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
     # Its fusions round the operands of the casts of activations otherwise; weights are as they are.

@@ -10,6 +10,7 @@ from nets import Distributed, Net, full
 from ranks import RankPools
 from reference import same_bits
 from torch import nn
+from two_level import config_named
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -31,13 +32,12 @@ LATER = "rowwise", "mxfp8"  # recipes that are like others here
             for r in Float8LinearRecipeName
         ),
         ("rowwise_folded", "full"),
+        ("two levels", "selective"),
     ],
 )
 def test_compiled(recipe: str, mode: str) -> None:
     compilations = Compilations()
-    net = convert_to_float8_training(
-        Net(layers=1), config=Float8LinearConfig.from_recipe_name(recipe)
-    )
+    net = convert_to_float8_training(Net(layers=1), config=config_named(recipe))
     x, results = torch.randn(2, 4, 64), []
     for run in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True)):
         leaf = x.clone().requires_grad_()

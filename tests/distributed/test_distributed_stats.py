@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from two_level import config_named
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -46,7 +47,7 @@ from fp8_dist.tensor_parallel import (
 CASES = [
     ((2, 1), None, ("rowwise", "mxfp8", "delayed")),
     ((1, 2), None, ("rowwise_with_gw_hp", "blockwise", "delayed")),
-    ((2, 2), None, ("tensorwise", "rowwise_folded")),
+    ((2, 2), None, ("tensorwise", "rowwise_folded", "two levels")),
     pytest.param((2, 2), "aot_eager", ("tensorwise",), marks=pytest.mark.full),
     pytest.param(
         *((2, 2), "aot_eager", ("rowwise_folded", "mxfp8", "delayed")), marks=pytest.mark.full
@@ -97,7 +98,7 @@ class Recorded(NamedTuple):
 def recorded(dp: int, tp: int, recipe: str, backend: str | None, folder: Path) -> Recorded:
     """In two steps; the second one is captured."""
     torch._dynamo.reset()
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = config_named(recipe)
     mesh = device_mesh(dp=dp, tp=tp)
     twin = nn.Sequential(Block(convert_to_float8_training(Net(), config=config).layers[0]))  # type: ignore[index]
     gather = "auto" if dp > 1 else False

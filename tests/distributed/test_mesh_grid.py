@@ -12,6 +12,7 @@ from reference import Product, float8_gemms, same_bits
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from two_level import two_level_config
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -83,6 +84,7 @@ def configs(shape: tuple[int, int]) -> dict[str, Float8LinearConfig]:
     found = {name: Float8LinearConfig.from_recipe_name(name) for name in recipes}
     if "tensorwise" in found:
         found["powers of 2"] = Float8LinearConfig(round_scales_to_power_of_2=True)
+    found["two levels"] = two_level_config()
     return {name: replace(config, pad_inner_dim=True) for name, config in found.items()}
 
 

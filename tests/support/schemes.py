@@ -8,36 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from fp8_dist import CastConfig, Float8LinearConfig
-from fp8_dist.kernels import blocks_along, scaling_from_amax
+from fp8_dist.kernels import scaling_from_amax
 from fp8_dist.scaling import Level, Scales, Scheme, Start, Statistics
-
-
-def amaxes_of_blocks(x: torch.Tensor, level: Level, start: Start = (0, 0)) -> torch.Tensor:
-    """The largest magnitude in each block of a part of a tensor, fp32, in the level's shape."""
-    found = x.abs().to(torch.float32)
-    for dim, size in enumerate(x.shape):
-        block, first, count = level.block(dim, x.ndim), 0, 1
-        if block is None:
-            block = max(size, 1)
-        elif block > 1:
-            first = start[dim - x.ndim] % block
-            count = blocks_along(size, block, first)
-        else:
-            continue
-        missing = [first, count * block - first - size]
-        found = pad(found, [0, 0] * (x.ndim - 1 - dim) + missing)
-        found = found.unflatten(dim, (count, block)).amax(dim + 1)
-    return found.view(level.shape(x.shape, start))
 
 
 class OfBlocks(Scheme):
     """One level of fp32 scales, from amaxes."""
 
     def measure(self, x: torch.Tensor, start: Start = (0, 0)) -> Statistics:
-        return (amaxes_of_blocks(x, self.levels[0], start),)
+        return (self.levels[0].amax(x, start),)
 
     def scales_from(self, statistics: Statistics) -> Scales:
         return (scaling_from_amax(statistics[0], self.dtype, False)[1],)

@@ -34,21 +34,9 @@ class TwoLevel(Scheme):
         return replace(self, rows=self.columns, columns=self.rows)
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
-        """The amax of the tensor and those of its blocks: the former is the largest of the latter."""
-        blocks = x.abs().to(torch.float32)
-        for dim, size, first in ((-1, self.columns, start[1]), (-2, self.rows, start[0])):
-            if size > 1 and x.numel():
-                count, begin = x.shape[dim], first % size
-                pad = (
-                    [0, 0, begin, -(begin + count) % size]
-                    if dim == -2
-                    else [begin, -(begin + count) % size]
-                )
-                blocks = torch.nn.functional.pad(blocks, pad)
-                blocks = blocks.unflatten(dim, (-1, size)).amax(dim)
-        if not x.numel():
-            blocks = x.new_zeros(self.levels[1].shape(x.shape, start), dtype=torch.float32)
-        return blocks.amax() if x.numel() else blocks.new_zeros(()), blocks
+        """The amaxes of the tensor and of its blocks."""
+        tensor, blocks = self.levels
+        return tensor.amax(x), blocks.amax(x, start)
 
     def scales_from(self, statistics: Statistics) -> Scales:
         """Block scales of 448 and values of 448 fit below the tensor's amax."""
@@ -67,3 +55,10 @@ def two_level_config(**fields: Any) -> Float8LinearConfig:
         "cast_config_grad_output": rows,
     }
     return Float8LinearConfig(**(casts | fields))
+
+
+def config_named(name: str) -> Float8LinearConfig:
+    """The config of a recipe, or of ``"two levels"``."""
+    if name == "two levels":
+        return two_level_config()
+    return Float8LinearConfig.from_recipe_name(name)

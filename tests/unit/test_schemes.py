@@ -16,8 +16,8 @@ from schemes import COLUMN_PAIRS, CONFIG, ROW_PAIRS, ROW_QUADS, Quads, config_of
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, cast_to_float8
+from fp8_dist.linear.observing import record_gemms
 from fp8_dist.linear.operands import plan_operand
-from fp8_dist.linear.recording import record_gemms
 from fp8_dist.mesh import Layout, global_offset
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
 from fp8_dist.scaling import Blocks, Dense, Placed, Scheme, covering, message_dtype, scheme_named

@@ -1,4 +1,4 @@
-"""Granularities that the tests add, on a mesh: bit for bit as on one device."""
+"""Scaling schemes that the tests add, on a mesh: bit for bit as on one device."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from nets import Distributed
 from ranks import RankPools
 from reference import same_bits
 from schemes import CONFIG, GATHERED_CONFIG
+from two_level import two_level_config
 
 from fp8_dist import Float8LinearConfig, Float8Tensor, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
@@ -20,10 +21,13 @@ def recorded_step(model: torch.nn.Module, x: torch.Tensor) -> list[GemmRecord]:
 
 def same_cast_as(mine: Float8Tensor, whole: Float8Tensor, tp: int, rank: int, dim: int) -> bool:
     """Whether an operand is a rank's part, along a dim, of one device's."""
-    scale = whole.scale.expand(whole.qdata.shape)
-    return same_bits(mine.qdata, whole.qdata.chunk(tp, dim)[rank]) and same_bits(
-        mine.scale.expand(mine.qdata.shape).contiguous(), scale.chunk(tp, dim)[rank].contiguous()
-    )
+    parts = (x.chunk(tp, dim)[rank] for x in (whole.qdata, scales_of(whole)))
+    return all(map(same_bits, (mine.qdata, scales_of(mine)), parts))
+
+
+def scales_of(x: Float8Tensor) -> torch.Tensor:
+    """The scale of each element."""
+    return x.scheme.element_scales(x.scales, x.shape, x.start).expand(x.shape).contiguous()
 
 
 def different_operands(
@@ -63,7 +67,7 @@ def different_operands(
     ("dp", "tp", "precompute", "reductions"),
     [(1, 2, False, 12), (1, 2, True, 7), (2, 1, True, 1), (2, 2, False, 12)],
 )
-def test_a_new_granularity_on_a_mesh(
+def test_a_new_scheme_on_a_mesh(
     ranks: RankPools, dp: int, tp: int, precompute: bool, reductions: int
 ) -> None:
     # (What precompute finds is not used where FSDP2 gathers the weight in high precision.)
@@ -76,9 +80,20 @@ def test_a_new_granularity_on_a_mesh(
     # Scales of unequal shards come from an all-reduce: precompute's, or one for each such weight.
     [(1, 2, True, 0), (2, 2, False, 0), (3, 1, False, 2), (3, 1, True, 1)],
 )
-def test_a_granularity_that_is_gathered(
+def test_a_scheme_that_is_gathered(
     ranks: RankPools, dp: int, tp: int, precompute: bool, reductions: int
 ) -> None:
     expected = [([], reductions, {torch.float8_e4m3fn})] * (dp * tp)
     found = ranks(dp * tp).run(different_operands, GATHERED_CONFIG, dp, tp, precompute)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "precompute", "reductions"),
+    [(2, 1, False, 6), (2, 1, True, 1), (3, 1, True, 1), (1, 2, True, 7), (2, 2, True, 7)],
+)
+def test_two_levels(ranks: RankPools, dp: int, tp: int, precompute: bool, reductions: int) -> None:
+    expected = [([], reductions, {torch.float8_e4m3fn})] * (dp * tp)
+    assert (
+        ranks(dp * tp).run(different_operands, two_level_config(), dp, tp, precompute) == expected
+    )
