@@ -1,8 +1,10 @@
 """Statistics of the local shards of many weights, and their places among those of all ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.linear.module import Float8Linear
@@ -51,10 +53,19 @@ def local_statistics(layers: Iterable[Float8Linear]) -> dict[Key, WeightStatisti
     for (scheme, _, _, device), same in alike.items():
         starts = [scheme.start(wanted[key].float8_weight.layout()) for key in same]
         each = scheme.measure_each([shards[key] for key in same], starts)
-        for key, statistics in zip(same, each, strict=True):
-            own = tuple([number.to(device) for number in statistics])
-            found[key] = _placed(wanted[key], own, scheme)
+        levels = zip(*[_moved(level, device) for level in zip(*each, strict=True)], strict=True)
+        for key, statistics in zip(same, levels, strict=True):
+            found[key] = _placed(wanted[key], statistics, scheme)
     return {key: found[key] for key in wanted}
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Move tensors of one dtype to a device, by one copy."""
+    if tensors[0].device == device:
+        return tensors
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _placed(layer: Float8Linear, local: Statistics, scheme: Scheme) -> WeightStatistics:

@@ -266,7 +266,7 @@ class Float8AllGatherWeight(torch.Tensor):
         cache.is_cast_ahead = False
         cast_together(module, evaluates)
         weight = module.float8_weight
-        cast = weight.gather_cast(self._tensor)
+        cast, whole = weight.gather_cast(self._tensor)
         data, layout = _padded_bytes(cast.qdata, outer_size, mesh.size()), weight.layout()
         refilled, scales = partial(_refilled, module), cast.scales
         scheme = cast.scheme
@@ -275,15 +275,15 @@ class Float8AllGatherWeight(torch.Tensor):
             return (data,), _Metadata(cast, outer_size, (), refilled)
         unsharded = _unsharded_layout(layout, mesh)
         gathered: tuple[int, ...] = ()
-        if moving and mesh.size() > 1 and scheme.rides_in_gather(layout):
-            gathered = moving
+        if whole is not None:
+            own = scheme.local_part(whole, unsharded, outer_size)
+            scales = tuple([scale.to(cast.qdata.device) for scale in own])
         elif moving and mesh.size() > 1:
-            scales = scheme.local_part(weight.whole_scales(self._tensor), unsharded, outer_size)
-            scales = tuple([scale.to(cast.qdata.device) for scale in scales])
+            gathered = moving
         start, is_cut = scheme.start(unsharded), scheme.is_cut(unsharded)
-        whole = cast._replace(scales=scales, start=start, is_cut=is_cut)
+        result = cast._replace(scales=scales, start=start, is_cut=is_cut)
         inputs = (data, *[_as_input(cast.scales[i]) for i in gathered])
-        return inputs, _Metadata(whole, outer_size, gathered, refilled)
+        return inputs, _Metadata(result, outer_size, gathered, refilled)
 
     def fsdp_post_all_gather(
         self,

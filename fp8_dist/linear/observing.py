@@ -32,7 +32,7 @@ from fp8_dist.scaling import (
     matrices,
     scheme_named,
 )
-from fp8_dist.tensor import Float8Tensor
+from fp8_dist.tensor import Float8Tensor, scales_of
 from fp8_dist.torch_internals import STAND_INS, in_backward, without_dispatch_modes
 
 R = TypeVar("R")
@@ -331,7 +331,7 @@ def observe_prepared_use(owner: Owner, prepared: Float8Tensor) -> Float8Tensor:
         return prepared
     if torch.compiler.is_compiling():
         scale = observe_use.overload(prepared.scale, owner.handle, number)
-        return prepared.rewrap(scale=(scale, *prepared.scales[1:]))
+        return prepared.rewrap(scale=(scale, *scales_of(prepared)[1:]))
     _show_use(owner, number)
     return prepared
 

@@ -198,7 +198,7 @@ class Float8Weight:
             with torch.no_grad():
                 float8 = self._casts_of_graph(shard, copies, keeps)
         else:
-            float8 = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD, training)
+            float8, _ = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD, training)
             float8 = {copy: float8[copy] for copy in copies}
             if self._history is not None:
                 scales = self._recorded(next(iter(float8.values()))).scales
@@ -208,41 +208,32 @@ class Float8Weight:
         first, second = by_gemm.get("output"), by_gemm.get("grad_input")
         return WeightCasts(first and float8[first], second and float8[second])
 
-    def gather_cast(self, shard: torch.Tensor) -> Quantized:
-        """The cast of the sharded parameter, for FSDP2 to gather.
+    def gather_cast(self, shard: torch.Tensor) -> tuple[Quantized, Scales | None]:
+        """The cast of the sharded parameter for FSDP2 to gather, and scales that it can't carry.
 
-        ``shard`` may have been moved off the parameter's device (CPU offload).
+        These are the scales of the whole weight. ``shard`` may have been moved off the parameter's
+        device (CPU offload).
 
-        Collectives: as :meth:`forward_casts`.
+        Collectives: as :meth:`forward_casts`; for scales of the whole weight that are not known,
+        those of :func:`fp8_dist.scaling.whole_statistics`.
         """
         if not is_captured(shard):
             self.wait_until_made()
         (scheme,) = self.schemes
         copies = (Copy(scheme),)
-        found = self._casts(self.parameter(), shard, copies, ScaleState.FROM_GATHER)[copies[0]]
+        float8, whole = self._casts(self.parameter(), shard, copies, ScaleState.FROM_GATHER)
+        found, layout = float8[copies[0]], self.layout()
+        if whole is None and layout is not None and self.needs_whole_scales(layout):
+            whole = scheme.scales_from(self._whole_statistics(shard, scheme, layout))
+            if not is_captured(shard):
+                self.cache.whole_scales = whole
         if is_observed():
             observe_copies(self, "weight", shard, {copies[0]: found})
         if not is_captured(shard):
             # The cache may drop its tensors while this stream still reads them.
             kept = (self.cache.known or {}).get(scheme, ())
             keep_for_current_stream([found.qdata, *found.scales, *kept])
-        return found
-
-    def whole_scales(self, shard: torch.Tensor) -> Scales:
-        """All scales of the global weight, for a gather that can't carry them.
-
-        Collectives: none if they are known, else those of
-        :func:`fp8_dist.scaling.whole_statistics`.
-        """
-        # A CUDA graph neither uses cached scales nor caches its own.
-        captured = is_captured(shard)
-        known = None if captured else self.cache.whole_scales
-        if known is None:
-            (scheme,), layout = self.schemes, self.layout()
-            assert layout is not None
-            known = scheme.scales_from(self._whole_statistics(shard, scheme, layout))
-            self.cache.whole_scales = self.cache.whole_scales if captured else known
-        return known
+        return found, whole
 
     def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
         """Whether a write to ``parameter`` may go unnoticed for ever.
@@ -337,8 +328,11 @@ class Float8Weight:
         copies: tuple[Copy, ...],
         source: ScaleState,
         record: bool = False,
-    ) -> Copies:
+    ) -> tuple[Copies, Scales | None]:
         """Float8 copies of a parameter's shard, outside of graphs; cached where that is possible.
+
+        The second result is the scales of the whole weight, if a gather needs them and they are
+        known.
 
         ``record``: they belong to a training step, so a delayed scale records the amax. For a
         gather of FSDP2, which runs without gradients, the forward records it.
@@ -355,17 +349,18 @@ class Float8Weight:
             if queried:
                 # A recomputation takes saved results in order, so it must query as the forward did.
                 self._known(shard, source)
-            return float8
+            return float8, cache.whole_scales
         if fresh or queried:
             # Known statistics may be stale unnoticed, so values may exceed them.
             float8 = cast_by(shard, copies, self._known(shard, source), self.layout(parameter))
+            whole = cache.whole_scales
         else:
             known, float8, whole = self._new_casts(parameter, shard, copies, record, source)
             self._note(parameter, shard, known, source, whole)
         keeps = _is_parameter(parameter) and self.config.cache_float8_shards
         keeps &= not is_captured(shard)
         cache.float8 = float8 if keeps and shard.device == parameter.device else None
-        return float8
+        return float8, whole
 
     def _new_casts(
         self,

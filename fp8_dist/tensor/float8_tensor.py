@@ -120,8 +120,7 @@ class Float8Tensor(torch.Tensor):
     @property
     def scales(self) -> Scales:
         """The scales of all levels of the scheme, the coarsest first."""
-        names = _SCALES[: self._levels]
-        return tuple([getattr(self, name) for name in names])
+        return scales_of(self)
 
     @property
     def scheme(self) -> Scheme:
@@ -143,7 +142,7 @@ class Float8Tensor(torch.Tensor):
         """Return a new Float8Tensor with the arguments of this one, except for those given."""
         given: dict[str, Any] = {
             "qdata": self.qdata,
-            "scale": self.scales,
+            "scale": scales_of(self),
             "orig_dtype": self.orig_dtype,
             "scheme": self.key,
             "cast_number": self.cast_number,
@@ -223,8 +222,12 @@ _SCALES = ("scale", *(f"scale_{i}" for i in range(1, 8)))
 
 def quantized_as(x: Float8Tensor, scheme: Scheme) -> Quantized:
     """The data of a tensor with its scales; ``scheme`` is its own, which dynamo can't look up."""
-    scales = [getattr(x, name) for name in _SCALES[: len(scheme.levels)]]
-    return Quantized(x.qdata, tuple(scales), scheme, x.start, x.is_cut)
+    return Quantized(x.qdata, scales_of(x), scheme, x.start, x.is_cut)
+
+
+def scales_of(x: Float8Tensor) -> Scales:
+    """The scales of all levels; dynamo does not trace the property."""
+    return tuple([getattr(x, name) for name in _SCALES[: x._levels]])
 
 
 def _scheme_from(qdata: torch.Tensor, scale: torch.Tensor) -> Scheme:
