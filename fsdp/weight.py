@@ -35,7 +35,7 @@ from fp8_dist.fsdp.shard_casts import cast_together
 from fp8_dist.kernels import TransposedTogether, takes_transposed
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
-from fp8_dist.scaling import Quantized
+from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import (
     disabled_torch_function,
@@ -68,7 +68,10 @@ _SAME_WEIGHT = {
 class _Metadata(NamedTuple):
     """Metadata for :meth:`Float8AllGatherWeight.fsdp_post_all_gather`."""
 
-    weight: Quantized  # this rank's cast, with the start of the unsharded weight and its scales
+    scheme: Scheme
+    scales: Scales  # of the unsharded weight, as far as they are not gathered
+    start: Start
+    is_cut: bool
     size: torch.Size
     gathered: tuple[int, ...]  # the levels whose scales are gathered too
     refilled: Callable[[torch.Tensor], None]  # callback with the gathered data
@@ -272,7 +275,7 @@ class Float8AllGatherWeight(torch.Tensor):
         scheme = cast.scheme
         moving = scheme.moving_levels(layout)
         if layout is None:
-            return (data,), _Metadata(cast, outer_size, (), refilled)
+            return (data,), _Metadata(scheme, scales, (0, 0), False, outer_size, (), refilled)
         unsharded = _unsharded_layout(layout, mesh)
         gathered: tuple[int, ...] = ()
         if whole is not None:
@@ -281,9 +284,10 @@ class Float8AllGatherWeight(torch.Tensor):
         elif moving and mesh.size() > 1:
             gathered = moving
         start, is_cut = scheme.start(unsharded), scheme.is_cut(unsharded)
-        result = cast._replace(scales=scales, start=start, is_cut=is_cut)
         inputs = (data, *[_as_input(cast.scales[i]) for i in gathered])
-        return inputs, _Metadata(result, outer_size, gathered, refilled)
+        # (Metadata that held the cast would keep its memory.)
+        how = _Metadata(scheme, scales, start, is_cut, outer_size, gathered, refilled)
+        return inputs, how
 
     def fsdp_post_all_gather(
         self,
@@ -295,24 +299,23 @@ class Float8AllGatherWeight(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, over the gathered bytes without a copy."""
         data, *arrived = all_gather_outputs
-        weight, size = metadata.weight, metadata.size
-        scheme, scales = weight.scheme, list(weight.scales)
-        shapes = scheme.scale_shapes(size, weight.start)
-        for i, scale in zip(metadata.gathered, arrived, strict=True):
+        scheme, known, start, is_cut, size, gathered, refilled = metadata
+        scales, shapes = list(known), scheme.scale_shapes(size, start)
+        for i, scale in zip(gathered, arrived, strict=True):
             scales[i] = scale.view(scheme.levels[i].scale).reshape(shapes[i])
         if out is not None:
             # FSDP2 refilled the same storage: only the scales are new.
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.set_scales(tuple(scales))
-            metadata.refilled(unsharded.qdata)
+            refilled(unsharded.qdata)
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs. The output is the
         # padded weight, in another shape if another dim than the first is sharded.
         qdata = data.view(scheme.dtype)
         qdata = qdata.as_strided(size, torch.empty(size, device="meta").stride())
-        metadata.refilled(qdata)
-        weight = weight._replace(qdata=qdata, scales=tuple(scales))
+        refilled(qdata)
+        weight = Quantized(qdata, tuple(scales), scheme, start, is_cut)
         return Float8Tensor.of(weight, param_dtype), ()
 
 

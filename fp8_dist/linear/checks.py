@@ -70,13 +70,14 @@ def check_gathered(config: Float8LinearConfig, weight: Float8Tensor, fqn: str) -
     scheme = config.recipe.gather_scheme["weight"]
     if scheme is None or scheme.key != weight.key:
         raise ValueError(
-            f"{fqn}: FSDP2 gathered the weight as {_described(weight.scheme)}, as another layer "
-            "that shares it takes it; convert layers that share a weight with one config"
+            f"{fqn}: FSDP2 gathered the weight as {_described(weight.scheme)} for another layer "
+            f"that shares it, but this layer takes {scheme and _described(scheme)}; convert layers "
+            "that share a weight with one config"
         )
 
 
 def _described(scheme: Scheme) -> str:
-    return f"{scheme.dtype} with one scale per {scheme.covers} ({scheme.key})"
+    return f"{scheme.dtype} with one scale per {scheme.covers}, {scheme}"
 
 
 def takes_any_size(config: Float8LinearConfig) -> bool:

@@ -115,17 +115,18 @@ def _folded(
     layout = layout._replace(placements=placements)
 
     g0 = qdata.to(torch.float32) * numbers[..., :1]
+    ones = _unit_scales(weight, input)
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     if weight is not None and weight_fold is not None:
         g1, scale = first_fold(g0, weight_fold, numbers[..., 1:], dtype)
-        operands["grad_input"] = Quantized(g1, (scale,), scheme), _unscaled(weight)
+        operands["grad_input"] = Quantized(g1, (scale,), scheme), _unscaled(weight, ones)
     if input is not None:
         folded = g0 * (input.scales[0] * UNIT)
         columns = (amax(folded, column.levels[0].covered_dims(folded.ndim)),)
         (value,) = reduced_statistics(column, columns, layout, within)
         multiplier, scale = scaling_from_amax(value, dtype, True)
         g2 = quantize(folded, multiplier, dtype, fits=True)
-        operands["grad_weight"] = Quantized(g2, (scale / UNIT,), column), _unscaled(input)
+        operands["grad_weight"] = Quantized(g2, (scale / UNIT,), column), _unscaled(input, ones)
     return operands
 
 
@@ -177,25 +178,32 @@ def _folded_locally(
     t = None if input is None else input.scales[0].reshape(-1)
     matrix = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
     made = iter(fold_gradient(matrix, scheme.dtype, s, t, transposed))
+    ones = _unit_scales(weight, input)
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     if weight is not None:
         left = Quantized(next(made), (next(made),), scheme)
-        operands["grad_input"] = left, _unscaled(weight)
+        operands["grad_input"] = left, _unscaled(weight, ones)
     if input is not None:
         g2 = next(made)
         column = Dense(scheme.dtype, "column", True)
         left = Quantized(g2.t() if transposed else g2, (next(made),), column)
-        operands["grad_weight"] = left, _unscaled(input)
+        operands["grad_weight"] = left, _unscaled(input, ones)
     return operands
 
 
-def _unscaled(operand: Quantized) -> Quantized:
-    """The right operand of a gradient GEMM, whose scales were folded into the left one.
+def _unit_scales(weight: Quantized | None, input: Quantized | None) -> torch.Tensor:
+    """Scales of 1 for both right operands, ``[..., K]``.
 
-    It has scales of 1, in a shape that a GPU's GEMM accepts together with the scales of rows.
+    They have a shape that a GPU's GEMM accepts together with the scales of rows.
     """
-    one, column = unit_scales(operand.qdata), Dense(operand.scheme.dtype, "column", True)
-    return operand._replace(scales=(one,), scheme=column)
+    operand = input if weight is None else weight
+    assert operand is not None
+    return unit_scales(operand.qdata)
+
+
+def _unscaled(operand: Quantized, ones: torch.Tensor) -> Quantized:
+    """The right operand of a gradient GEMM, whose scales were folded into the left one."""
+    return operand._replace(scales=(ones,), scheme=Dense(operand.scheme.dtype, "column", True))
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:

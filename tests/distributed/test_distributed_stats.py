@@ -23,6 +23,7 @@ from two_level import config_named
 
 from fp8_dist import (
     Float8LinearConfig,
+    Float8Tensor,
     convert_to_float8_training,
     update_float8_scales,
 )
@@ -145,7 +146,8 @@ def content(paths: Iterable[Path]) -> dict[tuple[Any, ...], Any]:
         key: [
             torch.cat([t.reshape(-1) for t in tensors]).double().sort().values.tolist()
             for tensors in zip(
-                *((c.high, c.low.as_tensor(c.high.dtype).dequantize()) for c in each), strict=True
+                *((c.high, Float8Tensor.of(c.low, c.high.dtype).dequantize()) for c in each),
+                strict=True,
             )
         ]
         for key, each in found.items()

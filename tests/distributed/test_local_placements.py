@@ -236,7 +236,9 @@ def scales_after_a_declaration() -> list[bool]:
 
     def is_global() -> bool:
         ours, theirs = (m.float8_weight.forward_casts(m.weight).output for m in (layer, twin))
-        return ours is not None and theirs is not None and same_bits(ours.scale, theirs.scale)
+        return (
+            ours is not None and theirs is not None and same_bits(ours.scales[0], theirs.scales[0])
+        )
 
     found = []
     for at in (None, Shard(0)):

@@ -28,7 +28,7 @@ from fp8_dist.mesh import local_tensor
 
 def gathered_alone(net: nn.Module, run: Callable[[], object]) -> int:
     """How many shards gathers cast in a run."""
-    with patch.object(weight, "copies_by", wraps=weight.copies_by) as by:
+    with patch.object(weight, "cast_by", wraps=weight.cast_by) as by:
         run()
     return by.call_count
 

@@ -306,8 +306,12 @@ def another_rounding() -> str:
 def test_the_one_to_follow_may_be_named_and_its_siblings_must_round_alike(ranks: RankPools) -> None:
     assert ranks(2).run(followed) == [True, True]
     text = ranks(2).run_same(another_rounding)
-    assert "mlp.w3: PrepareFloat8ModuleInput cast the input with round_scales_to_power" in text
-    assert "=True, but the layer has False; give the layers that share an input one config" in text
+    cast, taken = text.split(", but the layer takes")
+    assert cast.startswith(
+        "mlp.w3: the input is float8 already, torch.float8_e4m3fn with one scale"
+    )
+    assert ("power_of_2=True" in cast, "power_of_2=False" in taken) == (True, True)
+    assert "give the layers that share an input one config" in taken
 
 
 def two_recipes() -> list[bool]:

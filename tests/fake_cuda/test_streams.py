@@ -169,8 +169,10 @@ def test_steps(recipe: str, options: str, fake_cuda: FakeCudaProcess) -> None:
 
 
 _WAIT = f"{streams.__name__}.Event.wait"
-_SCALES_TOO_EARLY = "(_cast|_record|all_gather_copy_in) on .* reads what _scaling on compute .*"
-_SHARDS_TOO_EARLY = "(_cast_many|cat|all_gather_copy_in) on .* reads what _scaling on compute .*"
+# Statistics of tensors on the network, those of rows, and scales of histories.
+_MADE = "(all_reduce on NCCL|(_rows_of_many|_scaling) on compute) .*"
+_SCALES_TOO_EARLY = f"(_cast|_record|all_gather_copy_in) on .* reads what {_MADE}"
+_SHARDS_TOO_EARLY = f"(_cast_many|cat|all_gather_copy_in) on .* reads what {_MADE}"
 _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
 
 
@@ -196,12 +198,12 @@ _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
         (
             f"{shard_casts.__name__}.keep_for_current_stream",
             dataclasses.replace(_INVALIDATED, parts=True, micro_batches=1),
-            "memory of compute .* before cat on .*; made at .*:_scaling_from_amax .*",
+            "memory of compute .* before cat on .*; made at .*/mesh/amax.py:_start .*",
         ),
         (
             f"{shard_casts.__name__}.note_made",
             Training("tensorwise", aside=True, micro_batches=1),
-            "all_gather_copy_in on .* reads what _cast_many on .*",
+            "(all_gather_copy_in on .* reads what _cast_many|_scaled_mm on .* reads what _scaling) on .*",
         ),
     ],
 )
