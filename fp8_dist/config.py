@@ -382,9 +382,15 @@ class Float8LinearConfig:
                 )
 
     def _check_power_of_2(self) -> None:
-        if self.round_scales_to_power_of_2:
-            return
         casts = [getattr(self, field.name) for field in fields(self) if "cast_config" in field.name]
+        if self.round_scales_to_power_of_2:
+            given = [cast.scaling_granularity for cast in casts if cast and cast.enabled]
+            if any(isinstance(each, Scheme) for each in given):
+                raise ValueError(
+                    "Float8LinearConfig: round_scales_to_power_of_2=True has no effect on a "
+                    "scaling scheme of your own; drop it, and round in the scheme"
+                )
+            return
         if any(cast and cast.enabled and cast.block_size is not None for cast in casts):
             raise ValueError(
                 "Float8LinearConfig: the scales of BLOCKWISE casts are powers of two; set "

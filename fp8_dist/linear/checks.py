@@ -1,14 +1,11 @@
 """Checks of a Float8Linear's operands. They use facts that all ranks share, so all ranks raise."""
 
-from typing import get_args
-
 import torch
 from torch.distributed.tensor import Shard
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
 from fp8_dist.mesh import Layout, local_sizes
-from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor import Float8Tensor
 
@@ -81,9 +78,10 @@ def _described(scheme: Scheme) -> str:
 
 
 def takes_any_size(config: Float8LinearConfig) -> bool:
-    """Whether layers of any size run on a GPU: padded, emulated, or in high precision."""
-    in_float8 = any(config.gemm_enabled(gemm) for gemm in get_args(Gemm))
-    return config.pad_inner_dim or config.emulate or not in_float8
+    """Whether layers of any size run on a GPU: padded, emulated, or without float8 GEMMs."""
+    schemes = [scheme for used in config.recipe.schemes.values() for scheme in used]
+    aligned = any(scheme.needs_alignment for scheme in schemes)
+    return config.pad_inner_dim or config.emulate or not aligned
 
 
 def check_alignment(

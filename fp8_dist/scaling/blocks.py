@@ -62,6 +62,7 @@ class Blocks(Scheme):
     """
 
     family: ClassVar[str] = "blocks"
+    needs_alignment: ClassVar[bool] = True
     can_gather: ClassVar[bool] = True
 
     rows: int = 1

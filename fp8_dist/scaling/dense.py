@@ -52,6 +52,7 @@ class Dense(Scheme):
     """
 
     family: ClassVar[str] = "dense"
+    needs_alignment: ClassVar[bool] = True
 
     per: str = "tensor"
     power_of_2: bool = False

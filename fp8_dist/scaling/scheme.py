@@ -46,7 +46,8 @@ class Level:
     Attributes:
         rows, columns: the size of a block along M and K; ``None``: the whole dim.
         leading: the size of a block along each dim before these: 1, or ``None`` for the whole dim.
-        statistic: fp32, or uint8. The order of its bits must be the order of its values.
+        statistic: fp32, non-negative, or uint8. As integers its bits must be in the order of its
+            values.
         scale: the dtype of the scale.
 
     Examples: ``Level(None, None, None)`` has one scale per tensor, 0-dim; ``Level(1, None)`` one
@@ -102,7 +103,10 @@ class Level:
         return [0 if b is None else n // b for n, b in zip(offset, blocks, strict=True)]
 
     def amax(self, x: Tensor, start: Start = (0, 0)) -> Tensor:
-        """The largest magnitude in each block of a local tensor, fp32, or 0; NaN if one is NaN."""
+        """The largest magnitude in each block of a local tensor, fp32.
+
+        It is NaN if a value is NaN, and 0 without values.
+        """
         found = x.abs().to(torch.float32)
         for dim, size in enumerate(x.shape):
             block, first, count = self.block(dim, x.ndim), 0, 1
@@ -181,7 +185,11 @@ class Scheme:
     Attributes:
         dtype: the float8 dtype of the data.
         family: the name of the class in keys.
-        can_gather: one float8 copy may be gathered.
+        can_gather: one copy serves both GEMMs of an operand. FSDP2 may then gather a weight as
+            float8. Activations are redistributed as float8 if, besides, each level has one scale
+            for the tensor or scales of single rows (:meth:`can_move`).
+        needs_alignment: on a GPU :meth:`multiply` takes only sizes that are multiples of 16, so
+            layers of other sizes are refused.
         key: names the scheme in operators, flattened tensors and files (see :func:`scheme_named`).
         levels: the levels of scales, the coarsest first.
     """
@@ -190,6 +198,7 @@ class Scheme:
 
     family: ClassVar[str]
     can_gather: ClassVar[bool] = False
+    needs_alignment: ClassVar[bool] = False
     key: ClassVar[str]
     levels: ClassVar[tuple[Level, ...]]
     _hash: ClassVar[int]
@@ -234,7 +243,12 @@ class Scheme:
         raise NotImplementedError
 
     def scales_from(self, statistics: Statistics) -> Scales:
-        """The scales, positive, from the statistics of the whole tensor, elementwise per block."""
+        """The scales from the statistics of the whole tensor, or of a part of it, elementwise.
+
+        The statistic 0 must give a normal number, whose reciprocal is finite; infinity and NaN must
+        give one of the two. The bits may not depend on shape or strides: use operations that are
+        rounded exactly, not ``exp2``, ``log2`` or ``pow``.
+        """
         raise NotImplementedError
 
     # Relations to other schemes
@@ -254,8 +268,14 @@ class Scheme:
         return None
 
     def unfit_for(self, operand: str) -> str | None:
-        """The reason why a layer's operand can't have this scheme, or ``None``."""
-        return None
+        """The reason why a layer's operand can't have this scheme, or ``None``.
+
+        The rows of inputs and gradients are tokens. How many of them a rank has, and where a
+        sequence ends, must not decide which of them share a scale.
+        """
+        if operand == "weight" or all((level.rows or 1) == 1 for level in self.levels):
+            return None
+        return f"{operand} has one scale per {self.covers}, but blocks of tokens must be one row"
 
     def unfit_beside(self, other: "Scheme") -> str | None:
         """The reason why ``self`` can't be multiplied by ``other`` in one GEMM, or ``None``."""
@@ -263,7 +283,7 @@ class Scheme:
 
     @property
     def covers(self) -> str:
-        """What one scale covers, for messages: "one scale per ..."."""
+        """The text after "one scale per" in messages and statistics."""
         return self.key
 
     # Geometry: the same on all ranks, but for offsets

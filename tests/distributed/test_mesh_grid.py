@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from half_octaves import half_octaves_config
 from ranks import RankPools, device_mesh
 from reference import Product, float8_gemms, same_bits
 from torch.distributed.device_mesh import DeviceMesh
@@ -85,6 +86,8 @@ def configs(shape: tuple[int, int]) -> dict[str, Float8LinearConfig]:
     if "tensorwise" in found:
         found["powers of 2"] = Float8LinearConfig(round_scales_to_power_of_2=True)
     found["two levels"] = two_level_config()
+    if 33 in shape:  # blocks of 24, which most shards cut
+        found["half octaves"] = half_octaves_config()
     return {name: replace(config, pad_inner_dim=True) for name, config in found.items()}
 
 

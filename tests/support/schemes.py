@@ -1,7 +1,7 @@
-"""Scaling schemes that the library does not have, as CONTRIBUTING ("Adding a scheme") asks.
+"""Scaling schemes that the library does not have, as CONTRIBUTING ("Adding a scaling scheme") asks.
 
-One scale per pair of neighbouring rows, and per pair of columns in the second GEMM. One scale per 4
-values of a row, in one copy that serves both GEMMs and is gathered in float8.
+One scale per pair of neighbouring rows of a weight, and per pair of columns in the second GEMM. One
+scale per 4 values of a row, in one copy that serves both GEMMs and is gathered in float8.
 """
 
 from dataclasses import dataclass, replace
@@ -26,22 +26,24 @@ class OfBlocks(Scheme):
 
 @dataclass(frozen=True, eq=False)
 class Pairs(OfBlocks):
-    """One scale per pair of neighbouring rows, or columns."""
+    """One scale per pair of neighbouring rows, or columns; of inputs and gradients, per row."""
 
     family = "pairs"
 
     of: str = "rows"
+    size: int = 2
 
     def make_levels(self) -> tuple[Level, ...]:
-        return (Level(2, None) if self.of == "rows" else Level(None, 2, None),)
+        rows = self.of == "rows"
+        return (Level(self.size, None) if rows else Level(None, self.size, None),)
 
     @property
     def covers(self) -> str:
-        return f"pair of {self.of}"
+        return f"pair of {self.of}" if self.size > 1 else f"one of {self.of}"
 
     @property
     def second(self) -> "Pairs":
-        return replace(self, of="columns")
+        return Pairs(self.dtype, "columns")
 
     def turned(self) -> "Pairs":
         return replace(self, of="columns" if self.of == "rows" else "rows")
@@ -68,14 +70,20 @@ class Quads(OfBlocks):
 
 
 ROW_PAIRS, COLUMN_PAIRS, ROW_QUADS = Pairs(), Pairs(of="columns"), Quads()
+SINGLE_ROWS = Pairs(size=1)
 
 
-def config_of(scheme: Scheme, **fields: Any) -> Float8LinearConfig:
-    """All operands are cast alike."""
-    cast = CastConfig(scaling_granularity=scheme)
-    operands = {f"cast_config_{operand}": cast for operand in ("input", "weight", "grad_output")}
+def config_of(scheme: Scheme, tokens: Scheme | None = None, **fields: Any) -> Float8LinearConfig:
+    """The weight has ``scheme``; inputs and gradients have ``tokens``, by default the same."""
+    weight = CastConfig(scaling_granularity=scheme)
+    other = CastConfig(scaling_granularity=tokens or scheme)
+    operands = {
+        "cast_config_input": other,
+        "cast_config_weight": weight,
+        "cast_config_grad_output": other,
+    }
     return Float8LinearConfig(**(operands | fields))
 
 
-CONFIG = config_of(ROW_PAIRS)
+CONFIG = config_of(ROW_PAIRS, SINGLE_ROWS)
 GATHERED_CONFIG = config_of(ROW_QUADS)

@@ -12,7 +12,17 @@ import torch
 from delayed_steps import quantized
 from recipe_algebra import step
 from reference import raised, reference_cast, same_bits, sqnr
-from schemes import COLUMN_PAIRS, CONFIG, ROW_PAIRS, ROW_QUADS, Quads, config_of
+from schemes import (
+    COLUMN_PAIRS,
+    CONFIG,
+    GATHERED_CONFIG,
+    ROW_PAIRS,
+    ROW_QUADS,
+    SINGLE_ROWS,
+    Pairs,
+    Quads,
+    config_of,
+)
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, cast_to_float8
@@ -226,6 +236,13 @@ def test_what_a_new_scheme_must_say() -> None:
     ):
         gathered = partial(Float8LinearConfig, **casts, enable_fsdp_float8_all_gather=True)
         assert text in raised(ValueError, gathered)
+    assert "round_scales_to_power_of_2=True has no effect on a scaling scheme" in raised(
+        ValueError, lambda: config_of(ROW_QUADS, round_scales_to_power_of_2=True)
+    )
+    cast = CastConfig(scaling_granularity=Pairs())
+    assert "one scale per pair of rows, but blocks of tokens must be one row" in raised(
+        ValueError, lambda: Float8LinearConfig(cast_config_input=cast)
+    )
     e5m2 = CastConfig(scaling_granularity=ROW_QUADS, target_dtype=torch.float8_e5m2)
     assert e5m2.scheme("input", False) == Quads(torch.float8_e5m2)
 
@@ -282,7 +299,13 @@ def test_plans_as_a_table() -> None:
 def expected_operand(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
     """The data and the scale of each value of a matrix, block by block."""
     rows, columns = x.shape
-    block = {ROW_PAIRS: (2, columns), COLUMN_PAIRS: (rows, 2), ROW_QUADS: (1, 4)}[scheme]
+    blocks = {
+        ROW_PAIRS: (2, columns),
+        SINGLE_ROWS: (1, columns),
+        COLUMN_PAIRS: (rows, 2),
+        ROW_QUADS: (1, 4),
+    }
+    block = blocks[scheme]
     data, scales = torch.empty(x.shape, dtype=scheme.dtype), torch.empty(x.shape)
     for i, j in product(range(0, rows, block[0]), range(0, columns, block[1])):
         part = slice(i, i + block[0]), slice(j, j + block[1])
@@ -291,10 +314,9 @@ def expected_operand(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, tor
     return data, scales
 
 
-@pytest.mark.parametrize("scheme", [ROW_PAIRS, ROW_QUADS], ids=lambda scheme: scheme.covers)
+@pytest.mark.parametrize("config", [CONFIG, GATHERED_CONFIG], ids=["pairs", "quads"])
 @pytest.mark.parametrize("ndim", [2, 3])
-def test_a_new_scheme_on_one_device(ndim: int, scheme: Scheme) -> None:
-    config = config_of(scheme)
+def test_a_new_scheme_on_one_device(ndim: int, config: Float8LinearConfig) -> None:
     layer = Float8Linear(16, 12, bias=False, config=config)
     x = torch.randn(8, 16) * torch.logspace(-3, 3, 8)[:, None]
     grad = torch.randn(8, 12) * torch.logspace(2, -2, 8)[:, None]

@@ -1,0 +1,58 @@
+"""A scaling scheme whose scales lie on a grid of two values per octave: powers of sqrt(2).
+
+One fp32 scale per 24 values of a row, or per 24 x 24 values of a weight: amax / largest value of the
+float8 dtype, rounded up to ``2 ** (k / 2)``.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fp8_dist import CastConfig, Float8LinearConfig
+from fp8_dist.scaling import Level, Scales, Scheme, Start, Statistics
+
+_FRACTION, _SQRT_2 = 0x7FFFFF, 0x3504F3  # bits of fp32: all of a fraction, and that of sqrt(2)
+
+
+@dataclass(frozen=True, eq=False)
+class HalfOctaves(Scheme):
+    """Blocks of ``rows x columns`` values."""
+
+    family: ClassVar[str] = "half_octaves"
+    can_gather: ClassVar[bool] = True
+
+    rows: int = 1
+    columns: int = 24
+
+    def make_levels(self) -> tuple[Level, ...]:
+        return (Level(self.rows, self.columns),)
+
+    def turned(self) -> "HalfOctaves":
+        return replace(self, rows=self.columns, columns=self.rows)
+
+    def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
+        """The amaxes of the blocks."""
+        return (self.levels[0].amax(x, start),)
+
+    def scales_from(self, statistics: Statistics) -> Scales:
+        """Rounded on the bits: log2 and exp2 have other last bits where memory has other strides."""
+        least = (statistics[0] / torch.finfo(self.dtype).max).clamp(min=2.0**-100)
+        bits = least.view(torch.int32)
+        fraction, power = bits & _FRACTION, bits & ~_FRACTION
+        above = torch.where(fraction > _SQRT_2, power + _FRACTION + 1, power | _SQRT_2)
+        scale = torch.where(fraction == 0, power, above).view(torch.float32)
+        return (torch.where(least.isfinite(), scale, least),)
+
+
+def half_octaves_config(**fields: Any) -> Float8LinearConfig:
+    """All operands in half octaves; the weight in squares, of which one copy serves both GEMMs."""
+    rows = CastConfig(scaling_granularity=HalfOctaves())
+    weight = CastConfig(scaling_granularity=HalfOctaves(rows=24))
+    casts = {
+        "cast_config_input": rows,
+        "cast_config_weight": weight,
+        "cast_config_grad_output": rows,
+    }
+    return Float8LinearConfig(**(casts | fields))
