@@ -297,7 +297,7 @@ class CommAudit(CommTable):
         for tensor in tensors:
             parts = [tensor]
             if isinstance(tensor, Float8Tensor):  # the scales of rows travel in the same message
-                parts = [tensor.qdata, tensor.scale] if tensor.scale.ndim else [tensor.qdata]
+                parts = [tensor.qdata, *[scale for scale in tensor.scales if scale.ndim]]
             for part in parts:
                 for dtype, nbytes in self._payloads(part):
                     sizes[dtype] = sizes.get(dtype, 0) + nbytes

@@ -169,7 +169,7 @@ def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
         saved = saved_bytes(forward, {}, (*model.parameters(), *model.buffers()))
     kept = [layer.float8_weight.cache.float8 or {} for layer in float8_layers(model).values()]
     copies = [copy for each in kept for copy in each.values()]
-    shards = bytes_of(part for copy in copies for part in (copy.qdata, copy.scale))
+    shards = bytes_of(part for copy in copies for part in (copy.qdata, *copy.scales))
     del kept, copies
     with phase("backward"):
         losses.pop().backward()
