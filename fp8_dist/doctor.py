@@ -27,7 +27,7 @@ from torch import nn
 from fp8_dist.auto_filter import auto_filter
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, Operand
 from fp8_dist.convert import convert_to_float8_training
-from fp8_dist.dtypes import device_has_float8_gemm
+from fp8_dist.device import device_has_float8_gemm
 from fp8_dist.env import SWITCHES, set_switches, strict_alignment
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.layer_filter import skip_head, why_misaligned

@@ -9,10 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.fsdp.gradient_errors import GradientErrors
 from fp8_dist.torch_internals import (
-    FsdpReduceScatter,
     fsdp_divisor,
     fsdp_padded_sizes,
-    fsdp_parameters_of_group,
+    fsdp_parameters,
     fsdp_reduce_scatter_group,
     fsdp_reduction,
     fsdp_replicas,
@@ -34,7 +33,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_REPLICAS = 2  # the number of the replicas' stage in seeds, after those of the earlier stages
 
 
-class EncodedReduction(FsdpReduceScatter):
+class EncodedReduction:
     """Reduce-scatter of a parameter group. FSDP2 calls it on its own stream."""
 
     def __init__(
@@ -76,8 +75,8 @@ class EncodedReduction(FsdpReduceScatter):
 
     def parts_with_errors(self, reduced: Sequence[Part] = ()) -> list[Part]:
         """Return the parts of the parameters that are trained now, and those in ``reduced``."""
-        parameters = fsdp_parameters_of_group(self.group)
-        trained = {i for i, parameter in enumerate(parameters) if parameter.requires_grad}
+        parameters = enumerate(fsdp_parameters([self.group]))
+        trained = {i for i, each in parameters if each.parameter.requires_grad}
         trained.update(part.number for part in reduced)
         return [part for part in self.all_parts if part.number in trained]
 
@@ -174,7 +173,7 @@ def install(reduction: EncodedReduction, error_feedback: bool) -> None:
 def remove(group: Any) -> None:
     """Restore FSDP2's own reductions in a parameter group. One that was set since then stays."""
     found = fsdp_reduction(group)
-    set_fsdp_reduction(group, None if isinstance(found, EncodedReduction) else found, None)
+    set_fsdp_reduction(group, None if isinstance(found, EncodedReduction) else found)
     replicas = fsdp_replicas(group)
     if isinstance(replicas, EncodedReplicas):
         set_fsdp_replicas(group, replicas.replicas)

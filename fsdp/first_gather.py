@@ -29,4 +29,4 @@ def _compare(group: Any) -> None:
             mark_compared(module)
 
 
-before_fsdp_gathers(_compare)
+before_fsdp_gathers(_compare, "layers are not compared between ranks before FSDP2's first gather")

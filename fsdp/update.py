@@ -13,7 +13,7 @@ from fp8_dist.fsdp.attach import attach
 from fp8_dist.fsdp.precompute import check_agreement, precompute_layers, reshard
 from fp8_dist.fsdp.sync import sync_float8_amax_and_scale_history
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.torch_internals import fsdp_parameter_users
+from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -86,7 +86,8 @@ def _layers_to_precompute(
 ) -> dict[str, Float8Linear]:
     """Return the layers whose next forward or FSDP2 gather uses a precomputed scale."""
     fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    users = {user for part in fsdp_modules for user in fsdp_parameter_users(part)}
+    groups = [group for part in fsdp_modules for group in fsdp_groups_of_module(part)]
+    users = {user for parameter in fsdp_parameters(groups) for user in parameter.users}
 
     def takes_precomputed_scale(layer: Float8Linear) -> bool:
         if all(cast.delayed for cast in layer.config.casts("weight")):

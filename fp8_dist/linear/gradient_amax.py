@@ -34,11 +34,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8_dist.cast import amax_groups, local_amax
+from fp8_dist.device import current_stream
 from fp8_dist.granularity import TENSOR
 from fp8_dist.mesh import AmaxReduction, GroupNames, Placements, local_tensor, ranks_of
 from fp8_dist.torch_internals import (
     backward_id,
-    reserve_sequence_number,
+    reserve_sequence_numbers,
     set_sequence_number,
 )
 
@@ -53,7 +54,7 @@ class Siblings:
 
     def __init__(self, places: int = 0) -> None:
         self._places, self._calls = places, 0
-        self._numbers = [reserve_sequence_number() for _ in range(places)]
+        self._numbers = reserve_sequence_numbers(places)
         self._backward = -1  # the backward pass that the amaxes in _found belong to
         self._found: dict[GradientAmax, _Found] = {}
 
@@ -69,8 +70,7 @@ class Siblings:
         if self._backward != backward_id():
             self._backward = backward_id()
             self._found.clear()  # a backward pass may end before it reaches the GEMMs
-        stream = torch.cuda.current_stream(amax.device) if amax.is_cuda else None
-        self._found[call] = _Found(amax, groups, stream)
+        self._found[call] = _Found(amax, groups, current_stream(amax.device))
         if len(self._found) == self._calls:
             self.reduce()
 

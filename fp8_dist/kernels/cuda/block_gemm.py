@@ -8,15 +8,15 @@ The layouts follow the checks of torch's ``scaled_mm``.
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from fp8_dist.kernels import cuda
 from fp8_dist.kernels.gemm import row_major
 from fp8_dist.kernels.transposing import transposed_copy
-from fp8_dist.torch_internals import block_gemm_of_torch
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
 _ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors
@@ -25,7 +25,7 @@ _ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors
 @cache
 def device_kind(device: torch.device) -> str | None:
     """The GEMM that a device has: "hopper", "blackwell" or None."""
-    if block_gemm_of_torch is None or torch.version.cuda is None:
+    if torch.version.cuda is None:
         return None
     release = tuple(map(int, torch.version.cuda.split(".")[:2]))
     major, _ = torch.cuda.get_device_capability(device)
@@ -100,16 +100,14 @@ def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
 class _Run:
     """torch's GEMM with its scales bound, to be called with the operands and the result's dtype."""
 
-    def __init__(self, scale_a: Tensor, kind_a: str, scale_b: Tensor, kind_b: str, swizzle: bool):
-        assert block_gemm_of_torch is not None
-        mm, scaling, swizzles = block_gemm_of_torch
-        how = swizzles.SWIZZLE_32_4_4 if swizzle else swizzles.NO_SWIZZLE
-        self._mm = partial(
-            mm,
+    def __init__(self, scale_a: Tensor, kind_a: Any, scale_b: Tensor, kind_b: Any, swizzle: bool):
+        how = SwizzleType.SWIZZLE_32_4_4 if swizzle else SwizzleType.NO_SWIZZLE
+        self._mm: Callable[..., Tensor] = partial(
+            scaled_mm,
             scale_a=scale_a,
-            scale_recipe_a=getattr(scaling, kind_a),
+            scale_recipe_a=kind_a,
             scale_b=scale_b,
-            scale_recipe_b=getattr(scaling, kind_b),
+            scale_recipe_b=kind_b,
             swizzle_a=how,
             swizzle_b=how,
         )
@@ -128,9 +126,9 @@ def _hopper_scales(
     """
     if blocks_b[1] == 1:
         of_a, of_b = cuda.gemm_scales(exponents_a, exponents_b.t())
-        return _Run(of_a, "BlockWise1x128", of_b, "BlockWise1x128", False)
+        return _Run(of_a, ScalingType.BlockWise1x128, of_b, ScalingType.BlockWise1x128, False)
     of_a, of_b = cuda.gemm_scales(exponents_a, exponents_b, 4)
-    return _Run(of_a, "BlockWise1x128", of_b, "BlockWise128x128", False)
+    return _Run(of_a, ScalingType.BlockWise1x128, of_b, ScalingType.BlockWise128x128, False)
 
 
 def _blackwell_scales(
@@ -139,4 +137,4 @@ def _blackwell_scales(
     """Bind tiled exponents of rows and columns. Those of squares are repeated for each column."""
     tiles = cuda.tiled_exponents(exponents_a, exponents_b.t(), blocks_b[1])
     of_a, of_b = (each.view(torch.float8_e8m0fnu) for each in tiles)
-    return _Run(of_a, "BlockWise1x32", of_b, "BlockWise1x32", True)
+    return _Run(of_a, ScalingType.BlockWise1x32, of_b, ScalingType.BlockWise1x32, True)
