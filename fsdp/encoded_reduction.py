@@ -181,10 +181,10 @@ def remove(group: Any) -> None:
 
 def errors_of_group(group: Any) -> Iterator[tuple[str, GradientErrors]]:
     """Yield the errors that a parameter group's reductions keep, with a prefix for their names."""
-    shards, replicas = fsdp_reduction(group), fsdp_replicas(group)
+    shards = fsdp_reduction(group)
     if not isinstance(shards, EncodedReduction) or shards.errors is None:
         return
-    parts = shards.parts_with_errors()
+    parts, replicas = shards.parts_with_errors(), fsdp_replicas(group)
     shards.errors.keep_for(parts)
     yield "", shards.errors
     if isinstance(replicas, EncodedReplicas) and replicas.errors is not None:

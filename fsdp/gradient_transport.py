@@ -184,8 +184,8 @@ def _check_agreement(
     for module, group in groups.items():
         # The mesh of a parameter under tensor parallelism has the axes of both.
         parameters = [each.parameter for each in fsdp_parameters([group])]
-        of_parameters = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
-        for mesh in {group.mesh_info.mesh} | of_parameters:
+        of_parameters = (p.device_mesh for p in parameters if isinstance(p, DTensor))
+        for mesh in {group.mesh_info.mesh, *of_parameters}:
             of_mesh = facts.of(mesh)
             of_mesh["options"] = options
             for name, how in encodings[module].items():

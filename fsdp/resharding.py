@@ -31,7 +31,7 @@ _compared: "WeakSet[nn.Module]" = WeakSet()  # layers compared with others that 
 def check_sharded_module(module: FSDPModule, name: str) -> None:
     """Check a module that ``fully_shard`` was called on, before FSDP2 first runs it."""
     for group in fsdp_groups_of_module(module):
-        if any(_users_by_hooks(group)):
+        if any(parameter.has_hooks for parameter in fsdp_parameters([group])):
             _check(group, name)
 
 
@@ -54,29 +54,19 @@ def check_layer(layer: Float8Linear, name: str) -> None:
     """Check a layer whose weight FSDP2 is about to gather."""
     if layer not in _groups or _groups[layer]() is None:  # its first gather: look up all at once
         for group in fsdp_groups():
-            for users in _users_by_hooks(group):
-                _groups.update(dict.fromkeys(users, ref(group)))
+            for parameter in fsdp_parameters([group]):
+                if parameter.has_hooks:
+                    _groups.update((module, ref(group)) for module, _ in parameter.users)
     if layer not in _groups:
         return
     group = _groups[layer]()
     _check(group, name)
     if layer not in _compared:
-        for users in _users_by_hooks(group):
-            if users[0] is layer:
-                _check_rounding(layer, users[1:])
+        for parameter in fsdp_parameters([group]):
+            (asked, _), *others = parameter.users
+            if parameter.has_hooks and asked is layer:
+                _check_rounding(layer, [module for module, _ in others])
         _compared.add(layer)
-
-
-def _users_by_hooks(group: Any) -> list[list[nn.Module]]:
-    """Return the modules that share each parameter of a group with hooks for the all-gather.
-
-    FSDP2 passes the first of them to the hooks.
-    """
-    return [
-        [module for module, _ in parameter.users]
-        for parameter in fsdp_parameters([group])
-        if parameter.has_hooks
-    ]
 
 
 def _check_rounding(layer: Float8Linear, others: Iterable[nn.Module]) -> None:
