@@ -13,6 +13,7 @@ import torch
 from fp8_dist.cast import as_copies, flat_blocks
 from fp8_dist.config import CopySpec
 from fp8_dist.cut_blocks import granularity_at
+from fp8_dist.device import is_captured
 from fp8_dist.fsdp.checks import group_of
 from fp8_dist.granularity import ROW, TENSOR
 from fp8_dist.kernels import fuses_many, quantize_blocks_of_each, quantize_each
@@ -21,8 +22,7 @@ from fp8_dist.linear.streams import keep_for_current_stream, note_made
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.torch_internals import (
     fsdp_groups_of_same_root,
-    fsdp_modules_asked,
-    is_captured,
+    fsdp_parameters,
     is_selectively_checkpointed,
 )
 
@@ -64,10 +64,10 @@ def _gathered_with(group: Any) -> Iterator[Float8Linear]:
 
     Groups of another root may not be initialized, and initialization exchanges local tensors.
     """
-    for other in fsdp_groups_of_same_root(group):
-        for module in fsdp_modules_asked(other):
-            if isinstance(module, Float8Linear):
-                yield module
+    for parameter in fsdp_parameters(fsdp_groups_of_same_root(group)):
+        module, _ = parameter.users[0]
+        if parameter.has_hooks and isinstance(module, Float8Linear):
+            yield module
 
 
 def _lacks_cast(layer: Float8Linear) -> bool:

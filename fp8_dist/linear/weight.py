@@ -45,6 +45,7 @@ from fp8_dist.cast import (
 )
 from fp8_dist.config import CastSpec, CopySpec, Float8LinearConfig
 from fp8_dist.cut_blocks import are_cut, granularity_at
+from fp8_dist.device import is_captured
 from fp8_dist.kernels import Scaling
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
@@ -62,7 +63,6 @@ from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     dtensor_local,
     in_backward,
-    is_captured,
     is_plain,
     is_selectively_checkpointed,
     set_dtensor_local,
