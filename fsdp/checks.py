@@ -21,7 +21,7 @@ from fp8_dist.torch_internals import (
     fsdp_groups,
     fsdp_groups_of_module,
     fsdp_is_running,
-    fsdp_modules_with_extensions,
+    fsdp_parameters,
     fsdp_reshards_to_smaller_mesh,
     fsdp_roots_of,
     in_backward,
@@ -49,13 +49,15 @@ def _compare_between_ranks(group: Any) -> None:
             mark_compared(module)
 
 
-before_fsdp_gathers(_compare_between_ranks)
+before_fsdp_gathers(
+    _compare_between_ranks, "layers are not compared between ranks before FSDP2's first gather"
+)
 
 
 def check_sharded_module(module: FSDPModule, name: str) -> None:
     """Check a module that ``fully_shard`` was called on, before FSDP2 first runs it."""
     for group in fsdp_groups_of_module(module):
-        if fsdp_modules_with_extensions(group):
+        if any(parameter.has_hooks for parameter in fsdp_parameters([group])):
             _check_reshards(group, name)
 
 
@@ -78,7 +80,9 @@ def check_layer(layer: Float8Linear, name: str) -> None:
     """Check a layer whose weight FSDP2 is about to gather."""
     if layer not in _groups or _groups[layer]() is None:  # its first gather: look up all at once
         for group in fsdp_groups():
-            _groups.update(dict.fromkeys(fsdp_modules_with_extensions(group), ref(group)))
+            for parameter in fsdp_parameters([group]):
+                if parameter.has_hooks:
+                    _groups.update((module, ref(group)) for module, _ in parameter.users)
     if layer not in _groups:
         return
     group = _groups[layer]()

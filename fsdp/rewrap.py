@@ -7,7 +7,7 @@ from fp8_dist.fsdp.weight import Float8AllGatherWeight
 from fp8_dist.linear.module import Float8Linear, float8_layers, other_users
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import fsdp_parameter_uses, set_dtensor_local
+from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters, set_dtensor_local
 
 
 def rewrap_float8_weights(module: nn.Module) -> list[str]:
@@ -85,13 +85,12 @@ def _check_shared_weights(module: nn.Module, layers: dict[str, Float8Linear]) ->
 def _check_fsdp(layers: dict[str, Float8Linear]) -> None:
     """Raise for weights that FSDP2 can only gather in high precision."""
     names = {layer: name for name, layer in layers.items()}
-    for use in fsdp_parameter_uses() if layers else ():
-        if use.module not in names or use.name != "weight":
-            continue
-        if use.has_gathered or not use.has_extensions:
-            found = "has gathered it" if use.has_gathered else "was set up (fully_shard)"
+    for parameter in fsdp_parameters(fsdp_groups()) if layers else ():
+        lost = [names[user] for user, name in parameter.users if user in names and name == "weight"]
+        if lost and (parameter.has_gathered or not parameter.has_hooks):
+            found = "has gathered it" if parameter.has_gathered else "was set up (fully_shard)"
             raise ValueError(
-                f"rewrap_float8_weights: {names[use.module]}: FSDP2 {found} after the weight lost "
+                f"rewrap_float8_weights: {lost[0]}: FSDP2 {found} after the weight lost "
                 "its type, and goes on gathering it in high precision. Call "
                 "rewrap_float8_weights(model) before fully_shard"
             )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fp8_dist.cast import placed
+from fp8_dist.device import is_captured
 from fp8_dist.fsdp.checks import group_of
 from fp8_dist.kernels import fuses_many
 from fp8_dist.linear.module import Float8Linear
@@ -19,8 +20,7 @@ from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.scaling import Copy
 from fp8_dist.torch_internals import (
     fsdp_groups_of_same_root,
-    fsdp_modules_asked,
-    is_captured,
+    fsdp_parameters,
     is_selectively_checkpointed,
 )
 
@@ -62,10 +62,10 @@ def _gathered_with(group: Any) -> Iterator[Float8Linear]:
 
     Groups of another root may not be initialized, and initialization exchanges local tensors.
     """
-    for other in fsdp_groups_of_same_root(group):
-        for module in fsdp_modules_asked(other):
-            if isinstance(module, Float8Linear):
-                yield module
+    for parameter in fsdp_parameters(fsdp_groups_of_same_root(group)):
+        module, _ = parameter.users[0]
+        if parameter.has_hooks and isinstance(module, Float8Linear):
+            yield module
 
 
 def _lacks_cast(layer: Float8Linear) -> bool:

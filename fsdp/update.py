@@ -24,7 +24,7 @@ from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, upda
 from fp8_dist.linear.saved_histories import warn_if_not_restored
 from fp8_dist.linear.streams import note_made
 from fp8_dist.mesh import all_reduce_max, common_groups
-from fp8_dist.torch_internals import fsdp_parameter_users
+from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
 from fp8_dist.warn import warn_once
 
 
@@ -217,7 +217,8 @@ def _layers_to_precompute(
 ) -> dict[str, Float8Linear]:
     """Return the layers whose next forward or FSDP2 gather uses a precomputed scale."""
     fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    users = {user for part in fsdp_modules for user in fsdp_parameter_users(part)}
+    groups = [group for part in fsdp_modules for group in fsdp_groups_of_module(part)]
+    users = {user for parameter in fsdp_parameters(groups) for user in parameter.users}
 
     def takes_precomputed_scale(layer: Float8Linear) -> bool:
         if not layer.float8_weight.schemes or "weight" in layer.config.recipe.delayed:

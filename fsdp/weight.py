@@ -46,6 +46,7 @@ from fp8_dist.torch_internals import (
     tensor_version,
     tree_leaves,
     tree_map_only,
+    version_of,
     written_arguments,
 )
 
@@ -95,10 +96,6 @@ class _Writes:
 
     def __init__(self) -> None:
         self.count = 0
-
-
-def _version_of(plain: torch.Tensor) -> int:
-    return 0 if plain.is_inference() else plain._version
 
 
 def _note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,7 +171,7 @@ class Float8AllGatherWeight(torch.Tensor):
         Torch does not count writes by foreach ops on DTensors, by ``.data`` and by collectives.
         ``__torch_dispatch__`` counts them.
         """
-        return tensor_version.__get__(self) + _version_of(self._tensor) + self._writes.count
+        return tensor_version.__get__(self) + (version_of(self._tensor) or 0) + self._writes.count
 
     # torch's own copies and pickles assume that a tensor with an address has a storage.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -202,7 +199,7 @@ class Float8AllGatherWeight(torch.Tensor):
                 "nn.Parameter to layer.weight instead, and call rewrap_float8_weights(model)"
             )
         plain = self.unwrap(value.detach())
-        self._writes.count += _version_of(self._tensor)  # the version must not fall
+        self._writes.count += version_of(self._tensor) or 0  # the version must not fall
         tensor_data.__set__(self, Float8AllGatherWeight(plain))
         self._tensor = plain
         increment_version(self)  # so that the layer drops the scales of the old values

@@ -42,6 +42,7 @@ from fp8_dist.cast import (
     statistics_of,
 )
 from fp8_dist.config import Float8LinearConfig
+from fp8_dist.device import is_captured
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
@@ -68,7 +69,6 @@ from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     dtensor_local,
     in_backward,
-    is_captured,
     is_plain,
     is_selectively_checkpointed,
     set_dtensor_local,
