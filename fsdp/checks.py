@@ -15,7 +15,7 @@ from fp8_dist.linear.agreement import (
     mark_compared,
     needs_comparison,
 )
-from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.weight import float8_modules
 from fp8_dist.torch_internals import (
     before_fsdp_gathers,
     fsdp_groups,
@@ -41,10 +41,10 @@ def _compare_between_ranks(group: Any) -> None:
     if not any(needs_comparison(module) for module in group.modules):
         return
     for module in filter(needs_comparison, fsdp_roots_of(group)):
-        layers = float8_layers(module)
+        modules = float8_modules(module)
         # Ranks that have converted another part of the model take part too.
-        if layers or is_part_of_converted(module):
-            check_layers(module, layers, "FSDP2's first gather")
+        if modules or is_part_of_converted(module):
+            check_layers(module, modules, "FSDP2's first gather")
         else:
             mark_compared(module)
 
@@ -76,7 +76,7 @@ def check_outside_of_backward(module: nn.Module, caller: str) -> None:
             )
 
 
-def check_layer(layer: Float8Linear, name: str) -> None:
+def check_layer(layer: nn.Module, name: str) -> None:
     """Check a layer whose weight FSDP2 is about to gather."""
     if layer not in _groups or _groups[layer]() is None:  # its first gather: look up all at once
         for group in fsdp_groups():

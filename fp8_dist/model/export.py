@@ -156,7 +156,8 @@ def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
                 "where its other parameters belong is not known; load the state dict into a model "
                 "that is not parallelized, and export that"
             )
-    shared = other_users(model, converted)
+    weights = {f"{name}.weight": layer.weight for name, layer in converted.items()}
+    shared = other_users(model, weights, converted.values())
     if shared:
         raise ValueError(
             f"{caller}: {'; '.join(shared)}, which would stay in high precision; leave the layer "
