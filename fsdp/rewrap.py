@@ -87,7 +87,7 @@ def _check_shared_weights(module: nn.Module, weights: dict[str, Float8Weight]) -
 
 def _check_fsdp(weights: dict[str, Float8Weight]) -> None:
     """Raise for weights that FSDP2 can only gather in high precision."""
-    names = {(weight.module, weight.name): fqn for fqn, weight in weights.items()}
+    names = {(weight.module, weight.name): weight.fqn for weight in weights.values()}
     for parameter in fsdp_parameters(fsdp_groups()) if weights else ():
         lost = [names[user] for user in parameter.users if user in names]
         if lost and (parameter.has_gathered or not parameter.has_hooks):

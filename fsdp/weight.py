@@ -229,7 +229,7 @@ class Float8AllGatherWeight(torch.Tensor):
             return out  # optimizers clone their state like this; clone() of a shard stays a weight
         if not (func.is_view or func in _SAME_WEIGHT):
             return out
-        name = args[0]._name
+        name = next(each._name for each in tree_leaves(args) if isinstance(each, cls))
         wrapped = tree_map_only(torch.Tensor, lambda plain: cls(plain, name), out)
         if func.is_view:
             for view in [wrapped] if isinstance(wrapped, cls) else wrapped:

@@ -172,11 +172,12 @@ def _facts_of(weight: Any, module: str) -> dict[str, str]:
     """The facts about a float8 parameter of a module of that name."""
     layout, parameter = weight.layout(), weight.parameter()
     shape = parameter.shape if layout is None else layout.shape
-    name, kind = f"{module}.{weight.name}", type(weight.module).__name__
+    fqn, kind = f"{module}.{weight.name}", type(weight.module).__name__
+    name = module if weight.name == "weight" else fqn
     facts = {
-        name: f"the {weight.name} of a {kind}, of shape {list(shape)}",
-        f"{name}.dtype": str(parameter.dtype),
-        f"{name}.requires_grad": str(parameter.requires_grad),
+        name: f"a {kind} with a {weight.name} of shape {list(shape)}",
+        f"{fqn}.dtype": str(parameter.dtype),
+        f"{fqn}.requires_grad": str(parameter.requires_grad),
     }
     transport = getattr(weight.module, "reduce_transport", None)
     if transport is not None:

@@ -25,7 +25,7 @@ from fp8_dist.linear.layer_repr import config_text, scale_text
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
 from fp8_dist.linear.saved_histories import load_from_metadata, save_to_metadata
-from fp8_dist.linear.weight import Float8Weight, float8_weights
+from fp8_dist.linear.weight import Float8Weight, checked_module, float8_weights
 from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -338,7 +338,7 @@ def invalidate_float8_scales(module: nn.Module) -> None:
 
     Collectives: none.
     """
-    for weight in float8_weights(checked_module(module)).values():
+    for weight in float8_weights(module).values():
         weight.cache.drop(Change.WRITE)
 
 
@@ -353,13 +353,6 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
     """
     found = checked_module(module).named_modules()
     return {n: m for n, m in found if isinstance(m, Float8Linear)}
-
-
-def checked_module(module: nn.Module) -> nn.Module:
-    """Return ``module``; raise TypeError if it is not an nn.Module."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a model (an nn.Module), got a {type(module).__name__}")
-    return module
 
 
 def other_users(

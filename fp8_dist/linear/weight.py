@@ -684,11 +684,22 @@ def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
     return weights
 
 
+def checked_module(module: nn.Module) -> nn.Module:
+    """Return ``module``; raise TypeError if it is not an nn.Module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a model (an nn.Module), got a {type(module).__name__}")
+    return module
+
+
 def float8_weights(module: nn.Module) -> dict[str, Float8Weight]:
-    """All float8 parameters in ``module`` by FQN, in the order of ``named_modules()``."""
+    """All float8 parameters in ``module`` by FQN, in the order of ``named_modules()``.
+
+    Raises:
+        TypeError: ``module`` is not an nn.Module.
+    """
     return {
         f"{fqn}.{name}" if fqn else name: weight
-        for fqn, part in module.named_modules()
+        for fqn, part in checked_module(module).named_modules()
         for name, weight in weights_of(part).items()
     }
 
