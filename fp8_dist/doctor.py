@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
-from fp8_dist.dtypes import device_has_float8_gemm
+from fp8_dist.device import device_has_float8_gemm
 from fp8_dist.env import SWITCHES, set_switches, strict_alignment
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.model.convert import convert_to_float8_training

@@ -1,11 +1,11 @@
-"""Float8 dtypes per device, and the devices that can multiply them.
+"""Float8 dtypes, and those that this machine multiplies.
 
 docs/design.md defines the terms of the package (amax, scale, qdata, axis, dim).
 """
 
-from functools import cache
-
 import torch
+
+from fp8_dist.device import rocm_arch
 
 FLOAT8_DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
@@ -15,17 +15,9 @@ FLOAT8_DTYPES: tuple[torch.dtype, ...] = (
 )
 
 
-@cache
-def _rocm_arch() -> str:
-    """The AMD architecture of the first device ("gfx942"), or "" where there is none."""
-    if torch.version.hip is None or not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
-
-
 def _reads_fnuz() -> bool:
     # MI300-class matrix cores only support the fnuz encodings.
-    return _rocm_arch() in ("gfx940", "gfx941", "gfx942")
+    return rocm_arch() in ("gfx940", "gfx941", "gfx942")
 
 
 def e4m3() -> torch.dtype:
@@ -54,17 +46,3 @@ def autocast(x: torch.Tensor) -> torch.Tensor:
 def short_name(dtype: torch.dtype) -> str:
     """Name of a dtype without the prefixes ``torch.`` and ``float8_``: ``"e4m3fn"``."""
     return str(dtype).removeprefix("torch.").removeprefix("float8_")
-
-
-@cache
-def device_has_float8_gemm(device: torch.device) -> bool:
-    """Whether ``torch._scaled_mm`` runs on float8 matrix cores of a device.
-
-    These are NVIDIA GPUs from compute capability 8.9 (Ada, Hopper), and AMD's gfx94x, gfx95x and
-    gfx12x. On a CPU the operator is slower than :mod:`fp8_dist.kernels.cpu.gemm`.
-    """
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    if torch.version.hip is not None:
-        return _rocm_arch().startswith(("gfx94", "gfx95", "gfx12"))
-    return torch.cuda.get_device_capability(device) >= (8, 9)

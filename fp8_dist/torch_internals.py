@@ -1,10 +1,16 @@
 """Every private name of torch that the library uses, under a public name.
 
-A release of torch may rename them. A missing name raises ImportError when the library is imported,
-instead of AttributeError in the middle of a step.
+A release of torch may rename any of them. An error or warning then names it, and the release:
+
+* A name that every use needs: ImportError, when the library is imported.
+* An attribute of FSDP2's objects: ImportError, when the library first looks into a module that
+  ``fully_shard`` was called on. If ``set_gradient_transport`` alone needs it: when that is called.
+* A name that another feature needs: ImportError, when the feature is asked for. If training does
+  not depend on it: a warning that says what is off or slower.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import lru_cache, wraps
 from hashlib import blake2b
@@ -18,55 +24,113 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
+from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from fp8_dist.warn import warn_once
+
+
+def _does_not_know(what: object) -> str:
+    return (
+        f"fp8_dist needs torch >= 2.11, and does not know torch {torch.__version__}: {what}. "
+        "Install another release of torch"
+    )
+
+
+def _missing(owner: Any, names: str) -> list[str]:
+    """The attributes that an object or a class of torch neither has nor declares."""
+    kind = owner if isinstance(owner, type) else type(owner)
+    known = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())}
+    known |= {*dir(kind), *getattr(owner, "__dict__", ())}
+    return [f"{kind.__name__}.{name}" for name in names.split() if name not in known]
+
+
+class _Absent:
+    """Stands for an optional name that torch does not have. It raises where it is used."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise ImportError(_does_not_know(f"it has no {self.name}, which this call needs"))
+
+    __iter__ = __call__
+
+
+def _optional(name: str) -> Any:
+    """Look up a name that only some features need, written as ``"module:name"``."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return _Absent(name.replace(":", "."))
+
+
+def _is_off(optional: Any, consequence: str) -> bool:
+    """Whether torch does not have an optional name. Warn once if so."""
+    if not isinstance(optional, _Absent):
+        return False
+    warn_once(optional.name, f"torch {torch.__version__} has no {optional.name}: {consequence}")
+    return True
+
 
 try:
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
-    from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed._functional_collectives import (
         AsyncCollectiveTensor as AsyncCollectiveTensor,
     )
     from torch.distributed.distributed_c10d import _resolve_process_group
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as FsdpState
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._python_dispatch import (
-        _disable_current_modes,
-        _get_current_dispatch_mode_stack,
-    )
+    from torch.utils._python_dispatch import _disable_current_modes
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
-    FsdpReduceScatter = ReduceScatter
     StridedShard = _StridedShard
     resolve_process_group: Any = _resolve_process_group
-    root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
-    concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
     has_functorch_transforms = torch._C._are_functorch_transforms_active
     without_dispatch_modes = _disable_current_modes
     _current_graph_task_id = torch._C._current_graph_task_id
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
-    profiler_is_active: Callable[[], bool] = torch.autograd._profiler_enabled
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
-    foreach_zero_ = torch._foreach_zero_
-    tensor_data: Any = torch._C.TensorBase.data  # the descriptor behind tensor.data
-    tensor_version: Any = torch._C.TensorBase._version  # the descriptor behind tensor._version
+    tensor_data: Any = torch.Tensor.data  # the descriptor behind tensor.data
+    tensor_version: Any = torch.Tensor._version  # the descriptor behind tensor._version
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
+    # What the library reads from objects, calls, or overrides in subclasses.
+    if _renamed := [
+        *_missing(torch.Tensor, "_base _post_accumulate_grad_hooks"),
+        *_missing(torch.UntypedStorage, "_cdata"),
+        *_missing(torch.ops.aten.mm.default, "_schema"),
+        *_missing(torch.autograd.Variable._execution_engine, "queue_callback"),
+        *_missing(DTensor, "_local_tensor"),
+        *_missing(nn.Module, "_parameters _buffers _modules"),
+        *_missing(nn.Module, "_apply _save_to_state_dict _load_from_state_dict"),
+        *_missing(Optimizer, "_optimizer_step_post_hooks"),
+        *_missing(RowwiseParallel, "_apply _partition_linear_fn _prepare_output_fn"),
+        *_missing(PrepareModuleInput, "_apply _prepare_input_arg"),
+    ]:
+        raise AttributeError(f"it has no {', '.join(_renamed)}")
 except (ImportError, AttributeError) as error:
-    raise ImportError(
-        f"fp8_dist needs torch >= 2.11, and does not know torch {torch.__version__}: {error}. "
-        "Install another release of torch"
-    ) from error
+    raise ImportError(_does_not_know(error)) from error
+
+foreach_zero_ = _optional("torch:_foreach_zero_")
+profiler_is_active: Callable[[], bool] = _optional("torch.autograd:_profiler_enabled")
+_MESH = "torch.distributed.device_mesh:DeviceMesh"
+root_mesh: Callable[[DeviceMesh], DeviceMesh] = _optional(f"{_MESH}._get_root_mesh")
+concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = _optional(f"{_MESH}._concatenate")
+_dispatch_modes = _optional("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
+_DTensorSpec = _optional("torch.distributed.tensor._dtensor_spec:DTensorSpec")
+_TensorMeta = _optional("torch.distributed.tensor._dtensor_spec:TensorMeta")
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_FSDPParamGroup = _optional(f"{_FSDP}._fsdp_param_group:FSDPParamGroup")
+_lazy_init = _optional(f"{_FSDP}._fsdp_param_group:FSDPParamGroup.lazy_init")
+_DefaultReduceScatter = _optional(f"{_FSDP}._fsdp_collectives:DefaultReduceScatter")
+_modules_with_state = _optional("torch.distributed._composable_state:_module_state_mapping")
 
 # Types that stand for tensors while a graph is traced.
 STAND_INS = (FakeTensor, FunctionalTensor)
@@ -75,17 +139,6 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 # An op of torch after 2.11 that wraps a collective's result as an AsyncCollectiveTensor.
 wrapped_in_flight = getattr(getattr(funcol, "_wrap_tensor_autograd", None), "default", None)
-
-
-# torch's GEMM with block scales, and the enums of its options: (function, scalings, swizzles).
-_functional: Any = nn.functional
-block_gemm_of_torch: tuple[Any, Any, Any] | None = None
-if hasattr(_functional, "scaled_mm"):
-    block_gemm_of_torch = (
-        _functional.scaled_mm,
-        _functional.ScalingType,
-        _functional.SwizzleType,
-    )
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,15 +178,19 @@ def _tell_local_tensors_apart() -> None:
     that was traced with plain shards would run on tensors of another class, and read their address,
     which they don't have. A graph of e4m3 data would run on e5m2 data.
     """
-    of_dtensor = getattr(DTensor, "_stable_hash_for_caching", None)
+    if torch.__version__ < "2.13":  # tensors make no keys
+        return
+    of_dtensor = _optional("torch.distributed.tensor:DTensor._stable_hash_for_caching")
+    consequence = "graphs in torch's cache may be of other weights; TORCHINDUCTOR_AUTOGRAD_CACHE=0"
+    if _is_off(of_dtensor, f"{consequence} turns the cache off"):
+        return
 
     def with_local(self: DTensor) -> str:
         local = self._local_tensor
         is_plain = type(local) in (torch.Tensor, *STAND_INS)
-        return of_dtensor(self) + ("" if is_plain else stable_hash(local))  # type: ignore[misc]
+        return of_dtensor(self) + ("" if is_plain else stable_hash(local))
 
-    if of_dtensor is not None:
-        DTensor._stable_hash_for_caching = with_local  # type: ignore[method-assign]
+    DTensor._stable_hash_for_caching = with_local  # type: ignore[method-assign]
 
 
 _tell_local_tensors_apart()
@@ -171,21 +228,26 @@ def make_dtensor(
 
     In a graph, with a gradient, or on a rank outside of the mesh it is ``from_local`` itself.
     """
-    if torch.compiler.is_compiling() or local.requires_grad or mesh.get_coordinate() is None:
+    if (
+        torch.compiler.is_compiling()
+        or local.requires_grad
+        or mesh.get_coordinate() is None
+        or _is_off(_DTensorSpec, "DTensors are made by DTensor.from_local, which is slower")
+    ):
         stride = contiguous_stride(shape)
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=stride
         )
     spec = _spec(mesh, placements, shape, local.dtype)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 @lru_cache(maxsize=4096)
 def _spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
-) -> DTensorSpec:
-    meta = TensorMeta(shape, contiguous_stride(shape), dtype)
-    return DTensorSpec(mesh, placements, tensor_meta=meta)
+) -> Any:
+    meta = _TensorMeta(shape, contiguous_stride(shape), dtype)
+    return _DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
@@ -197,6 +259,16 @@ def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
 def storage_address(tensor: torch.Tensor) -> int:
     """The address of the storage object, the same for all views."""
     return tensor.untyped_storage()._cdata
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """The number of writes that autograd has counted; None for an inference tensor."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view was made of; a tensor that is not a view itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,7 +291,7 @@ def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
     """Whether a parameter has post-accumulate-grad hooks, which may update it in a backward."""
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def op_name(op: OpOverload) -> str:
@@ -256,9 +328,13 @@ def written_arguments(
 
 def is_selectively_checkpointed() -> bool:
     """Whether code runs in selective activation checkpointing, including its recomputation."""
-    return _len_torch_dispatch_stack() > 0 and any(
+    if not _len_torch_dispatch_stack():
+        return False
+    if _is_off(_dispatch_modes, "in any dispatch mode casts are as slow as in checkpointing"):
+        return True
+    return any(
         type(mode).__module__ == create_selective_checkpoint_contexts.__module__
-        for mode in _get_current_dispatch_mode_stack()
+        for mode in _dispatch_modes()
     )
 
 
@@ -276,20 +352,87 @@ def can_skip_dispatch(tensor: torch.Tensor) -> bool:
     )
 
 
-def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether the current computation on a tensor is captured in a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+_is_fsdp_known = False
+
+
+def _check_fsdp(module: FSDPModule) -> None:
+    """Raise if a module that ``fully_shard`` was called on lacks what is read here."""
+    global _is_fsdp_known
+    missing, groups = _missing(module, "_get_fsdp_state"), []
+    if not missing:
+        state = module._get_fsdp_state()
+        missing += _missing(state, "_is_root _comm_ctx")
+        if _missing(state, "_fsdp_param_groups") and _missing(state, "_fsdp_param_group"):
+            missing += _missing(state, "_fsdp_param_groups")
+        else:
+            groups = _groups_of_state(state)
+    for group in groups[:1]:
+        missing += _missing(group, "modules fsdp_params mesh_info post_forward_mesh_info mp_policy")
+        missing += _missing(group, "comm_ctx lazy_init _reset_sharded_params _training_state")
+        for parameter in getattr(group, "fsdp_params", ())[:1]:
+            missing += _missing(parameter, "sharded_param _extensions_data _unsharded_param")
+            missing += _missing(parameter, "_module_info")
+            if info := getattr(parameter, "_module_info", None):
+                missing += _missing(info, "module param_name shared_modules shared_param_names")
+    if missing:
+        raise ImportError(_does_not_know(f"its FSDP2 has no {', '.join(missing)}"))
+    _is_fsdp_known = bool(groups)
+
+
+def _groups_of_state(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # torch 2.11 has one at most.
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
     """The parameter groups of a module that ``fully_shard`` was called on."""
+    if not _is_fsdp_known:
+        _check_fsdp(module)
     return _groups_of_state(module._get_fsdp_state())
 
 
 def fsdp_groups() -> list[Any]:
     """The parameter groups of all modules that ``fully_shard`` was called on."""
-    states = [reference() for reference in list(_module_state_mapping.values())]
-    return [group for state in states for group in _groups_of_state(state)]
+    of_modules = map(fsdp_groups_of_module, _fsdp_modules())
+    return list(dict.fromkeys(group for groups in of_modules for group in groups))
+
+
+def _fsdp_modules() -> list[FSDPModule]:
+    return [module for module in list(_modules_with_state) if isinstance(module, FSDPModule)]
+
+
+def fsdp_groups_of_same_root(group: Any) -> list[Any]:
+    """The parameter groups under the same root as one; only that one before FSDP2 first runs it."""
+    return [other for other in fsdp_groups() if other.comm_ctx is group.comm_ctx]
+
+
+def fsdp_roots_of(group: Any) -> list[nn.Module]:
+    """The root modules under which FSDP2 runs a parameter group, and the group's own modules.
+
+    Roots that share streams with the group's root are included.
+    """
+    states: dict[Any, Any] = {module: module._get_fsdp_state() for module in _fsdp_modules()}
+    roots = [m for m, s in states.items() if s._is_root and s._comm_ctx is group.comm_ctx]
+    return list(dict.fromkeys([*roots, *group.modules]))
+
+
+def before_fsdp_gathers(call: Callable[[Any], None], consequence: str) -> None:
+    """Let FSDP2 run ``call`` with each parameter group before its first gather.
+
+    It runs where FSDP2 prepares the groups of a model, when the root first runs, and each time that
+    a module is unsharded by hand. ``consequence`` is for a warning if torch makes this impossible.
+    """
+    if _is_off(_lazy_init, consequence):
+        return
+
+    @wraps(_lazy_init)
+    def with_call(self: Any) -> None:
+        _lazy_init(self)
+        call(self)
+
+    _FSDPParamGroup.lazy_init = with_call
 
 
 def fsdp_init_shards(module: FSDPModule) -> None:
@@ -303,103 +446,67 @@ def fsdp_init_shards(module: FSDPModule) -> None:
             group.lazy_init()
 
 
-def before_fsdp_gathers(call: Callable[[Any], None]) -> None:
-    """Let FSDP2 run ``call`` with each parameter group before its first gather.
+class FsdpParameter(NamedTuple):
+    """A parameter that FSDP2 shards.
 
-    It runs where FSDP2 prepares the groups of a model, when the root first runs, and each time that
-    a module is unsharded by hand.
+    Attributes:
+        users: the modules that have it, each with its name there. FSDP2 passes the first one to the
+            hooks for the all-gather.
+        has_hooks: ``fully_shard`` found such hooks on the tensor.
+        has_gathered: it was gathered at least once.
+        param_dtype: the dtype of a gather without hooks; None: the parameter's own.
     """
-    lazy_init = FSDPParamGroup.lazy_init
 
-    @wraps(lazy_init)
-    def with_call(self: Any) -> None:
-        lazy_init(self)
-        call(self)
+    users: list[tuple[nn.Module, str]]
+    has_hooks: bool
+    has_gathered: bool
+    param_dtype: torch.dtype | None
 
-    FSDPParamGroup.lazy_init = with_call  # type: ignore[method-assign]
-
-
-def fsdp_roots_of(group: Any) -> list[nn.Module]:
-    """The root modules under which FSDP2 runs a parameter group, and the group's own modules.
-
-    Roots that share streams with the group's root are included.
-    """
-    states: list[Any] = [reference() for reference in list(_module_state_mapping.values())]
-    roots = [state for state in states if getattr(state, "_is_root", False)]
-    of_roots = [m for root in roots if root._comm_ctx is group.comm_ctx for m in root._modules]
-    return list(dict.fromkeys([*of_roots, *group.modules]))
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The sharded parameter, as its modules have it."""
+        module, name = self.users[0]
+        return getattr(module, name)
 
 
-def _groups_of_state(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None) or [
-        getattr(state, "_fsdp_param_group", None)
-    ]
-    return [group for group in groups if group is not None]
-
-
-def fsdp_groups_of_same_root(group: Any) -> list[Any]:
-    """The parameter groups under the same root as one; only that one before FSDP2 first runs it."""
-    return [other for other in fsdp_groups() if other.comm_ctx is group.comm_ctx]
-
-
-def fsdp_modules_asked(group: Any) -> list[nn.Module]:
-    """The module that holds each parameter of a group with hooks for FSDP2's all-gather.
-
-    FSDP2 passes this module to the hooks, not others that share the parameter.
-    """
-    return [p._module_info.module for p in group.fsdp_params if hasattr(p, "_extensions_data")]
-
-
-def fsdp_modules_with_extensions(group: Any) -> list[nn.Module]:
-    """The modules of a parameter group whose parameters have hooks for FSDP2's all-gather."""
-    infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
-    return [module for info in infos for module in (info.module, *info.shared_modules)]
-
-
-def fsdp_modules_sharing(group: Any, module: nn.Module) -> list[nn.Module]:
-    """The other modules that share a parameter whose all-gather hooks get ``module``."""
-    infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
-    return [user for info in infos if info.module is module for user in info.shared_modules]
-
-
-def fsdp_parameter_users(module: FSDPModule) -> Iterator[tuple[nn.Module, str]]:
-    """(module, parameter name) of all users of each parameter that an FSDP module shards."""
-    for group in fsdp_groups_of_module(module):
+def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
+    """The parameters of FSDP2's parameter groups, in their order."""
+    for group in groups:
         for parameter in group.fsdp_params:
             info = parameter._module_info
-            yield info.module, info.param_name
-            yield from zip(info.shared_modules, info.shared_param_names, strict=True)
-
-
-class FsdpParameterUse(NamedTuple):
-    """A parameter of a module that FSDP2 shards."""
-
-    module: nn.Module
-    name: str
-    has_extensions: bool  # fully_shard found hooks for the all-gather on the tensor
-    has_gathered: bool  # it was gathered at least once
-    param_dtype: torch.dtype | None  # dtype of a gather without such hooks; None: its own
-
-
-def fsdp_parameter_uses() -> Iterator[FsdpParameterUse]:
-    """Every use of the parameters that FSDP2 shards, of all models."""
-    for group in fsdp_groups():
-        for parameter in group.fsdp_params:
-            state = (
+            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+            yield FsdpParameter(
+                [(info.module, info.param_name), *shared],
                 hasattr(parameter, "_extensions_data"),
                 hasattr(parameter, "_unsharded_param"),
                 group.mp_policy.param_dtype,
             )
-            info = parameter._module_info
-            yield FsdpParameterUse(info.module, info.param_name, *state)
-            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                yield FsdpParameterUse(module, name, *state)
 
 
-def fsdp_parameters_of_group(group: Any) -> list[nn.Parameter]:
-    """The sharded parameters of a group, in its order, as their modules hold them."""
-    infos = [parameter._module_info for parameter in group.fsdp_params]
-    return [getattr(info.module, info.param_name) for info in infos]
+def fsdp_is_running(group: Any) -> bool:
+    """Whether FSDP2 runs the forward or the backward of a parameter group."""
+    return group._training_state.name != "IDLE"
+
+
+def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:
+    """Whether a parameter group has ``reshard_after_forward=<int>``."""
+    return group.post_forward_mesh_info not in (None, group.mesh_info)
+
+
+def check_fsdp_reduction(group: Any) -> None:
+    """Raise if a parameter group lacks what the functions on reductions below need."""
+    missing = _missing(group, "device _reduce_scatter_comm _reduce_scatter_process_group")
+    missing += _missing(group, "post_backward reduce_grads gradient_divide_factor")
+    missing += _missing(group.mesh_info, "mesh shard_mesh_dim replicate_mesh_dim")
+    if getattr(group.mesh_info, "replicate_mesh_dim", None) is not None:
+        missing += _missing(group.mesh_info, "replicate_process_group")
+    names = "padded_sharded_param_size unsharded_param unsharded_accumulated_grad"
+    missing += _missing(group.fsdp_params[0], names)
+    if isinstance(_DefaultReduceScatter, _Absent):
+        missing.append(_DefaultReduceScatter.name)
+    if missing:
+        text = f"set_gradient_transport needs {', '.join(missing)} of FSDP2"
+        raise ImportError(_does_not_know(text))
 
 
 def fsdp_padded_sizes(group: Any) -> list[int]:
@@ -409,14 +516,14 @@ def fsdp_padded_sizes(group: Any) -> list[int]:
 
 def fsdp_reduce_scatter_group(group: Any) -> Any:
     """The process group of a parameter group's reduce-scatter; None if nothing is sharded."""
-    if not isinstance(group.mesh_info, FSDPMeshInfo):
+    if group.mesh_info.shard_mesh_dim is None:
         return None
     return group._reduce_scatter_process_group
 
 
 def fsdp_replicas(group: Any) -> Any:
     """The process group over which HSDP all-reduces a group's shards; None without HSDP."""
-    if not isinstance(group.mesh_info, DDPMeshInfo):
+    if group.mesh_info.replicate_mesh_dim is None:
         return None
     return group.mesh_info.replicate_process_group
 
@@ -433,12 +540,12 @@ def set_fsdp_replicas(group: Any, replicas: Any) -> None:
 
 def fsdp_reduction(group: Any) -> Any:
     """The reduce-scatter of a parameter group; None if it is FSDP2's own."""
-    found = group._reduce_scatter_comm
-    return None if type(found) is DefaultReduceScatter else found
+    found = getattr(group, "_reduce_scatter_comm", None)  # check_fsdp_reduction raises without it
+    return None if type(found) is _DefaultReduceScatter else found
 
 
 def set_fsdp_reduction(
-    group: Any, comm: FsdpReduceScatter | None, call: Callable[[list[int]], None] | None
+    group: Any, comm: Any, call: Callable[[list[int]], None] | None = None
 ) -> None:
     """Replace the reduce-scatter of a parameter group; None restores FSDP2's own.
 
@@ -449,7 +556,9 @@ def set_fsdp_reduction(
     found = vars(group).get("post_backward")
     if hasattr(found, "in_place_of"):  # ours: other code has not replaced it since
         group.post_backward = found.in_place_of
-    group._reduce_scatter_comm = DefaultReduceScatter() if comm is None else comm
+    if comm is not fsdp_reduction(group):
+        own = _DefaultReduceScatter() if comm is None else comm
+        group.modules[0].set_custom_reduce_scatter(own)
     if call is None:
         return
     post_backward, note = group.post_backward, call
@@ -470,6 +579,7 @@ def _is_reduced(parameter: Any, group: Any) -> bool:
     unsharded = parameter.unsharded_param
     if parameter.unsharded_accumulated_grad is not None or unsharded.grad is not None:
         return True
+    # (A setting of torch after 2.11.)
     return getattr(group, "reduce_scatter_unused_params", False) and unsharded.requires_grad
 
 
@@ -479,13 +589,3 @@ def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:
         return float(reduced_over.size())
     # A ReduceOp of PREMUL_SUM does not expose its factor.
     return 1.0 if op == ReduceOp.SUM else float(group.gradient_divide_factor)
-
-
-def fsdp_is_running(group: Any) -> bool:
-    """Whether FSDP2 runs the forward or the backward of a parameter group."""
-    return group._training_state is not FsdpState.IDLE
-
-
-def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:
-    """Whether a parameter group has ``reshard_after_forward=<int>``."""
-    return group.post_forward_mesh_info not in (None, group.mesh_info)

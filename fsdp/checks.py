@@ -15,13 +15,13 @@ from fp8_dist.linear.agreement import (
     mark_compared,
     needs_comparison,
 )
-from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.weight import float8_modules
 from fp8_dist.torch_internals import (
     before_fsdp_gathers,
     fsdp_groups,
     fsdp_groups_of_module,
     fsdp_is_running,
-    fsdp_modules_with_extensions,
+    fsdp_parameters,
     fsdp_reshards_to_smaller_mesh,
     fsdp_roots_of,
     in_backward,
@@ -41,21 +41,23 @@ def _compare_between_ranks(group: Any) -> None:
     if not any(needs_comparison(module) for module in group.modules):
         return
     for module in filter(needs_comparison, fsdp_roots_of(group)):
-        layers = float8_layers(module)
+        modules = float8_modules(module)
         # Ranks that have converted another part of the model take part too.
-        if layers or is_part_of_converted(module):
-            check_layers(module, layers, "FSDP2's first gather")
+        if modules or is_part_of_converted(module):
+            check_layers(module, modules, "FSDP2's first gather")
         else:
             mark_compared(module)
 
 
-before_fsdp_gathers(_compare_between_ranks)
+before_fsdp_gathers(
+    _compare_between_ranks, "layers are not compared between ranks before FSDP2's first gather"
+)
 
 
 def check_sharded_module(module: FSDPModule, name: str) -> None:
     """Check a module that ``fully_shard`` was called on, before FSDP2 first runs it."""
     for group in fsdp_groups_of_module(module):
-        if fsdp_modules_with_extensions(group):
+        if any(parameter.has_hooks for parameter in fsdp_parameters([group])):
             _check_reshards(group, name)
 
 
@@ -74,11 +76,13 @@ def check_outside_of_backward(module: nn.Module, caller: str) -> None:
             )
 
 
-def check_layer(layer: Float8Linear, name: str) -> None:
+def check_layer(layer: nn.Module, name: str) -> None:
     """Check a layer whose weight FSDP2 is about to gather."""
     if layer not in _groups or _groups[layer]() is None:  # its first gather: look up all at once
         for group in fsdp_groups():
-            _groups.update(dict.fromkeys(fsdp_modules_with_extensions(group), ref(group)))
+            for parameter in fsdp_parameters([group]):
+                if parameter.has_hooks:
+                    _groups.update((module, ref(group)) for module, _ in parameter.users)
     if layer not in _groups:
         return
     group = _groups[layer]()

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.torch_internals import (
-    FsdpReduceScatter,
     fsdp_divisor,
     fsdp_padded_sizes,
-    fsdp_parameters_of_group,
+    fsdp_parameters,
     fsdp_reduce_scatter_group,
     fsdp_reduction,
     fsdp_replicas,
@@ -33,7 +32,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_REPLICAS = 2  # the number of the replicas' stage in seeds, after those of the earlier stages
 
 
-class EncodedReduction(FsdpReduceScatter):
+class EncodedReduction:
     """Reduce-scatter of a parameter group. FSDP2 calls it on its own stream."""
 
     def __init__(
@@ -75,8 +74,8 @@ class EncodedReduction(FsdpReduceScatter):
 
     def parts_with_errors(self, reduced: Sequence[Part] = ()) -> list[Part]:
         """Return the parts of the parameters that are trained now, and those in ``reduced``."""
-        parameters = fsdp_parameters_of_group(self.group)
-        trained = {i for i, parameter in enumerate(parameters) if parameter.requires_grad}
+        parameters = enumerate(fsdp_parameters([self.group]))
+        trained = {i for i, each in parameters if each.parameter.requires_grad}
         trained.update(part.number for part in reduced)
         return [part for part in self.all_parts if part.number in trained]
 
@@ -171,7 +170,7 @@ def install(reduction: EncodedReduction, error_feedback: bool) -> None:
 def remove(group: Any) -> None:
     """Restore FSDP2's own reductions in a parameter group. One that was set since then stays."""
     found = fsdp_reduction(group)
-    set_fsdp_reduction(group, None if isinstance(found, EncodedReduction) else found, None)
+    set_fsdp_reduction(group, None if isinstance(found, EncodedReduction) else found)
     replicas = fsdp_replicas(group)
     if isinstance(replicas, EncodedReplicas):
         set_fsdp_replicas(group, replicas.replicas)
@@ -179,10 +178,10 @@ def remove(group: Any) -> None:
 
 def errors_of_group(group: Any) -> Iterator[tuple[str, GradientErrors]]:
     """Yield the errors that a parameter group's reductions keep, with a prefix for their names."""
-    shards, replicas = fsdp_reduction(group), fsdp_replicas(group)
+    shards = fsdp_reduction(group)
     if not isinstance(shards, EncodedReduction) or shards.errors is None:
         return
-    parts = shards.parts_with_errors()
+    parts, replicas = shards.parts_with_errors(), fsdp_replicas(group)
     shards.errors.keep_for(parts)
     yield "", shards.errors
     if isinstance(replicas, EncodedReplicas) and replicas.errors is not None:

@@ -8,14 +8,16 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fp8_dist.fsdp.encoded_reduction import EncodedReduction, errors_of_group, install, remove
 from fp8_dist.kernels.encoding import NEAREST
 from fp8_dist.linear.agreement import Facts, has_stand_ins
 from fp8_dist.names import without_wrappers
 from fp8_dist.torch_internals import (
+    check_fsdp_reduction,
     fsdp_groups_of_module,
-    fsdp_parameters_of_group,
+    fsdp_parameters,
     fsdp_reduce_scatter_group,
     fsdp_reduction,
 )
@@ -152,7 +154,8 @@ def _encodings(
     for module, group in groups.items():
         of_group = encodings[module] = {}
         own = _names_of(group, names, _CALLER)
-        for name, p in zip(own, fsdp_parameters_of_group(group), strict=True):
+        for name, each in zip(own, fsdp_parameters([group]), strict=True):
+            p = each.parameter
             is_kept = p.ndim < 2 or (high_precision is not None and high_precision(name, p))
             of_group[name] = None if is_kept else transport
     return encodings
@@ -164,7 +167,7 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def _names_of(group: Any, names: Mapping[int, str], caller: str) -> list[str]:
-    found = [names.get(id(parameter)) for parameter in fsdp_parameters_of_group(group)]
+    found = [names.get(id(each.parameter)) for each in fsdp_parameters([group])]
     if None in found:
         raise ValueError(
             f"{caller}: a parameter group of FSDP2 (fully_shard of a list) has parameters outside "
@@ -180,8 +183,9 @@ def _check_agreement(
     facts = Facts()
     for module, group in groups.items():
         # The mesh of a parameter under tensor parallelism has the axes of both.
-        of_parameters = (getattr(p, "device_mesh", None) for p in fsdp_parameters_of_group(group))
-        for mesh in {group.mesh_info.mesh, *of_parameters} - {None}:
+        parameters = [each.parameter for each in fsdp_parameters([group])]
+        of_parameters = (p.device_mesh for p in parameters if isinstance(p, DTensor))
+        for mesh in {group.mesh_info.mesh, *of_parameters}:
             of_mesh = facts.of(mesh)
             of_mesh["options"] = options
             for name, how in encodings[module].items():
@@ -246,6 +250,7 @@ def _groups_of(model: nn.Module, transport: Transport | None, recurse: bool) -> 
         for group in of_module:
             if group in groups.values():  # several modules share it
                 continue
+            check_fsdp_reduction(group)
             if fsdp_reduce_scatter_group(group) is None:
                 if transport is None:
                     continue

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.streams import device_of
+from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout
 from fp8_dist.scaling import Placed, Scheme, Statistics, sharded_axes
 
@@ -37,21 +37,19 @@ class WeightStatistics(NamedTuple):
         return None if self.layout is None else self.layout.mesh
 
 
-def local_statistics(layers: Iterable[Float8Linear]) -> dict[Key, WeightStatistics]:
-    """Measure the shards of layers, by the id of the weight and the scheme."""
+def local_statistics(weights: Iterable[Float8Weight]) -> dict[Key, WeightStatistics]:
+    """Measure the shards of weights, by the id of the parameter and the scheme."""
     wanted = {
-        (id(layer.float8_weight.parameter()), scheme): layer
-        for layer in layers
-        for scheme in layer.float8_weight.schemes
+        (id(weight.parameter()), scheme): weight for weight in weights for scheme in weight.schemes
     }
-    shards = {key: layer.float8_weight.shard() for key, layer in wanted.items()}
+    shards = {key: weight.shard() for key, weight in wanted.items()}
     alike: dict[tuple[Any, ...], list[Key]] = {}
-    for key, layer in wanted.items():
-        kind = (key[1], shards[key].dtype, shards[key].device, device_of(layer.float8_weight))
+    for key, weight in wanted.items():
+        kind = (key[1], shards[key].dtype, shards[key].device, device_of(weight))
         alike.setdefault(kind, []).append(key)
     found = {}
     for (scheme, _, _, device), same in alike.items():
-        starts = [scheme.start(wanted[key].float8_weight.layout()) for key in same]
+        starts = [scheme.start(wanted[key].layout()) for key in same]
         each = scheme.measure_each([shards[key] for key in same], starts)
         levels = zip(*[_moved(level, device) for level in zip(*each, strict=True)], strict=True)
         for key, statistics in zip(same, levels, strict=True):
@@ -68,13 +66,13 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _placed(layer: Float8Linear, local: Statistics, scheme: Scheme) -> WeightStatistics:
-    layout = layer.float8_weight.layout()
+def _placed(weight: Float8Weight, local: Statistics, scheme: Scheme) -> WeightStatistics:
+    layout = weight.layout()
     axes = scheme.axes(layout)
     if layout is None:
         return WeightStatistics(local, None, axes, (None,) * len(local))
     # Scales that FSDP2's gather can't carry: all ranks reduce all of them.
-    gathered = layer.config.fsdp_float8_all_gather and not scheme.rides_in_gather(layout)
+    gathered = weight.config.fsdp_float8_all_gather and not scheme.rides_in_gather(layout)
     everywhere = scheme.moving_levels(layout) if gathered else ()
     sharded = sharded_axes(layout)
     axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])

@@ -22,8 +22,9 @@ from fp8_dist.cast import Known
 from fp8_dist.fsdp.checks import check_outside_of_backward, check_sharded_module
 from fp8_dist.fsdp.local_amaxes import Key, WeightStatistics, local_statistics
 from fp8_dist.linear.agreement import check_layers, needs_comparison
-from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.streams import note_made
+from fp8_dist.linear.weight import Float8Weight, float8_modules, float8_weights
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
 from fp8_dist.mesh import AmaxReduction, common_groups, local_tensor
 from fp8_dist.scaling import Placed, Scales, message_dtype
@@ -70,7 +71,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
         torch._dynamo.exc.Unsupported: in compiled code with ``fullgraph=True``.
     """
-    precompute_layers(module)
+    precompute_weights(module)
 
 
 # A graph writes to parameters when it ends. Within a graph that updates weights, amaxes would
@@ -81,22 +82,22 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 )
 @torch.inference_mode(False)  # autograd can't save inference tensors
 @torch.no_grad()
-def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None = None) -> None:
-    """Run :func:`precompute_float8_dynamic_scale` for some ``layers``, by name; None: all."""
-    if layers is None:
+def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None = None) -> None:
+    """Run :func:`precompute_float8_dynamic_scale` for some weights, by FQN; None: all."""
+    if chosen is None:
         check_agreement(module, "precompute_float8_dynamic_scale")
-        layers = layers_of_dynamic_weights(module, "precompute_float8_dynamic_scale")
+        chosen = dynamic_weights(module, "precompute_float8_dynamic_scale")
     # Unsharded weights have the values before the optimizer step.
     reshard(module, "precompute_float8_dynamic_scale")
     for part in module.modules():
         if isinstance(part, FSDPModule):
             fsdp_init_shards(part)
-    _check_weights(layers)
-    # The id of the parameter that each layer has now: FSDP2 will replace it by another one.
+    _check_weights(chosen)
+    # The id of the parameter that each weight is now: FSDP2 will replace it by another one.
     weights = {
-        layer: id(layer.float8_weight.parameter())
-        for layer in layers.values()
-        if not layer.float8_weight.may_change_unnoticed(layer.weight)
+        weight: id(weight.parameter())
+        for weight in chosen.values()
+        if not weight.may_change_unnoticed(weight.parameter())
     }
     local = local_statistics(weights)
     reduction = _start(list(local.values()))
@@ -105,13 +106,13 @@ def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None 
         return _known(weights, local, _reduced(list(local.values()), reduction))
 
     pending = PendingScales(find)
-    for layer in weights:
-        layer.float8_weight.cache.store_pending(layer.weight, pending)
+    for weight in weights:
+        weight.cache.store_pending(weight.parameter(), pending)
     if reduction is None or not reduction.vector.blocks_host:
         # On a GPU this only queues the wait. Later it would be queued on the first stream that
         # needs a scale, such as FSDP2's for gathers, and other streams would not wait for that one.
         pending.wait()
-        note_made(layer.float8_weight for layer in weights)
+        note_made(weights)
 
 
 def check_agreement(module: nn.Module, caller: str) -> None:
@@ -120,9 +121,9 @@ def check_agreement(module: nn.Module, caller: str) -> None:
     Call it before ranks that have converted nothing raise an error.
     """
     if needs_comparison(module):
-        layers = float8_layers(module)
+        modules = float8_modules(module)
         reshard(module, caller)
-        check_layers(module, layers, caller)
+        check_layers(module, modules, caller)
 
 
 def reshard(module: nn.Module, caller: str) -> None:
@@ -134,27 +135,22 @@ def reshard(module: nn.Module, caller: str) -> None:
             part.reshard()
 
 
-def layers_of_dynamic_weights(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
-    """Return the layers of a module whose float8 weight has a dynamic scale, by name."""
-    every = float8_layers(module)
-    layers = {
-        name or layer.fqn: layer
-        for name, layer in every.items()
-        if layer.float8_weight.schemes and "weight" not in layer.config.recipe.delayed
-    }
-    if not layers:
+def dynamic_weights(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
+    """Return the float8 weights of a module that have dynamic scales, by FQN."""
+    weights = {fqn: weight for fqn, weight in float8_weights(module).items() if weight.is_dynamic}
+    if not weights:
         what = "convert_to_float8_training first"
-        if any(layer.histories for layer in every.values()):
+        if any(layer.histories for layer in float8_layers(module).values()):
             what = "sync_float8_amax_and_scale_history for DELAYED ones"
         raise ValueError(
             f"{caller}: the module has no Float8Linear with a float8 weight of dynamic scale; call "
             f"{what}"
         )
-    return layers
+    return weights
 
 
-def _check_weights(layers: dict[str, Float8Linear]) -> None:
-    other = [n for n, m in layers.items() if "weight" not in m._parameters or m.weight.ndim != 2]
+def _check_weights(weights: dict[str, Float8Weight]) -> None:
+    other = [fqn for fqn, weight in weights.items() if not weight.is_registered]
     if other:
         raise ValueError(
             "precompute_float8_dynamic_scale: these weights are not the parameters that an "
@@ -162,7 +158,8 @@ def _check_weights(layers: dict[str, Float8Linear]) -> None:
             "parametrized). Use fully_shard (FSDP2), or leave precompute out: the layers scale "
             "what they get"
         )
-    unsharded = [n for n, m in layers.items() if isinstance(local_tensor(m.weight), Float8Tensor)]
+    local = {fqn: local_tensor(weight.parameter()) for fqn, weight in weights.items()}
+    unsharded = [fqn for fqn, tensor in local.items() if isinstance(tensor, Float8Tensor)]
     if unsharded:
         raise ValueError(
             "precompute_float8_dynamic_scale: these weights are unsharded float8 copies: "
@@ -225,17 +222,17 @@ def _reduced(
 
 
 def _known(
-    layers: dict[Float8Linear, int],
+    weights: dict[Float8Weight, int],
     local: dict[Key, WeightStatistics],
     reduced: list[tuple[torch.Tensor | None, ...]],
 ) -> list[tuple[WeightCache, Known, Scales | None]]:
-    """Each layer's statistics by scheme, and the scales of the global weight where needed."""
+    """Each weight's statistics by scheme, and the scales of the global weight where needed."""
     by_key, found = dict(zip(local, reduced, strict=True)), []
-    for layer, weight in layers.items():
+    for weight, parameter in weights.items():
         known: Known = {}
         whole_scales: Scales | None = None
-        for scheme in layer.float8_weight.schemes:
-            own, wholes = local[weight, scheme], by_key[weight, scheme]
+        for scheme in weight.schemes:
+            own, wholes = local[parameter, scheme], by_key[parameter, scheme]
             each = zip(own.local, own.places, wholes, strict=True)
             known[scheme] = tuple(
                 [n if p is None or whole is None else p.part(whole) for n, p, whole in each]
@@ -247,5 +244,5 @@ def _known(
                 whole_scales = scheme.scales_from(
                     tuple([n if whole is None else whole for n, whole in every])
                 )
-        found.append((layer.float8_weight.cache, known, whole_scales))
+        found.append((weight.cache, known, whole_scales))
     return found

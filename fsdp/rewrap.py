@@ -4,10 +4,11 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
-from fp8_dist.linear.module import Float8Linear, float8_layers, other_users
+from fp8_dist.linear.module import other_users
+from fp8_dist.linear.weight import Float8Weight, float8_weights
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import fsdp_parameter_uses, set_dtensor_local
+from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters, set_dtensor_local
 
 
 def rewrap_float8_weights(module: nn.Module) -> list[str]:
@@ -26,7 +27,7 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
         module: the model, or a part of it.
 
     Returns:
-        The names of the layers whose weights were wrapped.
+        The names of the modules whose weights were wrapped.
 
     Collectives: none.
 
@@ -36,45 +37,47 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
             found it without the type, or FSDP2 has gathered it since. Nothing has been changed
             then.
     """
-    layers = float8_layers(module)
-    if not layers:
+    weights = float8_weights(module)
+    if not weights:
         raise ValueError(
             "rewrap_float8_weights: the module has no Float8Linear; call "
             "convert_to_float8_training first"
         )
-    lost = {name or layer.fqn: layer for name, layer in layers.items() if _lost_type(layer)}
+    lost = {fqn: weight for fqn, weight in weights.items() if _lost_type(weight)}
     _check_shared_weights(module, lost)
     _check_fsdp(lost)
     new: dict[int, nn.Parameter] = {}
-    for layer in lost.values():
-        _rewrap(layer, new)
-    return list(lost)
+    for weight in lost.values():
+        _rewrap(weight, new)
+    names = (fqn.rpartition(".")[0] or weight.fqn for fqn, weight in lost.items())
+    return list(dict.fromkeys(names))
 
 
-def _lost_type(layer: Float8Linear) -> bool:
-    if not layer.config.fsdp_float8_all_gather or "weight" not in layer._parameters:
+def _lost_type(weight: Float8Weight) -> bool:
+    if not weight.config.fsdp_float8_all_gather or not weight.is_registered:
         return False
-    local = local_tensor(layer.weight)
+    local = local_tensor(weight.parameter())
     return not isinstance(local, Float8AllGatherWeight | Float8Tensor)
 
 
-def _rewrap(layer: Float8Linear, new: dict[int, nn.Parameter]) -> None:
-    """Wrap the weight of a layer. ``new`` has the new parameters by the id of the old ones."""
-    old = layer.weight
+def _rewrap(weight: Float8Weight, new: dict[int, nn.Parameter]) -> None:
+    """Wrap a weight. ``new`` has the new parameters by the id of the old ones."""
+    old = weight.parameter()
     if isinstance(old, DTensor):
-        set_dtensor_local(old, Float8AllGatherWeight.wrap(local_tensor(old)))
-        layer.float8_weight.cache.reset()
+        set_dtensor_local(old, Float8AllGatherWeight.wrap(local_tensor(old), weight.name))
+        weight.cache.reset()
         return
     if id(old) not in new:
-        new[id(old)] = layer.float8_weight.wrapped(old)
+        new[id(old)] = weight.wrapped(old)
         new[id(old)].__dict__.update(old.__dict__)
         new[id(old)].grad = old.grad
-    layer.weight = new[id(old)]
+    setattr(weight.module, weight.name, new[id(old)])
 
 
-def _check_shared_weights(module: nn.Module, layers: dict[str, Float8Linear]) -> None:
+def _check_shared_weights(module: nn.Module, weights: dict[str, Float8Weight]) -> None:
     """Raise for weights that other modules use as well, as the conversion does."""
-    if shared := other_users(module, layers):
+    parameters = {fqn: weight.parameter() for fqn, weight in weights.items()}
+    if shared := other_users(module, parameters, [weight.module for weight in weights.values()]):
         raise ValueError(
             "rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but "
             f"{'; '.join(shared)}. Leave these layers unconverted (convert_to_float8_training's "
@@ -82,16 +85,15 @@ def _check_shared_weights(module: nn.Module, layers: dict[str, Float8Linear]) ->
         )
 
 
-def _check_fsdp(layers: dict[str, Float8Linear]) -> None:
+def _check_fsdp(weights: dict[str, Float8Weight]) -> None:
     """Raise for weights that FSDP2 can only gather in high precision."""
-    names = {layer: name for name, layer in layers.items()}
-    for use in fsdp_parameter_uses() if layers else ():
-        if use.module not in names or use.name != "weight":
-            continue
-        if use.has_gathered or not use.has_extensions:
-            found = "has gathered it" if use.has_gathered else "was set up (fully_shard)"
+    names = {(weight.module, weight.name): weight.fqn for weight in weights.values()}
+    for parameter in fsdp_parameters(fsdp_groups()) if weights else ():
+        lost = [names[user] for user in parameter.users if user in names]
+        if lost and (parameter.has_gathered or not parameter.has_hooks):
+            found = "has gathered it" if parameter.has_gathered else "was set up (fully_shard)"
             raise ValueError(
-                f"rewrap_float8_weights: {names[use.module]}: FSDP2 {found} after the weight lost "
+                f"rewrap_float8_weights: {lost[0]}: FSDP2 {found} after the weight lost "
                 "its type, and goes on gathering it in high precision. Call "
                 "rewrap_float8_weights(model) before fully_shard"
             )

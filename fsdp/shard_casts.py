@@ -11,26 +11,26 @@ from typing import Any
 import torch
 
 from fp8_dist.cast import placed
+from fp8_dist.device import is_captured
 from fp8_dist.fsdp.checks import group_of
 from fp8_dist.kernels import fuses_many
-from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.streams import keep_for_current_stream, note_made
+from fp8_dist.linear.weight import Float8Weight, weights_of
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.scaling import Copy
 from fp8_dist.torch_internals import (
     fsdp_groups_of_same_root,
-    fsdp_modules_asked,
-    is_captured,
+    fsdp_parameters,
     is_selectively_checkpointed,
 )
 
 LARGEST_BUFFER = 2**30  # bytes
 
 
-def cast_together(layer: Float8Linear, evaluates: bool) -> None:
-    """Cast the shard of a layer that FSDP2 is about to gather, unless a cast of it is cached.
+def cast_together(weight: Float8Weight, evaluates: bool) -> None:
+    """Cast the shard of a weight that FSDP2 is about to gather, unless a cast of it is cached.
 
-    The shards of other layers that FSDP2 gathers under the same root module are cast too, if their
+    The shards of other weights that FSDP2 gathers under the same root module are cast too, if their
     precomputed scales are fresh and no cast is cached. All of them take one or a few launches, on
     the current stream. On devices where this is not faster than single casts, the function does
     nothing, and the gather casts its shard alone.
@@ -40,67 +40,65 @@ def cast_together(layer: Float8Linear, evaluates: bool) -> None:
     Collectives: none.
     """
     # Selective checkpointing counts operators, so they must be those of one weight.
-    group = group_of(layer)
-    if group is None or not _lacks_cast(layer) or is_selectively_checkpointed():
+    group = group_of(weight.module)
+    if group is None or not _lacks_cast(weight) or is_selectively_checkpointed():
         return
-    alike: dict[tuple[Any, ...], list[Float8Linear]] = {}
+    alike: dict[tuple[Any, ...], list[Float8Weight]] = {}
     for other in _gathered_with(group):
-        cache = other.float8_weight.cache
-        if evaluates and not (other is layer or other.training or cache.is_cast_ahead):
+        cache = other.cache
+        if evaluates and not (other is weight or other.module.training or cache.is_cast_ahead):
             cache.begin_evaluation()
             cache.is_cast_ahead = True
         if _lacks_cast(other):
-            (scheme,), shard = other.float8_weight.schemes, other.float8_weight.shard()
+            (scheme,), shard = other.schemes, other.shard()
             alike.setdefault((scheme, shard.dtype, shard.device), []).append(other)
     for same in alike.values():
         for part in _parts(same):
             _cast_alike(part)
 
 
-def _gathered_with(group: Any) -> Iterator[Float8Linear]:
-    """Yield the layers whose shards FSDP2 gathers, in all its parameter groups under one root.
+def _gathered_with(group: Any) -> Iterator[Float8Weight]:
+    """Yield the weights that FSDP2 gathers in float8, in all its parameter groups under one root.
 
     Groups of another root may not be initialized, and initialization exchanges local tensors.
     """
-    for other in fsdp_groups_of_same_root(group):
-        for module in fsdp_modules_asked(other):
-            if isinstance(module, Float8Linear):
-                yield module
+    for parameter in fsdp_parameters(fsdp_groups_of_same_root(group)):
+        module, name = parameter.users[0]
+        if parameter.has_hooks and name in weights_of(module):
+            yield weights_of(module)[name]
 
 
-def _lacks_cast(layer: Float8Linear) -> bool:
+def _lacks_cast(weight: Float8Weight) -> bool:
     """Whether a cast of the shard is cacheable but missing, and is cheaper in a batch."""
-    weight = layer.float8_weight
     cache = weight.cache
     if (
         cache.float8 is not None
         or cache.state is not ScaleState.PRECOMPUTED
-        or not layer.config.cache_float8_shards
+        or not weight.config.cache_float8_shards
     ):
         return False
     shard = weight.shard()
-    return fuses_many(shard) and not is_captured(shard) and cache.is_fresh(layer.weight)
+    return fuses_many(shard) and not is_captured(shard) and cache.is_fresh(weight.parameter())
 
 
-def _parts(layers: list[Float8Linear]) -> Iterator[list[Float8Linear]]:
-    """Yield layers whose casts share a buffer, which is limited: it lives as long as any cast."""
-    part: list[Float8Linear] = []
+def _parts(weights: list[Float8Weight]) -> Iterator[list[Float8Weight]]:
+    """Yield weights whose casts share a buffer, which is limited: it lives as long as any cast."""
+    part: list[Float8Weight] = []
     size = 0
-    for layer in layers:
-        bytes_ = layer.float8_weight.shard().numel()
+    for weight in weights:
+        bytes_ = weight.shard().numel()
         if part and size + bytes_ > LARGEST_BUFFER:
             yield part
             part, size = [], 0
-        part.append(layer)
+        part.append(weight)
         size += bytes_
     yield part
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _cast_alike(layers: Sequence[Float8Linear]) -> None:
-    """Cast the shards of layers with the same scheme, and with the same shard dtype and device."""
-    weights = [layer.float8_weight for layer in layers]
+def _cast_alike(weights: Sequence[Float8Weight]) -> None:
+    """Cast the shards of weights with the same scheme, and with the same shard dtype and device."""
     (scheme,) = weights[0].schemes
     shards = [weight.shard().detach() for weight in weights]
     statistics = [(weight.cache.known or {})[scheme] for weight in weights]

@@ -13,18 +13,19 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.fsdp.precompute import (
     check_agreement,
-    layers_of_dynamic_weights,
+    dynamic_weights,
     precompute_float8_dynamic_scale,
-    precompute_layers,
+    precompute_weights,
     reshard,
 )
 from fp8_dist.linear.amax_history import advance
-from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, updated_by
 from fp8_dist.linear.saved_histories import warn_if_not_restored
 from fp8_dist.linear.streams import note_made
+from fp8_dist.linear.weight import Float8Weight, float8_weights
 from fp8_dist.mesh import all_reduce_max, common_groups
-from fp8_dist.torch_internals import fsdp_parameter_users
+from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
 from fp8_dist.warn import warn_once
 
 
@@ -56,11 +57,11 @@ def update_float8_scales(module: nn.Module) -> None:
         NotImplementedError, torch._dynamo.exc.Unsupported: as in the two functions.
     """
     check_agreement(module, "update_float8_scales")
-    layers = _converted_layers(module, "update_float8_scales")
-    precomputed = _layers_to_precompute(module, layers)
+    weights = _weights_of_model(module, "update_float8_scales")
+    precomputed = _weights_to_precompute(module, weights)
     if precomputed:
-        precompute_layers(module, precomputed)
-    if any(layer.histories for layer in layers.values()):
+        precompute_weights(module, precomputed)
+    if any(layer.histories for layer in float8_layers(module).values()):
         sync_float8_amax_and_scale_history(module)
 
 
@@ -130,8 +131,8 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             weights.
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
-    layers = _converted_layers(module, "attach_update")
-    return _attach(update_float8_scales, optimizer, module, layers, "attach_update")
+    weights = _weights_of_model(module, "attach_update")
+    return _attach(update_float8_scales, optimizer, module, weights, "attach_update")
 
 
 def attach_precompute(
@@ -156,20 +157,20 @@ def attach_precompute(
             weights.
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
-    layers = layers_of_dynamic_weights(module, "attach_precompute")
-    return _attach(precompute_float8_dynamic_scale, optimizer, module, layers, "attach_precompute")
+    weights = dynamic_weights(module, "attach_precompute")
+    return _attach(precompute_float8_dynamic_scale, optimizer, module, weights, "attach_precompute")
 
 
 def _attach(
     update: Callable[[nn.Module], None],
     optimizer: Optimizer | Iterable[Optimizer],
     module: nn.Module,
-    layers: dict[str, Float8Linear],
+    weights: dict[str, Float8Weight],
     caller: str,
 ) -> RemovableHandle:
     """Run ``update(module)`` after the steps of an optimizer.
 
-    If a container of optimizers runs no hooks itself, those that update a weight of the layers
+    If a container of optimizers runs no hooks itself, those that update one of the weights
     count: ``update`` runs once, after the last of them (see ``after_steps``).
 
     Warns once if there should be several ranks (``WORLD_SIZE``) but there is no process group.
@@ -189,13 +190,14 @@ def _attach(
             "hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
             "optimizer that updates the model"
         )
-    trained = {id(m.weight): name for name, m in layers.items() if m.weight.requires_grad}
+    parameters = {fqn: weight.parameter() for fqn, weight in weights.items()}
+    trained = {id(p): fqn for fqn, p in parameters.items() if p.requires_grad}
     fitting = [each for each in found if not trained.keys().isdisjoint(updated_by(each))]
     if trained and not fitting:
         first = next(iter(trained.values()))
         raise ValueError(
             f"{caller}: the {type(optimizer).__name__} updates none of the module's "
-            f"{len(trained)} float8 weights (such as {first}.weight), so its steps would leave "
+            f"{len(trained)} float8 weights (such as {first}), so its steps would leave "
             "them, and their scales, as they are. Make the optimizer after "
             "convert_to_float8_training, apply_tp_plan and fully_shard, which make new parameters, "
             "and pass the one that updates them"
@@ -203,27 +205,28 @@ def _attach(
     return after_steps(fitting or found, partial(update, module))
 
 
-def _converted_layers(module: nn.Module, caller: str) -> dict[str, Float8Linear]:
-    layers = float8_layers(module)
-    if not layers:
+def _weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
+    weights = float8_weights(module)
+    if not weights:
         raise ValueError(
             f"{caller}: the module has no Float8Linear; call convert_to_float8_training first"
         )
-    return {name or layer.fqn: layer for name, layer in layers.items()}
+    return weights
 
 
-def _layers_to_precompute(
-    module: nn.Module, layers: dict[str, Float8Linear]
-) -> dict[str, Float8Linear]:
-    """Return the layers whose next forward or FSDP2 gather uses a precomputed scale."""
+def _weights_to_precompute(
+    module: nn.Module, weights: dict[str, Float8Weight]
+) -> dict[str, Float8Weight]:
+    """Return the weights whose next forward or FSDP2 gather uses a precomputed scale."""
     fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    users = {user for part in fsdp_modules for user in fsdp_parameter_users(part)}
+    groups = [group for part in fsdp_modules for group in fsdp_groups_of_module(part)]
+    users = {user for parameter in fsdp_parameters(groups) for user in parameter.users}
 
-    def takes_precomputed_scale(layer: Float8Linear) -> bool:
-        if not layer.float8_weight.schemes or "weight" in layer.config.recipe.delayed:
+    def takes_precomputed_scale(weight: Float8Weight) -> bool:
+        if not weight.is_dynamic:
             return False
-        distributed = layer.float8_weight.layout() is not None
-        tensor_parallel = distributed and (layer, "weight") not in users
-        return layer.config.fsdp_float8_all_gather or tensor_parallel
+        distributed = weight.layout() is not None
+        tensor_parallel = distributed and (weight.module, weight.name) not in users
+        return weight.config.fsdp_float8_all_gather or tensor_parallel
 
-    return {name: layer for name, layer in layers.items() if takes_precomputed_scale(layer)}
+    return {fqn: weight for fqn, weight in weights.items() if takes_precomputed_scale(weight)}

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fp8_dist.fsdp.checks import check_layer, group_of
 from fp8_dist.fsdp.shard_casts import cast_together
 from fp8_dist.kernels import TransposedTogether, takes_transposed
-from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.weight import Float8Weight, weights_of
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
@@ -46,6 +46,7 @@ from fp8_dist.torch_internals import (
     tensor_version,
     tree_leaves,
     tree_map_only,
+    version_of,
     written_arguments,
 )
 
@@ -81,13 +82,13 @@ class _Metadata(NamedTuple):
 _together: "WeakKeyDictionary[Any, TransposedTogether]" = WeakKeyDictionary()
 
 
-def _refilled(layer: Float8Linear, qdata: torch.Tensor) -> None:
-    """Update the layer's caches after its weight was gathered."""
+def _refilled(weight: Float8Weight, qdata: torch.Tensor) -> None:
+    """Update the caches of a weight after it was gathered."""
     if not (in_backward() or torch.is_grad_enabled()):
-        layer.float8_weight.cache.end_of_evaluation()
-    group = group_of(layer)
-    if group is not None and takes_transposed(qdata.device):
-        _together.setdefault(group, TransposedTogether()).refilled(id(layer), qdata)
+        weight.cache.end_of_evaluation()
+    group = group_of(weight.module)
+    if group is not None and qdata.ndim == 2 and takes_transposed(qdata.device):
+        _together.setdefault(group, TransposedTogether()).refilled(id(weight), qdata)
 
 
 class _Writes:
@@ -95,10 +96,6 @@ class _Writes:
 
     def __init__(self) -> None:
         self.count = 0
-
-
-def _version_of(plain: torch.Tensor) -> int:
-    return 0 if plain.is_inference() else plain._version
 
 
 def _note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -117,11 +114,12 @@ class Float8AllGatherWeight(torch.Tensor):
     """
 
     _tensor: torch.Tensor
+    _name: str
     _writes: "_Writes"
-    __slots__ = ("_tensor", "_writes")
+    __slots__ = ("_name", "_tensor", "_writes")
 
     @staticmethod
-    def __new__(cls, tensor: torch.Tensor) -> "Float8AllGatherWeight":
+    def __new__(cls, tensor: torch.Tensor, name: str = "weight") -> "Float8AllGatherWeight":
         # A view of a parameter is a normal tensor under inference_mode, too.
         with torch.inference_mode(tensor.is_inference()):
             self = make_wrapper_subclass(
@@ -134,14 +132,17 @@ class Float8AllGatherWeight(torch.Tensor):
                 device=tensor.device,
                 pin_memory=tensor.is_pinned(),
             )
-        self._tensor, self._writes = tensor, _Writes()
+        self._tensor, self._name, self._writes = tensor, name, _Writes()
         return self
 
     @staticmethod
-    def wrap(tensor: torch.Tensor) -> torch.Tensor:
-        """Wrap ``tensor``, on the same storage, so that FSDP2 gathers it in float8."""
+    def wrap(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Wrap ``tensor``, on the same storage, so that FSDP2 gathers it in float8.
+
+        ``name``: that of the parameter in its module.
+        """
         known = isinstance(tensor, Float8AllGatherWeight)
-        return tensor if known else Float8AllGatherWeight(tensor)
+        return tensor if known else Float8AllGatherWeight(tensor, name)
 
     @staticmethod
     def unwrap(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,14 +152,14 @@ class Float8AllGatherWeight(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Float8AllGatherWeight({self._tensor!r})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_tensor"], None
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["_tensor"], self._name
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], static: None, outer_size: Any, outer_stride: Any
+        inner: dict[str, torch.Tensor], name: str, outer_size: Any, outer_stride: Any
     ) -> "Float8AllGatherWeight":
-        return Float8AllGatherWeight(inner["_tensor"])
+        return Float8AllGatherWeight(inner["_tensor"], name)
 
     _stable_hash_for_caching = stable_hash
     __torch_function__ = disabled_torch_function
@@ -174,19 +175,20 @@ class Float8AllGatherWeight(torch.Tensor):
         Torch does not count writes by foreach ops on DTensors, by ``.data`` and by collectives.
         ``__torch_dispatch__`` counts them.
         """
-        return tensor_version.__get__(self) + _version_of(self._tensor) + self._writes.count
+        return tensor_version.__get__(self) + (version_of(self._tensor) or 0) + self._writes.count
 
     # torch's own copies and pickles assume that a tensor with an address has a storage.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             attributes = deepcopy(self.__dict__, memo)
-            copied = _rebuilt(deepcopy(self._tensor, memo), self.requires_grad, attributes)
+            plain = deepcopy(self._tensor, memo)
+            copied = _rebuilt(plain, self._name, self.requires_grad, attributes)
             memo[id(self)] = copied
             copied.grad = deepcopy(self.grad, memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (self._tensor, self.requires_grad, self.__dict__)
+        return _rebuilt, (self._tensor, self._name, self.requires_grad, self.__dict__)
 
     @property
     def data(self) -> torch.Tensor:
@@ -202,7 +204,7 @@ class Float8AllGatherWeight(torch.Tensor):
                 "nn.Parameter to layer.weight instead, and call rewrap_float8_weights(model)"
             )
         plain = self.unwrap(value.detach())
-        self._writes.count += _version_of(self._tensor)  # the version must not fall
+        self._writes.count += version_of(self._tensor) or 0  # the version must not fall
         tensor_data.__set__(self, Float8AllGatherWeight(plain))
         self._tensor = plain
         increment_version(self)  # so that the layer drops the scales of the old values
@@ -227,7 +229,8 @@ class Float8AllGatherWeight(torch.Tensor):
             return out  # optimizers clone their state like this; clone() of a shard stays a weight
         if not (func.is_view or func in _SAME_WEIGHT):
             return out
-        wrapped = tree_map_only(torch.Tensor, cls, out)
+        name = next(each._name for each in tree_leaves(args) if isinstance(each, cls))
+        wrapped = tree_map_only(torch.Tensor, lambda plain: cls(plain, name), out)
         if func.is_view:
             for view in [wrapped] if isinstance(wrapped, cls) else wrapped:
                 view._writes = args[0]._writes
@@ -253,25 +256,25 @@ class Float8AllGatherWeight(torch.Tensor):
                 (``reshard_after_forward=<int>``), or tensor parallelism leaves some rank with an
                 empty shard, whose gradient FSDP2 can't reduce.
         """
-        if not isinstance(module, Float8Linear):
+        weight = weights_of(module).get(self._name)
+        if weight is None:
             raise ValueError(
                 f"a {type(module).__name__} owns a weight that is gathered in float8; only a "
                 "Float8Linear can use it. Share a converted layer's weight with no other module, "
                 "or leave the layer unconverted"
             )
-        check_layer(module, module.fqn)
-        _check_other_shards(module, mesh)
-        cache = module.float8_weight.cache
+        check_layer(module, weight.fqn)
+        _check_other_shards(weight, mesh)
+        cache = weight.cache
         # FSDP2 gathers under no_grad, so only the module's mode shows an evaluation.
         evaluates = not (module.training or in_backward())
         if evaluates and not cache.is_cast_ahead:
             cache.begin_evaluation()
         cache.is_cast_ahead = False
-        cast_together(module, evaluates)
-        weight = module.float8_weight
+        cast_together(weight, evaluates)
         cast, whole = weight.gather_cast(self._tensor)
         data, layout = _padded_bytes(cast.qdata, outer_size, mesh.size()), weight.layout()
-        refilled, scales = partial(_refilled, module), cast.scales
+        refilled, scales = partial(_refilled, weight), cast.scales
         scheme = cast.scheme
         moving = scheme.moving_levels(layout)
         if layout is None:
@@ -319,8 +322,10 @@ class Float8AllGatherWeight(torch.Tensor):
         return Float8Tensor.of(weight, param_dtype), ()
 
 
-def _rebuilt(plain: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
-    weight = Float8AllGatherWeight(plain).requires_grad_(requires_grad)
+def _rebuilt(
+    plain: torch.Tensor, name: str, requires_grad: bool, attributes: dict[str, Any]
+) -> torch.Tensor:
+    weight = Float8AllGatherWeight(plain, name).requires_grad_(requires_grad)
     weight.__dict__.update(attributes)
     return weight
 
@@ -342,12 +347,12 @@ def _unsharded_layout(layout: Layout, mesh: DeviceMesh) -> Layout:
     return layout._replace(placements=placements)
 
 
-def _check_other_shards(module: Float8Linear, mesh: DeviceMesh) -> None:
+def _check_other_shards(weight: Float8Weight, mesh: DeviceMesh) -> None:
     """Raise, on all ranks, for weights of which some rank has nothing before FSDP2 shards them."""
-    layout = Layout.of(module.weight)
+    layout = Layout.of(weight.parameter())
     if layout and layout.mesh.ndim > 1 and _some_are_empty(_unsharded_layout(layout, mesh)):
         raise ValueError(
-            f"{module.fqn}: a weight of shape {tuple(layout.shape)} leaves a tensor-parallel rank "
+            f"{weight.fqn}: a weight of shape {tuple(layout.shape)} leaves a tensor-parallel rank "
             f"of {layout.mesh} without any of it, and FSDP2 can't reduce an empty gradient; leave "
             "the layer out of the tensor-parallel plan"
         )
@@ -364,7 +369,7 @@ def _padded_bytes(qdata: torch.Tensor, outer: torch.Size, world_size: int) -> to
     if qdata.shape[1:] != outer[1:] or len(qdata) == rows:
         padded = qdata.contiguous()  # FSDP2 refuses uneven shards of other dims than the first
     else:
-        pad = (0, 0, 0, rows - len(qdata))
+        pad = (*(0, 0) * (qdata.ndim - 1), 0, rows - len(qdata))
         padded = torch.nn.functional.pad(qdata.view(torch.uint8), pad).view(qdata.dtype)
     return padded.view(torch.uint8)  # from this view an audit learns the payload's dtype
 

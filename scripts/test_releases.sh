@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests with other releases of torch, each in an environment of its own:
+# Runs the shorter tests (all but those marked "full") with several releases of torch, each in an
+# environment of its own:
 #   bash scripts/test_releases.sh                   the oldest that is supported, CI's, the newest
 #   bash scripts/test_releases.sh 2.14.1 newest     these
 #   bash scripts/test_releases.sh 2.11.0 -- -k fp8  with arguments for pytest after the --
@@ -21,6 +22,7 @@ while [ "$#" -gt 0 ] && [ "$1" != "--" ]; do
     shift
 done
 [ "${1:-}" = "--" ] && shift
+[ "$#" -eq 0 ] && set -- -m "not full" -n 2 --dist loadfile --no-loadscope-reorder
 [ "${#releases[@]}" -eq 0 ] && releases=("$oldest" "$pinned" newest)
 
 newest() {

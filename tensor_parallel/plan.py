@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear.agreement import check_placed
-from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.weight import float8_modules
 from fp8_dist.tensor_parallel.styles import (
     CheckedStyle,
     Float8ColwiseParallel,
@@ -69,7 +70,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 f"instance, such as ColwiseParallel()"
             )
     facts = {f"the plan's entry {pattern!r}": described(style) for pattern, style in plan.items()}
-    check_placed(float8_layers(model), mesh, "apply_tp_plan", facts)
+    check_placed(float8_modules(model), mesh, "apply_tp_plan", facts)
     # By the first name of each module, which is the only one that torch knows.
     names = {module: name for name, module in model.named_modules()}
     matches = {

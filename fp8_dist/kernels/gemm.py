@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8_dist.dtypes import device_has_float8_gemm, e4m3
+from fp8_dist.device import device_has_float8_gemm
+from fp8_dist.dtypes import e4m3
 from fp8_dist.env import strict_alignment
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.transposing import transposed_copy

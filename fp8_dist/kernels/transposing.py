@@ -11,8 +11,9 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 
+from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.torch_internals import backward_id, is_captured, when_backward_ends
+from fp8_dist.torch_internals import backward_id, storage_address, when_backward_ends
 
 
 @custom_op("transposed_copy(Tensor x) -> Tensor", fake=lambda x: x.new_empty(x.shape[::-1]))
@@ -80,16 +81,16 @@ class TransposedTogether:
             key: identifies the matrix across calls.
             matrix: contiguous ``[M, K]`` with elements of one byte. A reference to it is kept.
         """
-        storage = matrix.untyped_storage()._cdata
+        storage = storage_address(matrix)
         member = self._members.get(key)
-        if member is None or member.matrix.untyped_storage()._cdata != storage:
+        if member is None or storage_address(member.matrix) != storage:
             member = self._members[key] = _Member(matrix, ref(self))
         member.matrix, member.copy, member.copied_in = matrix, None, None
         _members[storage] = member
 
     def take(self, member: _Member) -> torch.Tensor:
         """Return the transposed copy of a matrix, which the caller owns, in a backward pass."""
-        backward, stream = backward_id(), _stream_of(member.matrix)
+        backward, stream = backward_id(), current_stream(member.matrix.device)
         if backward != self._backward:
             self._drop()  # a backward pass that raised may have left copies
             self._backward = backward
@@ -122,13 +123,9 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
 
     For eager code only, because it keeps tensors between calls.
     """
-    member = _members.get(x.untyped_storage()._cdata)
+    member = _members.get(storage_address(x))
     together = None if member is None else member.together()
     if member is None or together is None or backward_id() < 0 or is_captured(x):
         return transposed_copy(x)
     same = x.data_ptr() == member.matrix.data_ptr() and x.shape == member.matrix.shape
     return together.take(member) if same else transposed_copy(x)
-
-
-def _stream_of(x: torch.Tensor) -> torch.Stream | None:
-    return torch.cuda.current_stream(x.device) if x.is_cuda else None

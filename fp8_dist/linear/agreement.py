@@ -25,7 +25,7 @@ _compared: "WeakSet[nn.Module]" = WeakSet()
 # Models that were converted. A part of one may have converted layers on other ranks only.
 _converted: "WeakSet[nn.Module]" = WeakSet()
 
-# Float8Linear layers by name. (Any, because Float8Linear imports this module.)
+# Modules with float8 parameters, by name. (Any, because Float8Linear imports this module.)
 Layers = Mapping[str, Any]
 
 
@@ -105,7 +105,7 @@ def check_layers(module: nn.Module, layers: Layers, caller: str) -> None:
     agree about them whatever they have converted.
 
     Args:
-        layers: all converted layers in the module, by name.
+        layers: all modules with float8 parameters in the module, by name.
 
     Collectives: those of ``first_difference`` for each mesh.
 
@@ -121,9 +121,10 @@ def check_layers(module: nn.Module, layers: Layers, caller: str) -> None:
             if isinstance(parameter, DTensor):
                 facts.of(parameter.device_mesh)
         for name, layer in new.items():
-            layout = layer.float8_weight.layout()
-            if layout is not None:
-                facts.of(layout.mesh).update(_facts_of(layer, name))
+            for weight in layer.float8_weights.values():
+                layout = weight.layout()
+                if layout is not None:
+                    facts.of(layout.mesh).update(_facts_of(weight, name))
         facts.check(caller)
     _mark(new.values())
     mark_compared(module)
@@ -141,10 +142,15 @@ def check_placed(
 
     Collectives, raises: as :func:`check_layers`.
     """
-    if not has_stand_ins(layer.weight for layer in layers.values()):
+    weights = [
+        (name, weight)
+        for name, layer in _by_fqn(layers).items()
+        for weight in layer.float8_weights.values()
+    ]
+    if not has_stand_ins(weight.parameter() for _, weight in weights):
         facts = Facts()
-        for name, layer in _by_fqn(layers).items():
-            facts.of(mesh).update(_facts_of(layer, name))
+        for name, weight in weights:
+            facts.of(mesh).update(_facts_of(weight, name))
         facts.of(mesh).update(others or {})
         facts.check(caller)
     _mark(layers.values())
@@ -152,27 +158,32 @@ def check_placed(
 
 def _mark(layers: Iterable[Any]) -> None:
     for layer in layers:
-        layer.float8_weight.is_compared = True
+        for weight in layer.float8_weights.values():
+            weight.is_compared = True
 
 
 def _by_fqn(layers: Layers) -> Layers:
     """Layers by their FQN in the converted model, if these are unique; else ``layers``."""
-    by_fqn = {layer.fqn: layer for layer in layers.values()}
+    by_fqn = {w.fqn: layer for layer in layers.values() for w in layer.float8_weights.values()}
     return by_fqn if len(by_fqn) == len(layers) else layers
 
 
-def _facts_of(layer: Any, name: str) -> dict[str, str]:
-    layout = layer.float8_weight.layout()
-    shape = layer.weight.shape if layout is None else layout.shape
+def _facts_of(weight: Any, module: str) -> dict[str, str]:
+    """The facts about a float8 parameter of a module of that name."""
+    layout, parameter = weight.layout(), weight.parameter()
+    shape = parameter.shape if layout is None else layout.shape
+    fqn, kind = f"{module}.{weight.name}", type(weight.module).__name__
+    name = module if weight.name == "weight" else fqn
     facts = {
-        name: f"a Float8Linear with a weight of shape {list(shape)}",
-        f"{name}.weight.dtype": str(layer.weight.dtype),
-        f"{name}.weight.requires_grad": str(layer.weight.requires_grad),
+        name: f"a {kind} with a {weight.name} of shape {list(shape)}",
+        f"{fqn}.dtype": str(parameter.dtype),
+        f"{fqn}.requires_grad": str(parameter.requires_grad),
     }
-    if layer.reduce_transport is not None:
-        facts[f"{name}.reduce_transport"] = layer.reduce_transport
-    for field in dataclasses.fields(layer.config):
-        facts[f"{name}.config.{field.name}"] = repr(getattr(layer.config, field.name))
+    transport = getattr(weight.module, "reduce_transport", None)
+    if transport is not None:
+        facts[f"{module}.reduce_transport"] = transport
+    for field in dataclasses.fields(weight.config):
+        facts[f"{name}.config.{field.name}"] = repr(getattr(weight.config, field.name))
     return facts
 
 

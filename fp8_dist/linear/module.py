@@ -1,6 +1,6 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from fp8_dist.linear.layer_repr import config_text, scale_text
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
 from fp8_dist.linear.saved_histories import load_from_metadata, save_to_metadata
-from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weight import Float8Weight, checked_module, float8_weights
 from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -155,6 +155,11 @@ class Float8Linear(nn.Linear):
         )
         linear.bias = self.bias
         return linear.train(self.training)
+
+    @property
+    def float8_weights(self) -> dict[str, Float8Weight]:
+        """The float8 parameters of the layer by name: the weight."""
+        return {"weight": self.float8_weight}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute ``input @ weight^T + bias`` in float8; for shapes and collectives see the class.
@@ -333,8 +338,8 @@ def invalidate_float8_scales(module: nn.Module) -> None:
 
     Collectives: none.
     """
-    for layer in float8_layers(module).values():
-        layer.float8_weight.cache.drop(Change.WRITE)
+    for weight in float8_weights(module).values():
+        weight.cache.drop(Change.WRITE)
 
 
 def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
@@ -346,19 +351,20 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
     Raises:
         TypeError: ``module`` is not an nn.Module.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a model (an nn.Module), got a {type(module).__name__}")
-    return {n: m for n, m in module.named_modules() if isinstance(m, Float8Linear)}
+    found = checked_module(module).named_modules()
+    return {n: m for n, m in found if isinstance(m, Float8Linear)}
 
 
-def other_users(module: nn.Module, layers: Mapping[str, nn.Linear]) -> list[str]:
-    """Other uses of the weights of ``layers`` in ``module``, as one phrase for each."""
-    names = {id(layer.weight): name for name, layer in layers.items()}
-    known = set(layers.values())
+def other_users(
+    module: nn.Module, parameters: Mapping[str, torch.Tensor], known: Iterable[nn.Module]
+) -> list[str]:
+    """Other uses of parameters, by FQN, than by ``known`` modules, as one phrase for each."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    users = set(known)
     return [
-        f"{names[id(parameter)]}.weight is also {fqn + '.' if fqn else ''}{name}"
+        f"{names[id(parameter)]} is also {fqn + '.' if fqn else ''}{name}"
         for fqn, other in module.named_modules()
-        if other not in known
+        if other not in users
         for name, parameter in other.named_parameters(recurse=False)
         if id(parameter) in names
     ]

@@ -13,8 +13,9 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from fp8_dist.cast import Copies
+from fp8_dist.device import current_stream, is_captured
 from fp8_dist.scaling import Copy, Quantized
-from fp8_dist.torch_internals import is_captured
+from fp8_dist.torch_internals import version_of
 
 
 class _LastCast(NamedTuple):
@@ -31,11 +32,10 @@ _last: _LastCast | None = None
 
 def cast_key(x: torch.Tensor, kind: Any) -> Any:
     """The key under which a cast of this kind may be reused; None if it must not be."""
-    if x.is_inference():
-        return None  # inference tensors have no version counter
-    if is_captured(x):
+    version = version_of(x)
+    if version is None or is_captured(x):
         return None  # a CUDA graph must hold the cast itself
-    return x._version, kind, torch.cuda.current_stream(x.device) if x.is_cuda else None
+    return version, kind, current_stream(x.device)
 
 
 def last_cast(x: torch.Tensor, key: Any) -> Copies | None:

@@ -24,7 +24,7 @@ selective activation checkpointing query them by operators (``scale_query``).
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -42,6 +42,7 @@ from fp8_dist.cast import (
     statistics_of,
 )
 from fp8_dist.config import Float8LinearConfig
+from fp8_dist.device import is_captured
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
@@ -68,7 +69,6 @@ from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     dtensor_local,
     in_backward,
-    is_captured,
     is_plain,
     is_selectively_checkpointed,
     set_dtensor_local,
@@ -80,20 +80,24 @@ from fp8_dist.warn import warn_once
 class GatherType(Protocol):
     """A tensor type whose all-gather FSDP2 runs in float8; ``fp8_dist.fsdp`` defines it."""
 
-    def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Wrap a local tensor as one of this type on the same storage."""
+    def wrap(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Wrap a local tensor, of the parameter ``name``, as one of this type on its storage."""
 
     def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
         """The plain local tensor inside; a tensor of another type is returned unchanged."""
 
 
 class Float8Weight:
-    """The weight of one layer, which owns this object.
+    """A parameter that is cast to float8, of two dims or more: a module, and the name there.
 
-    A copy of the layer gets a new object with an empty cache. The layer is referred to weakly.
+    The module has it in the dict ``float8_weights``, by that name. Parameters are looked up by name
+    because FSDP2 and checkpoint loaders replace them. A copy of the module needs a new object, with
+    an empty cache. The module is referred to weakly.
 
     Attributes:
-        config, fqn: those of the layer.
+        name: the name of the parameter in the module.
+        config: its casts are those of ``weight``.
+        fqn: the name of the module.
         handle: identifies this object in operators (``scale_query``).
         cache: statistics and float8 casts, while they are known to be fresh.
         is_exchanged: FSDP2 has put an unsharded parameter in the place of the sharded one.
@@ -108,16 +112,18 @@ class Float8Weight:
 
     def __init__(
         self,
-        layer: nn.Linear,
+        module: nn.Module,
         config: Float8LinearConfig,
         fqn: str,
-        histories: dict[str, AmaxHistory],
+        histories: dict[str, AmaxHistory] | None = None,
+        name: str = "weight",
     ) -> None:
         self.cache = WeightCache()
-        self._layer = weakref.ref(layer)
+        self._module = weakref.ref(module)
+        self.name = name
         self.config = config
         self.fqn = fqn
-        self._histories = histories
+        self._histories = {} if histories is None else histories
         self.handle = register_handle(self)
         # FSDP2 exchanges the parameter: no cast of an unsharded parameter may outlive it.
         self.is_exchanged = False
@@ -130,10 +136,9 @@ class Float8Weight:
 
         This is for layers that code outside of this library has placed.
         """
-        layer: Any = self._layer()
         layout = None if self.is_compared else self.layout()
         if layout is not None:
-            check_placed({self.fqn: layer}, layout.mesh, f"{caller} of {self.fqn}")
+            check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -141,14 +146,30 @@ class Float8Weight:
         return self.config.recipe.schemes["weight"]
 
     @property
+    def is_dynamic(self) -> bool:
+        """Whether it is cast, by scales that follow from its values."""
+        return bool(self.schemes) and "weight" not in self.config.recipe.delayed
+
+    @property
     def _history(self) -> AmaxHistory | None:
         return self._histories.get("weight")
 
+    @property
+    def module(self) -> nn.Module:
+        """The module that has the parameter."""
+        module = self._module()
+        assert module is not None, f"{self.fqn} was freed"
+        return module
+
     def parameter(self) -> torch.Tensor:
         """The parameter that is registered now."""
-        layer = self._layer()
-        assert layer is not None, f"{self.fqn} was freed"
-        return layer.weight
+        parameter: torch.Tensor = getattr(self.module, self.name)
+        return parameter
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether it is a parameter of the module, neither parametrized nor flattened."""
+        return self.name in self.module._parameters and self.parameter().ndim >= 2
 
     def shard(self) -> torch.Tensor:
         """The current shard, without a copy or collectives."""
@@ -157,8 +178,7 @@ class Float8Weight:
     def layout(self, parameter: torch.Tensor | None = None) -> Layout | None:
         """The layout of a parameter (None: the layer's), as a DTensor or as declared."""
         parameter = self.parameter() if parameter is None else parameter
-        layer = self._layer()
-        declared: LocalPlacements | None = getattr(layer, "local_placements", None)
+        declared: LocalPlacements | None = getattr(self.module, "local_placements", None)
         if declared is None:
             return Layout.of(parameter)
         return declared.weight_layout(parameter, self.fqn)
@@ -318,7 +338,7 @@ class Float8Weight:
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
         """A new parameter on the same storage, of the type that FSDP2 gathers in float8."""
-        local = self.gather_type.wrap(local_tensor(parameter.detach()))
+        local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
         return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
 
     def _casts(
@@ -513,8 +533,8 @@ class Float8Weight:
         It may be another tensor: in ``functional_call``, after an update within the graph, or if a
         parametrization computes it. Nothing is cached for those.
         """
-        layer = self._layer()
-        if layer is None or "weight" not in layer._parameters:
+        module = self._module()
+        if module is None or self.name not in module._parameters:
             return False
         own = self.shard()
         return storage_address(own) == storage_address(shard) and (
@@ -656,6 +676,37 @@ class Float8Weight:
                 "high precision (set enable_fsdp_float8_all_gather=True), or functional_call "
                 "replaced it",
             )
+
+
+def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
+    """The float8 parameters that a module itself has, by name."""
+    weights: Mapping[str, Float8Weight] = getattr(module, "float8_weights", {})
+    return weights
+
+
+def checked_module(module: nn.Module) -> nn.Module:
+    """Return ``module``; raise TypeError if it is not an nn.Module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a model (an nn.Module), got a {type(module).__name__}")
+    return module
+
+
+def float8_weights(module: nn.Module) -> dict[str, Float8Weight]:
+    """All float8 parameters in ``module`` by FQN, in the order of ``named_modules()``.
+
+    Raises:
+        TypeError: ``module`` is not an nn.Module.
+    """
+    return {
+        f"{fqn}.{name}" if fqn else name: weight
+        for fqn, part in checked_module(module).named_modules()
+        for name, weight in weights_of(part).items()
+    }
+
+
+def float8_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules in ``module`` that have float8 parameters, by name."""
+    return {fqn: part for fqn, part in module.named_modules() if weights_of(part)}
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

@@ -44,7 +44,7 @@ from fp8_dist.cast import Copies, Known
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
 from fp8_dist.scaling import Scales
-from fp8_dist.torch_internals import in_backward, innermost, storage_address
+from fp8_dist.torch_internals import in_backward, innermost, storage_address, version_of
 from fp8_dist.warn import warn_once
 
 # A parameter, its version and that of its local tensor: together they identify its values.
@@ -233,8 +233,8 @@ class WeightCache:
 
     def _has_same_values(self, param: torch.Tensor) -> bool:
         return (
-            self._version == _version(param)
-            and self._local_version == _version(local_tensor(param))
+            self._version == version_of(param)
+            and self._local_version == version_of(local_tensor(param))
             and self._has_same_storage(param)
         )
 
@@ -244,7 +244,7 @@ class WeightCache:
 
     def _note_values(self, param: torch.Tensor) -> None:
         self._is_noted, self._was_frozen = True, not param.requires_grad
-        self._version, self._local_version = _version(param), _version(local_tensor(param))
+        self._version, self._local_version = version_of(param), version_of(local_tensor(param))
         if self._storage is None or not self._has_same_storage(param):
             # The weak reference keeps the storage's address from being reused.
             self._storage = StorageWeakRef(innermost(param).untyped_storage())
@@ -362,13 +362,8 @@ class WeightCache:
             )
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    """The version counter of a tensor; None if it keeps none."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def _values(param: torch.Tensor | None) -> _Values | None:
-    return None if param is None else (param, _version(param), _version(local_tensor(param)))
+    return None if param is None else (param, version_of(param), version_of(local_tensor(param)))
 
 
 def _is_same(param: torch.Tensor | None, values: _Values | None) -> bool:

@@ -9,8 +9,9 @@ from contextlib import suppress
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp8_dist.device import is_captured
 from fp8_dist.mesh.groups import groups_over
-from fp8_dist.torch_internals import funcol, is_captured, without_dispatch_modes
+from fp8_dist.torch_internals import funcol, without_dispatch_modes
 
 
 def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:

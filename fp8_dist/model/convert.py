@@ -210,7 +210,8 @@ def _check_shared_weights(
     """Raise ValueError for a float8 gather of a weight that an unconverted module shares."""
     if not config.fsdp_float8_all_gather:
         return
-    shared = other_users(module, chosen)
+    weights = {f"{name}.weight": layer.weight for name, layer in chosen.items()}
+    shared = other_users(module, weights, chosen.values())
     if shared:
         raise ValueError(
             "convert_to_float8_training: enable_fsdp_float8_all_gather="

@@ -20,7 +20,7 @@ from fp8_dist.linear.module import Float8Linear, float8_layers, other_users
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.names import without_wrappers
 from fp8_dist.scaling import Blocks, whole_statistics
-from fp8_dist.torch_internals import fsdp_parameter_uses
+from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
 
 
 class _Exported(NamedTuple):
@@ -66,7 +66,10 @@ def float8_state_dict(
     model = _unwrapped(model)
     layers = _checked_layers(model, "float8_state_dict")
     gathered_as = {
-        use.module: use.param_dtype for use in fsdp_parameter_uses() if use.name == "weight"
+        module: parameter.param_dtype
+        for parameter in fsdp_parameters(fsdp_groups())
+        for module, name in parameter.users
+        if name == "weight"
     }
     made: dict[int, _Exported] = {}
     found: dict[str, Any] = {}
@@ -153,7 +156,8 @@ def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
                 "where its other parameters belong is not known; load the state dict into a model "
                 "that is not parallelized, and export that"
             )
-    shared = other_users(model, converted)
+    weights = {f"{name}.weight": layer.weight for name, layer in converted.items()}
+    shared = other_users(model, weights, converted.values())
     if shared:
         raise ValueError(
             f"{caller}: {'; '.join(shared)}, which would stay in high precision; leave the layer "

@@ -14,7 +14,7 @@ from torch import nn
 
 import fp8_dist
 from fp8_dist import Float8LinearConfig, doctor, env
-from fp8_dist.dtypes import device_has_float8_gemm
+from fp8_dist.device import device_has_float8_gemm
 from fp8_dist.linear.checks import check_alignment
 
 ROOT = Path(__file__).parents[2]

@@ -16,6 +16,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from fp8_dist.dtypes import is_float8
+from fp8_dist.torch_internals import base_of, version_of
 
 # Below this size torch's own conversion is faster than several passes.
 FEW = 4096  # elements
@@ -72,7 +73,7 @@ class _Entry(NamedTuple):
     """A matrix, identified by the tensor that it is a view of, with its bf16 copy."""
 
     root: ReferenceType[torch.Tensor]  # only compared: autograd may be the only owner
-    version: int
+    version: int | None
     address: int
     shape: torch.Size
     copy: torch.Tensor
@@ -89,17 +90,16 @@ class UpcastCache:
         # A matrix and its transpose are stored as one contiguous matrix.
         transposed = not data.is_contiguous()
         stored = data.t() if transposed else data
-        has_version = not data.is_inference()
         if data.numel() < FEW or not (
-            is_float8(data.dtype) and has_version and stored.is_contiguous()
+            is_float8(data.dtype) and version_of(data) is not None and stored.is_contiguous()
         ):
             return upcast(data, dtype)
         copy = self._copy(stored)
         return (copy.t() if transposed else copy).to(dtype)
 
     def _copy(self, stored: torch.Tensor) -> torch.Tensor:
-        root = stored if stored._base is None else stored._base
-        key = (stored._version, stored.data_ptr(), stored.shape)
+        root = base_of(stored)
+        key = (version_of(stored), stored.data_ptr(), stored.shape)
         entry = self._entry  # read once, because another thread may replace it
         if entry is not None and entry.root() is root and entry[1:4] == key:
             return entry.copy

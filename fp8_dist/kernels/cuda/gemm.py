@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import ScalingType, SwizzleType, pad
+from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
 from fp8_dist.kernels.block_gemm import block_scaled_mm, gemm_scales, tiled_exponents
 from fp8_dist.kernels.gemm import emulated_mm, row_major, scaled_mm, scaled_mm_with
 from fp8_dist.kernels.transposing import transposed, transposed_copy
-from fp8_dist.torch_internals import block_gemm_of_torch
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
 _ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors
@@ -27,7 +27,7 @@ _ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors
 @cache
 def device_kind(device: torch.device) -> str | None:
     """The GEMM that a device has: "hopper", "blackwell" or None."""
-    if block_gemm_of_torch is None or torch.version.cuda is None:
+    if torch.version.cuda is None:
         return None
     release = tuple(map(int, torch.version.cuda.split(".")[:2]))
     major, _ = torch.cuda.get_device_capability(device)
@@ -57,9 +57,8 @@ def block_mm(
     a = row_major(_in_whole_blocks(a, blocks_a), transpose)
     b = row_major(_in_whole_blocks(b, blocks_b).t(), transpose).t()
     scales = _hopper_scales if kind == "hopper" else _blackwell_scales
-    assert block_gemm_of_torch is not None
-    mm, *_ = block_gemm_of_torch
-    product = mm(a, b, output_dtype=out_dtype, **scales(exponents_a, exponents_b, blocks_b))
+    options = scales(exponents_a, exponents_b, blocks_b)
+    product = scaled_mm_of_torch(a, b, output_dtype=out_dtype, **options)
     first = blocks_b[3]
     return product[:rows, first : first + columns].contiguous()
 
@@ -110,9 +109,13 @@ def _hopper_scales(
     """
     if blocks_b[1] == 1:
         scales = gemm_scales(exponents_a, exponents_b.t())
-        return _options(scales, "BlockWise1x128", "BlockWise1x128", "NO_SWIZZLE")
+        return _options(
+            scales, ScalingType.BlockWise1x128, ScalingType.BlockWise1x128, SwizzleType.NO_SWIZZLE
+        )
     scales = gemm_scales(exponents_a, exponents_b, 4)
-    return _options(scales, "BlockWise1x128", "BlockWise128x128", "NO_SWIZZLE")
+    return _options(
+        scales, ScalingType.BlockWise1x128, ScalingType.BlockWise128x128, SwizzleType.NO_SWIZZLE
+    )
 
 
 def _blackwell_scales(
@@ -121,21 +124,21 @@ def _blackwell_scales(
     """Tiled exponents of rows and columns. Those of squares are repeated for each column."""
     of_a, of_b = tiled_exponents(exponents_a, exponents_b.t(), blocks_b[1])
     scales = of_a.view(torch.float8_e8m0fnu), of_b.view(torch.float8_e8m0fnu)
-    return _options(scales, "BlockWise1x32", "BlockWise1x32", "SWIZZLE_32_4_4")
+    return _options(
+        scales, ScalingType.BlockWise1x32, ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    )
 
 
 def _options(
-    scales: tuple[Tensor, Tensor], kind_a: str, kind_b: str, swizzle: str
+    scales: tuple[Tensor, Tensor], kind_a: Any, kind_b: Any, swizzle: Any
 ) -> dict[str, Any]:
-    assert block_gemm_of_torch is not None
-    _, scaling, swizzles = block_gemm_of_torch
     return {
         "scale_a": scales[0],
-        "scale_recipe_a": getattr(scaling, kind_a),
+        "scale_recipe_a": kind_a,
         "scale_b": scales[1],
-        "scale_recipe_b": getattr(scaling, kind_b),
-        "swizzle_a": getattr(swizzles, swizzle),
-        "swizzle_b": getattr(swizzles, swizzle),
+        "scale_recipe_b": kind_b,
+        "swizzle_a": swizzle,
+        "swizzle_b": swizzle,
     }
 
 

@@ -79,7 +79,7 @@ def count_update(name: str, blocks: int) -> Counts:
             with KernelCounter() as counter:
                 after_step(name, sharded=True)(model)
                 if first is not None:
-                    cast_together(first, evaluates=False)
+                    cast_together(first.float8_weight, evaluates=False)
     return counter.counts
 
 

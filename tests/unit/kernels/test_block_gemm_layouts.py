@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_mm
 
 from fp8_dist.kernels.blocks import exponents_shape
 from fp8_dist.kernels.cuda import gemm as block_gemm
@@ -43,14 +44,12 @@ def operands(kind: str, gemm: str, sizes: tuple[int, int, int, int]) -> tuple[An
 @pytest.mark.parametrize("kind", ["hopper", "blackwell"])
 def test_torch_takes_the_operands(kind: str, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    assert block_gemm.block_gemm_of_torch is not None
-    mm, *options = block_gemm.block_gemm_of_torch
 
-    def counted(*args: object, **kwargs: object) -> torch.Tensor:
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(kwargs)
-        return mm(*args, **kwargs)
+        return scaled_mm(*args, **kwargs)
 
-    monkeypatch.setattr(block_gemm, "block_gemm_of_torch", (counted, *options))
+    monkeypatch.setattr(block_gemm, "scaled_mm_of_torch", counted)
     monkeypatch.setattr(block_gemm, "device_kind", lambda device: kind)
     m, _, n, _ = SIZES[sizes]
     for gemm, dtype in product(

@@ -151,7 +151,7 @@ def test_a_backward_that_raises_leaves_nothing_to_the_next(group: Group) -> None
 def test_copies_belong_to_the_stream_that_made_them(group: Group) -> None:
     def asks() -> None:
         for stream, i in ((0, 0), (1, 1), (1, 1), (1, 2)):  # 1 and 2 were made on the stream of 0
-            with patch.object(transposing, "_stream_of", lambda x, s=stream: s):
+            with patch.object(transposing, "current_stream", lambda device, s=stream: s):
                 group.ask(i)
 
     group.launches.clear()

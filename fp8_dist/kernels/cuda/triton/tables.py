@@ -10,9 +10,9 @@ from itertools import accumulate
 
 import torch
 
+from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels.cuda.triton.launch import DTYPES
 from fp8_dist.kernels.quantization import as_matrix
-from fp8_dist.torch_internals import is_captured
 
 
 def are_alike(tensors: Sequence[torch.Tensor]) -> bool:
@@ -51,8 +51,8 @@ class Table:
     def of(self, *columns: Sequence[int]) -> torch.Tensor:
         """The table with the addresses and the given numbers of each tensor."""
         device = self._device
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        return _table_of(tuple(zip(self._addresses, *columns, strict=True)), device, stream)
+        rows = tuple(zip(self._addresses, *columns, strict=True))
+        return _table_of(rows, device, current_stream(device))
 
     def is_aligned(self, *columns: Sequence[int]) -> bool:
         """Whether all addresses and the given numbers are multiples of 16."""
@@ -61,7 +61,7 @@ class Table:
 
 @lru_cache(maxsize=16)
 def _table_of(
-    rows: tuple[tuple[int, ...], ...], device: torch.device, stream: torch.cuda.Stream | None
+    rows: tuple[tuple[int, ...], ...], device: torch.device, stream: torch.Stream | None
 ) -> torch.Tensor:
     # One table per stream: the memory of a dropped table is reused on that stream only.
     return torch.tensor(rows, dtype=torch.int64).to(device)

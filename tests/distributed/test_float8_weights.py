@@ -1,0 +1,88 @@
+"""Float8 parameters by name: experts' weights [E, N, K], which FSDP2 gathers in float8."""
+
+import pytest
+import torch
+from experts import Experts, experts_config
+from nets import full
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits, sqnr
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from fp8_dist import attach_update, precompute_float8_dynamic_scale, rewrap_float8_weights
+from fp8_dist.debug import comm_audit
+from fp8_dist.linear.weight import float8_weights
+
+
+def trained(dp: int, experts: int, dim: int) -> tuple[list[str], int, set[torch.dtype]]:
+    """Differences from one device in two steps, precompute's collectives, and dtypes of gathers.
+
+    The second step follows an update by the optimizer's hook.
+    """
+    mesh = device_mesh(dp=dp)
+    config = experts_config(enable_fsdp_float8_all_gather=True)
+    model = nn.Sequential(Experts(experts, 24, 36, config))
+    twin = nn.Sequential(Experts(experts, 24, 36, experts_config()))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
+    attached = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach_update(attached, model)
+    alone = torch.optim.SGD(twin.parameters(), lr=0.1)
+    x, wrong = torch.randn(5, 24, generator=torch.Generator().manual_seed(1)), []
+    with comm_audit(mesh) as update:
+        precompute_float8_dynamic_scale(model)
+    gathered: set[torch.dtype] = set()
+    for step in range(2):
+        with comm_audit(mesh) as audit:
+            model(x).square().sum().backward()
+        twin(x).square().sum().backward()
+        gathered |= {row.dtype for row in audit.rows if row.op == "all_gather"}
+        if audit.count("all_reduce"):
+            wrong.append(f"step {step}: {audit.table()}")
+        pairs = zip(model[0].used, twin[0].used, strict=True)
+        if not all(same_bits(a, b) for a, b in pairs):
+            wrong.append(f"step {step}: casts")
+        for optimizer in (attached, alone):
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, parameter in twin.named_parameters():
+            mine = full(model.get_parameter(name).detach())
+            if sqnr(parameter.detach(), mine) < 100:
+                wrong.append(f"step {step}: {name}")
+            parameter.data.copy_(mine)  # the mean over ranks rounds
+    return wrong, update.count(), gathered
+
+
+# Experts that ranks have unequal numbers of (a fourth rank has none), and parts of each expert.
+@pytest.mark.parametrize(
+    ("dp", "experts", "dim", "reductions"),
+    [(2, 6, 0, 0), (3, 6, 0, 0), (4, 6, 0, 1), (2, 5, 0, 1), (2, 4, 1, 1)],
+)
+def test_experts(ranks: RankPools, dp: int, experts: int, dim: int, reductions: int) -> None:
+    # Where all ranks have as many experts, FSDP2's gather carries their scales.
+    gathered = {torch.float8_e4m3fn} | (set() if reductions else {torch.float32})
+    assert ranks(dp).run(trained, dp, experts, dim) == [([], reductions, gathered)] * dp
+
+
+def rewrapped() -> list[object]:
+    config = experts_config(enable_fsdp_float8_all_gather=True)
+    model = nn.Sequential(Experts(4, 24, 36, config))
+    names = list(float8_weights(model))
+    model[0].up = nn.Parameter(model[0].up._tensor.clone())
+    lost = raised(ValueError, lambda: precompute_and_share(model))
+    return [names, rewrap_float8_weights(model), rewrap_float8_weights(model), lost]
+
+
+def precompute_and_share(model: nn.Sequential) -> None:
+    model.register_module("other", nn.Module())
+    model.other.weight = model[0].up
+    try:
+        rewrap_float8_weights(model)
+    finally:
+        del model.other
+
+
+def test_they_are_found_by_name(ranks: RankPools) -> None:
+    names, first, second, text = ranks(1).run(rewrapped)[0]
+    assert (names, first, second) == (["0.up", "0.down"], ["0"], [])
+    assert "0.up is also other.weight" in text

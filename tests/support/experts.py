@@ -1,0 +1,51 @@
+"""Weights of experts, [E, N, K], with one scale per expert: a module that the library does not know."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8_dist import CastConfig, Float8LinearConfig, Float8Tensor, cast_to_float8
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.mesh import local_tensor
+from fp8_dist.scaling import Dense
+
+PER_EXPERT = CastConfig(scaling_granularity=Dense(per="matrix"))
+
+
+def experts_config(**fields: Any) -> Float8LinearConfig:
+    casts = {f"cast_config_{o}": PER_EXPERT for o in ("input", "weight", "grad_output")}
+    return Float8LinearConfig(**(casts | fields))
+
+
+class Experts(nn.Module):
+    """Two linear layers per expert, each of which gets all tokens ``[T, dim]``; summed.
+
+    Attributes:
+        used: the data and the scales of the weights of the last forward.
+    """
+
+    def __init__(self, experts: int, dim: int, hidden: int, config: Float8LinearConfig) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        size = torch.logspace(-2, 2, experts)[:, None, None]
+        self.up = nn.Parameter(torch.randn(experts, hidden, dim) * size)
+        self.down = nn.Parameter(torch.randn(experts, dim, hidden))
+        self.float8_weights = {n: Float8Weight(self, config, "", name=n) for n in ("up", "down")}
+        if config.fsdp_float8_all_gather:
+            for name, weight in self.float8_weights.items():
+                setattr(self, name, weight.wrapped(weight.parameter()))
+        self.used: list[torch.Tensor] = []
+
+    def _cast(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The weights as float8 values in high precision; FSDP2 may have gathered them so."""
+        found: Any = parameter
+        if not isinstance(local_tensor(parameter), Float8Tensor):
+            found = cast_to_float8(parameter, PER_EXPERT)
+        self.used += [found.qdata.clone(), found.scale.clone()]  # FSDP2 frees what it gathered
+        return found.dequantize()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.used = []
+        hidden = torch.einsum("tk,enk->etn", x, self._cast(self.up)).relu()
+        return torch.einsum("etn,ekn->tk", hidden, self._cast(self.down))

@@ -1,0 +1,131 @@
+"""What a release of torch that has renamed private names leads to."""
+
+import importlib.util
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from reference import raised
+from torch.distributed.tensor import DTensor
+from torch.utils import _python_dispatch
+
+from fp8_dist import torch_internals, warn
+
+
+def imported_again() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("imported_again", torch_internals.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an import replaces in torch, and notes of warnings, are as they were after a test."""
+    monkeypatch.setattr(warn, "_warned", set())
+    if "_stable_hash_for_caching" in vars(DTensor):
+        monkeypatch.setattr(
+            DTensor, "_stable_hash_for_caching", vars(DTensor)["_stable_hash_for_caching"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "shown"),
+    [
+        (torch, "_scaled_mm", "module 'torch' has no attribute '_scaled_mm'"),
+        (nn.Module, "_save_to_state_dict", "it has no Module._save_to_state_dict"),
+    ],
+)
+def test_a_name_that_every_use_needs(
+    owner: Any, name: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(owner, name)
+    message = raised(ImportError, imported_again)
+    release = f"fp8_dist needs torch >= 2.11, and does not know torch {torch.__version__}"
+    assert message == f"{release}: {shown}. Install another release of torch"
+
+
+def test_a_name_that_one_feature_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "_foreach_zero_")
+    again = imported_again()
+    message = raised(ImportError, lambda: again.foreach_zero_([torch.ones(1)]))
+    assert f"torch {torch.__version__}: it has no torch._foreach_zero_, which this call" in message
+
+
+class AnyMode(_python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_name_without_which_something_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_python_dispatch, "_get_current_dispatch_mode_stack")
+    again = imported_again()
+    assert not again.is_selectively_checkpointed()
+    text = "has no torch.utils._python_dispatch._get_current_dispatch_mode_stack: in any disp"
+    with AnyMode(), pytest.warns(UserWarning, match=text) as found:
+        assert [again.is_selectively_checkpointed() for _ in range(2)] == [True, True]
+    assert len(found) == 1
+
+
+class Param:
+    """FSDP2's parameter, with attributes that it declares and sets later."""
+
+    _extensions_data: Any
+    _unsharded_param: Any
+    sharded_param = unsharded_accumulated_grad = unsharded_param = None
+
+    def __init__(self, **attributes: Any) -> None:
+        self._module_info = SimpleNamespace(
+            module=None, param_name="", shared_modules=[], shared_param_names=[]
+        )
+        vars(self).update(attributes)
+
+
+class RenamedParam:
+    _module_info = sharded_param = _unsharded_param = None
+
+
+def sharded(parameter: Any, **renamed: str) -> Any:
+    """A module of FSDP2 with one parameter group."""
+    names = "modules fsdp_params mesh_info post_forward_mesh_info mp_policy comm_ctx lazy_init"
+    names += " _reset_sharded_params _training_state"
+    group = SimpleNamespace(**{renamed.get(name, name): None for name in names.split()})
+    group.fsdp_params = [parameter]
+    state = SimpleNamespace(_is_root=None, _comm_ctx=None, _fsdp_param_groups=[group])
+    return SimpleNamespace(_get_fsdp_state=lambda: state)
+
+
+def test_renamed_attributes_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_internals, "_is_fsdp_known", False)
+    groups = torch_internals.fsdp_groups_of_module
+    broken = sharded(RenamedParam(), _training_state="training_state")
+    for _ in range(2):
+        assert (
+            "its FSDP2 has no SimpleNamespace._training_state, RenamedParam._extensions_data. "
+            "Install"
+        ) in raised(ImportError, lambda: groups(broken))
+    assert len(groups(sharded(Param()))) == 1
+    assert len(groups(broken)) == 1  # one module was looked at
+
+
+def test_renamed_attributes_of_fsdps_reductions() -> None:
+    group = SimpleNamespace(
+        device=None,
+        reduce_grads=True,
+        post_backward=None,
+        gradient_divide_factor=None,
+        _reduce_scatter_process_group=None,
+        mesh_info=SimpleNamespace(mesh=None, shard_mesh_dim=0, replicate_mesh_dim=1),
+        fsdp_params=[Param(padded_sharded_param_size=1)],
+    )
+    assert torch_internals.fsdp_reduction(group) is None
+    assert (
+        "set_gradient_transport needs SimpleNamespace._reduce_scatter_comm, "
+        "SimpleNamespace.replicate_process_group of FSDP2. Install"
+    ) in raised(ImportError, lambda: torch_internals.check_fsdp_reduction(group))
+    group._reduce_scatter_comm = group.mesh_info.replicate_process_group = None
+    torch_internals.check_fsdp_reduction(group)
