@@ -73,7 +73,7 @@ STAND_INS = (FakeTensor, FunctionalTensor)
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
-# An op of torch after 2.11 that wraps a collective's result as an AsyncCollectiveTensor.
+# An operator of torch > 2.11 that wraps a collective's result as an AsyncCollectiveTensor.
 wrapped_in_flight = getattr(getattr(funcol, "_wrap_tensor_autograd", None), "default", None)
 
 
@@ -92,7 +92,7 @@ R = TypeVar("R")
 
 
 def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: ``lru_cache``, except while dynamo traces, because it warns about caches."""
+    """Cache a function's results, except while dynamo traces it: dynamo warns about lru_cache."""
     cached: Callable[..., R] = lru_cache(maxsize=4096)(function)
 
     @wraps(function)
@@ -105,10 +105,11 @@ def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def stable_hash(tensor: torch.Tensor) -> str:
-    """Key of a tensor in torch's cache of compiled graphs: everything that a graph may depend on.
+    """Key of a tensor subclass in torch's cache of compiled graphs.
 
-    It is the whole key of a tensor subclass, so it includes shapes and dtypes, also those of inner
-    tensors. A subclass uses it as its method ``_stable_hash_for_caching``.
+    torch adds nothing to it, so it contains everything that a graph may depend on, including the
+    shapes and dtypes of inner tensors. A subclass uses this function as its method
+    ``_stable_hash_for_caching``.
     """
     key: list[Any] = [type(tensor).__qualname__, tensor.device, tensor.dtype, tensor.requires_grad]
     key += [tensor.shape, tensor.stride(), tensor.storage_offset()]
@@ -122,8 +123,8 @@ def _tell_local_tensors_apart() -> None:
     """Add the local tensor of a DTensor to its key in torch's cache of compiled graphs.
 
     The key of torch 2.13 has only the placements and the shape of a DTensor. A compiled optimizer
-    that was traced with plain shards would run on tensors of another class, and read their address,
-    which they don't have. A graph of e4m3 data would run on e5m2 data.
+    that was traced with plain shards would therefore also run on shards of another class, which
+    have no address for it to read. A graph of e4m3 data would run on e5m2 data.
     """
     of_dtensor = getattr(DTensor, "_stable_hash_for_caching", None)
 
@@ -140,7 +141,7 @@ _tell_local_tensors_apart()
 
 
 def dtensor_local(tensor: DTensor) -> torch.Tensor:
-    """The local tensor, perhaps in flight. Unlike this, ``to_local()`` waits and has a gradient."""
+    """The local tensor, which may be in flight. (``to_local()`` waits, and is differentiable.)"""
     return tensor._local_tensor
 
 
@@ -160,7 +161,7 @@ def in_backward() -> bool:
 
 
 def backward_id() -> int:
-    """The number of the backward pass that this thread runs; -1 outside of any."""
+    """The number of the backward pass that this thread runs, or -1."""
     return int(_current_graph_task_id())
 
 
@@ -169,7 +170,7 @@ def make_dtensor(
 ) -> DTensor:
     """``DTensor.from_local`` for a contiguous global tensor, faster and without a gradient.
 
-    In a graph, with a gradient, or on a rank outside of the mesh it is ``from_local`` itself.
+    In a graph, with a gradient, or on a rank outside the mesh it calls ``from_local``.
     """
     if torch.compiler.is_compiling() or local.requires_grad or mesh.get_coordinate() is None:
         stride = contiguous_stride(shape)
@@ -200,25 +201,25 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor inside of wrappers, such as a DTensor, or ``tensor`` if it is plain."""
+    """The plain tensor inside wrappers such as DTensor, or ``tensor`` itself if it is plain."""
     while not is_plain(tensor) and hasattr(tensor, "__tensor_flatten__"):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return tensor
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor or parameter is not of a subclass."""
+    """Whether a tensor is a torch.Tensor or an nn.Parameter, and not of another subclass."""
     return type(tensor) in _PLAIN
 
 
 def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run after ``optimizer.step()``; not for subclasses that skip ``__init__``."""
+    """Whether ``optimizer.step()`` runs hooks. A subclass that skips ``__init__`` does not."""
     hooked = getattr(type(optimizer).step, "hooked", False)
     return hooked and "_optimizer_step_post_hooks" in vars(optimizer)
 
 
 def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has post-accumulate-grad hooks, which may update it in a backward."""
+    """Whether a parameter has post-accumulate-grad hooks, which may update it in the backward."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
@@ -293,9 +294,9 @@ def fsdp_groups() -> list[Any]:
 
 
 def fsdp_init_shards(module: FSDPModule) -> None:
-    """Let FSDP2 replace the local tensors of a module's parameters that it pads or pins.
+    """Let FSDP2 replace the local tensors of a module's parameters, which it may pad or pin.
 
-    Otherwise it does so before the first gather.
+    Otherwise FSDP2 does so before the first gather.
     """
     for group in fsdp_groups_of_module(module):
         is_done = group._reset_sharded_params
@@ -304,10 +305,10 @@ def fsdp_init_shards(module: FSDPModule) -> None:
 
 
 def before_fsdp_gathers(call: Callable[[Any], None]) -> None:
-    """Let FSDP2 run ``call`` with each parameter group before its first gather.
+    """Let FSDP2 call ``call(group)`` for each parameter group before the group's first gather.
 
-    It runs where FSDP2 prepares the groups of a model, when the root first runs, and each time that
-    a module is unsharded by hand.
+    The call follows FSDP2's lazy initialization of the group: when the root module first runs, and
+    each time that a module is unsharded by hand.
     """
     lazy_init = FSDPParamGroup.lazy_init
 
@@ -322,7 +323,7 @@ def before_fsdp_gathers(call: Callable[[Any], None]) -> None:
 def fsdp_roots_of(group: Any) -> list[nn.Module]:
     """The root modules under which FSDP2 runs a parameter group, and the group's own modules.
 
-    Roots that share streams with the group's root are included.
+    The result includes roots that share streams with the group's root.
     """
     states: list[Any] = [reference() for reference in list(_module_state_mapping.values())]
     roots = [state for state in states if getattr(state, "_is_root", False)]
@@ -338,32 +339,32 @@ def _groups_of_state(state: Any) -> list[Any]:
 
 
 def fsdp_groups_of_same_root(group: Any) -> list[Any]:
-    """The parameter groups under the same root as one; only that one before FSDP2 first runs it."""
+    """The groups under the same root as ``group``; only ``group`` before FSDP2 first runs it."""
     return [other for other in fsdp_groups() if other.comm_ctx is group.comm_ctx]
 
 
 def fsdp_modules_asked(group: Any) -> list[nn.Module]:
-    """The module that holds each parameter of a group with hooks for FSDP2's all-gather.
+    """The modules that FSDP2 passes to the all-gather hooks of a group's parameters.
 
-    FSDP2 passes this module to the hooks, not others that share the parameter.
+    It passes one module for each parameter with hooks, and not others that share the parameter.
     """
     return [p._module_info.module for p in group.fsdp_params if hasattr(p, "_extensions_data")]
 
 
 def fsdp_modules_with_extensions(group: Any) -> list[nn.Module]:
-    """The modules of a parameter group whose parameters have hooks for FSDP2's all-gather."""
+    """All modules that hold a parameter of the group with hooks for FSDP2's all-gather."""
     infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
     return [module for info in infos for module in (info.module, *info.shared_modules)]
 
 
 def fsdp_modules_sharing(group: Any, module: nn.Module) -> list[nn.Module]:
-    """The other modules that share a parameter whose all-gather hooks get ``module``."""
+    """The other modules that share a parameter for which FSDP2 passes ``module`` to the hooks."""
     infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
     return [user for info in infos if info.module is module for user in info.shared_modules]
 
 
 def fsdp_parameter_users(module: FSDPModule) -> Iterator[tuple[nn.Module, str]]:
-    """(module, parameter name) of all users of each parameter that an FSDP module shards."""
+    """Yield (module, parameter name) for each user of a parameter that an FSDP module shards."""
     for group in fsdp_groups_of_module(module):
         for parameter in group.fsdp_params:
             info = parameter._module_info
@@ -376,13 +377,13 @@ class FsdpParameterUse(NamedTuple):
 
     module: nn.Module
     name: str
-    has_extensions: bool  # fully_shard found hooks for the all-gather on the tensor
+    has_extensions: bool  # fully_shard found all-gather hooks on the tensor
     has_gathered: bool  # it was gathered at least once
-    param_dtype: torch.dtype | None  # dtype of a gather without such hooks; None: its own
+    param_dtype: torch.dtype | None  # dtype of a gather without hooks; None: the parameter's
 
 
 def fsdp_parameter_uses() -> Iterator[FsdpParameterUse]:
-    """Every use of the parameters that FSDP2 shards, of all models."""
+    """Yield every use of every parameter that FSDP2 shards, in all models."""
     for group in fsdp_groups():
         for parameter in group.fsdp_params:
             state = (
@@ -397,7 +398,7 @@ def fsdp_parameter_uses() -> Iterator[FsdpParameterUse]:
 
 
 def fsdp_parameters_of_group(group: Any) -> list[nn.Parameter]:
-    """The sharded parameters of a group, in its order, as their modules hold them."""
+    """The sharded parameters of a group in the group's order, as their modules hold them."""
     infos = [parameter._module_info for parameter in group.fsdp_params]
     return [getattr(info.module, info.param_name) for info in infos]
 
@@ -432,7 +433,7 @@ def set_fsdp_replicas(group: Any, replicas: Any) -> None:
 
 
 def fsdp_reduction(group: Any) -> Any:
-    """The reduce-scatter of a parameter group; None if it is FSDP2's own."""
+    """The custom reduce-scatter of a parameter group; None if it is FSDP2's own."""
     found = group._reduce_scatter_comm
     return None if type(found) is DefaultReduceScatter else found
 
@@ -443,11 +444,11 @@ def set_fsdp_reduction(
     """Replace the reduce-scatter of a parameter group; None restores FSDP2's own.
 
     Args:
-        call: runs before it, with the indices of the parameters whose gradients it reduces. FSDP2
-            does not pass them to a custom reduce-scatter.
+        call: runs before the reduce-scatter, with the indices of the parameters whose gradients it
+            reduces. FSDP2 does not pass these to a custom reduce-scatter.
     """
     found = vars(group).get("post_backward")
-    if hasattr(found, "in_place_of"):  # ours: other code has not replaced it since
+    if hasattr(found, "in_place_of"):  # with_call below, which no other code has replaced since
         group.post_backward = found.in_place_of
     group._reduce_scatter_comm = DefaultReduceScatter() if comm is None else comm
     if call is None:
