@@ -74,8 +74,8 @@ class Float8Linear(nn.Linear):
         float8_weight: the object that casts the weight and caches its scales.
         prepared_by: for each ``PrepareFloat8ModuleInput`` around the layer, the ``fqn`` of the
             first layer whose config it follows.
-        histories: the amax history of each operand whose scaling is DELAYED, including an input
-            that ``PrepareFloat8ModuleInput`` casts by the layer's config.
+        histories: the amax history of each operand whose scaling is DELAYED, and the history of an
+            input that ``PrepareFloat8ModuleInput`` casts by the layer's config.
     """
 
     prepared_by: frozenset[str] = frozenset()

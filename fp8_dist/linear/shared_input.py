@@ -1,9 +1,9 @@
-"""Cache of the float8 copies of the last input that was cast, for several layers that take it.
+"""Cache of the float8 copies of the last input that was cast, for layers that share it.
 
 ``wq``, ``wk`` and ``wv`` of an attention share one input, as do ``w1`` and ``w3`` of a
-feed-forward. Its float8 copies serve all of them: there is one cast, and one copy saved for
-backward, as nn.Linear layers save the one tensor. The cache entry lives as long as the copy that
-autograd saves.
+feed-forward. Its float8 copies serve all of them: the input is cast once, and one copy is saved for
+backward, just as nn.Linear layers save a shared input once. The cache entry lives as long as the
+copy that autograd saves.
 """
 
 from typing import Any, NamedTuple
@@ -18,19 +18,19 @@ from fp8_dist.torch_internals import is_captured
 
 
 class _LastCast(NamedTuple):
-    source: ReferenceType[torch.Tensor]  # for an identity check alone
+    source: ReferenceType[torch.Tensor]  # only compared by identity
     key: Any
     first: Copies  # the copies that only the forward takes
     saved: Copy
     data: ReferenceType[torch.Tensor]
-    rest: Quantized  # the other fields
+    rest: Quantized  # the saved copy, with a scale in place of its data
 
 
 _last: _LastCast | None = None
 
 
 def cast_key(x: torch.Tensor, kind: Any) -> Any:
-    """The key under which a cast of this kind may be reused; None if it must not be."""
+    """The key under which a cast of this kind may be reused; None if it must not be reused."""
     if x.is_inference():
         return None  # inference tensors have no version counter
     if is_captured(x):
@@ -46,7 +46,7 @@ def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
     data = last.data()
     if data is None:
         return None
-    # TensorWeakRef revives the Python object of a tensor that autograd alone still owns.
+    # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
     saved = last.rest._replace(qdata=TensorWeakRef(data)())
     return {**last.first, last.saved: saved}
 
