@@ -1,4 +1,4 @@
-"""Warnings that are issued once per process, because training steps would repeat them."""
+"""Warnings that are issued once per kind and process, because training steps would repeat them."""
 
 import warnings
 

@@ -59,7 +59,7 @@ class Observer:
     """Base class of observers of casts and GEMMs.
 
     A subclass overrides methods, which must not change the tensors that they are given. They are
-    called without gradients and outside of dispatch modes.
+    called without gradients and outside dispatch modes.
     """
 
     def on_casts(
@@ -162,7 +162,7 @@ def gemms_observed_by(observer: Observer) -> Iterator[None]:
 
 
 def _tell(method: Callable[..., R], *arguments: Any) -> R:
-    """Call a method of an observer."""
+    """Call a method of an observer without gradients, outside dispatch modes."""
     with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
         return method(*arguments)
 

@@ -203,7 +203,7 @@ def _cast_here(
     within: tuple[int, ...] | None,
     high: torch.Tensor,
 ) -> Operands:
-    """Cast an operand for the given GEMMs without moving it; ``high`` is its local tensor."""
+    """Cast an operand for the given GEMMs where it is; ``high`` is its local tensor."""
     by_gemm = spec.config.copies(operand, tensor.device)
     taken = {gemm: by_gemm.get(gemm) for gemm in gemms}
     wanted = tuple(dict.fromkeys(filter(None, taken.values())))

@@ -39,7 +39,7 @@ def cast_key(x: torch.Tensor, kind: Any) -> Any:
 
 
 def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
-    """The copies that were noted last, if they still exist and belong to ``x`` and this key."""
+    """The last noted copies, if they still exist and belong to ``x`` and this key."""
     last = _last  # another thread may replace it
     if last is None or last.source() is not x or last.key != key:
         return None

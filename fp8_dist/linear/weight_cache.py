@@ -135,8 +135,8 @@ class WeightCache:
         state: see the table.
         float8: the float8 copies of the local shard that were used last, if they are kept.
         whole_scales: the scales of the global weight, if FSDP2's gather can't carry scales.
-        is_cast_ahead: whether the weight was cast for the current evaluation, in a batch with those
-            of other layers, and FSDP2 has not gathered it yet.
+        is_cast_ahead: whether the current evaluation has already begun for this weight, because it
+            was cast in a batch with other layers, while FSDP2 has not gathered it yet.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class WeightCache:
         return None if isinstance(known, PendingScales) else known
 
     def resolve(self, pending: PendingScales, known: Known, whole_scales: Scales | None) -> None:
-        """Take the statistics that were waited for, unless they were dropped in the meantime."""
+        """Store the statistics of ``pending``, unless they were dropped in the meantime."""
         if self._known is pending:
             self.state = ScaleState.PRECOMPUTED
             self._known, self.whole_scales = known, whole_scales

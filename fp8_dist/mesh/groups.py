@@ -182,7 +182,7 @@ def _make_beside_each_other(axes: Sequence[Axis], names: str) -> str:
         ranks = [rank]  # the first of a group
         for axis in axes:
             ranks = [base + i * axis.stride for base in ranks for i in range(axis.size)]
-        # Unlike with use_local_synchronization, ranks outside of the group take part.
+        # Unlike with use_local_synchronization, ranks outside the group take part.
         group = dist.new_group(ranks, group_desc=f"mesh_{names}")
         if dist.get_rank() in ranks:
             own = group

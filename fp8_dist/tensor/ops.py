@@ -132,7 +132,7 @@ def _moving_levels(x: Float8Tensor) -> list[tuple[Level, torch.Tensor]]:
 
 
 def _expanded(x: Float8Tensor) -> list[torch.Tensor]:
-    """The scales as views of the data's shape: stride 0 along the dims that they cover."""
+    """Views of the scales in the shape of the data, with stride 0 along the dims they cover."""
     views = []
     for level, scale in _moving_levels(x):
         fixed = _fixed_dims(level, x.ndim)
